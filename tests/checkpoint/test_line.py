@@ -8,19 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from instar.checkpoint.listing import (
-    LINE,
-    RetentionPolicy,
-    checkpoints,
-    continued,
-    is_on,
-    latest,
-    latest_intact,
-    left_at,
-    line_of,
-    prune,
-    write_line,
-)
+from instar.checkpoint.line import LINE, continued, is_on, left_at, line_of, write_line
+from instar.checkpoint.listing import RetentionPolicy, checkpoints, latest, latest_intact, prune
 from instar.checkpoint.manifest import CheckpointError, Facts, RunStart, read_manifest
 from instar.checkpoint.store import LATEST, publish
 

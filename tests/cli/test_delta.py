@@ -196,6 +196,55 @@ def test_export_loads_in_transformers(capsys: pytest.CaptureFixture[str]) -> Non
     assert load_file("exported/model.safetensors").keys() == saved
 
 
+@pytest.mark.usefixtures("place")
+def test_export_refuses_a_state_that_is_not_of_the_model_beside_whose_config_it_would_lie(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A grown model, adapters, tied and separate heads: transformers would load each with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from instar.checkpoint.delta.chain import append
+
+    sizes = {
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
+
+    def model(width: int = 16, *, tied: bool = False) -> LlamaForCausalLM:
+        config = LlamaConfig(hidden_size=width, tie_word_embeddings=tied, **sizes)
+        return LlamaForCausalLM(config)
+
+    model().save_pretrained("model")
+    model(tied=True).save_pretrained("tied-model")
+    LlamaConfig(hidden_size=16, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(
+        "config"
+    )
+    states = {
+        "good": model().state_dict(),
+        "grown": model(32).state_dict(),
+        "adapter": {
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 16)
+        },
+        "tied": model(tied=True).state_dict(),
+    }
+    for name, state in states.items():
+        append(Path(name), 0, state, None)
+    for chain, like, reason in (
+        ("grown", "model", "has the shape (32, 32), not (32, 16)"),
+        ("grown", "config", "has the shape (32, 32), not (32, 16)"),
+        ("adapter", "model", "model.embed_tokens.weight is missing"),
+        ("tied", "model", "is tied to model.embed_tokens.weight, and separate in model"),
+        ("good", "tied-model", "lm_head.weight is not in tied-model"),
+    ):
+        assert reason in refused(capsys, "export", chain, "exported", "--like", like)
+    for like in ("model", "config"):
+        said(capsys, "export", "good", f"as-{like}", "--like", like)
+        found = LlamaForCausalLM.from_pretrained(f"as-{like}")
+        assert same(dict(found.state_dict()), states["good"])
+
+
 def test_the_commands_on_files_import_no_torch(place: Path) -> None:
     code = (
         "import sys\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ import science
 from forks import INSTAR
 from science import evaluations, last_step, pointed, result
 from tiny_run import Place, codes, events, said
+
+from instar.logs.query.final_test import final_test
+from instar.record.rundir import RunDir
 
 OWN = """
 from science import *
@@ -257,3 +261,40 @@ def test_a_split_that_is_not_needed_may_be_empty(place: Place) -> None:
     children = place.instar("test", "run")
     assert codes(children) == [2]
     assert "the test split is empty" in said(children)
+
+
+def test_a_result_of_other_weights_of_the_same_step_is_not_kept(place: Place) -> None:
+    """The run goes back, trains to the same step again, and finds the test of the branch it left."""
+    run_dir = place.path / "run"
+    saved = ("checkpoint.every_steps=4", "checkpoint.keep_last=9", "test.weights=last")
+    children = place.train(run_dir, *saved, "train.until=[8it]", "eval.eval_epochs=null")
+    assert codes(children) == [0], said(children)
+    before = result(run_dir)
+    assert before["checkpoint"]["name"] == "step-8"
+    words = ("--from", "4", "--set", "optimizer.lr=0.3", "--set", "test.at_end=false")
+    children = place.instar("resume", run_dir, *words)
+    assert codes(children) == [0], said(children)
+    test = final_test(RunDir(run_dir))
+    assert test is not None
+    assert "branch that the run left at step 4" in test.notes[0]
+    children = place.instar("resume", run_dir, "--set", "test.at_end=true")
+    assert codes(children) == [0], said(children)
+    after = result(run_dir)
+    assert after["checkpoint"]["name"] == "step-8.1"
+    assert after["metrics"]["loss"]["value"] != before["metrics"]["loss"]["value"]
+    words = ("--from", "latest")
+    assert codes(place.instar("test", run_dir, *words)) == [0]
+    assert result(run_dir)["metrics"] == after["metrics"]
+
+    # kept where nothing has changed, and not where another test would be made
+    file = run_dir / "test" / "result.json"
+    kept = file.read_bytes()
+    again = ("resume", run_dir, "--set", "test.at_end=true")
+    assert codes(place.instar(*again)) == [0]
+    assert file.read_bytes() == kept
+    for key in ("checkpoint", "basis"):
+        content = json.loads(kept)
+        content[key] |= dict.fromkeys(content[key], "damaged")
+        file.write_text(json.dumps(content))
+        assert codes(place.instar(*again)) == [0]
+        assert result(run_dir)[key] == json.loads(kept)[key]

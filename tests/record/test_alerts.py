@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from instar.config.sections import AlertsConfig
 from instar.record.alerts import MIN_RECORDS, SLOW_RECORDS, SMOOTHING_WINDOW, Rules
 from instar.record.events import Alert, Event, OperationEvent, RunStarted, Skip, Train
-from instar.schedule.operations import keeps_losses_comparable
+from instar.schedule.operations import keeps_training_loss_comparable
 
 WIDEN = OperationEvent(step=0, name="widen_mlp", verb="GROW")
 CONTEXT = OperationEvent(step=0, name="set_context")
@@ -39,7 +39,7 @@ CAUSAL_SPEEDS = [423, *[1080] * 20, 893, 288, *[950] * 6]
 
 
 def raised(events: Iterable[Event], config: AlertsConfig | None = None) -> list[Alert]:
-    rules = Rules(config or AlertsConfig(), keeps_losses_comparable)
+    rules = Rules(config or AlertsConfig(), keeps_training_loss_comparable)
     return [alert for event in events for alert in rules.update(event)]
 
 

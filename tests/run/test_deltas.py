@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ from science import place as science_place
 from tiny_run import Place, codes, events, said
 from torch import Tensor
 
+from instar.checkpoint.delta import writer as writing
 from instar.checkpoint.delta.chain import Link, links, load, verify
+from instar.checkpoint.delta.folder import Index, write_index
 from instar.checkpoint.store import load as load_checkpoint
+from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
 from instar.logs.read.record import read
@@ -22,6 +28,7 @@ from instar.record.rundir import RunDir
 from instar.run.lifecycle import preflight
 from instar.run.loop.checkpointing import finish_deltas
 from instar.run.loop.trainer import Trainer
+from instar.run.output import save as saving
 
 Make = Callable[..., Trainer]
 DELTAS = ("checkpoint.delta.every=2", "checkpoint.delta.anchor_every=3")
@@ -208,3 +215,52 @@ def test_a_missing_library_is_reported_before_the_run_starts(
     loaded = load_config(None, ["checkpoint.delta.every=1"])
     with pytest.raises(ConfigError, match=r"checkpoint.delta.*zstandard.*instar\[delta\]"):
         preflight._check_place(loaded, 1)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_no_checkpoint_is_published_before_the_deltas_that_it_covers(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """A run that resumes from it does not save them again: a kill between both would lose them."""
+    published: list[tuple[int, int]] = []
+    append, publish = writing.append, saving.publish
+
+    def slowly(*arguments: Any, **options: Any) -> Link:
+        threading.Event().wait(0.05)
+        return append(*arguments, **options)
+
+    def noted(root: Path, step: int, *arguments: Any, **options: Any) -> Path:
+        published.append((step, max(link.step for link in links(root / "deltas"))))
+        return publish(root, step, *arguments, **options)
+
+    monkeypatch.setattr(writing, "append", slowly)
+    monkeypatch.setattr(saving, "publish", noted)
+    settings = f"checkpoint.asynchronous={str(asynchronous).lower()}"
+    run = trainer(
+        "checkpoint.delta.every=1", "checkpoint.every_steps=2", "train.until=[6it]", settings
+    )
+    run.train()
+    finish_deltas(run.state, run.parts)
+    run.save("the end", must=True)
+    assert [step for step, _ in published][-1] == 6
+    assert all(delta >= step for step, delta in published), published
+
+
+def test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole(
+    trainer: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(trainer("checkpoint.delta.every=1", "train.until=[4it]"))
+    folder = folder_of(run)
+    assert main(["delta", "verify", str(folder)]) == 0
+    assert "5 states, 0 to 4, are whole" in capsys.readouterr().out
+    *_, before, last = links(folder)
+    last.file.unlink()
+    write_index(folder, Index(0, before.number, before.result_hash))
+    for words in (["verify"], ["log"]):
+        assert main(["delta", *words, str(folder)]) == 0
+        out, error = capsys.readouterr()
+        assert "step 4 is missing in the chain of deltas, before step-4" in error
+        assert "whole" not in out
+    assert main(["delta", "verify", "--json", str(folder)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["whole"], found["gaps"]) == (False, [[4, 4]])

@@ -1,94 +1,26 @@
-"""Lists, finds and prunes the checkpoints of a run.
-
-A run that resumes from an earlier checkpoint leaves the later ones on a branch. The *line* of a
-checkpoint is the list of starts that led to it, and is part of its manifest (`Facts.line`);
-`checkpoints/line` has that of the run and is written at each start.
-"""
+"""Lists, finds and prunes the checkpoints of a run."""
 
 from __future__ import annotations
 
 import math
 import re
-import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
 
-import msgspec
-
+from instar.checkpoint.line import Line, is_on, line_of, manifests_of, replace_line
 from instar.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
-    RunStart,
     read_manifest,
 )
 from instar.checkpoint.store import LATEST, Checkpoint, load, saved_at
 from instar.config.files import check_inside, read_regular
 from instar.record import atomic
 from instar.record.rundir import find_run
-
-LINE = "line"
-Line = Sequence[RunStart]
-
-
-def continued(start: Manifest | None) -> list[RunStart]:
-    """Returns the line of a new start from a checkpoint; None: from the beginning."""
-    before = list(start.line) if start is not None else []
-    step, time = (start.step, start.time) if start is not None else (0, 0.0)
-    return [*before, RunStart(secrets.token_hex(8), step, time)]
-
-
-def write_line(root: Path, line: Line) -> None:
-    """Writes the line of the run in `root`.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    _replace(root / "checkpoints" / LINE, msgspec.json.encode(list(line)))
-
-
-def line_of(root: Path) -> Line | None:
-    """Returns the line of a run; None if it is unknown, and all checkpoints belong to it."""
-    folder = root / "checkpoints"
-    try:
-        return msgspec.json.decode((folder / LINE).read_bytes(), type=list[RunStart])
-    except (OSError, msgspec.MsgspecError):
-        pass
-    found = (manifest for _, manifest in _manifests(folder.glob("step-*")))
-    newest = max(found, key=lambda manifest: manifest.time, default=None)
-    return (newest.line or None) if newest is not None else None
-
-
-def _manifests(paths: Iterable[Path]) -> Iterator[tuple[Path, Manifest]]:
-    """Yields the checkpoints whose manifests can be read."""
-    for path in paths:
-        with suppress(CheckpointError):
-            yield path, read_manifest(path)
-
-
-def is_on(manifest: Manifest, line: Line | None) -> bool:
-    """Whether a checkpoint lies on a line."""
-    return left_at(manifest, line) is None
-
-
-def left_at(manifest: Manifest, line: Line | None) -> int | None:
-    """Returns the step at which the run left the line of a checkpoint; None if it is on it."""
-    if not line:
-        return None
-    if not manifest.line and line[0].time == 0.0:
-        return None  # saved by an older Instar in a run of a newer one
-    for start, other in zip(manifest.line, line, strict=False):
-        if start != other:
-            return min(start.step, other.step)
-    if len(manifest.line) > len(line):
-        return manifest.line[len(line)].step
-    rest = line[len(manifest.line) :]
-    return rest[0].step if rest and manifest.time > rest[0].time else None
-
 
 BEST = "best"
 _NUMBERED = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -221,14 +153,7 @@ def point(root: Path, pointer: str, checkpoint: Path) -> None:
     Raises:
         CheckpointError: the pointer cannot be written.
     """
-    _replace(root / "checkpoints" / pointer, checkpoint.name.encode())
-
-
-def _replace(path: Path, line: bytes) -> None:
-    try:
-        atomic.replace_file(path, line + b"\n")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
+    replace_line(root / "checkpoints" / pointer, checkpoint.name.encode())
 
 
 LOSS = "loss"
@@ -255,7 +180,8 @@ def prunable(
     """Returns the checkpoints to delete, of some in the order of their saves.
 
     Checkpoints on branches do not count against those on the `line` of the run: they stay while
-    they are among the last ones of all.
+    they are among the last ones of all. Among the best are only those whose metrics can be compared
+    with the last one's.
     """
     on_line = [each for each in manifests if is_on(each[1], line)]
     kept = {path for path, _ in [*manifests[-keep.last :], *on_line[-keep.last :]]}
@@ -263,7 +189,9 @@ def prunable(
     ranked = [
         (sign * value, -index, path)
         for index, (path, manifest) in enumerate(on_line)
-        if (value := _value(manifest, keep.metric)) is not None and math.isfinite(value)
+        if manifest.basis == on_line[-1][1].basis
+        and (value := _value(manifest, keep.metric)) is not None
+        and math.isfinite(value)
     ]
     kept |= {path for *_, path in sorted(ranked)[: keep.best]}
     if keep.every is not None:
@@ -289,7 +217,7 @@ def prune(root: Path, keep: RetentionPolicy) -> list[Path]:
         check_inside(root, ["checkpoints"])
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
-    known = list(_manifests(checkpoints(root)))
+    known = list(manifests_of(checkpoints(root)))
     named = {pointed_at(root, pointer) for pointer in pointers(root)}
     removed = [path for path in prunable(known, keep, line_of(root)) if path not in named]
     try:

@@ -147,6 +147,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """of an evaluation at this step, nats"""
     metrics: dict[str, float] = {}
     """all metrics of that evaluation"""
+    basis: str = ""
+    """digest of what the run's last evaluation was measured on: only metrics on an equal basis are comparable"""
     better: dict[str, Literal["min", "max"]] = {}
     """whether lower or higher values of each metric are better"""
     reason: str = ""
@@ -227,6 +229,25 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Returns the content of `manifest.json`; its last field is the checksum of the others."""
     body = msgspec.to_builtins(manifest)
     return encode_json({**body, _CHECKSUM: xxhash.xxh3_128_hexdigest(encode_json(body))})
+
+
+class CheckpointId(msgspec.Struct, frozen=True):
+    """Which checkpoint a result is of: another one may have its step, and later even its name."""
+
+    name: str
+    """of its folder"""
+    manifest: str
+    """checksum of its manifest, which has the time of the save and the checksum of every file"""
+
+
+def identify(folder: Path) -> CheckpointId:
+    """Returns the identity of the checkpoint in `folder`; only its manifest is read.
+
+    Raises:
+        CheckpointError: see `read_manifest`.
+    """
+    body = msgspec.to_builtins(read_manifest(folder))
+    return CheckpointId(folder.name, xxhash.xxh3_128_hexdigest(encode_json(body)))
 
 
 def read_manifest(folder: Path) -> Manifest:

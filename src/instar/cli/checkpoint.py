@@ -16,7 +16,7 @@ from instar.record.progress import tracked
 
 if TYPE_CHECKING:
     from instar.checkpoint.inspect import Check
-    from instar.checkpoint.listing import Line
+    from instar.checkpoint.line import Line
     from instar.checkpoint.manifest import Manifest
 
 EXIT_BROKEN = 3
@@ -42,7 +42,8 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
 
     `left at step N`: the checkpoint is on a branch; the run was resumed from step N before it.
     """
-    from instar.checkpoint.listing import checkpoints, line_of
+    from instar.checkpoint.line import line_of
+    from instar.checkpoint.listing import checkpoints
     from instar.cli.describe import print_rows
 
     root = _root(run)
@@ -342,7 +343,8 @@ def _root(text: str) -> Path:
 
 def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
     from instar.checkpoint.inspect import check
-    from instar.checkpoint.listing import left_at, pointed_at, pointers
+    from instar.checkpoint.line import left_at
+    from instar.checkpoint.listing import pointed_at, pointers
     from instar.checkpoint.manifest import CheckpointError, UnreadableError, read_manifest
 
     root = path.parent.parent

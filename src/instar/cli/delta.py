@@ -97,12 +97,17 @@ def verify(where: str, as_json: bool) -> None:
 
     folder = chain_at(where)
     chain = verify_chain(folder)
-    facts = {"path": str(folder), "whole": True, "first": chain[0].number, "last": chain[-1].number}
-    _say(
-        as_json,
-        facts,
-        f"{folder}: {len(chain):,} states, {chain[0].number} to {chain[-1].number}, are whole",
-    )
+    gaps = _gaps(folder, chain)
+    facts = {
+        "path": str(folder),
+        "whole": not gaps,
+        "first": chain[0].number,
+        "last": chain[-1].number,
+        "gaps": [missing for missing, _ in gaps],
+    }
+    states = f"{folder}: {len(chain):,} states, {chain[0].number} to {chain[-1].number}, are "
+    _say(as_json, facts, states + ("intact, but not all are there" if gaps else "whole"))
+    _say_gaps(gaps)
 
 
 @delta.command()
@@ -178,6 +183,7 @@ def log(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
             for row, link in zip(rows, chain, strict=True)
         ]
     print_table(headers, rows, right=[name for name in headers if name != "kind"])
+    _say_gaps(_gaps(folder, chain))
     if found:
         _print_layers(list(found.values()))
 
@@ -248,9 +254,10 @@ def export(where: str, folder: Path, like: str, number: int | None, step: int | 
     chain = chain_at(where)
     number = _number(chain, number, step)
     if (Path(like) / "config.json").is_file():
-        from instar.checkpoint.delta.replay import export as export_like
+        from instar.checkpoint.delta.export import export as export_like
 
-        export_like(chain, number, Path(like), folder)
+        for note in export_like(chain, number, Path(like), folder):
+            click.echo(f"note: {note}", err=True)
     else:
         from instar.checkpoint.delta.chain import load
         from instar.checkpoint.store import load as load_checkpoint
@@ -285,6 +292,22 @@ def chain_at(text: str) -> Path:
         )
     check_folders(run)
     return run.deltas
+
+
+def _gaps(folder: Path, chain: Sequence[Link]) -> list[tuple[tuple[int, int], str]]:
+    """Return the first and the last step of each gap of a chain, and what follows it."""
+    from instar.run.lifecycle.resume import unsaved_deltas
+
+    gaps = [(link.missing, link.file.name) for link in chain if link.missing is not None]
+    at_end = unsaved_deltas(folder.parent, chain[-1].step) if chain else None
+    return gaps if at_end is None else [*gaps, at_end]
+
+
+def _say_gaps(gaps: Sequence[tuple[tuple[int, int], str]]) -> None:
+    from instar.record.format import gap_text
+
+    for missing, before in gaps:
+        click.echo(gap_text(missing, before), err=True)
 
 
 def _draw(found: Sequence[LinkStatistics], title: str, path: Path) -> None:
@@ -324,6 +347,7 @@ def _facts(link: Link) -> dict[str, Any]:
         "base": link.base_hash,
         "result": link.result_hash,
         "aliases": dict(link.aliases),
+        "missing": link.missing,
     }
 
 

@@ -148,7 +148,7 @@ def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
-    from instar.logs.text.summary import NONE, date
+    from instar.logs.text.summary import NONE, best_text, date
     from instar.logs.text.tables import indented
     from instar.record.format import duration, loss, si
 
@@ -160,7 +160,7 @@ def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
         NONE if summary.step is None else f"{summary.step:,}",
         NONE if summary.tokens is None else si(summary.tokens),
         NONE if summary.loss is None else loss(summary.loss),
-        NONE if summary.best is None else loss(summary.best, 4),
+        best_text(summary.best_metric, summary.best),
         NONE if summary.best_step is None else f"{summary.best_step:,}",
         NONE if row.time_s is None else duration(row.time_s),
         date(summary.started or 0.0)[:-3] or NONE,

@@ -157,6 +157,14 @@ class Eval(Placed, tag="eval", frozen=True, kw_only=True):
     """Known standard errors of the other metrics."""
 
 
+class BeginsAnew(Placed, tag="begins_anew", frozen=True, kw_only=True):
+    """Evaluations that follow cannot be compared with earlier ones: best values, early stopping, plateaus
+    and triggers begin anew."""
+
+    reasons: tuple[str, ...]
+    """What evaluations depend on, before and after, e.g. `tokens per sample 64 → 128`."""
+
+
 class OperationEvent(Placed, tag="operation", frozen=True, kw_only=True):
     """A scheduled change was carried out."""
 
@@ -334,6 +342,7 @@ AnyEvent = (
     | Branched
     | Train
     | Eval
+    | BeginsAnew
     | OperationEvent
     | NewGradients
     | AnalysisEvent

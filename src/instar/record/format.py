@@ -10,6 +10,7 @@ from pathlib import Path
 
 from instar.config.errors import shortened, visible
 from instar.record.events import (
+    BeginsAnew,
     Delta,
     Eval,
     OperationEvent,
@@ -147,6 +148,23 @@ def eval_line(event: Eval, *, width: int | None = None, unit: str = TOK) -> str:
     if event.seconds is not None:
         parts.append((4, duration(event.seconds)))
     return _fit(step_text(event), parts, width)
+
+
+def gap_text(missing: tuple[int, int], before: str) -> str:
+    """`the deltas of steps 5 to 7 are missing before anchor-5.safetensors: …`."""
+    first, last = missing
+    steps = f"step {first:,} is" if first == last else f"steps {first:,} to {last:,} are"
+    return (
+        f"the state of {steps} missing in the chain of deltas, before {before}: it was never saved"
+    )
+
+
+def begins_anew_line(event: BeginsAnew) -> str:
+    """`    100 evaluations from here on are not comparable with earlier ones (evaluated samples 1 → 90): …`."""
+    return (
+        f"{step_text(event)} evaluations from here on are not comparable with earlier ones "
+        f"({', '.join(event.reasons)}): best values, early stopping, plateaus and triggers begin anew"
+    )
 
 
 def confusion_lines(target: str, matrix: Sequence[Sequence[int]]) -> list[str]:

@@ -225,3 +225,22 @@ def test_a_state_that_is_not_there_is_refused(chain: Path) -> None:
         CheckpointError, match="number 9 is not in the chain, which has numbers 0 to 1"
     ):
         load(chain, 9)
+
+
+def test_weights_that_become_tied_or_separate_begin_a_new_anchor(tmp_path: Path) -> None:
+    table, head = torch.ones(3, 2), torch.zeros(3, 2)
+    separate, tied = {"table": table, "head": head}, {"table": table, "head": table}
+    before = None
+    for step, state in enumerate([separate, tied, tied, separate]):
+        append(tmp_path / "chain", step, state, before)
+        before = state
+    assert [link.kind for link in links(tmp_path / "chain")] == [
+        "anchor",
+        "anchor",
+        "delta",
+        "anchor",
+    ]
+    verify(tmp_path / "chain")
+    for number, state in enumerate([separate, tied, tied, separate]):
+        found = load(tmp_path / "chain", number)
+        assert all(torch.equal(found[name], state[name]) for name in state)

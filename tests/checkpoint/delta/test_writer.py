@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from instar.checkpoint.delta import writer as writing
 from instar.checkpoint.delta.chain import links, load, verify
+from instar.checkpoint.delta.folder import missing_steps
 from instar.checkpoint.delta.statistics import statistics
 from instar.checkpoint.delta.writer import COPIES, DeltaWriter
 from instar.checkpoint.manifest import CheckpointError
@@ -171,3 +175,56 @@ def test_what_is_written_is_told_with_its_statistics(writer: Open, tmp_path: Pat
     assert [share.overlap for share in found] == [None, 1 / 3, 2 / 4]
     assert all(0 <= one.stall_s <= one.seconds for one in [first, *deltas, anchor])
     assert made.written() == []
+
+
+def test_steps_that_were_never_saved_are_named_by_the_anchor_after_them(
+    writer: Open, tmp_path: Path
+) -> None:
+    made = writer()
+    for step in range(4):
+        made.save(step, weights(step))
+    made.flush()
+    for step, missing in ((4, None), (7, (5, 6)), (2, None)):
+        resumed = writer()
+        resumed.save(step, weights(step))
+        resumed.flush()
+        last = links(tmp_path / "deltas")[-1]
+        assert (last.kind, last.step, last.missing) == ("anchor", step, missing)
+    assert missing_steps(6, 12, 3) == (9, 9)
+    assert missing_steps(9, 12, 3) is None
+
+
+def test_a_barrier_waits_for_the_weights_before_it_only(
+    writer: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, append = threading.Event(), writing.append
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        go_on.wait(10)
+        return append(*arguments, **options)
+
+    monkeypatch.setattr(writing, "append", slowly)
+    made = writer()
+    made.barrier()()
+    made.save(0, weights(0.0))
+    waiting = threading.Thread(target=made.barrier())
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    go_on.set()
+    waiting.join(10)
+    assert [written.link.step for written in made.written()] == [0]
+
+
+def test_a_chain_on_a_file_system_without_locks_is_written_with_a_warning(
+    writer: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    made = writer()
+    made.save(0, weights(0.0))
+    made.flush()
+    assert steps(tmp_path / "deltas") == [(0, 0, True)]
+    assert "has no locks (Function not implemented)" in caplog.text

@@ -77,6 +77,9 @@ class DeltaCallback(TrainerCallback):
     ) -> None:
         last = control.should_training_stop or state.global_step >= state.max_steps
         self._save_if_due(state.global_step, kwargs["model"], last=last)
+        if control.should_save and self.writer is not None:
+            # no checkpoint to resume from is newer than the chain
+            self.writer.flush()
 
     def on_train_end(
         self,

@@ -47,11 +47,12 @@ def append(
     anchor: bool = False,
     aliases: Mapping[str, str] | None = None,
     values: Values = "steps",
+    missing: tuple[int, int] | None = None,
 ) -> Link:
     """Saves the next state of a chain; when this returns, it is on disk.
 
     It is saved as a difference from `base`, or whole, as an anchor, if `anchor` is set, if there is
-    no base, if the chain is new, or if names, dtypes or shapes differ from those of the base.
+    no base, if the chain is new, or if names, dtypes, shapes or ties differ from those of the base.
 
     Args:
         folder: the chain's folder; created if missing.
@@ -60,6 +61,7 @@ def append(
         base: the last state of the chain, which is compared with its hash; None: not at hand.
         aliases: other names of tensors, which are recorded but not saved: name → saved name.
         values: see `pair.create`.
+        missing: first and last of the steps before it that should have been saved and were not.
 
     Raises:
         CheckpointError: `base` is not the last state of the chain, the chain is damaged, another
@@ -67,14 +69,11 @@ def append(
     """
     kept, names = without_aliases(tensors, aliases or {})
     new = {name: to_bits(tensor) for name, tensor in kept.items()}
-    old = None
-    if base is not None:
-        old = {name: to_bits(tensor) for name, tensor in base.items() if name not in names}
     try:
         atomic.make_folder(folder)
         with locked(folder):
             atomic.sweep(folder)
-            return _append(folder, step, new, old, anchor, names, values)
+            return _append(folder, step, new, base, anchor, names, values, missing)
     except OSError as error:
         raise CheckpointError(
             f"cannot save step {step:,} in {folder}: {error.strerror}; the chain is unchanged"
@@ -85,10 +84,11 @@ def _append(
     folder: Path,
     step: int,
     new: State,
-    old: State | None,
+    base: Mapping[str, Tensor] | None,
     anchor: bool,
     aliases: dict[str, str],
     values: Values,
+    missing: tuple[int, int] | None,
 ) -> Link:
     index = read_index(folder)
     if index is None:
@@ -97,6 +97,10 @@ def _append(
     last = _last(folder, index)
     number = 0 if last is None else last.number + 1
     entries = outline(new)
+    old: State | None = None
+    # tensors that were tied are saved once, and those that are tied now were each saved
+    if base is not None and last is not None and last.aliases == aliases:
+        old = {name: to_bits(tensor) for name, tensor in base.items() if name not in aliases}
     whole = anchor or last is None or old is None or outline(old) != entries
     kind: Kind = "anchor" if whole else "delta"
     path = link_path(folder, kind, number)
@@ -106,6 +110,7 @@ def _append(
         first=number,
         step=step,
         aliases=aliases,
+        missing=missing,
     )
     try:
         with atomic.atomic_file(path) as temporary:

@@ -17,6 +17,7 @@ several; files whose numbers it covers are leftovers.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import time
@@ -37,6 +38,9 @@ from instar.config.files import read_regular
 from instar.record import atomic
 from instar.record.events import Count
 from instar.record.progress import progress
+from instar.record.rundir import NO_LOCKS
+
+logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
 HEAD = "instar"
@@ -75,6 +79,8 @@ class Link:
     changed: int
     """number of changed elements; all in an anchor"""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[int, int] | None = None
+    """first and last of the steps before it whose states were due and are not in the chain"""
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -104,6 +110,8 @@ class Segment:
 def locked(folder: Path) -> Iterator[None]:
     """Excludes other writers of a chain while the block runs; waits for one, e.g. a `gc`.
 
+    On a file system without locks it logs a warning and excludes nobody.
+
     Raises:
         CheckpointError: it still writes after `LOCK_LIMIT_S`.
     """
@@ -121,6 +129,16 @@ def locked(folder: Path) -> Iterator[None]:
                             f"{folder}: another process is writing this chain"
                         ) from error
                     time.sleep(_POLL_S)
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        raise
+                    logger.warning(
+                        "the file system of %s has no locks (%s): nothing keeps a second process from "
+                        "writing this chain",
+                        folder,
+                        error.strerror,
+                    )
+                    break
         yield
     finally:
         os.close(descriptor)
@@ -214,6 +232,7 @@ def to_link(path: Path, kind: Kind, head: Head, size_bytes: int, changed: int) -
         head.full_bytes,
         changed,
         head.aliases,
+        head.missing,
     )
 
 
@@ -300,6 +319,13 @@ def segments(chain: Sequence[Link]) -> list[Segment]:
         Segment(chain[begin], tuple(chain[begin + 1 : end]))
         for begin, end in zip(begins, ends, strict=True)
     ]
+
+
+def missing_steps(last: int, step: int, every: int) -> tuple[int, int] | None:
+    """Return the first and the last step after `last` and before `step` whose states were due; None:
+    there is none."""
+    first, end = (last // every + 1) * every, (step - 1) // every * every
+    return (first, end) if first <= end else None
 
 
 def write_anchor(path: Path, state: State, head: Head) -> None:

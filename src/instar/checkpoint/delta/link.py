@@ -93,6 +93,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """of all tensors"""
     full_bytes: Count
     """of all tensors"""
+    missing: tuple[Count, Count] | None = None
+    """first and last of the steps before it whose states were due and are not in the chain"""
 
 
 class Footer(Head, frozen=True, kw_only=True):

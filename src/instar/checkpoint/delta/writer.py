@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from instar.checkpoint.delta.chain import Link, append, links
-from instar.checkpoint.delta.folder import read_index, segment_of
+from instar.checkpoint.delta.folder import locked, missing_steps, read_index, segment_of
 from instar.checkpoint.delta.link import LinkFile, read_link
 from instar.checkpoint.delta.state import state_hash
 from instar.checkpoint.delta.statistics import LinkStatistics, link_statistics
 from instar.checkpoint.delta.tensors import to_bits, without_aliases
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import InstarError
+from instar.record import atomic
 from instar.record.events import Delta
 from instar.record.system import recorded_event
 
@@ -81,7 +82,8 @@ class DeltaWriter:
 
     The first link is an anchor, unless the chain ends with the same weights at the same step. So a
     training that resumes from an earlier step leaves the links after it as they are, and never
-    mixes them with its own.
+    mixes them with its own. If the chain ends before that step, the anchor names the steps that are
+    missing.
     """
 
     def __init__(
@@ -155,12 +157,21 @@ class DeltaWriter:
         Raises:
             CheckpointError: one is not.
         """
-        done = threading.Event()
-        self._copies.put(done)
-        if not done.wait(self.limit_s):
-            self.failure = self._late()
+        self.barrier()()
         if self.failure is not None:
             raise CheckpointError(self.failure)
+
+    def barrier(self) -> Callable[[], None]:
+        """Return a function that waits, in any thread, until the links saved up to now are on disk or
+        have failed."""
+        done = threading.Event()
+        self._copies.put(done)
+
+        def wait() -> None:
+            if not done.wait(self.limit_s):
+                self.failure = self.failure or self._late()
+
+        return wait
 
     def close(self, limit_s: float = 1.0) -> None:
         """End the thread; wait at most `limit_s` seconds for links that are not on disk yet."""
@@ -190,12 +201,21 @@ class DeltaWriter:
 
     def _write(self, copy: _Copy) -> None:
         tensors = _on_host(copy.tensors, copy.copied)
-        if self._base is None and self._is_last_link(copy.step, tensors):
-            self._base = tensors
-            return
+        missing: tuple[int, int] | None = None
+        if self._base is None and (last := self._last_link()) is not None:
+            if last.step == copy.step and last.result_hash == _hash(tensors):
+                self._base = tensors
+                return
+            missing = missing_steps(last.step, copy.step, self.every)
         anchor = self._since_anchor + 1 >= self.anchor_every
         link = append(
-            self.folder, copy.step, tensors, self._base, anchor=anchor, aliases=copy.aliases
+            self.folder,
+            copy.step,
+            tensors,
+            self._base,
+            anchor=anchor,
+            aliases=copy.aliases,
+            missing=missing,
         )
         seconds = time.perf_counter() - copy.begun
         before, self._base, self._last, statistics = self._last, tensors, None, None
@@ -208,15 +228,20 @@ class DeltaWriter:
             statistics = link_statistics(self._last, entries, before)
         self._written.put(Written(link, seconds, copy.stall_s, statistics))
 
-    def _is_last_link(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the chain ends with these weights at this step."""
+    def _last_link(self) -> Link | None:
+        """Return the last link of an earlier training; remove what a crash of it left behind."""
         if not self.folder.is_dir() or read_index(self.folder) is None:
-            return False
+            return None
+        with locked(self.folder):
+            atomic.sweep(self.folder)
         if not (chain := links(self.folder)):
-            return False
+            return None
         self._since_anchor = len(segment_of(chain, chain[-1]).links)
-        state = {name: to_bits(tensor) for name, tensor in tensors.items()}
-        return chain[-1].step == step and chain[-1].result_hash == state_hash(state)
+        return chain[-1]
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    return state_hash({name: to_bits(tensor) for name, tensor in tensors.items()})
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

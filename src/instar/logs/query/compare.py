@@ -25,7 +25,7 @@ from instar.logs.query.alignment import (
 )
 from instar.logs.query.groups import RunGroup, check_same_data, warnings_on_data
 from instar.logs.read.record import ALIASES, RunRecord, unknown_metric
-from instar.record.events import RunStarted, to_words
+from instar.record.events import BeginsAnew, RunStarted, to_words
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -133,8 +133,11 @@ def compare(
         if not any(fnmatchcase(metric, name) for metric in known):
             raise unknown_metric(name, tuple(known), where)
     configs = [config for group in groups for config in group.configs]
+    anew = tuple(text for record in records if (text := _anew(record)))
     if target is not None:
         check_same_data(configs, goal)
+        if anew and goal.startswith("val/"):
+            raise ConfigError.one(anew[0], where="--at-loss", hint="leave --at-loss out")
     all_runs = [run for group in curves for run in group]
     names = list(dict.fromkeys(name for run in all_runs for name in run.metrics))
     if not names:
@@ -152,7 +155,7 @@ def compare(
             for name in names
         },
         config=differing([group.config() or None for group in groups]),
-        warnings=warnings_on_data(configs),
+        warnings=(*warnings_on_data(configs), *anew),
         to_loss=None if target is None else _to_loss(groups, curves, goal, target),
     )
 
@@ -206,6 +209,18 @@ def _curves(
         unit=starts[0].event.unit if starts else "token",
         metrics=metrics,
         reached=_reached(record, goal, target) if target is not None and goal in record else None,
+    )
+
+
+def _anew(record: RunRecord) -> str:
+    """Returns since when a run's evaluations are comparable with its last one; empty: from the start."""
+    events = [each.event for each in record.of(BeginsAnew) if each.kept]
+    if not events:
+        return ""
+    event = events[-1]
+    return (
+        f"{record.run.path.name}: evaluations before and after step {event.step:,} are not comparable: "
+        f"{', '.join(event.reasons)}"
     )
 
 

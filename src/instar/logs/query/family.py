@@ -31,7 +31,9 @@ class FamilyMember:
     state: State
     step: int | None
     best: float | None
-    """lowest validation loss"""
+    """best value of `best_metric`"""
+    best_metric: str
+    """the held-out metric that `checkpoints/best` follows"""
 
 
 def branched(summary: CachedSummary) -> Branched | None:
@@ -105,4 +107,5 @@ def _member(summary: CachedSummary, depth: int) -> FamilyMember:
         state=run_status(summary.run, summary.events, summary.seen or 0.0).state,
         step=summary.step,
         best=summary.best,
+        best_metric=summary.best_metric,
     )

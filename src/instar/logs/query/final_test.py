@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from instar.checkpoint.line import left_at, line_of
+from instar.checkpoint.manifest import CheckpointError, CheckpointId, identify, read_manifest
 from instar.config.files import open_regular, read_regular
 from instar.record.rundir import RunDir
 
@@ -33,6 +36,7 @@ class _Result(msgspec.Struct):
     samples: int
     metrics: dict[str, _Metric]
     confusion: dict[str, list[list[int]]] = {}
+    checkpoint: CheckpointId | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ def final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
         result = msgspec.json.decode(content, type=_Result, strict=False)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return FinalTest(0, "", 0, {}, {}, (), (f"test/result.json cannot be read: {error}",))
-    scatters = _scatters(folder / "predictions.parquet", points, notes)
+    notes += _stale(run, result)
+    scatters = _scatters(folder / "predictions.parquet", points, notes, result.checkpoint)
     return FinalTest(
         step=result.step,
         weights=result.weights,
@@ -87,7 +92,23 @@ def final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
     )
 
 
-def _scatters(file: Path, points: int, notes: list[str]) -> tuple[Scatter, ...]:
+def _stale(run: RunDir, result: _Result) -> Iterator[str]:
+    """Yields why a result is not of the run as it is now."""
+    if (tested := result.checkpoint) is None:
+        return
+    path = run.checkpoints / tested.name
+    try:
+        if identify(path) != tested:
+            yield f"The test is of an earlier {tested.name}; another checkpoint has that name now."
+        elif (step := left_at(read_manifest(path), line_of(run.path))) is not None:
+            yield f"The test is of {tested.name}, which lies on a branch that the run left at step {step:,}."
+    except CheckpointError:
+        yield f"{tested.name}, of which the test is, is no longer on disk."
+
+
+def _scatters(
+    file: Path, points: int, notes: list[str], tested: CheckpointId | None
+) -> tuple[Scatter, ...]:
     if not os.path.lexists(file):
         return ()
     if find_spec("pyarrow") is None:
@@ -98,6 +119,10 @@ def _scatters(file: Path, points: int, notes: list[str]) -> tuple[Scatter, ...]:
 
     try:
         with open_regular(file) as opened, pq.ParquetFile(opened) as table:
+            about = (table.schema_arrow.metadata or {}).get(b"instar.checkpoint")
+            if tested is not None and about != msgspec.json.encode(tested):
+                notes.append("test/predictions.parquet is not of the weights of test/result.json.")
+                return ()
             names = [name for name in table.schema_arrow.names if name.endswith(_PREDICTED)]
             found = [_scatter(table, name.removesuffix(_PREDICTED), points) for name in names]
     except (OSError, pa.ArrowException) as error:

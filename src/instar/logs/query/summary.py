@@ -18,6 +18,7 @@ from instar.logs.query.stages import shape_text
 from instar.logs.query.state import State, run_status
 from instar.record.events import (
     Alert,
+    BeginsAnew,
     Event,
     OperationEvent,
     Placed,
@@ -94,6 +95,8 @@ class Summary:
     """of metrics that have a direction (lower or higher is better)"""
     best_metric: str
     """the metric that `checkpoints/best` follows"""
+    anew: tuple[str, ...]
+    """since when evaluations are comparable with the last one, and what changed before each time"""
     operations: tuple[OperationEvent, ...]
     skipped_steps: int
     checkpoints: tuple[CheckpointEntry, ...]
@@ -166,6 +169,11 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
             if (index := series.best(series.kept & np.isfinite(series.value))) is not None
         },
         best_metric=f"val/{current.best_metric if current else 'loss'}",
+        anew=tuple(
+            f"since step {event.step:,}: {', '.join(event.reasons)}"
+            for event in kept
+            if isinstance(event, BeginsAnew)
+        ),
         operations=operations,
         skipped_steps=sum(isinstance(event, Skip) for event in kept),
         checkpoints=tuple(_checkpoints(run.checkpoints)),

@@ -6,6 +6,7 @@ Written events are never deleted. Steps superseded by a resume from an earlier s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from instar.logs.read.sidecar import cache_folder
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
+    BeginsAnew,
     Event,
     Placed,
     RecordError,
@@ -67,13 +69,16 @@ class Series:
         axes: Mapping[str, npt.NDArray[Any]],
         kept: Bools,
         better: Direction | None = None,
+        since: float = -math.inf,
     ) -> None:
         """
         Args:
             axes: by name: `AXES` and `segment`.
             better: the direction that the run declares; None: inferred from the name.
+            since: Unix seconds from which values are comparable with the last one.
         """
         self.name = name
+        self.since = since
         self.better = better or direction(name)
         """`min`, `max`, or None: the metric has no direction"""
         self.value = value
@@ -127,10 +132,13 @@ class Series:
     def take(self, which: Ints | Bools) -> Series:
         """Returns the series at these indices, or where the mask is true."""
         axes = LazyColumns([*self._axes], lambda name: self._axes[name][which])
-        return Series(self.name, self.value[which], axes, self.kept[which], self.better)
+        return Series(self.name, self.value[which], axes, self.kept[which], self.better, self.since)
 
     def best(self, usable: Bools) -> int | None:
-        """Returns the index of the first best of the usable values; None: there is none, or no direction."""
+        """Returns the index of the first best of the usable values that are comparable with the last one;
+        None: there is none, or no direction."""
+        if math.isfinite(self.since):
+            usable = usable & (self.time >= self.since)
         if self.better is None or not usable.any():
             return None
         values = np.where(usable, self.value, np.inf if self.better == "min" else -np.inf)
@@ -251,7 +259,9 @@ def _decoded(run: RunDir, found: Content, attempt: int) -> RunRecord:
     for event in events:
         if isinstance(event, RunStarted):
             better |= {name: "max" if b == "max" else "min" for name, b in event.better.items()}
-    table = _Metrics(run, found, last_steps, better, attempt)
+    anew = [each.event for each in logged if each.kept and isinstance(each.event, BeginsAnew)]
+    since = anew[-1].time if anew else -math.inf
+    table = _Metrics(run, found, last_steps, better, since, attempt)
     return RunRecord(run, logged, table, _faults(run, found), found.end)
 
 
@@ -264,9 +274,10 @@ class _Metrics(Mapping[str, Series]):
         found: Content,
         last_steps: dict[int, int],
         better: Mapping[str, Direction],
+        since: float,
         attempt: int,
     ) -> None:
-        self._better = better
+        self._better, self._since = better, since
         self._attempt = attempt
         self._run = run
         self._found = found
@@ -314,7 +325,8 @@ class _Metrics(Mapping[str, Series]):
         value = self._column(table, "metrics", metric)
         axes = LazyColumns([*AXES, "segment"], lambda name: self._column(table, "axes", name))
         better = self._better.get(metric.partition("/")[2]) if "/" in metric else None
-        whole = Series(metric, value, axes, self._kept[table], better)
+        since = self._since if metric.startswith("val/") else -math.inf
+        whole = Series(metric, value, axes, self._kept[table], better, since)
         is_present = present(value)
         return whole if is_present.all() else whole.take(is_present)
 

@@ -25,6 +25,7 @@ from instar.logs.read.sidecar import (
 )
 from instar.record.events import (
     VERSION,
+    BeginsAnew,
     Branched,
     Eval,
     Event,
@@ -43,7 +44,7 @@ from instar.record.rundir import RunDir
 
 SMALL_BYTES = 1 << 15
 """bytes up to which new lines are read again rather than cached"""
-_FORM = 3
+_FORM = 4
 _FILE = "summary.json"
 _MEASUREMENTS = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
 
@@ -68,8 +69,12 @@ class CachedSummary:
     val: float | None
     """the last validation loss"""
     best: float | None
-    """the lowest validation loss that is not superseded"""
+    """the best value of `best_metric` that is not superseded and comparable with the last one"""
     best_step: int | None
+    best_metric: str
+    """the held-out metric that `checkpoints/best` follows"""
+    best_is_max: bool
+    """whether higher values of it are better"""
     kind: str
     """of the last event"""
     seen: float | None
@@ -93,8 +98,13 @@ class _ScanState(msgspec.Struct):
     step: int | None = None
     tokens: int | None = None
     loss: float | str | None = None
-    evals: list[tuple[int, int, float]] = []
-    """segment, step and loss of each validation with a finite loss"""
+    evals: list[tuple[int, int, float | None, float | None]] = []
+    """segment, step, loss and value of the metric of each validation; None: not finite, or not known"""
+    metric: str = "loss"
+    """the held-out metric that `checkpoints/best` follows"""
+    better: str = "min"
+    anew: list[tuple[int, int, int]] = []
+    """segment, step, and the number of evaluations before each change of what is evaluated"""
     operations: list[tuple[int, int]] = []
     """segment and step of each"""
     last: str = ""
@@ -129,10 +139,20 @@ def cached_summary(run: RunDir) -> CachedSummary:
     events = tuple(decode(line.encode()) for line in lines if line)
     start = next((event for event in events if isinstance(event, RunStarted)), None)
     limits = seen.lineage.limits()
+    anew = [n for segment, at, n in seen.anew if at <= limits.get(segment, EVERYTHING)]
     evals = [
-        (loss, at) for segment, at, loss in seen.evals if at <= limits.get(segment, EVERYTHING)
+        (number, loss, value, at)
+        for number, (segment, at, loss, value) in enumerate(seen.evals)
+        if at <= limits.get(segment, EVERYTHING)
     ]
-    best = min(evals, default=(None, None))
+    losses = [loss for _, loss, _, _ in evals if loss is not None]
+    sign = -1.0 if seen.better == "max" else 1.0
+    comparable = [
+        (sign * value, at)
+        for number, _, value, at in evals
+        if value is not None and number >= (anew[-1] if anew else 0)
+    ]
+    best, best_step = min(comparable, default=(None, None))
     last = decode(seen.last.encode()) if seen.last else None
     return CachedSummary(
         run,
@@ -145,9 +165,11 @@ def cached_summary(run: RunDir) -> CachedSummary:
         step=seen.step,
         tokens=seen.tokens,
         loss=None if seen.loss is None else float(seen.loss),
-        val=evals[-1][0] if evals else None,
-        best=best[0],
-        best_step=best[1],
+        val=losses[-1] if losses else None,
+        best=None if best is None else sign * best,
+        best_step=best_step,
+        best_metric=seen.metric,
+        best_is_max=seen.better == "max",
         kind=seen.kind,
         seen=seen.time,
         last=last if isinstance(last, Placed) else None,
@@ -194,13 +216,24 @@ def _take(seen: _ScanState, block: bytes) -> None:
             seen.segments += 1
             seen.step, seen.tokens, seen.loss, seen.last = event.step, None, None, ""
             seen.about = [line.decode(errors="replace")]
+            if event.best_metric != seen.metric:  # its value is not known of earlier evaluations
+                seen.evals = [(segment, at, loss, None) for segment, at, loss, _ in seen.evals]
+            seen.metric = event.best_metric
+            seen.better = event.better.get(event.best_metric, "min")
         elif isinstance(event, Stop | RunFinished | Failed):
             seen.about.append(line.decode(errors="replace"))
-        elif isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss):
-            seen.evals.append((event.segment, event.step, event.loss))
+        elif isinstance(event, BeginsAnew):
+            seen.anew.append((event.segment, event.step, len(seen.evals)))
+        elif isinstance(event, Eval) and event.split == "val":
+            value = event.loss if seen.metric == "loss" else event.extra.get(seen.metric)
+            seen.evals.append((event.segment, event.step, _finite(event.loss), _finite(value)))
         elif isinstance(event, OperationEvent):
             seen.operations.append((event.segment, event.step))
     _take_last(seen, lines)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _take_last(seen: _ScanState, lines: list[bytes]) -> None:

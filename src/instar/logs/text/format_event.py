@@ -10,6 +10,7 @@ from instar.config.errors import shortened
 from instar.record.events import (
     Alert,
     AnalysisEvent,
+    BeginsAnew,
     Branched,
     Delta,
     Eval,
@@ -33,6 +34,7 @@ from instar.record.events import (
 )
 from instar.record.format import (
     TOK,
+    begins_anew_line,
     delta_line,
     eval_line,
     finished_lines,
@@ -71,6 +73,8 @@ class EventFormatter:
                 return [train_line(event, width=self.width, unit=self._unit)]
             case Eval():
                 return [eval_line(event, width=self.width, unit=self._unit)]
+            case BeginsAnew():
+                return [begins_anew_line(event)]
             case OperationEvent():
                 return operation_lines(event)
             case Saved():

@@ -47,6 +47,12 @@ def metric_text(name: str, value: float | None) -> str:
     return scientific(value, 2) if 0 < abs(value) < 1e-2 else loss(value, 4)
 
 
+def best_text(metric: str, value: float | None) -> str:
+    """Formats a best value; metrics other than the loss are named: `4.2071`, `0.9312 accuracy`."""
+    text = metric_text(f"val/{metric}", value)
+    return text if metric == "loss" or value is None else f"{text} {metric}"
+
+
 def with_error(name: str, value: MetricValue) -> str:
     error = "" if value.error is None else f" ±{metric_text(name, value.error)}"
     return metric_text(name, value.value) + error
@@ -139,6 +145,8 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
     yield "time", [*spent, *pace]
     if summary.memory_peak_bytes is not None:
         yield "peak memory", [bytes_text(summary.memory_peak_bytes)]
+    if summary.anew:
+        yield "evaluations", [f"comparable {summary.anew[-1]}"]
     if summary.skipped_steps:
         yield "skipped", [f"{summary.skipped_steps:,} steps"]
     if summary.checkpoints:
@@ -151,7 +159,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
         )
 
 
-FAMILY_HEADS = ("run", "branch at", "state", "step", "best val/loss")
+FAMILY_HEADS = ("run", "branch at", "state", "step", "best val")
 
 
 def family_rows(summary: Summary) -> list[tuple[str, ...]]:
@@ -162,7 +170,7 @@ def family_rows(summary: Summary) -> list[tuple[str, ...]]:
             "" if each.branched_at is None else f"step {each.branched_at:,}",
             each.state,
             NONE if each.step is None else f"{each.step:,}",
-            metric_text("val/loss", each.best),
+            best_text(each.best_metric, each.best),
         )
         for each in summary.family
     ]

@@ -202,6 +202,8 @@ def row(run: RunDir) -> dict[str, Any]:
             "step": summary.step or 0,
             "loss": summary.loss,
             "best": summary.best,
+            "best_metric": printable(summary.best_metric),
+            "higher_is_better": summary.best_is_max,
             "started": summary.started or written.stat().st_mtime,
             "seen": summary.seen,
             "model": printable(summary.model),

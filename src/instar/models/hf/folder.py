@@ -11,7 +11,7 @@ Only safetensors and JSON are read and written; transformers is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -83,14 +83,15 @@ def export_folder(
         parts = _GPTExport(_gpt_of(checkpoint), run)
     arch = parts.arch
     with ExitStack() as stack:
+        shapes = {name: entry.shape for name, entry in arch.parameters().items()}
         if weights is None:
             read = stack.enter_context(checkpoint.reading(component))
-            shapes = {name: entry.shape for name, entry in arch.parameters().items()}
             check_shapes(path, read.layout.entries, shapes)
             stored = outlines(read.layout)
             weights = Parts(read, stored, lambda _: None)
         else:
             stored = {name: Outline.of(tensor) for name, tensor in weights.items()}
+            _check_other(path, stored, shapes, checkpoint.manifest.buffers)
         made = parts.outlines(stored)
         size = sum(outline.size_bytes for outline in made.values())
         temporary = stack.enter_context(atomic_dir(folder))
@@ -100,6 +101,32 @@ def export_folder(
         for name, content in parts.files().items():
             atomic.write_synced(temporary / name, content)
     return arch
+
+
+def _check_other(
+    path: Path,
+    stored: Mapping[str, Outline],
+    shapes: Mapping[str, tuple[int, ...]],
+    buffers: Collection[str],
+) -> None:
+    """Check that other weights are those of a checkpoint's model.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or has another shape.
+    """
+    problems = [
+        f"{name} must have the shape {shape}, and {stored[name].shape if name in stored else 'is missing'}"
+        for name, shape in shapes.items()
+        if name not in stored or tuple(stored[name].shape) != tuple(shape)
+    ]
+    problems += [
+        f"{name} is unknown" for name in stored if name not in shapes and name not in buffers
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the weights are not of the model of {path}: {'; '.join(problems[:3])}; name a checkpoint of the "
+            "same architecture"
+        )
 
 
 class _Parts(Protocol):

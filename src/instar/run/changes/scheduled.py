@@ -21,7 +21,7 @@ from instar.run.loop.components import Components
 from instar.run.loop.gradient_stats import GradientWatch
 from instar.run.loop.state import RunState, fraction_used
 from instar.run.loop.step import Stepper, freeze
-from instar.run.loop.validation import validate
+from instar.run.loop.validation import is_comparable, validate
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import FOLD, Change, State, carried_out, planned, set_lr, when_due
 from instar.schedule.settings import is_frozen, patterns_of
@@ -45,6 +45,8 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
     while (found := next_due(state, parts, loss)) is not None:
         entry, reason = found
         state = carry_out(state, parts, entry.operation, entry=entry, reason=reason, loss=loss)
+        if loss is not None and not is_comparable(state, parts):
+            loss = None  # the next entry's trigger is not about what was measured before
         if entry.reevaluate:
             state = validate(state, parts, judged=False)
             loss, reevaluated = state.loss, True

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instar.checkpoint.listing import (
-    BEST,
-    Line,
-    checkpoints,
-    latest_intact,
-    left_at,
-    line_of,
-    pointed_at,
-    pointers,
-)
+from instar.checkpoint.delta.folder import missing_steps
+from instar.checkpoint.line import Line, left_at, line_of
+from instar.checkpoint.listing import BEST, checkpoints, latest_intact, pointed_at, pointers
 from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from instar.checkpoint.store import LATEST, Checkpoint, load
 from instar.config.errors import ConfigError, ConfigProblem, nearest
@@ -303,6 +297,27 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
     config = with_values(loaded.config, chosen)
     origins = {key: loaded.origins.get(key, DEFAULT) for key in changed}
     return Continuation(replace(loaded, config=config), began, history, changed, origins, launch)
+
+
+def unsaved_deltas(root: Path, last: int) -> tuple[tuple[int, int], str] | None:
+    """Return the steps up to a run's latest checkpoint whose deltas were due and are not in its chain,
+    and the checkpoint's name; None: there are none, or the folder is no run's.
+
+    Args:
+        last: step of the chain's last state.
+    """
+    path = pointed_at(root, LATEST)
+    if path is None:
+        return None
+    with suppress(CheckpointError, ConfigError, LookupError, TypeError, ValueError):
+        manifest = read_manifest(path)
+        config, _ = effective(
+            began_with(RunDir(root), manifest), history_from_json(manifest.history)
+        )
+        every = config.checkpoint.delta.every
+        missing = None if every is None else missing_steps(last, manifest.step + 1, every)
+        return None if missing is None else (missing, path.name)
+    return None
 
 
 def began_with(run: RunDir, manifest: Manifest | None) -> RunConfig:

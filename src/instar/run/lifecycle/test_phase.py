@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch.nn import Module
 
-from instar.checkpoint.listing import BEST, pointed_at
-from instar.checkpoint.manifest import CheckpointError, encode_json, read_json, read_manifest
-from instar.checkpoint.store import Checkpoint, load
+from instar.checkpoint.listing import BEST, latest, pointed_at
+from instar.checkpoint.manifest import (
+    CheckpointError,
+    CheckpointId,
+    encode_json,
+    identify,
+    read_json,
+)
+from instar.checkpoint.store import LATEST, Checkpoint, load
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.order import Int64Array
 from instar.data.split import Subset
-from instar.distributed.agree import agree, gather_parts, raise_on_all_ranks
+from instar.distributed.agree import Json, agree, gather_parts, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.record.atomic import make_folder, replace_file
 from instar.run.lifecycle.restore import load_average, load_model
+from instar.run.loop.basis import basis_of
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import TestResult, evaluate
 from instar.run.loop.state import RunState
@@ -41,7 +49,7 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
     """Test, and write `test/result.json` and the task's predictions. A collective.
 
     Args:
-        weights: best, last, or the name of the current weights.
+        weights: best, last, or the name of the checkpoint that has the current weights.
 
     Returns:
         the result, or None if a stop was requested meanwhile.
@@ -52,14 +60,18 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
     """
     world, folder = parts.world, run / FOLDER
     parts.sync.begin("the final test", state.step)
-    with _weights(state, parts, run, weights) as (task, model, step, name_of_weights, together):
+    with _weights(state, parts, run, weights) as (task, model, step, checkpoint, name, together):
         source = task.held_out("test")
+        basis = basis_of(parts.config, task, source)
         with raise_on_all_ranks(world, "making the test's folder"):
             if world.is_main:
                 make_folder(folder)
+                # a result never lies beside the predictions of other weights
+                (folder / RESULT).unlink(missing_ok=True)
                 Predictions.clear(folder)
         numbers = source.numbers if isinstance(source, Subset) else None
-        written = Predictions(folder, world, numbers) if _wanted(state, parts) else None
+        about = {b"instar.checkpoint": msgspec.json.encode(checkpoint)}
+        written = Predictions(folder, world, numbers, about) if _wanted(state, parts) else None
         result = evaluate(
             task,
             model,
@@ -75,7 +87,7 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
         )
     if result is None:
         return None
-    tested = TestResult(step, name_of_weights, result)
+    tested = TestResult(step, name, result, checkpoint, basis)
     file = written.finish() if written else None
     confusions: dict[str, list[list[int]]] = {}
     with raise_on_all_ranks(world, "writing the test's result"):
@@ -92,15 +104,23 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
     return tested
 
 
-def is_tested(state: RunState, parts: Components, run: Path) -> bool:
-    """Whether the final test's result exists for the weights that it would test now."""
-    step = state.step
-    if parts.config.test.weights == "best" and (best := pointed_at(run, BEST)) is not None:
-        step = read_manifest(best).step
+def is_tested(parts: Components, run: Path) -> bool:
+    """Whether the final test's result is that of the weights and samples that it would test now."""
+    best = pointed_at(run, BEST) if parts.config.test.weights == "best" else None
+    checkpoint = best or pointed_at(run, LATEST)
+    if checkpoint is None:
+        return False
     try:
-        return bool(read_json(run / FOLDER / RESULT).get("step") == step)
+        task = _task_at(parts, load(checkpoint, check=False))
+        result = read_json(run / FOLDER / RESULT)
+        identity = identify(checkpoint)
     except CheckpointError:
         return False
+    now = {
+        "checkpoint": msgspec.to_builtins(identity),
+        "basis": dict(basis_of(parts.config, task, task.held_out("test"))),
+    }
+    return all(result.get(key) == value for key, value in now.items())
 
 
 def _wanted(state: RunState, parts: Components) -> bool:
@@ -117,47 +137,51 @@ def _wanted(state: RunState, parts: Components) -> bool:
 @contextmanager
 def _weights(
     state: RunState, parts: Components, run: Path, weights: str
-) -> Iterator[tuple[Task, Module, int, str, bool]]:
-    """Context manager: yield task, model, step and name of the weights to test, and whether forward
-    passes are collectives. A collective.
+) -> Iterator[tuple[Task, Module, int, CheckpointId, str, bool]]:
+    """Context manager: yield task, model, step, checkpoint and name of the weights to test, and
+    whether forward passes are collectives. A collective.
 
     These are the best checkpoint's if `weights` is best and there is one; else the current weights,
     or their moving average if there is one.
     """
-    path = ""
+    chosen: Json = None
     with raise_on_all_ranks(parts.world, "choosing the weights to test"):
-        if parts.world.is_main and weights == "best":
-            best = pointed_at(run, BEST)
-            path = str(load(best).path) if best is not None else ""
-    path = str(agree(parts.world, path))
-    if path:
+        if parts.world.is_main:
+            best = pointed_at(run, BEST) if weights == "best" else None
+            last = latest(run) if weights in ("best", "last") else run / "checkpoints" / weights
+            path = best or last
+            identity = identify(path)
+            if best is not None:
+                load(best)  # reads every byte
+            chosen = [best is not None, identity.name, identity.manifest]
+    is_best, *identified = cast("tuple[bool, str, str]", agree(parts.world, chosen))
+    identity = CheckpointId(*identified)
+    if is_best:
         with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
-            # rank 0 has just read every byte of it
-            checkpoint = load(Path(path), check=False)
+            checkpoint = load(run / "checkpoints" / identity.name, check=False)
             task, strategy = _rebuilt(parts, checkpoint)
         enter(strategy.bare, checkpoint.manifest.step)
         with strategy.evaluating(None):
             step = checkpoint.manifest.step
-            yield task, strategy.bare, step, "best", strategy.together
+            yield task, strategy.bare, step, identity, "best", strategy.together
         return
     enter(parts.stepper.bare_model, state.step)
     parts.stepper.share_buffers()
     with parts.stepper.evaluating():
         name = "last" if weights == "best" else weights
-        yield (
-            parts.task,
-            parts.stepper.bare_model,
-            state.step,
-            name,
-            parts.stepper.strategy.together,
-        )
+        together = parts.stepper.strategy.together
+        yield parts.task, parts.stepper.bare_model, state.step, identity, name, together
+
+
+def _task_at(parts: Components, checkpoint: Checkpoint) -> Task:
+    """Return the task in the shape of a checkpoint."""
+    state = fold(parts.initial, history_from_json(checkpoint.manifest.history))
+    return parts.task.at(state.architecture, state.settings.context)
 
 
 def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Evaluable]:
     """Rebuild task and model of a checkpoint, in the shape that it had."""
-    history = history_from_json(checkpoint.manifest.history)
-    state = fold(parts.initial, history)
-    task = parts.task.at(state.architecture, state.settings.context)
+    task = _task_at(parts, checkpoint)
     strategy = place(parts.config, parts.world, shell(parts.config, parts.world, task))
     load_model(strategy.bare, checkpoint)
     if "ema" in checkpoint.components:
@@ -176,12 +200,20 @@ PREDICTED = ".predicted"
 class Predictions:
     """Gathers the predictions of all ranks into one Parquet file. Requires pyarrow."""
 
-    def __init__(self, folder: Path, world: World, numbers: Int64Array | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        numbers: Int64Array | None = None,
+        about: Mapping[bytes, bytes] | None = None,
+    ) -> None:
         """
         Args:
             numbers: sample numbers of the split, [samples]; default: positions in the split.
+            about: metadata of the file.
         """
         self._folder, self._world, self._numbers = folder, world, numbers
+        self._about = about or {}
         self._tables: list[Any] = []
         self.samples = 0
         """number of samples with predictions in the file that `finish` wrote; set on rank 0"""
@@ -222,15 +254,18 @@ class Predictions:
         with raise_on_all_ranks(self._world, "writing predictions"):
             if tables := [_decoded(one) for one in parts if one]:
                 self.samples = len(set().union(*(one[SAMPLE].to_pylist() for one in tables)))
-                replace_file(self._folder / FILE, _encoded(tables, sort=True))
+                replace_file(self._folder / FILE, _encoded(tables, self._about, sort=True))
         return self._folder / FILE if self.samples else None
 
 
-def _encoded(tables: Sequence[Any], *, sort: bool = False) -> bytes:
+def _encoded(
+    tables: Sequence[Any], about: Mapping[bytes, bytes] | None = None, *, sort: bool = False
+) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table, sink = pa.concat_tables(tables), pa.BufferOutputStream()
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), **(about or {})})
     pq.write_table(table.sort_by(SAMPLE) if sort else table, sink)
     content: bytes = sink.getvalue().to_pybytes()
     return content

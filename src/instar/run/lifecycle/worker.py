@@ -12,17 +12,11 @@ from itertools import count
 from pathlib import Path
 from typing import cast
 
-from instar.checkpoint.listing import (
-    checkpoints,
-    continued,
-    is_on,
-    line_of,
-    point,
-    pointed_at,
-    write_line,
-)
-from instar.checkpoint.manifest import CheckpointError, RunStart, read_manifest
+from instar.checkpoint.line import continued, line_of, write_line
+from instar.checkpoint.listing import point
+from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import LATEST, Checkpoint, load
+from instar.config.errors import InstarError
 from instar.config.load import Loaded
 from instar.config.origins import DERIVED, in_yaml, resolved
 from instar.config.schema import RunConfig
@@ -59,6 +53,7 @@ from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun
 from instar.run.changes.branching import unfinished_branches
 from instar.run.changes.scheduled import check_ahead
+from instar.run.lifecycle.best_pointers import update_best_pointers
 from instar.run.lifecycle.build import build
 from instar.run.lifecycle.compile_stages import compile_stages
 from instar.run.lifecycle.inputs import (
@@ -82,7 +77,7 @@ from instar.run.lifecycle.start import starting_weights
 from instar.run.lifecycle.test_phase import final_test, is_tested
 from instar.run.lifecycle.trial import run_trial
 from instar.run.lifecycle.weights import OpenedWeights, open_weights
-from instar.run.loop.checkpointing import best_is_now, finish_deltas
+from instar.run.loop.checkpointing import finish_deltas
 from instar.run.loop.components import Components
 from instar.run.loop.hooks import check_hooks
 from instar.run.loop.state import Decision
@@ -90,7 +85,7 @@ from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import shape_text
 from instar.run.output.profile import StepProfiler
-from instar.schedule.operations import Change, State, initial_state, keeps_losses_comparable
+from instar.schedule.operations import Change, State, initial_state, keeps_training_loss_comparable
 from instar.tasks.task import spec_class
 
 logger = logging.getLogger(__name__)
@@ -323,7 +318,7 @@ def _run_rank(
                 raise Interrupted(f"again: instar test {run_dir.path}")
             return []
         if start is not None:
-            _update_best_pointers(trainer, start.path, run_dir)
+            update_best_pointers(trainer.state, trainer.parts, start.path)
         if profiled and over is None:
             profiler = StepProfiler(
                 profiled, run_dir.profile(world.rank), world.device, console.say
@@ -361,7 +356,7 @@ def _record(recorder: Recorder, run_dir: RunDir, config: RunConfig, console: Con
         sink = TrackerSink(sink, trackers, tracked, console.warn)
     alerts = config.record.alerts
     notifier = Notifier(run_dir, alerts.argv, alerts.webhook)
-    return AlertSink(sink, Rules(alerts, keeps_losses_comparable), notifier, console.warn)
+    return AlertSink(sink, Rules(alerts, keeps_training_loss_comparable), notifier, console.warn)
 
 
 @contextmanager
@@ -399,51 +394,21 @@ def _begin_line(trainer: Trainer, start: Checkpoint | None, run_dir: RunDir) -> 
                 point(run_dir.path, LATEST, start.path)
 
 
-def _update_best_pointers(trainer: Trainer, start: Path, run_dir: RunDir) -> None:
-    """Update the best pointers at a resume. A collective.
-
-    A run may have ended between a save and the update of its pointers. A pointer to a checkpoint on
-    a branch is set to the best checkpoint of this line, or removed if that was deleted.
-    """
-    root, line = run_dir.path, trainer.parts.line
-    with raise_on_all_ranks(trainer.parts.world, "naming the best checkpoint"):
-        if not trainer.parts.world.is_main:
-            return
-        current_best = best_is_now(trainer.state, trainer.parts)
-        for metric, pointer in trainer.parts.tracker.pointers.items():
-            if metric in current_best:
-                point(root, pointer, start)
-                continue
-            named = pointed_at(root, pointer)
-            if named is None or branch_of(named, line) is None:
-                continue
-            best = trainer.state.metrics.best.get(metric)
-            found = _at_step(root, best.best_step, line) if best is not None else None
-            if found is not None:
-                point(root, pointer, found)
-            else:
-                (root / "checkpoints" / pointer).unlink()
-
-
-def _at_step(root: Path, step: int | None, line: Sequence[RunStart]) -> Path | None:
-    """Return the newest checkpoint of a step on a line."""
-    for path in reversed(checkpoints(root)):
-        with suppress(CheckpointError):
-            manifest = read_manifest(path)
-            if manifest.step == step and is_on(manifest, line):
-                return path
-    return None
-
-
 def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
     """Train, save and test; return why the run ended."""
     training_started()
     try:
         compile_stages(trainer.state, trainer.parts)
         outcome = trainer.train()
-        trainer.save(outcome.decision.reason, must=True)
+        lost: InstarError | None = None
         if not outcome.decision.failed:
-            finish_deltas(trainer.state, trainer.parts)
+            try:
+                finish_deltas(trainer.state, trainer.parts)
+            except (CheckpointError, PeerError) as error:
+                lost = error  # without a delta, there is a checkpoint still
+        trainer.save(outcome.decision.reason, must=True)
+        if lost is not None:
+            raise lost
     except BaseException:
         trainer.parts.saver.abandon()
         if trainer.parts.world.size == 1:  # with several ranks, a collective could hang
@@ -459,11 +424,13 @@ def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decisio
         f"{reason}: nothing is left to train in it, and nothing was saved or set; to continue, set a later "
         f"end, e.g.: instar resume {run_dir.path} --until {2 * max(1, trainer.state.step)}it"
     )
+    # an earlier process may have ended between its last checkpoint and its last delta
+    finish_deltas(trainer.state, trainer.parts)
     missing = False
     if trainer.parts.config.test.at_end:
         with raise_on_all_ranks(trainer.parts.world, "looking for the test's result"):
             if trainer.parts.world.is_main:
-                missing = not is_tested(trainer.state, trainer.parts, run_dir.path)
+                missing = not is_tested(trainer.parts, run_dir.path)
         missing = bool(agree(trainer.parts.world, missing))
     decision = Decision(reason, interrupted=False)
     return _finish(trainer, run_dir, decision, test=missing)

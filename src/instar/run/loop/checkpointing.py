@@ -12,6 +12,7 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import held
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
+from instar.run.loop.basis import digest
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states
 from instar.run.loop.state import Every, RunState
@@ -64,6 +65,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
             progress=dataclasses.asdict(progress),
             loss=state.loss if evaluated else None,
             metrics=dict(state.evaluated) if evaluated else {},
+            basis=digest(state.basis),
             better=dict(parts.config.metrics),
             reason=reason,
             left_out=without,
@@ -100,7 +102,8 @@ def save(
     parts.sync.begin(f"saving step {state.step}", state.step)
     parts.hooks.call("on_save_begin", state, parts.stepper, reason=reason)
     parts.stepper.share_buffers()
-    parts.saver.save(snapshot(state, parts, reason), wait=wait, must=must)
+    deltas = None if parts.deltas is None else parts.deltas.barrier()
+    parts.saver.save(snapshot(state, parts, reason), wait=wait, must=must, after=deltas)
     parts.sync.save_requested = SaveRequest.NONE
     if wait or must:
         # a background save may still fail, so a request stays open and is saved after the next step

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
+from instar.checkpoint.manifest import CheckpointId
 from instar.data.columns import Columns
 from instar.data.order import Int64Array, Shuffled
 from instar.data.source import Source
@@ -26,6 +28,7 @@ from instar.distributed.failure import exits_fail
 from instar.distributed.world import World
 from instar.models.module import evaluating
 from instar.record.progress import tracked
+from instar.run.loop.basis import Basis
 from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
 from instar.run.loop.step import to_device
 from instar.run.loop.sync_point import Stopped, SyncPoint
@@ -85,6 +88,10 @@ class TestResult:
     weights: str
     """best, last, or the name of a checkpoint"""
     evaluation: Evaluation
+    checkpoint: CheckpointId
+    """that has these weights"""
+    basis: Basis
+    """on which it was measured"""
 
     def to_dict(self, confusions: Mapping[str, Any], predictions: int) -> dict[str, Any]:
         """Return the result as JSON values.
@@ -97,6 +104,8 @@ class TestResult:
         return {
             "step": self.step,
             "weights": self.weights,
+            "checkpoint": msgspec.to_builtins(self.checkpoint),
+            "basis": dict(self.basis),
             "samples": self.evaluation.samples,
             "predictions": predictions,
             "seconds": self.evaluation.seconds,

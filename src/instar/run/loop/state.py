@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from instar.config.budget import Budget
+from instar.run.loop.basis import Basis, incomparable
 from instar.run.loop.data_phase import DataPhase
 from instar.run.loop.early_stopping import MetricState
 from instar.run.loop.gradient_stats import NoiseScale, Skips
@@ -101,6 +102,8 @@ class RunState:
     """best values, early stopping and plateau, after all evaluations so far"""
     evaluated: Mapping[str, float] = field(default_factory=dict)
     """metrics of the last evaluation"""
+    basis: Basis = field(default_factory=dict)
+    """on which the last evaluation was measured; empty before the first"""
     losses: tuple[tuple[int, float], ...] = ()
     """(step, validation loss) since the last operation of the schedule, as many as triggers need"""
     noise: NoiseScale = field(default_factory=NoiseScale)
@@ -167,6 +170,16 @@ class RunState:
         progress = self.progress.after_step(samples, tokens, flops, seconds)
         return replace(self, progress=progress, before=self.progress)
 
+    def on_basis(self, basis: Basis) -> tuple[RunState, tuple[str, ...]]:
+        """Return the state before an evaluation on a basis, and why earlier ones cannot be compared.
+
+        If there is a reason, best values, early stopping, plateaus and the losses of triggers begin anew.
+        """
+        reasons = incomparable(self.basis, basis) if self.basis else ()
+        if reasons:
+            return replace(self, basis=basis, metrics=MetricState(), losses=()), reasons
+        return replace(self, basis=basis), ()
+
     def changed(self, change: Change, in_force: State) -> RunState:
         """Return the state after a change of the run, carried out or skipped."""
         # losses before an operation of the schedule must not count for a plateau after it
@@ -193,6 +206,7 @@ class RunState:
             "judgement": msgspec.to_builtins(self.metrics),
             "evaluated_at": self.evaluated_at,
             "metrics": dict(self.evaluated),
+            "basis": dict(self.basis),
             "judged_at": self.judged_at,
             "asked_at": self.evaluation_checked_at,
             "losses": self.losses,
@@ -232,6 +246,7 @@ class RunState:
             history=history,
             metrics=read("judgement", MetricState),
             evaluated=read("metrics", dict[str, float], {}),
+            basis=read("basis", dict[str, str], {}),
             losses=read("losses", tuple[tuple[int, float], ...], ()),
             noise=read("noise", NoiseScale, {}),
             skips=Skips(read("skipped_in_a_row", int)),

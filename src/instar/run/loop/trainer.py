@@ -18,7 +18,7 @@ from instar.run.loop.gradient_stats import LayerStats, Skips, noise_interval
 from instar.run.loop.state import REACHED, Decision, Every, Progress, RunState, budget_met
 from instar.run.loop.step import StepResult, nothing
 from instar.run.loop.sync_point import Stopped
-from instar.run.loop.validation import validate, validate_if_due
+from instar.run.loop.validation import is_comparable, validate, validate_if_due
 from instar.run.parallel.strategy import RoundEnd
 from instar.schedule.settings import learning_rate
 from instar.tasks.logged import recording
@@ -305,8 +305,11 @@ class Trainer:
         )
         if reached is not None:
             return f"{REACHED}{reached}"
-        evaluated = state.evaluated_at == state.step
-        return parts.tracker.stop_reason(state.metrics) if evaluated else None
+        if state.evaluated_at != state.step:
+            return None
+        reason = parts.tracker.stop_reason(state.metrics)
+        # a resume may have changed what is evaluated, and early stopping begins anew
+        return reason if reason is not None and is_comparable(state, parts) else None
 
     def active_s(self) -> float:
         """Seconds of training over the whole run, including the current step."""

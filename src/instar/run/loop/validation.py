@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from instar.run.loop.basis import basis_of, incomparable
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import evaluate
@@ -30,6 +31,21 @@ def validate_if_due(state: RunState, parts: Components) -> RunState:
     return state
 
 
+def samples_evaluated(state: RunState, parts: Components) -> int | None:
+    """Return the number of held-out samples of an evaluation; None: all."""
+    iters = state.settings.eval_iters
+    # evaluations are compared with each other, so batch_size must not change the subset
+    return None if iters is None else iters * parts.initial.settings.batch_size
+
+
+def is_comparable(state: RunState, parts: Components) -> bool:
+    """Whether the last evaluation can be compared with one that would be made now."""
+    limit = samples_evaluated(state, parts)
+    return not incomparable(
+        state.basis, basis_of(parts.config, parts.task, parts.validation, limit)
+    )
+
+
 def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunState:
     """Evaluate the weights, or their moving average if there is one. A collective.
 
@@ -44,6 +60,7 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
     parts.sync.begin(f"evaluation at step {state.step}", state.step)
     enter(stepper.bare_model, state.step)
     stepper.share_buffers()
+    limit = samples_evaluated(state, parts)
     with stepper.evaluating():
         result = evaluate(
             parts.task,
@@ -51,9 +68,7 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
             parts.validation,
             parts.world,
             batch_size=config.eval.batch_size or state.settings.batch_size,
-            limit=state.settings.eval_iters
-            # evaluations are compared with each other, so batch_size must not change the subset
-            and state.settings.eval_iters * parts.initial.settings.batch_size,
+            limit=limit,
             seed=config.data_seed,
             autocast=stepper.autocast,
             safe=parts.sync,
@@ -61,6 +76,9 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
         )
     if result is None:
         return state
+    state, reasons = state.on_basis(basis_of(config, parts.task, parts.validation, limit))
+    if reasons:
+        parts.logger.begins_anew(state.progress, reasons)
     needed = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
     state = replace(
         state,

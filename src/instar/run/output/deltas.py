@@ -61,6 +61,10 @@ class DeltaSaver:
         finally:
             self.report()
 
+    def barrier(self) -> Callable[[], None]:
+        """Return a function that waits for the links up to now; see `DeltaWriter.barrier`."""
+        return self.writer.barrier()
+
     def close(self) -> None:
         """End the writer; see `DeltaWriter.close`."""
         self.writer.close()

@@ -26,6 +26,7 @@ from instar.models.shape import count_parameters
 from instar.record.console import Console
 from instar.record.events import (
     AnalysisEvent,
+    BeginsAnew,
     Eval,
     Layers,
     NewGradients,
@@ -40,7 +41,7 @@ from instar.record.events import (
     Warn,
     Wrote,
 )
-from instar.record.format import confusion_lines, si
+from instar.record.format import begins_anew_line, confusion_lines, gap_text, si
 from instar.record.recorder import Sink
 from instar.record.system import PeakFlops, memory_bytes
 from instar.run.loop.early_stopping import RuleState
@@ -297,6 +298,11 @@ class RunLogger:
         split_name = {"val": "validation"}.get(split, split)
         logger.info("step %d: %s loss %.4f", progress.step, split_name, result.loss)
 
+    def begins_anew(self, progress: Progress, reasons: Sequence[str]) -> None:
+        """Log that evaluations that follow cannot be compared with earlier ones."""
+        event = BeginsAnew(step=progress.step, reasons=tuple(reasons))
+        self.console.say(begins_anew_line(self._write(progress, event)))
+
     def _media(
         self,
         progress: Progress,
@@ -350,6 +356,8 @@ class RunLogger:
     def delta(self, progress: Progress, written: Written) -> None:
         """Log a link of the chain of deltas; `progress` is that of its weights."""
         self._write(progress, written.event(step=progress.step))
+        if (missing := written.link.missing) is not None:
+            self.warn(gap_text(missing, written.link.file.name), progress.step)
 
     def operated(
         self,

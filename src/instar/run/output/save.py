@@ -174,10 +174,19 @@ class Saver:
         every = self.config.every_minutes
         return every is not None and time.monotonic() - self.last_save > 60.0 * every
 
-    def save(self, snapshot: Snapshot, *, wait: bool = False, must: bool = False) -> None:
+    def save(
+        self,
+        snapshot: Snapshot,
+        *,
+        wait: bool = False,
+        must: bool = False,
+        after: Callable[[], None] | None = None,
+    ) -> None:
         """Save a snapshot. A collective.
 
         Args:
+            after: waits for what must be on disk before the checkpoint: a run that resumes from it
+                does not save that again.
             wait: return after the save; by default a background save returns as soon as the next
                 step may change the tensors.
             must: like `wait`, and raise if the save fails.
@@ -200,10 +209,14 @@ class Saver:
             def write() -> SaveResult:
                 if copied is not None:
                     copied.synchronize()
+                if after is not None:
+                    after()
                 return self._write(held, self.writers, begun, stall_s)
 
             self.pending = in_background(write, "instar-saver")
             return
+        if after is not None:
+            after()
         saved = self._write(snapshot, self.world, begun)
         self._over(saved)
         if must and saved.error is not None:

@@ -336,7 +336,7 @@ class App {
     const facts = [
       ["Step", whole(at("step") > row.step ? at("step") : row.step)],
       ["Loss", figure("loss", series.loss?.value.at(-1) ?? row.loss)],
-      ["Best val/loss", figure("loss", row.best)],
+      [`Best ${bestMetric(row)}`, figure("loss", row.best)],
       [`${unit[0].toUpperCase()}${unit.slice(1)}s`, onAxis("tokens", at("tokens"))],
       ["FLOPs", onAxis("flops", at("flops"))],
       ["Active time", onAxis("active_s", at("active_s"))],

@@ -8,9 +8,12 @@ const SORTS = {
   seen: ["last heard of", (row) => -(row.seen || 0)],
   name: ["name", (row) => `${row.name} ${row.id}`.toLowerCase()],
   loss: ["loss", (row) => last(row.loss)],
-  best: ["best val/loss", (row) => last(row.best)],
+  best: ["best value", (row) => last(row.higher_is_better && row.best != null ? -numeric(row.best) : row.best)],
   step: ["most steps", (row) => -(row.step || 0)],
 };
+/** The held-out metric that `best` follows. */
+const bestMetric = (row) => `val/${row.best_metric || "loss"}`;
+
 const last = (value) => (Number.isFinite(numeric(value)) ? numeric(value) : Infinity);
 
 const inState = (row) => ({ unread: "unreadable", unseen: "…" })[row.state] || row.state;
@@ -173,7 +176,7 @@ class List {
     const parts = [`step ${whole(row.step)}`];
     if (row.trunk) parts.push(`from ${whole(row.branched_at)}`);
     if (row.loss != null) parts.push(`loss ${figure("loss", row.loss)}`);
-    if (row.best != null) parts.push(`best ${figure("loss", row.best)}`);
+    if (row.best != null) parts.push(`best ${row.best_metric === "loss" ? "" : `${row.best_metric} `}${figure("loss", row.best)}`);
     item.facts.textContent = parts.join(" · ");
   }
 

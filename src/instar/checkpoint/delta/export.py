@@ -1,0 +1,121 @@
+"""A state of a chain as a folder that transformers loads, beside the config of another model of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from instar.checkpoint.delta.replay import replay_to
+from instar.checkpoint.delta.state import open_state, outline
+from instar.checkpoint.inspect import TensorEntry
+from instar.checkpoint.manifest import SUFFIX, CheckpointError
+from instar.config.files import read_regular
+from instar.record import atomic
+
+_COPIED = {".json", ".jinja", ".txt", ".model"}
+"""Suffixes of the files of configs and tokenizers."""
+_NAMED = 3
+"""Number of tensors that an error names."""
+
+
+def export(chain: Path, number: int | None, like: Path, folder: Path) -> list[str]:
+    """Writes a state as a folder that transformers loads, with the config and tokenizer of another model of the
+    same kind. The folder is published atomically.
+
+    Returns:
+        what differs from `like` though the state fits its config, in sentences.
+
+    Raises:
+        CheckpointError: there is no such state, a file that leads to it is damaged, its tensors are not those
+            of `like`, or a file of `like` cannot be read.
+        WriteError: the folder cannot be written or is not empty.
+    """
+    atomic.check_new(folder)
+    end, replay = replay_to(chain, number)
+    expected = _tensors_of(like)
+    where = f"{chain}: the state of step {end.step:,}"
+    check_same_tensors(where, replay.outline, end.aliases, expected, str(like))
+    with atomic.atomic_dir(folder) as temporary:
+        replay.write(temporary / f"model{SUFFIX}")
+        for path in sorted(like.iterdir()):
+            if path.suffix in _COPIED and not path.name.endswith(f"{SUFFIX}.index.json"):
+                try:
+                    content = read_regular(path, follow=True)
+                except OSError as error:
+                    raise CheckpointError(f"{path}: {error.strerror}") from error
+                atomic.write_synced(temporary / path.name, content)
+    kinds = [
+        sorted({entry.dtype for entry in each.values()}) for each in (replay.outline, expected)
+    ]
+    if kinds[0] == kinds[1]:
+        return []
+    ours, theirs = map(", ".join, kinds)
+    return [f"the tensors are {ours}, those of {like} are {theirs}: config.json names the latter"]
+
+
+def _tensors_of(like: Path) -> dict[str, TensorEntry]:
+    """Returns the tensors of a folder of transformers: those of its files, or without any those of the
+    model that its config describes."""
+    if any(like.glob(f"*{SUFFIX}*")):
+        return outline(open_state(like))
+    try:
+        import torch
+        import transformers
+
+        from instar.checkpoint.tensor_file import DTYPES
+        from instar.models.module import persistent_buffers
+    except ImportError as error:
+        raise CheckpointError(
+            f"{like} has no weights, whose tensors the state's could be compared with; without them "
+            "transformers must be installed: pip install 'instar[finetune]'"
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(like, local_files_only=True)
+        kind = getattr(transformers, (config.architectures or [""])[0])
+        with torch.device("meta"):
+            model = kind(config)
+    except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{like} has no weights, and the model of its config cannot be built: {error}"
+        ) from error
+    names = {dtype: word for word, dtype in DTYPES.items()}
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    return {
+        name: TensorEntry(names[each.dtype], tuple(each.shape), each.numel() * each.itemsize)
+        for name, each in tensors.items()
+    }
+
+
+def check_same_tensors(
+    where: str,
+    state: Mapping[str, TensorEntry],
+    aliases: Mapping[str, str],
+    expected: Mapping[str, TensorEntry],
+    like: str,
+) -> None:
+    """Checks that a state has the tensors of a model, no more and no less.
+
+    Args:
+        where: the state, for the error.
+        aliases: other names of its tensors.
+        like: the model, for the error.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, of another shape, or tied in one of the two only.
+    """
+    problems = list[str]()
+    for name, entry in expected.items():
+        target = aliases.get(name, name)
+        if target not in state:
+            problems.append(f"{name} is missing")
+        elif target != name and target in expected:
+            problems.append(f"{name} is tied to {target}, and separate in {like}")
+        elif state[target].shape != entry.shape:
+            problems.append(f"{name} has the shape {state[target].shape}, not {entry.shape}")
+    known = {aliases.get(name, name) for name in expected}
+    problems += [f"{name} is not in {like}" for name in state if name not in known]
+    if problems:
+        more = f", and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise CheckpointError(
+            f"{where} is not of a model like {like}: {'; '.join(problems[:_NAMED])}{more}"
+        )

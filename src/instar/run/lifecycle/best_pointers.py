@@ -1,0 +1,68 @@
+"""The pointers to a run's best checkpoints, when it is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from instar.checkpoint.line import is_on
+from instar.checkpoint.listing import checkpoints, point, pointed_at
+from instar.checkpoint.manifest import CheckpointError, RunStart, read_manifest
+from instar.distributed.agree import raise_on_all_ranks
+from instar.run.lifecycle.resume import branch_of
+from instar.run.loop.checkpointing import best_is_now
+from instar.run.loop.components import Components
+from instar.run.loop.early_stopping import RuleState
+from instar.run.loop.state import RunState
+
+
+def update_best_pointers(state: RunState, parts: Components, start: Path) -> None:
+    """Update the best pointers at a resume. A collective.
+
+    A run may have ended between a save and the update of its pointers. A pointer to a checkpoint on
+    a branch, to none, or to another than that with the best value is set to the best checkpoint of
+    this line, or removed if that was deleted.
+    """
+    root, line = parts.saver.root, parts.line
+    with raise_on_all_ranks(parts.world, "naming the best checkpoint"):
+        if not parts.world.is_main:
+            return
+        current_best = best_is_now(state, parts)
+        for metric, pointer in parts.tracker.pointers.items():
+            if metric in current_best:
+                point(root, pointer, start)
+                continue
+            named = pointed_at(root, pointer)
+            best = state.metrics.best.get(metric, RuleState())
+            if (
+                named is not None
+                and branch_of(named, line) is None
+                and _may_be(named, metric, best)
+            ):
+                continue
+            found = _with_best(root, metric, best, line)
+            if found is not None:
+                point(root, pointer, found)
+            else:
+                (root / "checkpoints" / pointer).unlink(missing_ok=True)
+
+
+def _may_be(path: Path, metric: str, best: RuleState) -> bool:
+    """Whether a checkpoint may be the one with the best value: another may have taken the name of one
+    that was deleted."""
+    with suppress(CheckpointError):
+        manifest = read_manifest(path)
+        return manifest.step != best.best_step or manifest.metrics.get(metric) == best.best
+    return True
+
+
+def _with_best(root: Path, metric: str, best: RuleState, line: Sequence[RunStart]) -> Path | None:
+    """Return the newest checkpoint on a line that has the best value of a metric."""
+    for path in reversed(checkpoints(root)):
+        with suppress(CheckpointError):
+            manifest = read_manifest(path)
+            evaluated = (manifest.step, manifest.metrics.get(metric))
+            if evaluated == (best.best_step, best.best) and is_on(manifest, line):
+                return path
+    return None

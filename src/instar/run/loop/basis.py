@@ -1,0 +1,86 @@
+"""The basis of an evaluation: everything that its metrics depend on but the weights.
+
+Two evaluations of a run can be compared only if their bases are equal. Best values, early stopping,
+plateaus and triggers begin anew at the first evaluation on another basis, whatever has changed it: an
+operation, a value that a resume sets, or other data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import xxhash
+
+from instar.config.fields import values
+from instar.config.schema import FeedConfig, RunConfig, SamplesConfig
+from instar.data.source import Source
+from instar.tasks.task import Task
+
+Basis = Mapping[str, str]
+"""What a metric depends on, by name."""
+
+SAMPLES = "held-out samples"
+_HEADS = "model.heads"
+"""The losses of a graph network, with their weights."""
+
+
+def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = None) -> Basis:
+    """Return the basis of an evaluation.
+
+    Args:
+        config: with everything that resumes have set.
+        task: in its present shape.
+        source: the held-out samples.
+        limit: number of samples of a random subset; None: all.
+    """
+    total = len(source)
+    drawn = limit is not None and limit < total
+    basis = {
+        SAMPLES: source.fingerprint,
+        "tokens per sample": f"{task.held_out_context:,}",
+        "evaluated samples": f"{limit if drawn else total:,}",
+        "seed of their choice": f"{config.data_seed}" if drawn else "",
+        "tokenizer": task.spec.fingerprints.get("tokenizer", ""),
+        "vocabulary": f"{task.architecture.sizes().get('vocab', 0):,}",
+    }
+    return basis | {key: json.dumps(value) for key, value in _loss_keys(config).items()}
+
+
+def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
+    """Return why evaluations on two bases cannot be compared; empty: they can.
+
+    >>> incomparable({"vocabulary": "256"}, {"vocabulary": "300"})
+    ('vocabulary 256 → 300',)
+    """
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    told = tuple(
+        f"{name} {before.get(name) or '-'} → {after.get(name) or '-'}"
+        for name in changed
+        if name not in (SAMPLES, "tokenizer", "seed of their choice" if len(changed) > 1 else "")
+    )
+    if "tokenizer" in changed:
+        return (*told, "another tokenizer")
+    # another length makes other samples of the same text
+    return told or tuple(f"other {name}" for name in changed)
+
+
+def digest(basis: Basis) -> str:
+    """Return a short text that is equal for equal bases; empty for an empty one."""
+    return (
+        xxhash.xxh3_64_hexdigest(json.dumps(dict(basis), sort_keys=True).encode()) if basis else ""
+    )
+
+
+def _loss_keys(config: RunConfig) -> Mapping[str, object]:
+    """Return the config's values that may define the loss or a metric: any key that a custom task has
+    of its own, and the heads of a graph network. Other keys change the model, not what is measured."""
+    every = values(config)
+    if ":" not in config.task:
+        return {_HEADS: every[_HEADS]} if _HEADS in every else {}
+    common = {f"data.{name}" for name in (*FeedConfig.model_fields, *SamplesConfig.model_fields)}
+    return {
+        key: value
+        for key, value in every.items()
+        if key.startswith(("model.", "data.")) and key not in common
+    }
