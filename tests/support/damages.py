@@ -24,6 +24,7 @@ DELTA = (
     "checkpoint/delta/test_chain.py::test_any_flipped_byte_is_found_and_its_file_named",
     "checkpoint/delta/test_chain.py::test_every_damage_to_the_chain_is_named",
     "cli/test_delta.py::test_a_damaged_chain_ends_in_3",
+    "run/test_deltas.py::test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole",
 )
 TOKENS = (
     "cli/test_data.py::test_verify_finds_a_flipped_bit",
@@ -46,6 +47,7 @@ REPLICAS = (
 TEST_PHASE = (
     "run/test_test_phase.py::test_the_best_weights_are_tested_though_the_last_are_worse",
     "run/test_test_phase.py::test_any_number_of_ranks_tests_every_sample_once_and_alike",
+    "cli/test_test.py::test_a_result_of_other_weights_of_the_same_step_is_not_kept",
 )
 DELTA_KILLED = (
     "torture/test_killed_deltas.py::test_sigkill_leaves_a_chain_that_holds_every_acknowledged_link",
@@ -85,7 +87,7 @@ CHECKS = (
     Check("src/instar/cli/describe.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
     Check("src/instar/cli/train.py", "from its latest whole checkpoint", FALLBACK),
     Check("src/instar/cli/data.py", "verified|check that it is whole", TOKENS),
-    Check("src/instar/cli/delta.py", "whole", DELTA),
+    Check("src/instar/cli/delta.py", "whole|intact", DELTA),
     Check("src/instar/growth/live/grow.py", "^exact$", ANYWHERE),
     Check("src/instar/growth/offline.py", "^exact$", (*FOLDERS, *OFFLINE)),
     Check("src/instar/growth/proof.py", "^exact$", PROOF),

@@ -102,7 +102,7 @@ def initial_state(config: RunConfig, architecture: Growable, facts: Facts = no_f
 
 def keeps_training_loss_comparable(name: str, value: object) -> bool:
     """Return whether training losses after an operation can be compared with earlier ones; of evaluations
-    `run/loop/basis.py` decides."""
+    `tasks/basis.py` decides."""
     if name == "widen" and isinstance(value, Mapping):
         return value.get("axis") != "vocab"
     return name not in _INCOMPARABLE

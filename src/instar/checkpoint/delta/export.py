@@ -63,7 +63,6 @@ def _tensors_of(like: Path) -> dict[str, TensorEntry]:
         import transformers
 
         from instar.checkpoint.tensor_file import DTYPES
-        from instar.models.module import persistent_buffers
     except ImportError as error:
         raise CheckpointError(
             f"{like} has no weights, whose tensors the state's could be compared with; without them "
@@ -79,7 +78,8 @@ def _tensors_of(like: Path) -> dict[str, TensorEntry]:
             f"{like} has no weights, and the model of its config cannot be built: {error}"
         ) from error
     names = {dtype: word for word, dtype in DTYPES.items()}
-    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    saved = {id(each): name for name, each in reversed(model.state_dict(keep_vars=True).items())}
+    tensors = {saved[id(each)]: each for each in model.state_dict(keep_vars=True).values()}
     return {
         name: TensorEntry(names[each.dtype], tuple(each.shape), each.numel() * each.itemsize)
         for name, each in tensors.items()

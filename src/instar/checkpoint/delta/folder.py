@@ -37,8 +37,8 @@ from instar.checkpoint.manifest import SUFFIX, CheckpointError, encode_json
 from instar.config.files import read_regular
 from instar.record import atomic
 from instar.record.events import Count
+from instar.record.lock import NO_LOCKS, try_lock
 from instar.record.progress import progress
-from instar.record.rundir import NO_LOCKS
 
 logger = logging.getLogger(__name__)
 
@@ -119,26 +119,20 @@ def locked(folder: Path) -> Iterator[None]:
     deadline = time.monotonic() + LOCK_LIMIT_S
     try:
         with progress(f"waiting for another process that writes {folder}"):
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
+            try:
+                while not try_lock(descriptor, fcntl.LOCK_EX):
                     if time.monotonic() > deadline:
-                        raise CheckpointError(
-                            f"{folder}: another process is writing this chain"
-                        ) from error
+                        raise CheckpointError(f"{folder}: another process is writing this chain")
                     time.sleep(_POLL_S)
-                except OSError as error:
-                    if error.errno not in NO_LOCKS:
-                        raise
-                    logger.warning(
-                        "the file system of %s has no locks (%s): nothing keeps a second process from "
-                        "writing this chain",
-                        folder,
-                        error.strerror,
-                    )
-                    break
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                logger.warning(
+                    "the file system of %s has no locks (%s): nothing keeps a second process from "
+                    "writing this chain",
+                    folder,
+                    error.strerror,
+                )
         yield
     finally:
         os.close(descriptor)

@@ -29,7 +29,6 @@ from instar.distributed.agree import Json, agree, gather_parts, raise_on_all_ran
 from instar.distributed.world import World
 from instar.record.atomic import make_folder, replace_file
 from instar.run.lifecycle.restore import load_average, load_model
-from instar.run.loop.basis import basis_of
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import TestResult, evaluate
 from instar.run.loop.state import RunState
@@ -37,6 +36,7 @@ from instar.run.loop.step import enter
 from instar.run.parallel.choose import place, shell
 from instar.run.parallel.strategy import Evaluable
 from instar.schedule.operations import fold, history_from_json
+from instar.tasks.basis import basis_of
 from instar.tasks.task import Task
 
 FOLDER = "test"

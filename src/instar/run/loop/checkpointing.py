@@ -12,13 +12,13 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import held
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
-from instar.run.loop.basis import digest
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states
 from instar.run.loop.state import Every, RunState
 from instar.run.loop.sync_point import SaveRequest
 from instar.run.output.save import Snapshot
 from instar.schedule.operations import history_to_json
+from instar.tasks.basis import digest
 
 LEFT_OUT = {
     "optimizer": COMPONENTS["optimizer"].lost,

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from instar.config.budget import Budget
-from instar.run.loop.basis import Basis, incomparable
 from instar.run.loop.data_phase import DataPhase
 from instar.run.loop.early_stopping import MetricState
 from instar.run.loop.gradient_stats import NoiseScale, Skips
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import Change, History, State
 from instar.schedule.settings import Settings
+from instar.tasks.basis import Basis, incomparable
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from instar.run.loop.basis import basis_of, incomparable
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import evaluate
 from instar.run.loop.state import Every, RunState
 from instar.run.loop.step import enter
 from instar.schedule.triggers import losses_needed
+from instar.tasks.basis import basis_of, incomparable
 
 
 def validate_if_due(state: RunState, parts: Components) -> RunState:
