@@ -327,6 +327,9 @@ def test_out_to_transformers_and_back_into_a_run(capsys: pytest.CaptureFixture[s
     assert main(["checkpoint", "import", "hf", "--to", "runs/back-vwxyz"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "runs/back-vwxyz/checkpoints/step-0\n"
+    assert main(["logs", "list", "--json", "--name", "back"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["state"], row["reason"]) == ("stopped", "nothing trained in it yet")
     tensors = said(capsys, "diff", "tiny", "back")["tensors"]
     assert {t["verdict"] for t in tensors["model.safetensors"]} == {"same"}
     assert main(["sample", "back", "--tokens", "5", "--seed", "1"]) == 0

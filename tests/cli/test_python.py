@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tiny_run import CONFIG, TEXT
 from torch.nn.modules.module import register_module_forward_hook
 
 import instar
-from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
 from instar.config.errors import ConfigError
 
 
@@ -141,6 +143,57 @@ def test_errors_say_what_instead() -> None:
         instar.load_model("nothing")
     with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
         instar.load_modle  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_runs_are_compared_by_what_load_run_takes() -> None:
+    loaded = instar.compare(
+        [instar.load_run("kmn42"), instar.load_run("pqr73")], ["loss"], at=["step=9"]
+    )
+    named = instar.compare(
+        ["runs/tortured-kmn42", Path("runs/tortured-pqr73")], ["loss"], at=["step=9"]
+    )
+    assert named.metrics == loaded.metrics
+    with pytest.raises(ConfigError, match="must be a list of runs"):
+        instar.compare("kmn42")
+    with pytest.raises(ConfigError, match=r"no run 'kmn43'.*did you mean"):
+        instar.compare(["kmn42", "kmn43"])
+
+
+def test_a_config_may_be_a_dictionary() -> None:
+    config = {
+        "name": "dict",
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "context": 16},
+        "data": {"source": "squares.txt", "path": "tokens", "tokenizer": "char"},
+        "train": {"until": "2it", "batch_size": 4},
+        "record": {"report": False, "sample_tokens": 0, "run_dir": "others/dict"},
+    }
+    run = instar.load_run(instar.api.train(config, ["optimizer.lr=3e-4"]))
+    assert (run.config()["model.n_layer"], run.config()["optimizer.lr"]) == (1, 3e-4)
+    for wrong, said in [
+        ({"optimizer": {"lr": np.float32(1)}}, "is not made of plain data"),
+        ({"modle": {}}, "unknown key 'modle'; did you mean 'model'"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            instar.launch(wrong)
+    with pytest.raises(ConfigError, match=r'write \["seed=3"\]'):
+        instar.launch(config, "seed=3")
+
+
+def test_a_model_of_another_task_is_named(place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-1"
+    shutil.copytree(sorted(place.glob("runs/tortured-kmn42/checkpoints/step-*"))[0], folder)
+    manifest = read_manifest(folder)
+    content = encode_manifest(
+        msgspec.structs.replace(manifest, config=manifest.config | {"task": "spirals:Net"})
+    )
+    (folder / "manifest.json").write_bytes(content)
+    for function in (instar.load_model, instar.load_tokenizer, instar.sample):
+        with pytest.raises(
+            CheckpointError, match="a model of task spirals:Net, not a language model"
+        ):
+            function(folder)
+    with pytest.raises(CheckpointError, match="load_file"):
+        instar.evaluate(folder, "a text")
 
 
 def test_importing_instar_imports_nothing_else() -> None:

@@ -45,6 +45,22 @@ def test_a_run_whose_lock_is_held_runs(tmp_path: Path) -> None:
     assert status(run).state == "crashed"
 
 
+def test_a_run_in_which_nothing_was_trained_yet_is_stopped_whenever_it_was_made(
+    tmp_path: Path,
+) -> None:
+    """As the run of an imported or a grown model."""
+    run = RunDir(tmp_path)
+    run.config.touch()
+    run.await_start()
+    for now in (BEGAN + 11, BEGAN + 1e6):
+        found = status(run, now)
+        assert (found.state, found.go_on) == ("stopped", f"instar resume {tmp_path}")
+        assert found.reason == "nothing trained in it yet"
+    with hold(run):
+        assert status(run).state == "running"
+    assert status(run).state == "crashed"  # a process has had it since
+
+
 def test_a_run_whose_holder_was_killed_has_crashed(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     code = (

@@ -196,9 +196,23 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
 
 
 def _folder(checkpoint: Source) -> Path:
-    from instar.checkpoint.listing import resolve
+    """Return the folder of a checkpoint of a language model.
 
-    return resolve(os.fspath(checkpoint))
+    Raises:
+        CheckpointError: it is one of another task; says how its weights are loaded.
+    """
+    from instar.checkpoint.listing import resolve
+    from instar.checkpoint.manifest import CheckpointError, read_manifest
+    from instar.config.fields import CAUSAL_LM, LANGUAGE
+
+    path = resolve(os.fspath(checkpoint))
+    task = str(read_manifest(path).config.get("task", LANGUAGE))
+    if task not in (LANGUAGE, CAUSAL_LM):
+        raise CheckpointError(
+            f"{path}: a model of task {task}, not a language model; build it as its task does, and load the "
+            'weights with safetensors.torch.load_file(".../model.safetensors") (docs/checkpoints.md)'
+        )
+    return path
 
 
 def _tokenizer(path: Path) -> Tokenizer:

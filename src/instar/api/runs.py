@@ -142,7 +142,7 @@ def list_runs(
 
 
 def compare(
-    runs: Sequence[Run],
+    runs: Sequence[Run | str | os.PathLike[str]],
     metrics: Sequence[str] = (),
     *,
     at: Sequence[str] = (),
@@ -152,21 +152,26 @@ def compare(
     """Compare two or more runs at equal places, as `instar logs compare` does.
 
     Args:
+        runs: what `load_run` returns, or what it takes: paths, ids or names.
         metrics: names or patterns, such as `val/*`; default: the losses.
         at: places such as "step=1000" or "tokens=1.5B"; default: five along `axis`.
         at_loss: also where each run first reaches this validation loss.
 
     Raises:
-        ConfigError: no run has such a metric, or a place cannot be parsed.
+        ConfigError: there is no such run, no run has such a metric, or a place cannot be parsed.
+        RecordError: a record cannot be read.
     """
     from instar.logs.query.alignment import axis_named, parse_place
     from instar.logs.query.compare import compare as compared
     from instar.logs.query.groups import group_runs
 
-    groups, _ = group_runs([run.record.run for run in runs])
+    if isinstance(runs, str | os.PathLike | Run):
+        raise ConfigError.one("runs must be a list of runs, or of their paths", "instar.compare")
+    records = [(run if isinstance(run, Run) else load_run(run)).record for run in runs]
+    groups, _ = group_runs([record.run for record in records])
     return compared(
         groups,
-        [run.record for run in runs],
+        records,
         metrics=metrics,
         places=[parse_place(place) for place in at],
         axis=axis_named(axis),

@@ -6,9 +6,9 @@ Importing this module is cheap; torch is imported by the first call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from instar.config.load import Loaded
     from instar.run.lifecycle.resume import Resume
 
+Config = str | os.PathLike[str] | Mapping[str, Any] | None
+"""path of a config file, or its content: sections and keys; None: the default config"""
+
 
 def train(
-    config: str | os.PathLike[str] | None = None,
+    config: Config = None,
     overrides: Sequence[str] = (),
     *,
     rank: int | None = None,
@@ -35,7 +38,8 @@ def train(
     `torch.multiprocessing.spawn`; all pass the same `port`, or the config or MASTER_PORT gives it.
 
     Args:
-        config: path of a config file; None: the default config.
+        config: path of a config file, or nested data such as {"train": {"until": "100it"}}; None: the default
+            config.
         overrides: strings such as "train.until=100it", as after `--set`.
         hooks: objects whose methods are called during training, the same on every rank
             (docs/hooks.md).
@@ -59,13 +63,13 @@ def train(
         with as_before():
             if rank is not None:
                 _share_threads()
-            loaded = load_config(None if config is None else os.fspath(config), overrides)
+            loaded = load_config(*_file_and_overrides(config, overrides))
             with RankLog(placement(os.environ).rank) as log:
                 return run(loaded, log, signal, hooks=hooks)
 
 
 def launch(
-    config: str | os.PathLike[str] | None = None,
+    config: Config = None,
     overrides: Sequence[str] = (),
     *,
     world_size: int | None = None,
@@ -76,7 +80,8 @@ def launch(
     run's folder. Call from the main thread.
 
     Args:
-        config: path of a config file; None: the default config.
+        config: path of a config file, or nested data such as {"train": {"until": "100it"}}; None: the default
+            config.
         overrides: strings such as "train.until=100it", as after `--set`.
         world_size: number of ranks; default: the number of devices, else from the config, else 1.
         devices: GPU indices of the ranks; default: from the config.
@@ -89,8 +94,7 @@ def launch(
             SIGHUP, …); its subclass StoppedUnsaved if there is nothing to resume.
     """
     return _launch(
-        None if config is None else os.fspath(config),
-        overrides,
+        *_file_and_overrides(config, overrides),
         None,
         world_size=world_size,
         devices=devices,
@@ -135,6 +139,33 @@ def resume(
         devices=devices,
         max_restarts=max_restarts,
     )
+
+
+def _file_and_overrides(
+    config: Config, overrides: Sequence[str]
+) -> tuple[str | None, Sequence[str]]:
+    """Return a config's path, if it has one, and what lies over it: its content is given as `--set` is.
+
+    Raises:
+        ConfigError: the overrides are one text, or the content is not what YAML can hold.
+    """
+    from instar.config.origins import in_yaml
+
+    if isinstance(overrides, str):
+        raise ConfigError.one(
+            "overrides must be a list", where="instar", hint=f'write ["{overrides}"]'
+        )
+    if not isinstance(config, Mapping):
+        return None if config is None else os.fspath(config), overrides
+    try:
+        given = [f"{key}={in_yaml(value)}" for key, value in config.items()]
+    except (TypeError, ValueError) as error:
+        raise ConfigError.one(
+            f"the config is not made of plain data: {error}",
+            where="instar",
+            hint="write numbers, texts, lists and dictionaries",
+        ) from None
+    return None, [*given, *overrides]
 
 
 def _launch(

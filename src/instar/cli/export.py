@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -164,6 +165,10 @@ def export(
     elif output is not None or to in TRACKERS:
         for each in written:
             click.echo(each["where"])
+            if to == "mlflow" and each["where"].startswith("file:"):
+                store = shlex.quote(each["where"].partition(" ")[0])
+                opened = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
+                click.echo(f"open it with: {opened}", err=True)
     return read.report_faults()
 
 

@@ -264,8 +264,8 @@ class MlflowConfig(Section):
 
     uri: str | None = Field(
         None,
-        description="tracking store: a folder, sqlite:///… or http://…; default: "
-        "MLFLOW_TRACKING_URI, or the folder mlruns beside the run's",
+        description="tracking store: sqlite:///…, http://…, or a folder, which MLflow itself opens only with "
+        "MLFLOW_ALLOW_FILE_STORE=true; default: MLFLOW_TRACKING_URI, or the folder mlruns beside the run's",
     )
     experiment: str = Field("instar", description="experiment that the run belongs to")
 

@@ -101,6 +101,17 @@ class RunDir:
     def holds_run(self) -> bool:
         return self.config.exists() or self.events.exists()
 
+    def awaits_start(self) -> bool:
+        """Whether it is the run of an imported or grown model in which nothing has been trained yet."""
+        with suppress(OSError):
+            return self.events.stat().st_size == 0 and not self.lock.exists()
+        return False
+
+    def await_start(self) -> None:
+        """Makes the record, empty, and the folder of logs of a run that nothing has been trained in yet."""
+        self.logs.mkdir()
+        self.events.touch()
+
     def holds_parts(self) -> bool:
         """Whether there are files that only a run writes, more than its config."""
         return any(path.exists() for path in (self.events, self.logs, self.checkpoints))

@@ -191,18 +191,52 @@ def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(
         said.append,
         queue_events=20,
         close_wait_s=0.2,
+        end_wait_s=0.4,
     )
     began = time.monotonic()
     train(sink, 15)
     sink.close()
-    assert time.monotonic() - began < 0.2 + 2.0
+    assert time.monotonic() - began < 0.4 + 2.0
     assert steps_of(list(read_events(tmp_path / "e"))) == list(range(1, 16))
     assert steps_of(other.taken) == list(range(1, 16))
-    (message,) = said
+    waiting, message = said
+    assert waiting.endswith("of 18 events; waiting for at most 0 s")
     assert message.startswith("hanging was too slow for this run: it lacks ")
     assert "has not ended yet" in message
     hanging.go.set()
     assert hanging.ended.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("hanging", ["start"], indirect=True)
+def test_a_tracker_that_starts_after_a_short_run_has_ended_loses_nothing(
+    run: TrackedRun, tmp_path: Path, hanging: Hanging
+) -> None:
+    """As wandb on a busy machine, whose service takes long to start."""
+
+    def warn(message: str) -> None:
+        assert message == "hanging has taken 0 of 44 events; waiting for at most 45 s"
+        hanging.go.set()
+
+    sink = TrackerSink(Recorder(tmp_path / "e"), [hanging], run, warn, close_wait_s=0.1)
+    train(sink, 41)
+    sink.close()
+    assert hanging.go.is_set()
+    assert steps_of(hanging.taken) == list(range(1, 42))
+    assert hanging.outcome == "finished"
+
+
+@pytest.mark.parametrize("hanging", ["start"], indirect=True)
+def test_a_run_that_is_to_stop_waits_no_longer_for_a_tracker(
+    run: TrackedRun, tmp_path: Path, hanging: Hanging
+) -> None:
+    said: list[str] = []
+    sink = TrackerSink(Recorder(tmp_path / "e"), [hanging], run, said.append, close_wait_s=0.1)
+    sink.write(START)
+    sink.write(Stop(step=1, reason="SIGTERM", resumable=True))
+    began = time.monotonic()
+    sink.close()
+    assert time.monotonic() - began < 5.0
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("hanging", ["take"], indirect=True)

@@ -77,6 +77,8 @@ def run_status(
     resumable = _whole_latest(run)
     if process is None and started is None and any(isinstance(e, Branched) for e in events):
         return RunStatus("stopped", "a branch that has not begun", resumable, _resume(run), None)
+    if process is None and run.awaits_start():
+        return RunStatus("stopped", "nothing trained in it yet", resumable, _resume(run), None)
     state, reason = _recorded_state(ends)
     is_quiet = abs((time.time() if now is None else now) - seen) >= QUIET_S
     if process is None and not ends and not _lock_is_reliable(run, started):

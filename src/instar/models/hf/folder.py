@@ -216,7 +216,7 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
         progress(f"writing {run_dir}", size, measured=lambda: folder_bytes(temporary)),
     ):
         run = RunDir(temporary)
-        run.logs.mkdir()
+        run.await_start()
         for name, content in tokenizer_files(tokenizer).items() if tokenizer else ():
             atomic.write_synced(temporary / name, content)
         atomic.write_synced(run.config, resolved(config, origins).encode())

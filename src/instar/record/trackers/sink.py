@@ -32,7 +32,10 @@ QUEUE_EVENTS = 10_000
 """maximum queue length of one tracker"""
 FLUSH_EVERY_S = 2.0
 CLOSE_WAIT_S = 5.0
-"""time limit for all trackers together at the end of a run"""
+"""time limit for all trackers together when a run was stopped or has failed"""
+END_WAIT_S = 45.0
+"""the same when a run has ended by itself: on a busy machine a tool may take longer to start than a short
+run to end"""
 
 
 class TrackerSink:
@@ -51,17 +54,20 @@ class TrackerSink:
         *,
         queue_events: int = QUEUE_EVENTS,
         close_wait_s: float = CLOSE_WAIT_S,
+        end_wait_s: float = END_WAIT_S,
     ) -> None:
         self._sink = sink
         self._warn = warn
         self._run = run
-        self._close_wait_s = close_wait_s
+        self._close_wait_s, self._end_wait_s = close_wait_s, end_wait_s
+        self._outcome: Outcome = "crashed"
         self._faults: deque[str] = deque()
         self._queues = [TrackerQueue(each, run, self._faults, queue_events) for each in trackers]
 
     def write(self, event: Event) -> None:
         self._sink.write(event)
         event = msgspec.structs.replace(event, time=time.time())
+        self._outcome = outcome(self._outcome, event)
         for queue_ in self._queues:
             queue_.put(event)
         if self._faults:
@@ -83,9 +89,14 @@ class TrackerSink:
         queues, self._queues = self._queues, []
         for queue_ in queues:
             queue_.end()
-        until = time.monotonic() + self._close_wait_s
+        begun = time.monotonic()
         for queue_ in queues:
-            queue_.join(until - time.monotonic())
+            queue_.join(begun + self._close_wait_s - time.monotonic())
+        if self._outcome == "finished":
+            for queue_ in queues:
+                if text := queue_.pending():
+                    self._warn(f"{text}; waiting for at most {self._end_wait_s:.0f} s")
+                queue_.join(begun + self._end_wait_s - time.monotonic())
         self._faults += filter(None, (queue_.shortage() for queue_ in queues))
         self._report_faults()
 
@@ -132,6 +143,12 @@ class TrackerQueue:
     def join(self, seconds: float) -> None:
         if self._thread.ident is not None:
             self._thread.join(max(0.0, seconds))
+
+    def pending(self) -> str:
+        """Returns what a tracker that has not ended still has to do; "" if it has."""
+        if not self._thread.is_alive():
+            return ""
+        return f"{self._tracker.name} has taken {self._taken:,} of {self._offered:,} events"
 
     def shortage(self) -> str:
         """Returns a warning if the tracker lacks events and has not been reported before."""

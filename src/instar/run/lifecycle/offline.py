@@ -143,7 +143,7 @@ def grow(
         progress(f"writing {out}", measured=lambda: folder_bytes(temporary)),
     ):
         new_run = RunDir(temporary)
-        new_run.logs.mkdir()
+        new_run.await_start()
         for file in (run.config, *(run.path / name for name in (TOKENIZER_FILE, *COMPANIONS))):
             if file.is_file():
                 atomic.write_synced(temporary / file.name, read_regular(file))

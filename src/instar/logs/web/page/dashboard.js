@@ -124,7 +124,9 @@ class App {
   #latest() {
     if (this.selection.keys.length) return;
     const rows = [...this.runs.rows.values()].filter((row) => !row.archived).sort((a, b) => (b.started || 0) - (a.started || 0) || (b.seen || 0) - (a.seen || 0));
-    this.selection.places = rows.slice(0, 1).map((row) => row.key);
+    // a run that awaits its start has nothing to show yet
+    const first = rows.find((row) => row.seen !== null) || rows[0];
+    this.selection.places = first ? [first.key] : [];
   }
 
   async load() {
