@@ -31,6 +31,7 @@ OTHER: Mapping[str, Any] = {
     "device": "cpu",
     "schedule": [{"name": "change_lr", "value": 2}],
     "train.until": ["7it"],
+    "record.alerts.webhook": "https://example.org/",
     "early_stopping.rules": [{"patience": 2}],
     "model.heads": [{"name": "y", "kind": "regression"}],
     "data.mixture": [{"source": "stdlib"}],

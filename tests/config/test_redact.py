@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.config.origins import HIDDEN, lines_of, redacted, redacted_lines, redacted_value
 
@@ -55,3 +58,48 @@ def test_values_are_hidden_by_key_and_by_what_they_are() -> None:
     )
     assert redacted_value("model.n_layer", 3) == 3
     assert redacted("see https://a.org/b?c=d") == "see https://a.org/b?c=d"
+    long = ["a." * 200_000, "?" + "token" * 100_000, "://" + "a" * 400_000]
+    assert [redacted(text) for text in long] == long  # in milliseconds
+
+
+BAD = {
+    "record: {alerts: {webhook: 'https://hooks.example.org/SECRET x'}}": "an address without spaces",
+    "record: {alerts: {webhook: 'https://hooks.example.org/SECRET\u00a0'}}": "letters beyond ASCII",
+    'record: {alerts: {webhook: "https://a/SECRET\\n"}}': "control characters",
+    "record: {alerts: {webhook: 'https://me:SECRET/x@host/'}}": "an address of http or https",
+    "record: {alerts: {webhook: 'https://host:SECRET/'}}": "an address of http or https",
+    "record: {alerts: {webhook: 'ftp://host/SECRET'}}": "an address of http or https",
+    "record: {alerts: {webhook: 'https:///SECRET'}}": "an address of http or https",
+    "record: {alerts: {webhook: [SECRET]}}": "must be text",
+    "record: {alerts: SECRET}": "is a section",
+    "record:\n  alerts:\n    hook: https://hooks.example.org/SECRET": "unknown key",
+    "record: {log_interval: 0, alerts: {webhook: 'https://x/SECRET'}}": "log_interval must be",
+    "record: {trackers: {mlflow: {uri: 'http://me:SECRET@host /'}}}": "without spaces",
+    "record:\n  trackers:\n    wandb: {entity: [SECRET]}": "must be text",
+    "data: {source: 'http://me:SECRET@host/x', val_fraction: 7}": "val_fraction must be",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_mistake_in_a_secret_is_named_without_it(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{text}\n")
+    with pytest.raises(ConfigError) as raised:
+        load(str(file), (), checks=())
+    assert BAD[text] in str(raised.value)
+    assert "SECRET" not in str(raised.value)
+
+
+def test_an_option_with_a_secret_is_named_without_it() -> None:
+    for option in SETS[:4]:
+        key = option.partition("=")[0]
+        with pytest.raises(ConfigError, match=f"--set {key}: ") as raised:
+            load(None, [f"{key}={{a: SECRET}}"], checks=())
+        assert "SECRET" not in str(raised.value)
+
+
+def test_a_line_without_secrets_is_shown_where_it_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {n_layer: many}\n")
+    with pytest.raises(ConfigError, match=r"1 \| model: {n_layer: many}"):
+        load(str(file), (), checks=())

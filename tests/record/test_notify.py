@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 import threading
@@ -34,6 +35,7 @@ class Hook(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.status = 204
         self.got: list[tuple[str, str, object]] = []
+        self.logins: list[str | None] = []
         self.waits = False
         self.go = threading.Event()
 
@@ -48,9 +50,19 @@ class Answer(BaseHTTPRequestHandler):
         assert isinstance(hook, Hook)
         body = self.rfile.read(int(self.headers["Content-Length"]))
         hook.got.append((self.path, self.headers["Content-Type"], json.loads(body)))
+        hook.logins.append(self.headers["Authorization"])
         if hook.waits:
             hook.go.wait(SLOW_S)
         self.send_response(hook.status)
+        if hook.status == 302:
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        hook = self.server
+        assert isinstance(hook, Hook)
+        hook.logins.append(self.headers["Authorization"])
+        self.send_response(204)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None: ...
@@ -115,7 +127,7 @@ def test_a_web_address_is_sent_the_alert_as_json(run: RunDir, hook: Hook) -> Non
 @pytest.mark.parametrize(
     ("argv", "trouble"),
     [
-        (["false"], "false ended with exit code 1"),
+        (["false"], "its program ended with exit code 1"),
         (["/no/such/program"], "No such file"),
     ],
     ids=["fails", "is not there"],
@@ -156,6 +168,45 @@ def test_an_answer_that_is_a_failure_is_a_trouble(run: RunDir, hook: Hook) -> No
     notifier.send(ALERT)
     notifier.close(SLOW_S)
     assert "500" in notifier.failures()[0]
+
+
+def test_user_and_password_of_an_address_are_sent_as_basic_authentication(
+    run: RunDir, hook: Hook
+) -> None:
+    notifier = Notifier(run, webhook=hook.address.replace("//", "//al%40ice:s3:cret%2Fpw@"))
+    notifier.send(ALERT)
+    notifier.close(SLOW_S)
+    assert notifier.failures() == []
+    assert hook.logins == [f"Basic {base64.b64encode(b'al@ice:s3:cret/pw').decode()}"]
+
+
+def test_where_an_address_redirects_its_password_is_not_sent(run: RunDir, hook: Hook) -> None:
+    hook.status = 302
+    notifier = Notifier(run, webhook=hook.address.replace("//", "//me:pass@"))
+    notifier.send(ALERT)
+    notifier.close(SLOW_S)
+    assert hook.logins == [f"Basic {base64.b64encode(b'me:pass').decode()}", None]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://alice:SECRET@127.0.0.1:1/hook?token=SECRET",
+        "http://alice:SECRET@127.0.0.1:SECRET/hook",
+        "http://127.0.0.1/services/T0/SECRET x",
+        "http://127.0.0.1/services/T0/SECRET\u00e9",
+        "http:///SECRET",
+        "http://[SECRET/",
+    ],
+)
+def test_no_failure_tells_what_is_secret_of_an_address(run: RunDir, address: str) -> None:
+    """Also of those that a config would refuse."""
+    notifier = Notifier(run, webhook=address, timeout_s=5)
+    notifier.send(ALERT)
+    notifier.close(SLOW_S)
+    (said,) = notifier.failures()
+    assert said.startswith("an alert could not be delivered: ")
+    assert "SECRET" not in said
 
 
 def test_nobody_at_the_address_is_a_trouble(run: RunDir, hook: Hook) -> None:

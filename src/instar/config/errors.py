@@ -37,8 +37,10 @@ class SourceLocation:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
     def excerpt(self) -> str:
-        """The line with its number, and a caret under the column."""
-        if not self.line:
+        """The line with its number, and a caret under the column; empty if it may hold a secret."""
+        from instar.config.origins import may_hold_secret
+
+        if not self.line or may_hold_secret(self.text):
             return ""
         start = max(0, self.column - SHOWN_COLUMNS // 2) if self.column > SHOWN_COLUMNS else 0
         shown = self.text[start : start + SHOWN_COLUMNS]
@@ -71,12 +73,21 @@ class ConfigProblem:
 
     @property
     def where(self) -> str:
-        """The place as text."""
-        return printable(str(self.place))
+        """The place as text, without the value of a secret key."""
+        text = str(self.place)
+        if text.startswith("--set "):
+            from instar.config.origins import redacted_option
+
+            text = redacted_option(text)
+        return printable(text)
 
     @property
     def excerpt(self) -> str:
-        """The line of the file with a caret; empty if there is none."""
+        """The line of the file with a caret; empty if there is none, or if it may hold a secret."""
+        from instar.config.origins import is_secret
+
+        if any(map(is_secret, self.keys)):
+            return ""
         return self.place.excerpt() if isinstance(self.place, SourceLocation) else ""
 
     def __str__(self) -> str:

@@ -54,6 +54,7 @@ from instar.config.origins import (
     Entry,
     operation_places,
     place_of,
+    redacted_value,
     resolved,
     value_places,
     yaml_of,
@@ -292,7 +293,8 @@ def _entries(
         elif value is not None:
             name = dotted(path)
             findings.mark_doubtful(root, path)
-            message = f"{name} is a section of 'key: value' lines, got {show(value)}"
+            given = show(redacted_value(name, value))
+            message = f"{name} is a section of 'key: value' lines, got {given}"
             hint = suggestions.section_hint(root, name)
             findings.note(document.place(path), message, hint, f"{name}.")
     return found

@@ -219,10 +219,24 @@ SHOWN = frozenset(
 """Keys of alerts and trackers that are shown; all others are hidden: URLs, programs, accounts."""
 _EMPTY = ("null", "~", "[]", "{}", '""', "''")
 _SECTIONS = ("record.alerts", "record.trackers")
+_HOLDERS = {
+    "alerts",
+    "trackers",
+    "wandb",
+    "trackio",
+    "mlflow",
+    "command",
+    "webhook",
+    "uri",
+    "entity",
+}
+"""names of keys in these sections whose line may hold what is not shown"""
 _SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
-_USER = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/@\"']+@", re.I)
+_USER = re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@", re.I)  # texts may be long
+_NAME = re.compile(r"([\w.]+)\s*:(?=\s|$)")
 _QUERY = re.compile(
-    r"([?&][\w.-]*(?:token|key|secret|passw|sig|auth|credential)[\w.-]*=)[^&\s\"'#,\]}]+", re.I
+    r"([?&][\w.-]{0,64}(?:token|key|secret|passw|sig|auth|credential)[\w.-]{0,64}=)[^&\s\"'#,\]}]+",
+    re.I,
 )
 
 
@@ -234,6 +248,18 @@ def is_secret(key: str) -> bool:
         or key in ("record", *_SECTIONS)
         or bool(_SECRET.fullmatch(key))
     )
+
+
+def may_hold_secret(line: str) -> bool:
+    """Whether a line of a config has a key of a secret, or a URL with a user or a key."""
+    names = _NAME.findall(line)
+    return bool(_HOLDERS & {*names}) or any(map(is_secret, names)) or redacted(line) != line
+
+
+def redacted_option(text: str) -> str:
+    """Return an option such as "--set key=value" without the value of a secret key."""
+    key = text.partition("=")[0]
+    return key if is_secret(key.rpartition(" ")[2]) else redacted(text)
 
 
 def redacted(text: str) -> str:

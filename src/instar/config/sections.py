@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -54,8 +57,35 @@ Seconds = Annotated[float, Field(gt=0, le=1e8)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+def check_address(address: str) -> str:
+    """Return a web address; the message of an error holds no part of it.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    if not re.fullmatch(r"[!-~]+", address):
+        raise ValueError(
+            "an address without spaces, control characters and letters beyond ASCII "
+            "(percent-encoded: %20)"
+        )
+    try:
+        parts = urlsplit(address)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # its text holds a part of the address
+        whole = False
+    if not whole:
+        raise ValueError("an address of http or https, e.g. https://example.org/hooks/1")
+    return address
+
+
+def check_store(uri: str) -> str:
+    """Check the address of a store that is a web address; return any other as it is."""
+    return check_address(uri) if uri.lower().startswith(("http:", "https:")) else uri
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    # the text of a pydantic error shows what was given otherwise, also a secret
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
 FROM = "from"
@@ -262,7 +292,7 @@ class TrackioConfig(Section):
 class MlflowConfig(Section):
     """MLflow."""
 
-    uri: str | None = Field(
+    uri: Annotated[str, AfterValidator(check_store)] | None = Field(
         None,
         description="tracking store: sqlite:///…, http://…, or a folder, which MLflow itself opens only with "
         "MLFLOW_ALLOW_FILE_STORE=true; default: MLFLOW_TRACKING_URI, or the folder mlruns beside the run's",
@@ -302,8 +332,10 @@ class AlertsConfig(Section):
         description="program to run for each alert, with its arguments, without a shell; it has "
         "the alert as JSON on stdin and in INSTAR_ALERT",
     )
-    webhook: str | None = Field(
-        None, description="address (http or https) that each alert is sent to as JSON, by POST"
+    webhook: Annotated[str, AfterValidator(check_address)] | None = Field(
+        None,
+        description="address (http or https) that each alert is sent to as JSON, by POST; "
+        "`user:password@` in it is sent as Basic authentication",
     )
 
     @property

@@ -11,6 +11,7 @@ from instar.config.budget import meant_number
 from instar.config.document import KeyPath, dotted, odd_space, show
 from instar.config.errors import nearest
 from instar.config.fields import Root, alternatives, choices, default, keys, sections
+from instar.config.origins import is_secret
 
 ALIASES: Mapping[str, str] = {
     "name": "run_name experiment experiment_name project",
@@ -242,6 +243,9 @@ def wrong_value(root: Root, path: KeyPath, given: Any, kind: str, reason: str) -
     name = dotted(path)
     if kind == "missing":
         return f"{name} is missing", ""
+    if is_secret(name):
+        reason = reason.removeprefix("Value error, ") if kind == "value_error" else ""
+        return f"{name} must be {reason or expected(root, path, None)}", ""
     if not choices(root, path) or kind in ("value_error", "assertion_error"):
         reason = reason.removeprefix("Value error, ")
         return f"{name}: {reason[:1].lower()}{reason[1:]}, got {show(given)}", ""

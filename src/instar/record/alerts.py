@@ -5,6 +5,7 @@ A rule alerts once, and again only after its condition has ended. A resume reset
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import median
 from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from instar.config.sections import AlertsConfig
 from instar.processes.child import Child, exit_text
@@ -36,6 +38,7 @@ from instar.record.events import (
     to_words,
 )
 from instar.record.recorder import Sink
+from instar.record.redact import error_text
 from instar.record.rundir import RunDir
 
 SMOOTHING_WINDOW = 5
@@ -283,8 +286,8 @@ def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) 
     """Runs a program without a shell, with `payload` as JSON on its stdin and in its environment.
 
     Raises:
-        OSError: it cannot be started.
-        RuntimeError: it failed, or was killed after `timeout_s` seconds.
+        RuntimeError: it cannot be started, failed, or was killed after `timeout_s` seconds; no word of
+            the command is in its message.
     """
     text = json.dumps(payload)
     variables = {
@@ -295,28 +298,44 @@ def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) 
         stdin.write(text.encode())
         stdin.seek(0)
         environment = os.environ | variables | {"INSTAR_ALERT": text}
-        child = Child(argv, env=environment, stdin=stdin.fileno(), silent=True, new_session=True)
+        try:
+            child = Child(
+                argv, env=environment, stdin=stdin.fileno(), silent=True, new_session=True
+            )
+        except OSError as error:
+            raise RuntimeError(f"its program cannot be started: {error.strerror}") from None
     status = child.wait(timeout_s)
     if status == -signal.SIGKILL and time.monotonic() - begun >= timeout_s:
-        raise RuntimeError(f"{argv[0]} took longer than {timeout_s:g} s and was killed")
+        raise RuntimeError(f"its program took longer than {timeout_s:g} s and was killed")
     if status:
-        raise RuntimeError(f"{argv[0]} {exit_text(status)}")
+        raise RuntimeError(f"its program {exit_text(status)}")
 
 
 def post(address: str, payload: dict[str, Any], timeout_s: float) -> None:
-    """Sends `payload` as JSON by POST.
+    """Sends `payload` as JSON by POST, with `user:password@` of the address as Basic authentication.
 
     Raises:
-        OSError: there was no response in time, or it was an error.
+        OSError: there was no response in time, or it was an error; the message holds no part of the
+            address that may be secret.
     """
-    request = urllib.request.Request(
-        address,
-        data=json.dumps(payload).encode(),
-        headers={"Content-Type": "application/json", "User-Agent": "instar"},
-        method="POST",
-    )
-    with urllib.request.urlopen(request, timeout=timeout_s):
-        pass
+    try:
+        parts = urlsplit(address)
+        userinfo, _, host = parts.netloc.rpartition("@")  # which urllib would take for the host
+        request = urllib.request.Request(
+            urlunsplit(parts._replace(netloc=host)),
+            data=json.dumps(payload).encode(),
+            headers={"Content-Type": "application/json", "User-Agent": "instar"},
+            method="POST",
+        )
+        if userinfo:
+            user, _, password = userinfo.partition(":")
+            login = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+            # not to where a redirect leads
+            request.add_unredirected_header("Authorization", f"Basic {login}")
+        with urllib.request.urlopen(request, timeout=timeout_s):
+            pass
+    except Exception as error:  # of several kinds, if the address is malformed
+        raise OSError(error_text(error, (address,))) from None
 
 
 class AlertSink:

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, Self
 
+import msgspec
+
 from instar.config.files import own_regular, sync_folder
+from instar.config.origins import redacted
 from instar.distributed.appender import Appender
 from instar.record.events import (
     RUN_STARTED_LINE,
     Event,
+    Failed,
     RecordError,
     RunStarted,
     Warn,
@@ -129,6 +133,8 @@ class Recorder:
         Raises:
             RecordError: the recorder is closed.
         """
+        if isinstance(event, Warn | Failed):  # of which some repeat what a library said
+            event = msgspec.structs.replace(event, message=redacted(event.message))
         segment = self.segment + isinstance(event, RunStarted)
         try:
             self._file.append(encode(event, self._clock(), segment))

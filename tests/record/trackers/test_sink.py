@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ from instar.record.events import (
     read_events,
 )
 from instar.record.recorder import Recorder
+from instar.record.redact import error_text
+from instar.record.rundir import RunDir
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import Ids, Outcome, TrackedRun, flat, outcome
 
@@ -36,6 +39,7 @@ class Faithful:
     """Takes what comes."""
 
     where = "here"
+    secrets: tuple[str, ...] = ("https://me:SECRET@host.org/a/PATH?key=QUERY",)
 
     def __init__(self, name: str = "faithful") -> None:
         self.name = name
@@ -343,3 +347,36 @@ def test_a_config_is_flat_and_says_nothing_of_folders_and_addresses() -> None:
         "train.until": '["9it"]',
         "train.clip": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "no answer from https://me:SECRET@host.org/a/PATH?key=QUERY",
+        "nonnumeric port: 'SECRET@host.org'",
+        "can't send '/a/PATH'",
+        "HTTPConnectionPool(host='host.org', port=80): Max retries exceeded with url: /a/PATH?key=QUERY",
+        "bad key ENVSECRET",
+        "see ftp://you:SECRET@other.org/x",
+    ],
+)
+def test_what_a_tracker_says_is_recorded_without_secrets(
+    tmp_path: Path, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "ENVSECRET")
+    warned: list[str] = []
+    run = RunDir(tmp_path)
+    with closing(Recorder(run.events)) as recorder:
+        tracker = Broken("start", RuntimeError(said))
+        sink = TrackerSink(recorder, [tracker], TrackedRun.live(tmp_path, {}), warned.append)
+        sink.write(START)
+        sink.close()
+    text = run.events.read_text() + "".join(warned)
+    assert "broken failed at starting" in text
+    for secret in ("SECRET", "PATH", "QUERY"):
+        assert secret not in text
+
+
+def test_a_text_in_which_a_secret_cannot_be_told_from_words_is_not_shown() -> None:
+    text = error_text(RuntimeError("cannot reach a"), ["https://u:a@host/"], {})
+    assert text == "its text is not shown, since it may hold a secret"

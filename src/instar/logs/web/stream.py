@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
+from instar.config.origins import redacted
 from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
 from instar.logs.read.lineage import Lineage
@@ -247,7 +248,7 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
         return "", offset, False
     whole = block[: block.rfind(b"\n") + 1]
     shown = whole.partition(b"\n")[2] if skipped else whole
-    return shown.decode("utf-8", "replace"), offset + len(whole), skipped
+    return redacted(shown.decode("utf-8", "replace")), offset + len(whole), skipped
 
 
 def stream(

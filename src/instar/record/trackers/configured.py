@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from urllib.parse import urlsplit
 
 from instar.config.errors import ConfigProblem
 from instar.config.sections import AlertsConfig, RecordConfig, TrackersConfig
@@ -80,17 +79,3 @@ def _missing_alerts(config: AlertsConfig) -> Iterator[ConfigProblem]:
                 f"record.alerts.command: there is no program '{argv[0]}' here",
                 "give its path; a shell's own words need: [sh, -c, …]",
             )
-    if config.webhook is not None and not _is_web(config.webhook):
-        yield ConfigProblem(
-            ("record.alerts.webhook",),
-            "record.alerts.webhook must be an address of http or https",
-            "e.g. https://example.org/hooks/1",
-        )
-
-
-def _is_web(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        return parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        return False

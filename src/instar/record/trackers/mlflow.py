@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from instar.config.origins import redacted
 from instar.config.sections import MlflowConfig
 from instar.record.events import (
     Event,
@@ -47,6 +48,7 @@ class Mlflow:
 
     def __init__(self, config: MlflowConfig) -> None:
         self.where = ""
+        self.secrets: tuple[str, ...] = ()
         self._config = config
         self._client: Any = None
         self._run_id = ""
@@ -56,6 +58,7 @@ class Mlflow:
     def start(self, run: TrackedRun) -> None:
         self._folder = run.folder
         uri = store_uri(self._config.uri, run.folder)
+        self.secrets = (uri,) if urlsplit(uri).netloc else ()
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if is_folder(uri):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -74,7 +77,7 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
-        where = f"{uri} {self._config.experiment}"
+        where = f"{redacted(uri)} {self._config.experiment}"
         run_id = run.ids.get(self.name, where)
         if run_id is None:
             run_id = self._client.create_run(self._experiment(), run_name=run.name).info.run_id
@@ -82,7 +85,7 @@ class Mlflow:
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id = run_id
-        self.where = f"{uri} run {run_id}"
+        self.where = f"{redacted(uri)} run {run_id}"
 
     def _experiment(self) -> str:
         from mlflow.exceptions import MlflowException

@@ -23,6 +23,7 @@ from instar.config.files import open_regular
 from instar.record.events import Event, Placed, Warn, events_in
 from instar.record.progress import tracked
 from instar.record.recorder import Sink
+from instar.record.redact import error_text
 from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker, outcome
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class TrackerQueue:
         except BaseException as error:  # a library may raise SystemExit
             if not self._reported:
                 self._reported = True
-                text = " ".join(str(error).split())[:300]
+                text = error_text(error, self._tracker.secrets)
                 self._faults.append(
                     f"{self._tracker.name} failed at {doing}, training continues: "
                     f"{type(error).__name__}: {text}; {self._replay_hint()}"
@@ -245,6 +246,6 @@ def replay(tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[
                 tracker.flush()
         tracker.finish(result)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error_text(error, tracker.secrets)}"
         raise TrackerFailed(f"{run.folder}: {tracker.name} failed: {text}") from error
     return count

@@ -32,6 +32,7 @@ class TensorBoard:
 
     def __init__(self, config: TensorBoardConfig) -> None:
         self.where = ""
+        self.secrets: tuple[str, ...] = ()
         self._config = config
         self._writer: Any = None
         self._run: TrackedRun | None = None

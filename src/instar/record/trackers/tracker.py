@@ -61,6 +61,8 @@ class Tracker(Protocol):
     name: str
     where: str
     """where the tool stores the run, once it has started"""
+    secrets: tuple[str, ...]
+    """addresses that its errors may repeat"""
 
     def start(self, run: TrackedRun) -> None:
         """Opens a new run of the tool, or the one of this run before it was resumed."""

@@ -29,6 +29,7 @@ class Trackio:
 
     def __init__(self, config: TrackioConfig) -> None:
         self.where = ""
+        self.secrets: tuple[str, ...] = ()
         self._config = config
         self._storage: Any = None
         self._run_keys: dict[str, str] = {}

@@ -34,6 +34,7 @@ class Wandb:
 
     def __init__(self, config: WandbConfig) -> None:
         self.where = ""
+        self.secrets: tuple[str, ...] = ()
         self._config = config
         self._run: Any = None
         self._folder = Path()
