@@ -12,10 +12,10 @@ from shapes import gpt2, llama
 from instar.config.schema import OptimizerConfig
 from instar.config.sections import Operation
 from instar.growth.apply import Mode, copies_stay_equal
-from instar.growth.proof import split_grad_norms
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
+from instar.run.loop.gradient_stats import split_grad_norms
 from instar.run.loop.optimizer import (
     build_optimizers,
     load_optimizer_tensors,

@@ -16,9 +16,10 @@ from instar.config.sections import Operation
 from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, GrowthPlan
-from instar.growth.proof import Probe, Proof, compare, split_grad_norms
+from instar.growth.proof import Probe, Proof, compare
 from instar.models.gpt import named_generator
 from instar.models.shape import Growable, Parameter
+from instar.run.loop.gradient_stats import split_grad_norms
 
 Tensors = Mapping[str, Tensor]
 

@@ -19,7 +19,7 @@ from instar.config.sections import Operation
 from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
-from instar.growth.proof import Probe, compare, split_grad_norms
+from instar.growth.proof import Probe, compare
 from instar.models.gpt import named_generator
 from instar.models.graph import (
     ACTIVATIONS,
@@ -31,6 +31,7 @@ from instar.models.graph import (
 )
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
 from instar.models.shape import ArchitectureError, count_parameters
+from instar.run.loop.gradient_stats import split_grad_norms
 
 LAYERS = ("gin", "sage", "gcn", "gat")
 FLOWS = ("both", "forward", "symmetric")

@@ -20,7 +20,7 @@ from instar.config.files import read_regular
 from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import GrowthStep, Read, TensorReader, grow_parameters, moments_mode
-from instar.growth.live.probe import coarsest, drawn, probed
+from instar.growth.live.probe import drawn, probed
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.offline import (
     GrowthStage,
@@ -29,10 +29,11 @@ from instar.growth.offline import (
     check_proof,
     expected_plan,
     stage,
+    verify_written,
 )
 from instar.growth.operators import plan
 from instar.growth.plan import VocabularyMap
-from instar.growth.proof import Proof, compare
+from instar.growth.proof import Proof, prove
 from instar.models.hf import CONFIG
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, PretrainedFolder, file_parts, open_folder
@@ -97,7 +98,10 @@ def grow_folder(
         _copy_files(source.path, planned, temporary)
         atomic.write_synced(temporary / CONFIG, encode(source.config_of(shape)))
         if check or (check is None and not warning):
-            proof = _prove(source, open_folder(temporary), stages)
+            written = open_folder(temporary)
+            with written.reading() as read_written:
+                verify_written(read_written, grown, out)
+            proof = _prove(source, written, stages)
             check_proof(proof, stages, out, "random tokens")
     seconds = time.perf_counter() - begun
     checked_on = "random tokens" if proof else ""
@@ -185,9 +189,11 @@ def _prove(
 ) -> Proof:
     """Compares both models in float32: only the rounding of the weights remains."""
     batch = drawn(before.shape, after.shape)
-    old, new = (probed(_loaded(each), batch) for each in (before, after))
-    dtypes = {outline.dtype for outline in after.outlines.values()} | {torch.float32}
-    return compare(expected_plan(stages), old, new, coarsest(dtypes))
+    return prove(
+        expected_plan(stages),
+        lambda: (probed(_loaded(before), batch), probed(_loaded(after), batch)),
+        {outline.dtype for outline in after.outlines.values()},
+    )
 
 
 def _loaded(folder: PretrainedFolder) -> Module:

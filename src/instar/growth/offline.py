@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 from instar.config.errors import ConfigError, InstarError
 from instar.config.sections import Operation
+from instar.growth.apply import Read, TensorReader
 from instar.growth.plan import GrowthPlan, Label
-from instar.growth.proof import Proof
+from instar.growth.proof import Proof, differing
 from instar.models.shape import Growable, count_parameters
 
 
@@ -85,3 +86,19 @@ def check_proof(proof: Proof, stages: Sequence[GrowthStage], out: Path, checked_
             f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {checked_on} "
             f"by {proof.delta_loss:+.3g}; {out} was not made"
         )
+
+
+def verify_written(written: Read, grown: TensorReader, out: Path) -> None:
+    """Raises NotProven unless files have the tensors that were to be written, bit for bit.
+
+    Args:
+        written: returns a tensor of the files.
+        grown: makes it again.
+    """
+    for name in grown.outlines:
+        tensor, expected = written(name), grown.read(name)
+        same = tensor.shape == expected.shape and not differing(tensor, expected, None)
+        if not same or tensor.dtype != expected.dtype:
+            raise NotProven(
+                f"{name} in the written files is not the tensor that was made; {out} was not made: check the disk"
+            )

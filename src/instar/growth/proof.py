@@ -1,28 +1,36 @@
-"""Measures how far growth changed the function, on a probe batch before and after."""
+"""The proof of growth: how far it changed the function, on a probe batch before and after, and that the tensors of the
+model that will train are those of the plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+from instar.distributed.shards import Wholes, is_sharded, own, own_rows
+from instar.growth.apply import (
+    Key,
+    Mode,
+    Role,
+    apply_one,
+    grow_state,
+    grown_states,
+    neighbours,
+    state_role,
+)
 from instar.growth.plan import (
-    Averaged,
-    Edit,
     Fresh,
     Grown,
+    GrowthError,
     GrowthPlan,
     Label,
-    Merged,
-    Old,
-    Reindexed,
-    Stacked,
+    New,
     TensorPlan,
-    Truncated,
 )
 
 TOLERANCE = {
@@ -37,6 +45,8 @@ rounding explains in a model of this dtype."""
 
 _COMPARED = 1 << 20
 """elements that are compared at once"""
+_ULPS = 4
+"""units of the last place that a plan's few products round, between two precisions"""
 
 
 @dataclass(frozen=True)
@@ -100,76 +110,261 @@ def _differences(old: Tensor, new: Tensor) -> tuple[float, float]:
     return difference, largest
 
 
-def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Returns the gradient norms of kept elements and of new ones.
+class Peers(Protocol):
+    """The processes that grow a model together. They must go the same way, whatever a single one of them sees."""
 
-    Copies count as new, and so does every element of a new slice along any dimension. A norm of 0
-    over the new elements means that they cannot learn.
+    def phase(self) -> AbstractContextManager[None]:
+        """Context for work that may fail on some of them: raises on all, or on none. A collective."""
+        ...
+
+    def agreed(self, holds: bool) -> bool:
+        """Returns whether something holds on all of them. A collective."""
+        ...
+
+
+class Alone:
+    """`Peers` of a process that grows a model by itself."""
+
+    def phase(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agreed(self, holds: bool) -> bool:
+        return holds
+
+
+class Doubled(NamedTuple):
+    """Both models in float64, the grown one made by the same plan."""
+
+    before: Probe
+    after: Probe
+    dtype: torch.dtype
+    """whose tolerance holds for the outputs"""
+    tensors: Mapping[str, Tensor]
+    """of the grown one, laid out as those of the model to prove"""
+
+
+def prove(
+    plan: GrowthPlan,
+    probed: Callable[[], tuple[Probe, Probe]],
+    dtypes: Collection[torch.dtype],
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    doubled: Callable[[], Doubled | None] | None = None,
+    peers: Peers | None = None,
+) -> Proof:
+    """Compares the old model with the grown one that is to be used. A collective of the peers.
+
+    Rounding in deep models can exceed the tolerance. Then both are compared in float64, and every tensor of the grown one
+    must be that of float64, rounded.
+
+    Args:
+        probed: returns the outputs of both, for the same batch.
+        dtypes: of the models' parameters.
+        tensors: parameters and persistent buffers of the grown model.
+        doubled: returns both in float64; None if their code does not accept it.
+
+    Returns:
+        the proof; it holds if it does for every peer.
+
+    Raises:
+        GrowthError: the grown model's outputs are not finite, where the old one's are; or a tensor is not that of
+            float64.
     """
-    if not gradients:
-        return 0.0, 0.0
-    # one by one: a difference of sums would not be exactly 0
-    norms = torch.stack(
-        [_split_norm(plan.tensors[name], gradient) for name, gradient in gradients.items()]
+    peers = peers or Alone()
+    with peers.phase():
+        before, after = probed()
+        if _is_finite(before) and not _is_finite(after):
+            raise GrowthError("the outputs of the grown model are not finite")
+        dtype = coarsest({*dtypes, after.logits.dtype})
+        proof = compare(plan, before, after, dtype)
+    if peers.agreed(proof.holds):
+        return proof
+    finite = peers.agreed(math.isfinite(proof.max_logit_diff + proof.delta_loss))
+    if doubled is not None and finite and plan.label != "lossy" and dtype is not torch.float64:
+        with peers.phase():
+            if (found := doubled()) is not None:
+                proof = compare(plan, found.before, found.after, found.dtype)
+                if proof.holds:
+                    verify_rounded(plan, tensors or {}, found.tensors)
+    return replace(proof, holds=peers.agreed(proof.holds))
+
+
+def coarsest(types: Collection[torch.dtype]) -> torch.dtype:
+    """Returns the floating point type that rounds most."""
+    order = (torch.bfloat16, torch.float16, torch.float32)
+    return next((each for each in order if each in types), torch.float64)
+
+
+def _is_finite(probe: Probe) -> bool:
+    flat = probe.logits.reshape(-1)
+    return math.isfinite(probe.loss) and all(
+        bool(each.isfinite().all()) for each in torch.split(flat, _COMPARED)
     )
-    kept, new = torch.linalg.vector_norm(norms, dim=0).tolist()
-    return kept, new
 
 
-def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
-    """Returns (dimension, mask of its new slices) for each dimension with new slices or copies.
+def verify_rounded(
+    plan: GrowthPlan, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    """Checks that tensors are others, which are laid out alike, but for rounding.
 
-    All slices of a wholly new tensor are new. A vector has none: its slices are single numbers.
+    Raises:
+        GrowthError: one is not, or is missing.
     """
-    if len(shape) < 2 or isinstance(how, Merged | Stacked):
-        return []
-    if isinstance(how, Reindexed):
-        return [(0, ~_kept_rows(how))]
-    if not isinstance(how, Grown) or how.copied:
-        return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]
-    found = [(edit.dim, ~_kept(edit)) for edit in how.edits]
-    return [(dim, new) for dim, new in found if new.any()]
+    if odd := sorted(tensors.keys() ^ expected.keys()):
+        raise GrowthError(f"the grown model has other tensors than were planned: {odd[0]}")
+    for name, tensor in tensors.items():
+        made = plan.tensors.get(name)
+        margin = None if made is None else _margin(made, Role.PARAMETER)
+        _check(name, own(tensor), own(expected[name]), margin)
 
 
-def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
-    """Returns the norms over the kept elements and over the new ones: (2,), in float64."""
-    zero = gradient.new_zeros((), dtype=torch.float64)
-    if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
-        return torch.stack((zero, _norm(gradient)))
-    kept, new = gradient, [zero]
-    for dim, is_kept in _kept_slices(how).items():
-        if not is_kept.all():
-            index = is_kept.to(gradient.device)
-            new.append(_norm(kept.index_select(dim, (~index).nonzero().flatten())))
-            kept = kept.index_select(dim, index.nonzero().flatten())
-    return torch.stack((_norm(kept), _norm(torch.stack(new))))
+def verify_parameters(
+    plan: GrowthPlan,
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    key: Key,
+    peers: Peers | None = None,
+) -> None:
+    """Checks that the parameters of a grown model, or their moving average, are what the plan makes of the old ones.
+
+    One tensor at a time is made again, and whole. A collective of the peers.
+
+    Raises:
+        GrowthError: one is not, or is missing.
+    """
+    wholes, neighbour = Wholes(old), neighbours(old)
+
+    def make(name: str) -> Tensor:
+        made = plan.tensors[name]
+        like = old.get(neighbour(name)) if isinstance(made, Fresh) else None
+        tensor = apply_one(
+            plan,
+            name,
+            wholes.__getitem__,
+            Role.PARAMETER,
+            key,
+            like=None if like is None else own(like),
+        )
+        assert tensor is not None
+        return tensor
+
+    _check_all(plan, list(plan.tensors), make, old, new, peers or Alone())
 
 
-def _kept_slices(how: TensorPlan) -> dict[int, Tensor]:
-    """Returns the mask of the kept slices along each dimension that may have others."""
-    if isinstance(how, Reindexed):
-        return {0: _kept_rows(how)}
-    found: dict[int, Tensor] = {}
-    for edit in how.edits if isinstance(how, Grown) else ():
-        kept = _kept(edit)
-        found[edit.dim] = found[edit.dim] & kept if edit.dim in found else kept
+def verify_states(
+    plan: GrowthPlan,
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    key: Key,
+    mode: Mode,
+    peers: Peers | None = None,
+) -> None:
+    """Does the same for optimizer states, named ``<parameter>/<state>``."""
+    wholes = Wholes(old)
+    names = grown_states(plan, old, mode)
+
+    def make(name: str) -> Tensor:
+        return grow_state(plan, name, wholes.__getitem__, key, mode)
+
+    _check_all(plan, names, make, old, new, peers or Alone())
+
+
+def _check_all(
+    plan: GrowthPlan,
+    names: Collection[str],
+    make: Callable[[str], Tensor],
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    peers: Peers,
+) -> None:
+    together = any(map(is_sharded, old.values()))  # then each tensor is gathered
+    with nullcontext() if together else peers.phase():
+        if odd := sorted(set(names) ^ new.keys()):
+            raise GrowthError(f"the grown model has other tensors than were planned: {odd[0]}")
+        for name in names:
+            with peers.phase() if together else nullcontext():
+                _check_one(plan, name, make, old, new[name])
+
+
+def _check_one(
+    plan: GrowthPlan,
+    name: str,
+    make: Callable[[str], Tensor],
+    old: Mapping[str, Tensor],
+    new: Tensor,
+) -> None:
+    parameter, slash, state = (name, "", "") if name in plan.tensors else name.rpartition("/")
+    made = plan.tensors[parameter]
+    role = state_role(state) if slash else Role.PARAMETER
+    source = old.get(f"{made.source}{slash}{state}") if _is_kept_whole(made) else None
+    if source is not None and _laid_out_alike(source, new):
+        _check(name, own(new), own(source), None)  # without communication
+    else:
+        _check(name, own(new), own_rows(make(name), new), _margin(made, role))
+
+
+def _is_kept_whole(made: TensorPlan) -> TypeGuard[Grown]:
+    return isinstance(made, Grown) and made == Grown(made.source)
+
+
+def _laid_out_alike(one: Tensor, other: Tensor) -> bool:
+    if not is_sharded(one) or not is_sharded(other) or one.shape != other.shape:
+        return False
+    return one.device_mesh == other.device_mesh and one.placements == other.placements
+
+
+def _margin(made: TensorPlan, role: Role) -> float | None:
+    """Returns the magnitude, beside the tensor's own, of what is added up for its elements; None if each element is one
+    old element times factors, or drawn."""
+    if isinstance(made, Grown):
+        pieces = [piece for edit in made.edits for piece in edit.pieces if isinstance(piece, New)]
+        means = pieces and role is Role.SECOND_MOMENT
+        if made.offset or means or any(piece.fill == "mean" for piece in pieces):
+            return abs(made.offset)
+        return None
+    return None if isinstance(made, Fresh) else 0.0
+
+
+def _check(name: str, tensor: Tensor, expected: Tensor, margin: float | None) -> None:
+    if tensor.shape != expected.shape:
+        raise GrowthError(
+            f"{name} has the shape {list(tensor.shape)}, not {list(expected.shape)} as planned"
+        )
+    if count := differing(tensor, expected, margin):
+        raise GrowthError(
+            f"{name} is not what the plan makes: {count:,} of its {tensor.numel():,} elements differ by more than "
+            "rounding; the model in memory is damaged"
+        )
+
+
+@torch.no_grad()
+def differing(tensor: Tensor, expected: Tensor, margin: float | None) -> int:
+    """Returns how many elements differ by more than rounding; a few at a time in float64.
+
+    Args:
+        margin: magnitude, beside the tensor's own, of what was added up for its elements; None: nothing was.
+    """
+    expected = expected.to(tensor)
+    if _is_same(tensor, expected) or torch.equal(tensor, expected):
+        return 0
+    if not tensor.is_floating_point():
+        return int(tensor.ne(expected).sum())
+    info, scale = torch.finfo(tensor.dtype), 0.0
+    if margin is not None:
+        scale = margin + float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    found = 0
+    pairs = (torch.split(each.reshape(-1), _COMPARED) for each in (tensor, expected))
+    for mine, planned in zip(*pairs, strict=True):
+        found += int((~_rounds_to(mine.double(), planned.double(), info, scale)).sum())
     return found
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-    return norm
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same memory."""
+    return (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
 
 
-def _kept(edit: Edit) -> Tensor:
-    """Returns the mask of kept slices along an edited dimension."""
-    return torch.cat(
-        [
-            torch.full((len(piece),), isinstance(piece, Old) and not piece.copied)
-            for piece in edit.pieces
-        ]
-    )
-
-
-def _kept_rows(how: Reindexed) -> Tensor:
-    return torch.tensor([row in how.kept for row in range(len(how.rows))])
+def _rounds_to(mine: Tensor, planned: Tensor, info: torch.finfo, scale: float) -> Tensor:
+    allowed = _ULPS * info.eps * (planned.abs() + scale + info.tiny)
+    close = planned.isfinite() & ((mine - planned).abs() <= allowed)
+    return close | (mine == planned) | (mine.isnan() & planned.isnan())

@@ -16,8 +16,10 @@ from instar.distributed.shards import Wholes, laid_out
 from instar.growth.apply import Key, Role, applied, grow_buffers
 from instar.growth.live.modules import carry_over, replace_parameters
 from instar.growth.live.optimizers import homes
+from instar.growth.live.peers import each_agreed
 from instar.growth.live.subject import Subject
 from instar.growth.plan import GrowthError, GrowthPlan
+from instar.growth.proof import Peers
 from instar.models.module import load_buffers, persistent_buffers
 from instar.models.shape import Growable
 
@@ -53,31 +55,32 @@ def build_whole(subject: Subject, larger: Growable, plan: GrowthPlan, key: Key) 
 
 
 def build_sharded(
-    subject: Subject, larger: Growable, plan: GrowthPlan, key: Key, wrap: Wrap
+    subject: Subject, larger: Growable, plan: GrowthPlan, key: Key, wrap: Wrap, peers: Peers
 ) -> Module:
     """Returns the same as `build_whole`, sharded by `wrap`. A collective; one tensor at a time is whole.
 
     Hooks are not taken over: those of `fully_shard` belong to the old shards.
     """
-    with _parameters_on_meta():
-        module, there = _empty(subject, larger, plan)
-    old = subject.parameters()
-    home = homes(plan, old)
-    buffers = grow_buffers(plan, persistent_buffers(subject.module), module)
-    sources = {parameter: old[home[name]] for name, parameter in there.items()}
-    replace_parameters(
-        module,
-        {
-            each: Parameter(torch.empty_like(each, dtype=source.dtype), source.requires_grad)
-            for each, source in sources.items()
-        },
-    )
-    load_buffers(module, buffers)
-    carry_over(subject, module, plan, hooks=False)
-    wrap(module)
-    _allocate(module, next(iter(old.values())).device)
-    new = replace(subject, shape=larger).parameters(module)
-    for name, tensor in applied(plan, Wholes(old), Role.PARAMETER, key):
+    with peers.phase():
+        with _parameters_on_meta():
+            module, there = _empty(subject, larger, plan)
+        old = subject.parameters()
+        home = homes(plan, old)
+        buffers = grow_buffers(plan, persistent_buffers(subject.module), module)
+        sources = {parameter: old[home[name]] for name, parameter in there.items()}
+        replace_parameters(
+            module,
+            {
+                each: Parameter(torch.empty_like(each, dtype=source.dtype), source.requires_grad)
+                for each, source in sources.items()
+            },
+        )
+        load_buffers(module, buffers)
+        carry_over(subject, module, plan, hooks=False)
+        wrap(module)
+        _allocate(module, next(iter(old.values())).device)
+        new = replace(subject, shape=larger).parameters(module)
+    for name, tensor in each_agreed(peers, applied(plan, Wholes(old), Role.PARAMETER, key)):
         _check(name, tensor, new[name])
         with torch.no_grad():
             new[name].copy_(laid_out(tensor, new[name]))

@@ -20,18 +20,27 @@ from torch.optim import Optimizer
 
 from instar.config.sections import Operation
 from instar.distributed.shards import Wholes, is_sharded, laid_out
-from instar.growth.apply import Key, Role, applied, moments_mode
+from instar.growth.apply import Key, Role, applied, grow_buffers, moments_mode
 from instar.growth.axes import Use
 from instar.growth.live.build import Wrap, build_sharded, build_whole
 from instar.growth.live.modules import renew, take_over
 from instar.growth.live.optimizers import prepare_optimizer
-from instar.growth.live.probe import coarsest, drawn, moved, probed, reshard
+from instar.growth.live.peers import peers_of
+from instar.growth.live.probe import drawn, moved, probed, reshard
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New, VocabularyMap
-from instar.growth.proof import Proof, compare
+from instar.growth.proof import (
+    Doubled,
+    Peers,
+    Proof,
+    prove,
+    verify_parameters,
+    verify_rounded,
+)
 from instar.models.hf.pretrained import PretrainedShape
+from instar.models.module import load_buffers, persistent_buffers
 from instar.models.shape import Growable, streams_of
 
 logger = logging.getLogger(__name__)
@@ -135,18 +144,21 @@ def prepare(
 ) -> PreparedGrowth:
     """Builds and proves what `grow` would make of a model, which is not changed; same arguments."""
     asked = _operation(operation, value, options)
-    reshard(model)
-    subject = subject_of(model, shape, build)
-    exact = with_vocabulary(asked, _home(subject.module))
-    larger, made = plan(subject.shape, exact)
-    key = (seed, sum(p.numel() for p in subject.module.parameters()))
-    old = subject.parameters()
-    if wrap is None and any(map(is_sharded, old.values())):
-        raise GrowthError(
-            "the parameters are sharded (FSDP): call grow with wrap=, the function that applies fully_shard to the module"
-        )
-    module = _built(subject, larger, made, key, wrap)
-    proof = _prove(subject, asked, module, larger, made, key, probe, wrap)
+    peers = peers_of(model)
+    with peers.phase():
+        reshard(model)
+        subject = subject_of(model, shape, build)
+        exact = with_vocabulary(asked, _home(subject.module))
+        larger, made = plan(subject.shape, exact)
+        key = (seed, sum(p.numel() for p in subject.module.parameters()))
+        old = subject.parameters()
+        if wrap is None and any(map(is_sharded, old.values())):
+            raise GrowthError(
+                "the parameters are sharded (FSDP): call grow with wrap=, the function that applies fully_shard to the module"
+            )
+    module = _built(subject, larger, made, key, wrap, peers)
+    new = replace(subject, shape=larger).parameters(module)
+    proof = _prove(subject, asked, module, larger, made, key, probe, wrap, peers)
     if proof is not None:
         logger.info("%s: %s", asked.name, proof)
         if not proof.holds and not allow_inexact:
@@ -154,13 +166,16 @@ def prepare(
                 f"{asked.name}: the outputs changed by {proof.max_logit_diff_relative:.2g} of the largest, more than "
                 f"its label {proof.label!r} allows; the model is as before (allow_inexact=True accepts it)"
             )
-    new = subject.parameters(module)
-    _warn_if_frozen(asked.name, larger, made, new)
-    mode = moments_mode(asked)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    steps = [prepare_optimizer(each, made, old, new, key, mode) for each in optimizers]
-    if ema is not None:
-        steps.append(_prepare_ema(ema, subject, larger, made, key, new, wrap))
+    verify_parameters(made, old, new, key, peers)
+    with peers.phase():
+        planned = grow_buffers(made, persistent_buffers(subject.module), module)
+        verify_rounded(made, persistent_buffers(module), planned)
+        _warn_if_frozen(asked.name, larger, made, new)
+        mode = moments_mode(asked)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        steps = [prepare_optimizer(each, made, old, new, key, mode) for each in optimizers]
+        if ema is not None:
+            steps.append(_prepare_ema(ema, subject, larger, made, key, new, wrap))
 
     def commit() -> Module:
         if type(module) is not type(subject.module):
@@ -231,11 +246,12 @@ def _operation(
 
 
 def _built(
-    subject: Subject, larger: Growable, made: GrowthPlan, key: Key, wrap: Wrap | None
+    subject: Subject, larger: Growable, made: GrowthPlan, key: Key, wrap: Wrap | None, peers: Peers
 ) -> Module:
-    if wrap is None:
+    if wrap is not None:
+        return build_sharded(subject, larger, made, key, wrap, peers)
+    with peers.phase():
         return build_whole(subject, larger, made, key)
-    return build_sharded(subject, larger, made, key, wrap)
 
 
 def _prepare_ema(
@@ -257,6 +273,7 @@ def _prepare_ema(
         if old.parameters().keys() != subject.parameters().keys():
             raise GrowthError("the moving average has other parameters than the model")
         new = build_whole(old, larger, made, key)
+        verify_parameters(made, old.parameters(), replace(old, shape=larger).parameters(new), key)
         return lambda: take_over(old.module, new)
     tensors = {subject.name(name): tensor for name, tensor in ema.items()}
     if odd := tensors.keys() ^ subject.parameters().keys():
@@ -309,6 +326,7 @@ def _prove(
     key: Key,
     batch: Any,
     wrap: Wrap | None,
+    peers: Peers,
 ) -> Proof | None:
     if batch is False:
         return None
@@ -319,23 +337,40 @@ def _prove(
         batch = drawn(subject.shape, larger)
     device = next(module.parameters()).device
     batch = moved(batch, device)
-    before, after = probed(subject.module, batch), probed(module, batch)
-    dtype = coarsest({p.dtype for p in module.parameters()} | {after.logits.dtype})
-    proof = compare(made, before, after, dtype)
-    if proof.holds or made.label != "exact" or dtype is torch.float64:
-        return proof
-    # rounding in deep models can exceed the tolerance: float64 decides, but for what models compute in float32
-    try:
-        old, wrap = _doubled(subject, key, wrap)
-        new = _built(old, larger, made, key, wrap)
-        doubled = moved(batch, device, torch.float64)
-        return compare(made, probed(old.module, doubled), probed(new, doubled), torch.float32)
-    except (RuntimeError, TypeError, ValueError) as error:
-        logger.info("%s is not compared in float64: %s", operation.name, error)
-        return proof
+
+    def doubled() -> Doubled | None:
+        try:
+            old, wrap_64 = _doubled(subject, key, wrap, peers)
+            new = _filled_in_double(old, module, larger, made, key, wrap_64, peers)
+            batch_64 = moved(batch, device, torch.float64)
+            before, after = probed(old.module, batch_64), probed(new, batch_64)
+        except GrowthError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            logger.info("%s is not compared in float64: %s", operation.name, error)
+            return None
+        # rounding is that of what models compute in float32
+        return Doubled(before, after, torch.float32, _tensors(subject, larger, new))
+
+    return prove(
+        made,
+        lambda: (probed(subject.module, batch), probed(module, batch)),
+        {p.dtype for p in module.parameters()},
+        tensors=_tensors(subject, larger, module),
+        doubled=doubled,
+        peers=peers,
+    )
 
 
-def _doubled(subject: Subject, key: Key, wrap: Wrap | None) -> tuple[Subject, Wrap | None]:
+def _tensors(subject: Subject, larger: Growable, module: Module) -> dict[str, Tensor]:
+    """Returns the parameters, by their names in the shape, and the persistent buffers of a grown module."""
+    parameters = replace(subject, shape=larger).parameters(module)
+    return {**parameters, **persistent_buffers(module)}
+
+
+def _doubled(
+    subject: Subject, key: Key, wrap: Wrap | None, peers: Peers
+) -> tuple[Subject, Wrap | None]:
     """Returns a subject in float64, and what shards others of that type."""
     if wrap is None:
         return replace(subject, module=copy.deepcopy(subject.module).double()), None
@@ -344,5 +379,28 @@ def _doubled(subject: Subject, key: Key, wrap: Wrap | None) -> tuple[Subject, Wr
         wrap(module.double())
 
     same = GrowthPlan({name: Grown(name) for name in subject.parameters()}, "exact")
-    module = build_sharded(subject, subject.shape, same, key, wrap_doubled)
+    module = build_sharded(subject, subject.shape, same, key, wrap_doubled, peers)
     return replace(subject, module=module), wrap_doubled
+
+
+def _filled_in_double(
+    old: Subject,
+    module: Module,
+    larger: Growable,
+    made: GrowthPlan,
+    key: Key,
+    wrap: Wrap | None,
+    peers: Peers,
+) -> Module:
+    """Returns a grown module in float64, made of the old one in float64: if whole, a copy of `module` with other
+    tensors."""
+    if wrap is not None:
+        return build_sharded(old, larger, made, key, wrap, peers)
+    new = copy.deepcopy(module).double()
+    parameters = replace(old, shape=larger).parameters(new)
+    detached = {name: parameter.detach() for name, parameter in old.parameters().items()}
+    with torch.no_grad():
+        for name, tensor in applied(made, detached, Role.PARAMETER, key):
+            parameters[name].copy_(tensor)
+    load_buffers(new, grow_buffers(made, persistent_buffers(old.module), new))
+    return new

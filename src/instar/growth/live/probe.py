@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,12 +35,6 @@ def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     if isinstance(batch, tuple | list):
         return [moved(value, device, dtype) for value in batch]
     return batch
-
-
-def coarsest(types: Collection[torch.dtype]) -> torch.dtype:
-    """Returns the floating point type that rounds most."""
-    order = (torch.bfloat16, torch.float16, torch.float32)
-    return next((each for each in order if each in types), torch.float64)
 
 
 def probed(module: Module, batch: Any) -> Probe:

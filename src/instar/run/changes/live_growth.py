@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,7 +19,7 @@ from torch.nn import Module
 
 from instar.config.sections import Operation
 from instar.data.source import Source
-from instar.distributed.agree import agree, raise_on_all_ranks
+from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
 from instar.distributed.shards import Wholes, is_sharded, part
 from instar.distributed.world import World
@@ -34,7 +35,15 @@ from instar.growth.apply import (
     moments_mode,
 )
 from instar.growth.plan import GrowthPlan
-from instar.growth.proof import Probe, Proof, compare
+from instar.growth.proof import (
+    Doubled,
+    Probe,
+    Proof,
+    prove,
+    verify_parameters,
+    verify_rounded,
+    verify_states,
+)
 from instar.models.module import evaluating, load_buffers, persistent_buffers
 from instar.run.loop.components import Components
 from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
@@ -81,23 +90,40 @@ class ProbeSamples:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run as `Peers` of a growth."""
+
+    world: World
+    what: str
+
+    def phase(self) -> AbstractContextManager[None]:
+        return raise_on_all_ranks(self.world, self.what)
+
+    def agreed(self, holds: bool) -> bool:
+        return all(gather(self.world, holds))
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A grown model on this rank, not in use yet, and the proof of its effect on the function."""
 
     task: Task
     model: Evaluable
+    buffers: Mapping[str, torch.Tensor]
+    """copies of the persistent buffers that were planned"""
     optimizer: Mapping[str, torch.Tensor]
     """optimizer state, named as by `Stepper.states`"""
     ema: Mapping[str, torch.Tensor] | None
     plan: GrowthPlan
+    key: Key
+    mode: Mode
     proof: Proof
     stays_equal: bool
     """whether copies in it never become different"""
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
-        model = {**self.model.parameters, **persistent_buffers(self.model.bare)}
-        parts = {"model": model, "optimizer": self.optimizer, "ema": self.ema or {}}
+        parts = {"model": _tensors(self.model), "optimizer": self.optimizer, "ema": self.ema or {}}
         return {
             f"{part}/{name}": tensor
             for part, tensors in parts.items()
@@ -124,10 +150,11 @@ def make_candidate(
 
     Raises:
         LabelBroken: the outputs changed more than the plan's label allows.
+        GrowthError: the outputs are not finite, or a tensor is not what was planned.
         PeerError: a rank failed.
     """
     world, stepper = parts.world, parts.stepper
-    key = parts.config.seed, number_of(state.history)
+    key, mode = (parts.config.seed, number_of(state.history)), moments_mode(operation)
     what = f"making {operation.name}"
     stepper.share_buffers()
     with raise_on_all_ranks(world, what):
@@ -135,10 +162,11 @@ def make_candidate(
         model = place(parts.config, world, shell(parts.config, world, task))
         check_names(model.parameters, plan.tensors)
         states = stepper.states()
-        stays_equal = copies_stay_equal(plan, states, moments_mode(operation))
-        if moments_mode(operation) != "reset":
+        stays_equal = copies_stay_equal(plan, states, mode)
+        if mode != "reset":
             check_states(shapes_of(states), shapes_of(stepper.parameters))
-        buffers = grow_buffers(plan, persistent_buffers(stepper.bare_model), model.bare)
+        planned = grow_buffers(plan, persistent_buffers(stepper.bare_model), model.bare)
+        buffers = {name: buffer.clone() for name, buffer in planned.items()}
     agreed = partial(_agreed, world, what, together=model.together)
     for name, tensor in agreed(applied(plan, Wholes(stepper.parameters), Role.PARAMETER, key)):
         copy_tensors({name: model.parameters[name]}, {name: tensor})
@@ -149,13 +177,12 @@ def make_candidate(
         ema = {name: part(tensor, model.parameters[name]) for name, tensor in agreed(averages)}
     memory = {
         name: part(tensor, model.parameters[parameter_of(name)])
-        for name, tensor in agreed(_grown_states(stepper, plan, key, moments_mode(operation)))
+        for name, tensor in agreed(_grown_states(stepper, plan, key, mode))
     }
-    with raise_on_all_ranks(world, what):
-        proof = _prove(state.step, parts, task, model, plan, key)
-    if not agree(world, proof.holds) and not allow_inexact:
+    proof = _prove(state.step, parts, task, model, plan, key)
+    if not proof.holds and not allow_inexact:
         raise LabelBroken(f"the function changed more than its label allows: {in_words(proof)}")
-    return Candidate(task, model, memory, ema, plan, proof, stays_equal)
+    return Candidate(task, model, buffers, memory, ema, plan, key, mode, proof, stays_equal)
 
 
 def _agreed(
@@ -202,10 +229,10 @@ def _prove(
     plan: GrowthPlan,
     key: Key,
 ) -> Proof:
-    """Compare the new model with the old one on held-out samples."""
-    old_task, device = parts.task, parts.world.device
+    """Compare the new model with the old one on held-out samples. A collective."""
+    old_task, world = parts.task, parts.world
     old: Evaluable = parts.stepper.strategy
-    samples = probe_samples(parts.validation, device)
+    samples = probe_samples(parts.validation, world.device)
 
     def probed(old: Evaluable, model: Evaluable, samples: ProbeSamples) -> tuple[Probe, Probe]:
         for one in (old, model):
@@ -213,35 +240,39 @@ def _prove(
         with old.evaluating(None), model.evaluating(None):
             return probe(old_task, old.bare, samples), probe(task, model.bare, samples)
 
-    before, after = probed(old, model, samples)
-    proof = compare(plan, before, after, _coarsest(model.bare))
-    if proof.holds:
-        return proof
-    # rounding in deep models can exceed the tolerance; float64 decides
-    old, model = (
-        each.doubled(shell(parts.config, parts.world, of))
-        for each, of in ((old, old_task), (model, task))
+    def doubled() -> Doubled | None:
+        pairs = ((old, old_task), (model, task))
+        old_64, model_64 = (
+            each.doubled(shell(parts.config, world, its_task)) for each, its_task in pairs
+        )
+        try:
+            _fill(model_64, plan, old_64, key)
+            before, after = probed(old_64, model_64, samples.in_double())
+        except (RuntimeError, TypeError, ValueError) as error:
+            # a custom task's code may not accept float64
+            logger.info("%s is not compared in float64: %s", type(old.bare).__name__, error)
+            return None
+        return Doubled(before, after, torch.float64, _tensors(model_64))
+
+    return prove(
+        plan,
+        partial(probed, old, model, samples),
+        {p.dtype for p in model.bare.parameters()},
+        tensors=_tensors(model),
+        doubled=doubled,
+        peers=Ranks(world, "comparing the models before and after growth"),
     )
-    try:
-        _fill(model, plan, old, key)
-        before, after = probed(old, model, samples.in_double())
-    except (RuntimeError, TypeError, ValueError) as error:
-        # a custom task's code may not accept float64
-        logger.info("%s is not compared in float64: %s", type(old.bare).__name__, error)
-        return proof
-    return compare(plan, before, after, torch.float64)
 
 
-def _coarsest(model: Module) -> torch.dtype:
-    """Return the parameters' dtype of lowest precision, to which outputs may be rounded."""
-    types = {p.dtype for p in model.parameters()}
-    return next((t for t in (torch.bfloat16, torch.float16) if t in types), torch.float32)
+def _tensors(model: Evaluable) -> dict[str, Tensor]:
+    return {**model.parameters, **persistent_buffers(model.bare)}
 
 
 def build_candidate_stepper(parts: Components, candidate: Candidate, after: State) -> Stepper:
-    """Build the stepper of a candidate; the run is not changed. A collective.
+    """Build the stepper of a candidate, and check that it has what was planned; the run is not changed. A collective.
 
     Raises:
+        GrowthError: a tensor that will train is not what the plan makes of those that train now.
         RunFailed: the candidate differs between ranks.
         PeerError: a rank failed.
     """
@@ -255,7 +286,20 @@ def build_candidate_stepper(parts: Components, candidate: Candidate, after: Stat
         if made.ema is not None and candidate.ema is not None:
             copy_tensors(made.ema, candidate.ema)
     made.scaler = parts.stepper.scaler
+    _check(parts.stepper, made, candidate)
     return made
+
+
+def _check(old: Stepper, new: Stepper, candidate: Candidate) -> None:
+    """Check every tensor of a stepper that will train against the plan. A collective."""
+    plan, key = candidate.plan, candidate.key
+    ranks = Ranks(new.world, "checking the grown model")
+    verify_parameters(plan, old.parameters, new.parameters, key, ranks)
+    with ranks.phase():
+        verify_rounded(plan, persistent_buffers(new.bare_model), candidate.buffers)
+    verify_states(plan, old.states(), new.states(), key, candidate.mode, ranks)
+    if old.ema is not None and new.ema is not None:
+        verify_parameters(plan, old.ema, new.ema, key, ranks)
 
 
 def probe_samples(held_out: Source, device: torch.device) -> ProbeSamples:

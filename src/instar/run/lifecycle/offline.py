@@ -53,9 +53,10 @@ from instar.growth.offline import (
     check_proof,
     expected_plan,
     stage,
+    verify_written,
 )
 from instar.growth.plan import GrowthPlan
-from instar.growth.proof import Probe, Proof, compare
+from instar.growth.proof import Probe, Proof, prove
 from instar.models.gpt import named_generator
 from instar.models.hf.saved import load_language_model
 from instar.models.hf.tokenizer import COMPANIONS
@@ -147,9 +148,10 @@ def grow(
         for file in (run.config, *(run.path / name for name in (TOKENIZER_FILE, *COMPANIONS))):
             if file.is_file():
                 atomic.write_synced(temporary / file.name, read_regular(file))
-        made = _write(source, new_run, result, model.build)
+        made, buffers = _write(source, new_run, result, model.build)
         proof, checked_on = None, ""
         if check:
+            _verify_written(source, load(made), result, buffers, out)
             expected = expected_plan(result.stages)
             if config.task in (LANGUAGE, CAUSAL_LM):
                 proof, checked_on = _prove_on_tokens(source.path, made, expected), "random tokens"
@@ -238,7 +240,10 @@ def _carry_out(
     return _Result(tuple(links), tuple(stages), tuple(shapes), history, state)
 
 
-def _write(source: Checkpoint, run: RunDir, result: _Result, build: Build) -> Path:
+def _write(
+    source: Checkpoint, run: RunDir, result: _Result, build: Build
+) -> tuple[Path, Mapping[str, torch.Tensor]]:
+    """Write the grown checkpoint; return its folder, and its model's persistent buffers."""
     saved = source.manifest
     exact = all(stage.label in (None, "exact") for stage in result.stages)
     writer = CheckpointWriter(run.path, saved.step)
@@ -247,9 +252,9 @@ def _write(source: Checkpoint, run: RunDir, result: _Result, build: Build) -> Pa
         for component in source.components:
             if component != "model" or not saved.buffers:
                 _write_component(component, source, writer.temporary, result.links)
-        buffers = (
-            _write_with_buffers(source, writer.temporary, result, build) if saved.buffers else []
-        )
+        buffers = _grown_buffers(source, result, build)
+        if buffers:
+            _write_with_buffers(source, writer.temporary, result, buffers)
         atomic.write_synced(writer.temporary / STATE, encode_json(_state(source.state, exact)))
         writer.add_files(path for path in writer.temporary.rglob("*") if path.is_file())
         names = ", ".join(stage.operation.name for stage in result.stages)
@@ -263,14 +268,15 @@ def _write(source: Checkpoint, run: RunDir, result: _Result, build: Build) -> Pa
             reason=f"{REASON}: {names}",
             left_out=saved.left_out,
             config=saved.config,
-            buffers=buffers,
+            buffers=sorted(buffers),
         )
-        return writer.publish(
+        path = writer.publish(
             architecture=result.state.architecture.to_dict(),
             history=history_to_json(result.history),
             facts=facts,
             world_size=saved.world_size,
         )
+        return path, buffers
 
 
 def _write_component(
@@ -284,37 +290,69 @@ def _write_component(
             atomic.make_folder(to.parent)
             atomic.write_synced(to, read_regular(source.path / known.file(rank)))
         return
-    layout = source.layout(component)
-    grow = grow_states if component == "optimizer" else grow_parameters
-    if component == "optimizer" and any(link.mode != "reset" for link in links):
-        both = (layout, source.layout("model"))
-        check_states(*({n: e.shape for n, e in each.entries.items()} for each in both))
-    with reading(layout) as read:
-        grown = grow(links, TensorReader(outlines(layout), read))
+    with _grown(component, source, links) as grown:
         write_tensors(temporary / known.file(), grown.outlines, grown.read)
 
 
-def _write_with_buffers(
-    source: Checkpoint, temporary: Path, result: _Result, build: Build
-) -> list[str]:
-    """Write the file of a model with persistent buffers, grown; return the buffers' names.
-
-    New elements of a buffer have the values of a new module, so a module of each shape is built.
-    """
-    file, layout = COMPONENTS["model"].file(), source.layout("model")
+@contextmanager
+def _grown(
+    component: str, source: Checkpoint, links: tuple[GrowthStep, ...]
+) -> Iterator[TensorReader]:
+    """Context with a reader of a component's tensors, but for buffers, after all growth steps."""
+    layout = source.layout(component)
+    if component == "optimizer" and any(link.mode != "reset" for link in links):
+        both = (layout, source.layout("model"))
+        check_states(*({n: e.shape for n, e in each.entries.items()} for each in both))
+    grow = grow_states if component == "optimizer" else grow_parameters
+    buffers = source.manifest.buffers if component == "model" else ()
+    stored = {name: each for name, each in outlines(layout).items() if name not in buffers}
     with reading(layout) as read:
-        buffers = {name: read(name) for name in source.manifest.buffers}
-        stored = {n: each for n, each in outlines(layout).items() if n not in buffers}
-        parameters = grow_parameters(result.links, TensorReader(stored, read))
-        for link, shape in zip(result.links, result.shapes, strict=True):
-            buffers = grow_buffers(link.plan, buffers, build(shape))
-        added = {name: Outline(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
+        yield grow(links, TensorReader(stored, read))
+
+
+def _write_with_buffers(
+    source: Checkpoint, temporary: Path, result: _Result, buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the file of a model with persistent buffers, grown."""
+    added = {name: Outline(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
+    with _grown("model", source, result.links) as parameters:
         write_tensors(
-            temporary / file,
+            temporary / COMPONENTS["model"].file(),
             {**parameters.outlines, **added},
             lambda name: buffers[name] if name in buffers else parameters.read(name),
         )
-    return sorted(buffers)
+
+
+def _grown_buffers(source: Checkpoint, result: _Result, build: Build) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers after all growth steps.
+
+    New elements of a buffer have the values of a new module, so a module of each shape is built.
+    """
+    if not source.manifest.buffers:
+        return {}
+    with source.reading("model") as read:
+        buffers = {name: read(name) for name in source.manifest.buffers}
+    for link, shape in zip(result.links, result.shapes, strict=True):
+        buffers = grow_buffers(link.plan, buffers, build(shape))
+    return buffers
+
+
+def _verify_written(
+    source: Checkpoint,
+    made: Checkpoint,
+    result: _Result,
+    buffers: Mapping[str, torch.Tensor],
+    out: Path,
+) -> None:
+    """Check that every tensor of the grown checkpoint is the one that was made."""
+    for component in source.components:
+        if COMPONENTS[component].pattern is not Pattern.PER_RANK:
+            with _grown(component, source, result.links) as grown, made.reading(component) as read:
+                verify_written(read, grown, out)
+    if buffers:
+        shapes = {name: Outline(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
+        with made.reading("model") as read:
+            verify_written(read, TensorReader(shapes, buffers.__getitem__), out)
 
 
 def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
@@ -342,11 +380,17 @@ def _prove_on_samples(
     samples = probe_samples(tasks[0].held_out("val"), torch.device("cpu"))
     pairs = [*zip(tasks, models, strict=True)]
     single = [copy.deepcopy(model) for model in models]
-    try:
-        old, new = (probe(task, model.double(), samples.in_double()) for task, model in pairs)
-    except (RuntimeError, TypeError, ValueError):
-        old, new = (probe(task, model, samples) for task, model in zip(tasks, single, strict=True))
-    return compare(expected, old, new, torch.float32)
+
+    def probed() -> tuple[Probe, Probe]:
+        try:
+            old, new = (probe(task, model.double(), samples.in_double()) for task, model in pairs)
+        except (RuntimeError, TypeError, ValueError):
+            old, new = (
+                probe(task, model, samples) for task, model in zip(tasks, single, strict=True)
+            )
+        return old, new
+
+    return prove(expected, probed, {torch.float32})
 
 
 def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Module:
@@ -362,15 +406,16 @@ def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Modu
 
 def _prove_on_tokens(before: Path, after: Path, expected: GrowthPlan) -> Proof:
     """Compare two language models on random tokens, in float64: only the rounding of the weights remains."""
-    models = [load_language_model(path).double() for path in (before, after)]
-    rows = min(model.arch.vocab_size for model in models)
-    columns = min(PROBE_TOKENS, *(model.arch.context for model in models))
+    old, new = (load_language_model(path).double() for path in (before, after))
+    rows = min(model.arch.vocab_size for model in (old, new))
+    columns = min(PROBE_TOKENS, *(model.arch.context for model in (old, new)))
     generator = named_generator(REASON)
     tokens_BT = torch.randint(rows, (PROBE_SAMPLES, columns + 1), generator=generator)
-    probes = []
-    for model in models:
+
+    def probe_of(model: torch.nn.Module) -> Probe:
         with torch.no_grad():
             logits_BTV = model(tokens_BT[:, :-1])
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
-        probes.append(Probe(logits_BTV, loss.item()))
-    return compare(expected, probes[0], probes[1], torch.float32)
+        return Probe(logits_BTV, loss.item())
+
+    return prove(expected, lambda: (probe_of(old), probe_of(new)), {torch.float32})

@@ -8,14 +8,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from instar.config.schema import RunConfig
 from instar.data.columns import cut
 from instar.data.loader import MicroBatch, StepBatch
-from instar.growth.plan import GrowthPlan
-from instar.growth.proof import new_slices, split_grad_norms
+from instar.growth.plan import (
+    Averaged,
+    Edit,
+    Fresh,
+    Grown,
+    GrowthPlan,
+    Merged,
+    Old,
+    Reindexed,
+    Stacked,
+    TensorPlan,
+    Truncated,
+)
 from instar.models import shape
 from instar.record.system import recorded_event
 
@@ -180,6 +192,81 @@ class GradientWatch:
     @property
     def _new_norm_is_zero(self) -> bool:
         return all(new == 0.0 for _, new in self.norms)
+
+
+def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Returns the gradient norms of kept elements and of new ones.
+
+    Copies count as new, and so does every element of a new slice along any dimension. A norm of 0
+    over the new elements means that they cannot learn.
+    """
+    if not gradients:
+        return 0.0, 0.0
+    # one by one: a difference of sums would not be exactly 0
+    norms = torch.stack(
+        [_split_norm(plan.tensors[name], gradient) for name, gradient in gradients.items()]
+    )
+    kept, new = torch.linalg.vector_norm(norms, dim=0).tolist()
+    return kept, new
+
+
+def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
+    """Returns (dimension, mask of its new slices) for each dimension with new slices or copies.
+
+    All slices of a wholly new tensor are new. A vector has none: its slices are single numbers.
+    """
+    if len(shape) < 2 or isinstance(how, Merged | Stacked):
+        return []
+    if isinstance(how, Reindexed):
+        return [(0, ~_kept_rows(how))]
+    if not isinstance(how, Grown) or how.copied:
+        return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]
+    found = [(edit.dim, ~_kept(edit)) for edit in how.edits]
+    return [(dim, new) for dim, new in found if new.any()]
+
+
+def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
+    """Returns the norms over the kept elements and over the new ones: (2,), in float64."""
+    zero = gradient.new_zeros((), dtype=torch.float64)
+    if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
+        return torch.stack((zero, _norm(gradient)))
+    kept, new = gradient, [zero]
+    for dim, is_kept in _kept_slices(how).items():
+        if not is_kept.all():
+            index = is_kept.to(gradient.device)
+            new.append(_norm(kept.index_select(dim, (~index).nonzero().flatten())))
+            kept = kept.index_select(dim, index.nonzero().flatten())
+    return torch.stack((_norm(kept), _norm(torch.stack(new))))
+
+
+def _kept_slices(how: TensorPlan) -> dict[int, Tensor]:
+    """Returns the mask of the kept slices along each dimension that may have others."""
+    if isinstance(how, Reindexed):
+        return {0: _kept_rows(how)}
+    found: dict[int, Tensor] = {}
+    for edit in how.edits if isinstance(how, Grown) else ():
+        kept = _kept(edit)
+        found[edit.dim] = found[edit.dim] & kept if edit.dim in found else kept
+    return found
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
+
+
+def _kept(edit: Edit) -> Tensor:
+    """Returns the mask of kept slices along an edited dimension."""
+    return torch.cat(
+        [
+            torch.full((len(piece),), isinstance(piece, Old) and not piece.copied)
+            for piece in edit.pieces
+        ]
+    )
+
+
+def _kept_rows(how: Reindexed) -> Tensor:
+    return torch.tensor([row in how.kept for row in range(len(how.rows))])
 
 
 _DECAY = 0.95

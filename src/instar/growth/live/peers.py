@@ -1,0 +1,91 @@
+"""The processes of a training that grow a model together: those of its DDP, or of its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from instar.distributed.shards import is_sharded
+from instar.growth.live.subject import wrappers
+from instar.growth.plan import GrowthError
+from instar.growth.proof import Alone, Peers
+
+
+class Group:
+    """`Peers` that have process groups in common."""
+
+    def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
+        """
+        Args:
+            groups: through one after the other, every process is reached.
+            device: from which they send.
+        """
+        self._groups, self._device = groups, device
+
+    @contextmanager
+    def phase(self) -> Iterator[None]:
+        """See `Peers`. What only others raise is a GrowthError here."""
+        own_error: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own_error = error
+        agreed = self.agreed(own_error is None)
+        if own_error is not None:
+            raise own_error
+        if not agreed:
+            raise GrowthError(
+                "another process could not grow the model; its own error says why. The model is as before"
+            )
+
+    def agreed(self, holds: bool) -> bool:
+        """See `Peers`."""
+        return self._exchanged(float(holds), dist.ReduceOp.MIN) == 1.0
+
+    def _exchanged(self, value: float, how: Any) -> float:
+        sent = torch.tensor(value, dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(sent, op=how, group=group)
+        return sent.item()
+
+    def first(self, value: float) -> float:
+        """Returns the value of the first process. A collective."""
+        is_first = all(dist.get_rank(group) == 0 for group in self._groups)
+        # of others nothing is added, also if theirs is not finite
+        return self._exchanged(value if is_first else 0.0, dist.ReduceOp.SUM)
+
+
+def peers_of(model: Module) -> Peers:
+    """Returns the processes that train a model, passed with its wrappers, together."""
+    for wrapper in wrappers(model):
+        if isinstance(wrapper, DistributedDataParallel):
+            return Group([wrapper.process_group], next(wrapper.parameters()).device)
+    sharded = next(filter(is_sharded, model.parameters()), None)
+    if sharded is None:
+        return Alone()
+    mesh = sharded.device_mesh
+    kind = mesh.device_type
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
+    return Group([mesh.get_group(dim) for dim in range(mesh.ndim)], device)
+
+
+def each_agreed(
+    peers: Peers, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors that are gathered one at a time; a failure of one process is raised by all."""
+    waiting = iter(tensors)
+    while True:
+        with peers.phase():
+            found = next(waiting, None)
+        if found is None:
+            return
+        yield found
