@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from growing import grow_optimizer
 from safetensors.torch import load_file, save
+from spoilt import DAMAGES
 from torch import Tensor
 
 from instar.checkpoint.listing import latest_intact
@@ -24,9 +25,11 @@ from instar.config.load import load as load_config
 from instar.config.sections import Operation
 from instar.growth import operators
 from instar.growth.apply import Role, apply, moments_mode
+from instar.growth.offline import NotProven
 from instar.models.architecture import Architecture, resolve
 from instar.models.gpt import GPT
 from instar.record.atomic import WriteError
+from instar.run.lifecycle import offline
 from instar.run.lifecycle.offline import grow
 from instar.schedule.operations import history_from_json
 
@@ -201,6 +204,31 @@ def test_weights_that_prove_nothing_make_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("component", ["model", "optimizer", "ema"])
+def test_a_file_that_was_written_wrongly_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, component: str
+) -> None:
+    """Under any label: a stack may change the outputs as it likes."""
+    source, stack = saved(tmp_path / "run"), [Operation("stack_layers", 2)]
+    real = offline.write_tensors
+
+    def damaged(path: Path, shapes: Any, read: Callable[[str], Tensor]) -> None:
+        def spoilt_read(name: str) -> Tensor:
+            damages = path.name.startswith(component) and "blocks.3.mlp.down.weight" in name
+            tensor = read(name)
+            return DAMAGES[kind](tensor) if damages and tensor.ndim else tensor
+
+        real(path, shapes, spoilt_read)
+
+    monkeypatch.setattr(offline, "write_tensors", damaged)
+    with pytest.raises(NotProven, match=r"blocks\.3\.mlp\.down\.weight.* is not the tensor"):
+        grow(source, tmp_path / "out", stack, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    monkeypatch.undo()
+    grow(source, tmp_path / "out", stack, check=True)
+
+
 @pytest.mark.parametrize(
     ("operation", "said"),
     [
@@ -243,6 +271,7 @@ from pathlib import Path
 import torch
 from instar.checkpoint.listing import latest_intact
 from instar.config.sections import Operation
+from instar.run.lifecycle import offline
 from instar.run.lifecycle.offline import grow
 
 def own_bytes():

@@ -35,10 +35,32 @@ PROOF = (
     "growth/test_proof.py::test_an_exact_one_may_move_logits_by_rounding_alone",
     "growth/test_proof.py::test_what_is_not_finite_never_holds",
 )
-LIVE = (*PROOF, "run/test_changes.py::test_a_model_that_is_not_what_it_was_meant_to_be_is_not_used")
-ANYWHERE = (*PROOF, "growth/test_grow.py::test_a_growth_that_breaks_its_label_changes_nothing")
-FOLDERS = (*PROOF, "growth/test_folders.py::test_what_breaks_its_label_is_not_written")
-OFFLINE = (*PROOF, "run/test_grow.py::test_weights_that_prove_nothing_make_nothing")
+LIVE = (
+    *PROOF,
+    "run/test_changes.py::test_a_model_that_is_not_what_it_was_meant_to_be_is_not_used",
+    "run/test_damaged_growth.py::test_every_tensor_that_will_train_is_compared_with_the_plan",
+    "run/test_damaged_growth.py::test_every_tensor_that_float64_stood_for_is_compared_with_it",
+    "run/test_damaged_growth.py::test_a_damaged_candidate_leaves_the_run_as_it_was",
+    "run/test_damaged_growth.py::test_buffers_are_compared_with_the_plan_too",
+)
+ANYWHERE = (
+    *PROOF,
+    "growth/test_grow.py::test_a_growth_that_breaks_its_label_changes_nothing",
+    "growth/test_damaged.py::test_a_damaged_module_does_not_take_the_old_ones_place",
+    "growth/test_damaged.py::test_buffers_and_averages_are_compared_too",
+    "growth/test_damaged.py::test_a_check_sees_each_damage_that_it_is_given",
+    "growth/test_damaged.py::test_outputs_that_are_not_finite_never_pass",
+)
+FOLDERS = (
+    *PROOF,
+    "growth/test_folders.py::test_what_breaks_its_label_is_not_written",
+    "growth/test_damaged.py::test_a_folder_that_was_written_wrongly_is_not_published",
+)
+OFFLINE = (
+    *PROOF,
+    "run/test_grow.py::test_weights_that_prove_nothing_make_nothing",
+    "run/test_grow.py::test_a_file_that_was_written_wrongly_makes_nothing",
+)
 REPLICAS = (
     "distributed/test_saving_together.py::"
     "test_replicas_that_differ_are_refused_on_all_ranks_before_anything_is_written",

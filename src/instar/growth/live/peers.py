@@ -18,7 +18,7 @@ from instar.growth.plan import GrowthError
 from instar.growth.proof import Alone, Peers
 
 
-class Group:
+class GroupPeers:
     """`Peers` that have process groups in common."""
 
     def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
@@ -66,7 +66,7 @@ def peers_of(model: Module) -> Peers:
     """Returns the processes that train a model, passed with its wrappers, together."""
     for wrapper in wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
-            return Group([wrapper.process_group], next(wrapper.parameters()).device)
+            return GroupPeers([wrapper.process_group], next(wrapper.parameters()).device)
     sharded = next(filter(is_sharded, model.parameters()), None)
     if sharded is None:
         return Alone()
@@ -75,7 +75,7 @@ def peers_of(model: Module) -> Peers:
     device = (
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
-    return Group([mesh.get_group(dim) for dim in range(mesh.ndim)], device)
+    return GroupPeers([mesh.get_group(dim) for dim in range(mesh.ndim)], device)
 
 
 def each_agreed(

@@ -1,0 +1,209 @@
+"""Grown models that are damaged between the plan and the swap: none takes the old one's place."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import EXACT, OTHER, REFUSED, model_of
+from spoilt import DAMAGES, spoilt
+from torch import Tensor, nn
+
+from instar.growth import GrowthError, grow, prepare, proof
+from instar.growth import folders as on_disk
+from instar.growth.offline import NotProven
+from instar.growth.proof import TOLERANCE, Probe, verify_parameters
+from instar.models.hf.pretrained_folder import open_folder
+from instar.models.table import Shape, Table
+
+live = importlib.import_module("instar.growth.live.grow")  # the function has its name
+
+
+def damaging(monkeypatch: pytest.MonkeyPatch, damage: Callable[[nn.Module], None]) -> None:
+    """The grown module is damaged once it is filled; what is built for a comparison is not."""
+    built = live._built
+
+    def spoilt_once(*arguments: Any) -> nn.Module:
+        module: nn.Module = built(*arguments)
+        damage(module)
+        monkeypatch.setattr(live, "_built", built)
+        return module
+
+    monkeypatch.setattr(live, "_built", spoilt_once)
+
+
+@pytest.mark.parametrize("float64_decides", [False, True])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_module_does_not_take_the_old_ones_place(
+    kind: str, monkeypatch: pytest.MonkeyPatch, float64_decides: bool
+) -> None:
+    if float64_decides:
+        monkeypatch.setitem(TOLERANCE, torch.float32, 1e-12)
+    model = copy.deepcopy(model_of("llama"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def damage(module: nn.Module) -> None:
+        data = module.get_parameter("model.layers.1.mlp.down_proj.weight").data
+        data.copy_(DAMAGES[kind](data))
+
+    damaging(monkeypatch, damage)
+    with pytest.raises(GrowthError, match=r"not what the plan makes|not finite|label 'exact'"):
+        grow(model, EXACT["widen_mlp_split"])
+    after = dict(model.named_parameters())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@dataclass(frozen=True)
+class Normed(Shape):
+    hidden: int = 8
+    inputs: int = 4
+    classes: int = 3
+
+    def table(self, table: Table) -> None:
+        table.linear("up", "hidden", "inputs")
+        table.batch_norm("norm", "hidden")
+        table.linear("down", "classes", "hidden")
+
+
+class Net(nn.Module):
+    def __init__(self, shape: Normed) -> None:
+        super().__init__()
+        self.shape = shape
+        self.up = nn.Linear(4, shape.hidden)
+        self.norm = nn.BatchNorm1d(shape.hidden)
+        self.down = nn.Linear(shape.hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(self.norm(self.up(x)).relu())
+        return found
+
+
+@pytest.mark.parametrize("name", ["running_mean", "running_var", "num_batches_tracked"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_buffers_and_averages_are_compared_too(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Net(Normed())
+    for _ in range(3):
+        model(torch.randn(16, 4))
+    operation = "widen", {"axis": "hidden", "size": 16}
+    buffers = dict(model.named_buffers())
+    if name == "num_batches_tracked" and kind == "permuted":
+        return
+
+    def damage(module: nn.Module) -> None:
+        buffer: Tensor = module.norm._buffers[name]  # type: ignore[union-attr,assignment]
+        kept = buffer[:8] if buffer.ndim else buffer  # new ones are those of a new module
+        kept.copy_(DAMAGES[kind](kept))
+
+    damaging(monkeypatch, damage)
+    with pytest.raises(GrowthError, match=r"norm.* is not what the plan makes|not finite"):
+        grow(model, *operation, how="split", probe=(torch.randn(5, 4),), allow_inexact=True)
+    assert all(torch.equal(buffer, buffers[n]) for n, buffer in model.named_buffers())
+    average = copy.deepcopy(model)
+    real = live.build_whole
+
+    def spoilt_average(subject: Any, *rest: Any) -> nn.Module:
+        module: nn.Module = real(subject, *rest)
+        if subject.module is average:
+            data = module.up.weight.data  # type: ignore[union-attr]
+            data.copy_(DAMAGES[kind](data))
+        return module
+
+    monkeypatch.setattr(live, "build_whole", spoilt_average)
+    with pytest.raises(GrowthError, match=r"up\.weight is not what the plan makes"):
+        grow(model, *operation, ema=average)
+
+
+@pytest.mark.parametrize("operation", ["widen_mlp_split", "stack_layers", "resize_vocab"])
+def test_outputs_that_are_not_finite_never_pass(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the label, and what is allowed."""
+    model = copy.deepcopy(model_of("llama"))
+    real, calls = live.probed, [0]
+
+    def overflowing(module: nn.Module, batch: Any) -> Probe:
+        found: Probe = real(module, batch)
+        calls[0] += 1
+        if calls[0] == 2:
+            found.logits[0, -1, -1] = torch.inf
+        return found
+
+    monkeypatch.setattr(live, "probed", overflowing)
+    with pytest.raises(GrowthError, match="the outputs of the grown model are not finite"):
+        grow(model, {**EXACT, **OTHER}[operation], allow_inexact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_no_rounding_is_taken_for_damage(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float64 decides about every operation that has a label to keep, in any precision."""
+    monkeypatch.setitem(TOLERANCE, torch.bfloat16, -1.0)
+    verified: list[int] = []
+    real = proof.verify_rounded
+
+    def counted(plan: Any, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        verified.append(len(expected))
+        real(plan, tensors, expected)
+
+    monkeypatch.setattr(proof, "verify_rounded", counted)
+    monkeypatch.setattr(proof, "coarsest", lambda _: torch.bfloat16)
+    names = ["widen_hidden_copied", "widen_mlp_split", "grow_head_dim", "add_inside"]
+    names = [name for name in names if name not in REFUSED.get(kind, ())]
+    model = copy.deepcopy(model_of(kind)).to(dtype)
+    for name in names:
+        prepare(model, EXACT[name])
+    assert len(verified) == len(names)
+
+
+def test_a_check_sees_each_damage_that_it_is_given() -> None:
+    model = copy.deepcopy(model_of("mixtral"))
+    found = prepare(model, EXACT["widen_hidden"])
+    old, new = (
+        {found.shape.name(n): p for n, p in each.named_parameters()}  # type: ignore[attr-defined]
+        for each in (model, found.model)
+    )
+    key = (0, sum(p.numel() for p in model.parameters()))
+    verify_parameters(found.plan, old, new, key)
+    own = {
+        name: p
+        for name, p in new.items()
+        if p.data_ptr() not in {o.data_ptr() for o in old.values()}
+    }
+    for _ in spoilt(own):
+        with pytest.raises(GrowthError, match="is not what the plan makes"):
+            verify_parameters(found.plan, old, new, key)
+    with pytest.raises(GrowthError, match=r"other tensors .*: blocks\.0"):
+        verify_parameters(
+            found.plan, old, {n: p for n, p in new.items() if "blocks.0" not in n}, key
+        )
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_folder_that_was_written_wrongly_is_not_published(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of("llama").save_pretrained(tmp_path / "llama")
+    real = on_disk._part
+
+    def spoilt_part(read: Any, part: Any) -> Tensor:
+        tensor = real(read, part)
+        damages = part.parameter == "blocks.1.mlp.down_proj.weight"
+        return DAMAGES[kind](tensor) if damages else tensor
+
+    monkeypatch.setattr(on_disk, "_part", spoilt_part)
+    with pytest.raises(NotProven, match=r"blocks\.1\.mlp\.down_proj\.weight .* is not the tensor"):
+        on_disk.grow_folder(
+            open_folder(tmp_path / "llama"), tmp_path / "out", [OTHER["stack_layers"]]
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]

@@ -1,0 +1,158 @@
+"""Growth of a run whose candidate, or whose written file, is damaged: nothing of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import science
+import states
+import torch
+from live import carry_out
+from spoilt import DAMAGES, spoilt
+from torch import Tensor
+
+from instar.config.sections import Operation
+from instar.distributed.failure import RunFailed
+from instar.growth.plan import GrowthError
+from instar.growth.proof import TOLERANCE
+from instar.run.changes import live_growth
+from instar.run.loop.optimizer import copy_tensors
+from instar.run.loop.step import Stepper
+from instar.run.loop.trainer import Trainer
+from instar.schedule.operations import planned
+
+Make = Callable[..., Trainer]
+WIDEN = Operation("widen_hidden", 48)
+
+
+def candidate(run: Trainer, operation: Operation) -> live_growth.Candidate:
+    after, plan = planned(run.state.in_force, operation, run.state.step)
+    assert plan is not None
+    return live_growth.make_candidate(run.state, run.parts, operation, after, plan)
+
+
+def of_stepper(stepper: Stepper) -> dict[str, Tensor]:
+    averages = {f"{name} (average)": each for name, each in (stepper.ema or {}).items()}
+    return {**stepper.parameters, **stepper.states(), **averages}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        WIDEN,
+        Operation("widen_mlp", 192, {"how": "split"}),
+        Operation("insert_layers", 1),
+        Operation("resize_vocab", 300),
+        Operation("upcycle", 2, {"num_experts_per_tok": 1, "noise": 0.01}),
+    ],
+    ids=lambda operation: operation.name,
+)
+def test_every_tensor_that_will_train_is_compared_with_the_plan(
+    trainer: Make, operation: Operation
+) -> None:
+    run = trainer("train.ema=0.9", "optimizer.name=adamw", "model.n_layer=1")
+    for _ in range(2):
+        run.step()
+    made = candidate(run, operation)
+    after, _ = planned(run.state.in_force, operation, run.state.step)
+    stepper = live_growth.build_candidate_stepper(run.parts, made, after)
+    # what does not change is the same tensor in both
+    old = {each.data_ptr() for each in of_stepper(run.parts.stepper).values()}
+    new = {n: each for n, each in of_stepper(stepper).items() if each.data_ptr() not in old}
+    passed = []
+    for damage in spoilt(new, ways=4 if operation is WIDEN else 1):
+        try:
+            live_growth._check(run.parts.stepper, stepper, made)
+        except GrowthError:
+            continue
+        passed.append(damage)
+    assert passed == []
+    assert len(new) > len(stepper.parameters)
+    live_growth._check(run.parts.stepper, stepper, made)  # mended
+
+
+def test_every_tensor_that_float64_stood_for_is_compared_with_it(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        TOLERANCE, torch.float32, 0.0
+    )  # rounding exceeds it, so that float64 decides
+    run = trainer("model.n_layer=1")
+    run.step()
+    made = candidate(run, WIDEN)
+    assert made.proof.holds
+
+    def prove() -> bool:
+        arguments = run.state.step, run.parts, made.task, made.model, made.plan, made.key
+        return live_growth._prove(*arguments).holds
+
+    passed = []
+    for damage in spoilt(made.model.parameters, ways=2):
+        try:
+            if prove():
+                passed.append(damage)
+        except GrowthError:
+            continue
+    assert passed == []
+    assert prove()
+
+
+@pytest.mark.parametrize("float64_decides", [False, True])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_candidate_leaves_the_run_as_it_was(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch, kind: str, float64_decides: bool
+) -> None:
+    def damaged(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        copy_tensors(into, tensors)
+        for name, tensor in into.items():
+            if name == "blocks.1.mlp.up.weight":
+                tensor.data.copy_(DAMAGES[kind](tensor.data))
+
+    if float64_decides:
+        monkeypatch.setitem(TOLERANCE, torch.float32, 0.0)
+    monkeypatch.setattr(live_growth, "copy_tensors", damaged)
+    run = trainer()
+    run.step()
+    before = {name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()}
+    with pytest.raises(RunFailed, match=r"not finite|not what the plan makes|more than its label"):
+        carry_out(run, WIDEN)
+    assert run.state.history == ()
+    after = run.parts.stepper.parameters
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_buffers_are_compared_with_the_plan_too(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(states.CONFIG)
+    operation = Operation("widen", {"axis": "hidden", "size": 9}, {"how": "split"})
+    with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
+        for _ in range(2):
+            run.step()
+        made = candidate(run, operation)
+        after, _ = planned(run.state.in_force, operation, run.state.step)
+        stepper = live_growth.build_candidate_stepper(run.parts, made, after)
+        buffers = dict(stepper.bare_model.named_buffers())
+        assert len(buffers) > 2
+        for _ in spoilt(buffers):
+            with pytest.raises(GrowthError, match=r"middle.* is not what the plan makes"):
+                live_growth._check(run.parts.stepper, stepper, made)
+
+
+def test_ranks_go_the_same_way_if_one_alone_misses_the_tolerance(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This rank's own proof holds, and it compares in float64 with the rank whose proof does not."""
+    run = trainer()
+    run.step()
+    answers = iter([[True, False], [True, True], [True, True]])
+    monkeypatch.setattr(live_growth, "gather", lambda *_: next(answers))
+    doubled = []
+    strategy = type(run.parts.stepper.strategy)
+    real = strategy.doubled
+    monkeypatch.setattr(strategy, "doubled", lambda *each: doubled.append(1) or real(*each))
+    assert candidate(run, WIDEN).proof.holds
+    assert len(doubled) == 1
+    answers = iter([[True, False], [True, True], [True, False]])
+    with pytest.raises(live_growth.LabelBroken):
+        candidate(run, WIDEN)
