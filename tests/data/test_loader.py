@@ -11,8 +11,9 @@ from feeds import Numbers, local_feed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.data.loader import BLOCK_S, StepBatch, StepPlan, micro_slices, plan_step, shares
+from instar.data.loader import BLOCK_S, StepBatch
 from instar.data.order import Int64Array, Order, Sequential, Shuffled, make_order
+from instar.data.plan import StepPlan, micro_slices, plan_step, shares
 from instar.data.source import TokenWindows
 
 
@@ -62,11 +63,67 @@ def test_micro_batches_are_few_even_and_small_enough(size: int, batch_size: int)
     assert not sizes or (max(sizes) <= batch_size and max(sizes) - min(sizes) <= 1)
 
 
+@settings(deadline=None)
+@given(
+    samples=st.integers(1, 60),
+    batches=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    cursor=st.integers(0, 150),
+)
+def test_without_the_last_samples_of_an_epoch_every_step_is_whole(
+    samples: int, batches: list[int], cursor: int
+) -> None:
+    """And the cursor counts what is left out, so that an epoch and a place in it are its parts, wherever one begins."""
+    batches = [min(batch, samples) for batch in batches]
+    for batch in batches * 3:
+        plan = plan_step(cursor, samples, batch, drop_last=True)
+        epoch, start = divmod(cursor, samples)
+        assert plan.count == batch
+        fits = start + batch <= samples
+        assert (plan.epoch, plan.start) == ((epoch, start) if fits else (epoch + 1, 0))
+        end = plan.epoch * samples + plan.start + batch
+        over = end + batch > (plan.epoch + 1) * samples
+        assert plan.after == ((plan.epoch + 1) * samples if over else end)
+        cursor = plan.after
+
+
+def test_an_epoch_without_a_whole_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves out every sample: an epoch has 7, fewer than a"):
+        plan_step(0, 7, 8, drop_last=True)
+
+
 @st.composite
 def changing_sizes(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     """(world size, batch size, accumulation) at each of a run's stretches of three steps."""
     stretch = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4))
     return draw(st.lists(stretch, min_size=1, max_size=5))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    samples=st.integers(1, 40),
+    stretches=changing_sizes(),
+    epochs=st.integers(1, 3),
+    kind=st.sampled_from(["shuffled", "sequential"]),
+    prefetch=st.booleans(),
+)
+def test_feeds_of_any_ranks_leave_out_the_same_samples(
+    samples: int, stretches: list[tuple[int, int, int]], epochs: int, kind: Any, prefetch: bool
+) -> None:
+    source, order, cursor = Numbers(samples), make_order(kind, samples, seed=4), 0
+    for world, batch_size, accumulation in stretches * epochs:
+        batch = min(batch_size * accumulation, samples)
+        feeds = [
+            local_feed(source, order, rank, world, prefetch, drop_last=True)
+            for rank in range(world)
+        ]
+        for _ in range(3):
+            plan = plan_step(cursor, samples, batch, drop_last=True)
+            batches = [feed.take(cursor, batch, batch_size) for feed in feeds]
+            assert all(each.plan == plan for each in batches)
+            assert [number for each in batches for number in numbers_of(each)] == ids(order, plan)
+            cursor = plan.after
+        for feed in feeds:
+            feed.close()
 
 
 @settings(deadline=None, max_examples=50)

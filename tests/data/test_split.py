@@ -14,8 +14,8 @@ from samples import same
 
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig, Size
-from instar.data.loader import at, plan_step, shares
 from instar.data.order import Int64Array
+from instar.data.plan import at, plan_step, shares
 from instar.data.source import close
 from instar.data.split import HELD_OUT, SampleSet, Subset, check_division, divide_samples
 from instar.data.workers import WorkerSource

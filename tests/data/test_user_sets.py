@@ -206,10 +206,17 @@ def stream(train: Any, **data: Any) -> StreamedSet:
     return found
 
 
-def taken(found: StreamedSet, cursor: int, steps: int, rank: int = 0, ranks: int = 1) -> list[int]:
+def taken(
+    found: StreamedSet,
+    cursor: int,
+    steps: int,
+    rank: int = 0,
+    ranks: int = 1,
+    drop_last: bool = False,
+) -> list[int]:
     """The numbers of the samples that a rank reads in some steps of six, from a cursor on."""
     source, order = found.train(seed=3)
-    reader = LocalReader(source, order, ranks, range(rank, rank + 1), "test")
+    reader = LocalReader(source, order, ranks, range(rank, rank + 1), "test", drop_last)
     numbers: list[int] = []
     for _ in range(steps):
         key = StepKey(cursor, 6, 6)
@@ -220,7 +227,7 @@ def taken(found: StreamedSet, cursor: int, steps: int, rank: int = 0, ranks: int
             column = micro.arrays["y"]
             assert isinstance(column, np.ndarray)
             numbers += column[: micro.samples].tolist()
-        cursor += step.plan.count
+        cursor = step.plan.after
     return numbers
 
 
@@ -240,6 +247,17 @@ def test_a_stream_resumes_at_any_place_of_any_pass(given: str, order: str) -> No
     assert (whole[:20] == list(range(20))) == (order == "sequential")
     assert taken(found, 12, 3) == whole[12:26]
     assert taken(found, 32, 1) == whole[32:38]
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sequential"])
+def test_a_stream_leaves_out_the_rest_of_a_pass_though_its_length_is_not_known(order: str) -> None:
+    found = stream(Reading(20), order=order, shuffle_window=8)
+    whole = taken(found, 0, 8)
+    left = taken(found, 0, 6, drop_last=True)  # 6, 6, 6 samples in each pass
+    assert left == whole[:18] + whole[20:38]
+    for cursor, steps in ((12, 4), (18, 3), (20, 3), (32, 1)):
+        begun = {12: 12, 18: 18, 20: 18, 32: 30}[cursor]
+        assert taken(found, cursor, steps, drop_last=True) == left[begun : begun + 6 * steps]
 
 
 def test_ranks_share_the_samples_of_a_stream() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from instar.data.loader import MicroBatch, StepBatch, StepPlan
+from instar.data.loader import MicroBatch, StepBatch
+from instar.data.plan import StepPlan
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.gradient_stats import NoiseScale, PartNorm, noise_interval, part_of
 from instar.run.loop.step import to_device

@@ -11,7 +11,8 @@ import torch
 from torch.nn import Parameter
 
 from instar.config.schema import OptimizerConfig
-from instar.data.loader import MicroBatch, StepBatch, StepPlan
+from instar.data.loader import MicroBatch, StepBatch
+from instar.data.plan import StepPlan
 from instar.distributed.world import World
 from instar.run.loop.optimizer import (
     build_optimizers,

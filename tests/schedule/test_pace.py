@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.budget import Budget, parse_budget
+from instar.data.plan import plan_step
 from instar.data.source import windows_of
-from instar.schedule.timeline import Clock, Pace
+from instar.schedule.timeline import Clock, Leg, Pace, Timeline, partial_steps
 
 
 def steps(
@@ -98,6 +101,54 @@ def test_any_stride_through_the_epochs_ends_at_the_same_place(
         spot = spot.after(pace, stride)
     assert (spot.step, spot.samples) == (sum(strides), counted)
     assert (spot.tokens, spot.flops) == (counted * context, counted * context * 3)
+
+
+@given(
+    SIZES,
+    st.integers(1, 60),
+    st.integers(0, 400),
+    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+)
+def test_a_clock_without_last_samples_is_at_the_cursor_of_the_run(
+    size: int, batch: int, begin: int, strides: list[int]
+) -> None:
+    batch = min(batch, size)
+    pace = Pace(batch, 2, size, flops_per_token=3, drop_last=True)
+    cursor, spot = begin, Clock(samples=begin, in_order=begin)
+    for _ in range(sum(strides)):
+        cursor = plan_step(cursor, size, batch, drop_last=True).after
+    for stride in strides:
+        spot = spot.after(pace, stride)
+    assert (spot.step, spot.samples, spot.in_order) == (sum(strides), cursor, cursor)
+    assert spot.tokens == 2 * batch * sum(strides)
+    end = Clock().end(pace, [Budget("epochs", 2)])
+    assert end == 2 * (size // batch)
+
+
+def test_partial_steps_are_those_that_a_run_comes_to() -> None:
+    """Of the epoch in which its batch changes as well."""
+
+    def partial(until: int, *changes: tuple[int, int], **pace: Any) -> list[int]:
+        legs = []
+        for _, batch in ((0, 8), *changes):
+            settings = SimpleNamespace(batch_size=batch, global_batch=batch)
+            legs.append(
+                Leg(None, SimpleNamespace(settings=settings), Pace(batch, 1, 21, 1, **pace))
+            )  # type: ignore[arg-type]
+        begun = [Clock()]
+        for leg, (step, _) in zip(legs, changes, strict=False):
+            begun.append(begun[-1].after(leg.pace, step - begun[-1].step))
+        end = begun[-1].after(legs[-1].pace, until - begun[-1].step)
+        return [
+            step.samples for step in partial_steps(Timeline(tuple(begun), end, legs[-1].pace), legs)
+        ]
+
+    assert partial(2) == []
+    assert partial(3) == [5]
+    assert partial(9, drop_last=True) == []
+    assert partial(9, (1, 6)) == [1, 3]
+    assert partial(4, (1, 6)) == [1]
+    assert partial(9, (1, 13)) == [8]
 
 
 @given(SIZES, st.integers(1, 60), st.integers(0, 40), st.integers(1, 3000), SIZES)

@@ -46,11 +46,12 @@ def local_feed(
     world_size: int = 1,
     prefetch: bool = True,
     virtual_ranks: int | None = None,
+    drop_last: bool = False,
 ) -> Prefetcher:
     slices = virtual_ranks or world_size
     each = slices // world_size
     own = range(rank * each, (rank + 1) * each)
-    reader = LocalReader(source, order, slices, own, f"rank {rank}")
+    reader = LocalReader(source, order, slices, own, f"rank {rank}", drop_last)
     return Prefetcher(reader, prefetch, in_caller=not prefetch)
 
 
@@ -75,12 +76,18 @@ class Side:
 
 
 def dispatched_feeds(
-    source: Source, order: Order, world: int, *, queues: Queues | None = None, number: int = 1
+    source: Source,
+    order: Order,
+    world: int,
+    *,
+    queues: Queues | None = None,
+    number: int = 1,
+    drop_last: bool = False,
 ) -> list[Prefetcher]:
     """The feeds of all ranks, of which the first one reads for all."""
     queues = queues or Queues(world)
     own = [range(rank, rank + 1) for rank in range(world)]
-    reader = LocalReader(source, order, world, range(world), "rank 0")
+    reader = LocalReader(source, order, world, range(world), "rank 0", drop_last)
     feeds = [Prefetcher(BroadcastSender(reader, own, queues, number))]
     return feeds + [
         Prefetcher(BroadcastReceiver(Side(queues, rank), number)) for rank in range(1, world)

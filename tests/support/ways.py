@@ -94,11 +94,11 @@ def feeds(data: DataConfig, way: Way) -> Iterator[tuple[list[Prefetcher], int]]:
     try:
         if way.strategy == "dispatched" and way.ranks > 1:
             source, order = open_data(data, SEED, way.ranks).train(CONTEXT, SEED)
-            made = dispatched_feeds(source, order, way.ranks)
+            made = dispatched_feeds(source, order, way.ranks, drop_last=data.drop_last)
         else:
             for rank in range(way.ranks):
                 source, order = open_data(data, SEED, way.ranks).train(CONTEXT, SEED)
-                made.append(local_feed(source, order, rank, way.ranks))
+                made.append(local_feed(source, order, rank, way.ranks, drop_last=data.drop_last))
         yield made, order.samples_per_epoch
     finally:
         for feed in made:
@@ -114,7 +114,7 @@ def taken(
     with feeds(data, way) as (made, _):
         for _ in range(steps):
             batches = [feed.take(cursor, global_batch, batch_size) for feed in made]
-            cursor += batches[0].plan.count
+            cursor = batches[0].plan.after
             found.append(batches)
     return found
 

@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_run import Place, codes, said
 
-from instar.data.loader import StepBatch, plan_step
+from instar.data.loader import StepBatch
 from instar.data.order import Order, make_order
+from instar.data.plan import plan_step
 
 CUTS = figures.times(60, 3000)
 CASES = figures.times(1, 12)

@@ -310,6 +310,8 @@ FIXED = (
     *("seed", "task", "reproducible", "parallel.elastic.", "model.", "data."),
     *("optimizer.name", "train.ema"),
 )
+FREE = ("data.drop_last",)
+"""Exceptions from `FIXED`: the order of samples and the cursor do not depend on them."""
 FREE_UNTRAINED = ("data.", "train.ema")
 """Fixed keys that have no effect before the first step."""
 ALLOWED = {
@@ -336,7 +338,7 @@ def is_fixed(key: str, allow: Collection[str] = (), *, untrained: bool = False) 
         allow: names from `ALLOWED`.
         untrained: whether the model is imported and has not been trained by any step.
     """
-    fixed = key.startswith(FIXED) and not is_launch_only(key)
+    fixed = key.startswith(FIXED) and key not in FREE and not is_launch_only(key)
     fixed = fixed and not (untrained and key.startswith(FREE_UNTRAINED))
     return fixed and not any(key.startswith(ALLOWED[name]) for name in allow)
 

@@ -80,6 +80,11 @@ class FeedConfig(Section):
         description="module:function(sample, generator) → sample, applied to every training sample; "
         "the generator comes from (seed, epoch, sample)",
     )
+    drop_last: bool = Field(
+        False,
+        description="leave out the last samples of every epoch where they are fewer than a global batch; the "
+        "cursor counts them",
+    )
     prefetch: bool = Field(
         True,
         description="prepare the next steps' batches in a thread; without, samples are read when a step "

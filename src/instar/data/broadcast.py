@@ -12,6 +12,7 @@ columns}}. The arrays follow in the same order, each at a multiple of 64 bytes; 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import struct
@@ -25,7 +26,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.data.columns import NUMBERS, Column, Columns, Ragged
-from instar.data.loader import Block, MicroBatch, Reader, ReadRequest, StepBatch, StepKey, StepPlan
+from instar.data.loader import Block, MicroBatch, Reader, ReadRequest, StepBatch, StepKey
+from instar.data.plan import StepPlan
 from instar.distributed.failure import PeerLost, RunFailed
 
 Bytes = NDArray[np.uint8]
@@ -253,7 +255,7 @@ def pack(block: Block) -> Bytes:
         steps.append(
             {
                 "key": list(key),
-                "plan": [plan.cursor, plan.epoch, plan.start, plan.count],
+                "plan": dataclasses.astuple(plan),
                 "micro_batches": micro_batches,
                 "weight": step.weight,
                 "passes": step.passes,

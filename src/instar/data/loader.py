@@ -1,4 +1,4 @@
-"""Loading: plan the samples of each step, read them, and prefetch them in a thread.
+"""Loading: read the samples of each step, and prefetch them in a thread.
 
 A step's samples follow from the cursor and the global batch size; each rank takes its slice. A
 `Prefetcher` reads blocks of several steps ahead.
@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -19,93 +18,21 @@ import numpy as np
 
 from instar.data.columns import Columns, cut, leaves, nbytes
 from instar.data.order import Int64Array, Order
+from instar.data.plan import (
+    Costly,
+    Laned,
+    Places,
+    StepPlan,
+    at,
+    balanced,
+    micro_slices,
+    plan_step,
+    shares,
+)
 from instar.data.source import Source, close
 from instar.distributed.failure import exits_fail
 
 logger = logging.getLogger(__name__)
-
-
-Places = range | Int64Array
-"""Indices of samples within a global batch, ascending."""
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The samples of one step over all ranks: positions start … start+count-1 of an epoch.
-
-    `cursor` is the number of samples consumed before it since the order began.
-    """
-
-    cursor: int
-    epoch: int
-    start: int
-    count: int
-
-
-@runtime_checkable
-class Laned(Protocol):
-    """An order whose samples belong to lanes, each of which is read by one rank only."""
-
-    @property
-    def lanes(self) -> int: ...
-
-    def lane_of(self, epoch: int, start: int, stop: int) -> Int64Array:
-        """Return the lanes of the samples at positions start … stop-1, int64 [stop - start]."""
-        ...
-
-
-@runtime_checkable
-class Costly(Protocol):
-    """A source whose samples differ in cost."""
-
-    def costs(self, indices: Int64Array) -> Int64Array:
-        """Return the cost of each sample, in any unit, without reading it; int64 [len(indices)]."""
-        ...
-
-
-def plan_step(cursor: int, samples_per_epoch: int, global_batch: int) -> StepPlan:
-    """Plan the step at a cursor: global_batch samples, or the rest of the epoch if that is less."""
-    epoch, start = divmod(cursor, samples_per_epoch)
-    return StepPlan(cursor, epoch, start, min(global_batch, samples_per_epoch - start))
-
-
-def shares(plan: StepPlan, slices: int, lanes: Laned | None = None) -> Sequence[Places]:
-    """Divide a step into slices; return the places of each slice's samples.
-
-    Slices are contiguous and their sizes differ by at most one. If the order has at least as many
-    lanes as slices, slices follow the lanes instead: lane k of L belongs to slice k · slices // L.
-    """
-    if lanes is not None and lanes.lanes >= slices:
-        of_place = lanes.lane_of(plan.epoch, plan.start, plan.start + plan.count)
-        owner = of_place * slices // lanes.lanes
-        return [np.flatnonzero(owner == one) for one in range(slices)]
-    ends = [plan.count * one // slices for one in range(slices + 1)]
-    return [range(begin, end) for begin, end in pairwise(ends)]
-
-
-def balanced(costs: Int64Array, slices: int) -> Sequence[Places]:
-    """Divide samples of different costs into slices of similar cost; return each slice's places.
-
-    Samples are dealt by descending cost, back and forth over the slices: their counts differ by at
-    most one, their costs by little, so that no rank waits long for another.
-    """
-    turn, seat = np.divmod(np.arange(costs.size), slices)
-    slice_of = np.empty(costs.size, dtype=np.int64)
-    slice_of[np.argsort(-costs, kind="stable")] = np.where(turn % 2, slices - 1 - seat, seat)
-    return [np.flatnonzero(slice_of == one) for one in range(slices)]
-
-
-def at(samples: Int64Array, places: Places) -> Int64Array:
-    """Return the samples of a global batch at the given places."""
-    if isinstance(places, range):
-        return samples[places.start : places.stop]
-    return samples[places]
-
-
-def micro_slices(size: int, batch_size: int) -> list[tuple[int, int]]:
-    """Cut into the fewest slices of at most batch_size samples; sizes differ by at most one."""
-    parts = -(-size // batch_size)
-    return [(size * i // parts, size * (i + 1) // parts) for i in range(parts)]
 
 
 BLOCK_BYTES = 4 << 20
@@ -195,10 +122,19 @@ class LocalReader:
         slices: the number of slices per step.
         own: the slices to read.
         who: the reader's name, for the note on an error.
+        drop_last: see `plan_step`.
     """
 
-    def __init__(self, source: Source, order: Order, slices: int, own: range, who: str) -> None:
-        self._source, self._order = source, order
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        slices: int,
+        own: range,
+        who: str,
+        drop_last: bool = False,
+    ) -> None:
+        self._source, self._order, self._drop_last = source, order, drop_last
         # isinstance() with a protocol takes as long as reading a sample, so check once
         self._lanes = order if isinstance(order, Laned) else None
         self._open_ended = order if isinstance(order, OpenEnded) else None
@@ -233,14 +169,13 @@ class LocalReader:
     def _keys_ahead(self, first: StepKey) -> Iterator[StepKey]:
         """Yield the keys of successive steps, within the epoch and the size of a block."""
         key, samples = first, 0
-        epoch_samples = self._order.samples_per_epoch
-        plan = plan_step(first.cursor, epoch_samples, first.global_batch)
+        plan = self._plan(first)
         epoch, each = plan.epoch, -(-plan.count * len(self._own) // self._slices)
         for _ in range(self._most_steps):
             yield key
             samples += each
-            key = key._replace(cursor=key.cursor + plan.count)
-            plan = plan_step(key.cursor, epoch_samples, key.global_batch)
+            key = key._replace(cursor=plan.after)
+            plan = self._plan(key)
             if (samples + each) * self._sample_bytes > BLOCK_BYTES or plan.epoch != epoch:
                 return
 
@@ -270,13 +205,25 @@ class LocalReader:
         """Return the steps that end within the epoch, after the source has looked for its end."""
         start = keys[0].cursor % self._order.samples_per_epoch
         stop = start + keys[-1].cursor - keys[0].cursor + keys[-1].global_batch
-        order.explore(start, stop)
-        end = self._order.samples_per_epoch
-        return [keys[0], *(key for key in keys[1:] if key.cursor // end == keys[0].cursor // end)]
+        # whether a step is the last of its epoch depends on whether a whole batch follows
+        order.explore(start, stop + self._drop_last * keys[-1].global_batch)
+        plan = self._plan(keys[0])
+        reached, epoch = [keys[0]], plan.epoch
+        for key in keys[1:]:
+            cursor, plan = plan.after, self._plan(key)
+            if key.cursor != cursor or plan.epoch != epoch:
+                break
+            reached.append(key)
+        return reached
+
+    def _plan(self, key: StepKey) -> StepPlan:
+        return plan_step(
+            key.cursor, self._order.samples_per_epoch, key.global_batch, self._drop_last
+        )
 
     def _cut(self, keys: list[StepKey]) -> Block:
         epoch_samples = self._order.samples_per_epoch
-        plans = [plan_step(key.cursor, epoch_samples, key.global_batch) for key in keys]
+        plans = [self._plan(key) for key in keys]
         begin, end = plans[0].start, plans[-1].start + plans[-1].count
         ids = self._ids(plans[0].epoch, begin, end)
         steps = [ids[plan.start - begin : plan.start - begin + plan.count] for plan in plans]
@@ -455,7 +402,7 @@ class Prefetcher:
         step = self._ready.pop(key)
         self._coming = None
         if self._prefetch and isinstance(last, StepBatch):
-            self._ask(key._replace(cursor=last.plan.cursor + last.plan.count), ahead=True)
+            self._ask(key._replace(cursor=last.plan.after), ahead=True)
         return step
 
     def _wait_for(self, job: _Job, give_up: Callable[[], bool]) -> Block:

@@ -36,7 +36,15 @@ from instar.schedule.operations import (
     when_due,
 )
 from instar.schedule.settings import Settings, is_frozen
-from instar.schedule.timeline import Clock, Leg, Pace, Timeline, timeline
+from instar.schedule.timeline import (
+    Clock,
+    Leg,
+    Pace,
+    PartialStep,
+    Timeline,
+    partial_steps,
+    timeline,
+)
 from instar.schedule.triggers import Entry, entries, evaluates_at_start, too_large, words
 from instar.tasks.task import TaskSpec
 
@@ -73,6 +81,8 @@ class Stage:
     batch_size: int
     """The maximal number of samples that a rank runs at once."""
     steps_per_epoch: int | None
+    left_out: int
+    """Samples that every epoch leaves out, see `data.drop_last`."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,7 @@ class Forecast:
     late: Totals | None
     """Totals if every operation fires at its latest."""
     branches: tuple[BranchForecast, ...] = ()
+    partial_steps: tuple[PartialStep, ...] = ()
 
     def peak_bytes(self, strategy: Strategy) -> int:
         """Return the highest memory of a rank in the whole run, in bytes."""
@@ -194,6 +205,9 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         early=_totals(early),
         late=_totals(late),
         branches=tuple(_branches(config, spec, legs, (early, late), world_size)),
+        partial_steps=tuple(
+            {step: None for line in (early, late) for step in partial_steps(line, legs)}
+        ),
     )
 
 
@@ -362,6 +376,14 @@ def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> 
             "every step",
             f"keep batch_size × gradient_accumulation_steps at {world_size} or more",
         )
+    samples = spec.samples(settings.context)
+    if state.config.data.drop_last and samples is not None and samples < settings.global_batch:
+        raise _refused(
+            entry,
+            "value",
+            f"leaves out every sample, by data.drop_last: an epoch has {samples:,} samples, fewer than a global "
+            f"batch of {settings.global_batch:,}",
+        )
     tokens = spec.units(settings.context)
     if spec.unit == "token" and tokens is not None and tokens <= settings.context:
         raise _refused(
@@ -383,6 +405,7 @@ def _pace(state: State, spec: TaskSpec) -> Pace:
         spec.weight(context),
         spec.samples(context),
         spec.flops(state.architecture, context),
+        state.config.data.drop_last,
     )
 
 
@@ -407,7 +430,6 @@ def _stage(
 ) -> Stage:
     settings, architecture = leg.state.settings, leg.state.architecture
     share = share_of(config, settings, world_size)
-    size = leg.pace.samples_per_epoch
     whole = spec.memory(
         architecture,
         settings.context,
@@ -445,7 +467,8 @@ def _stage(
         memory=memory,
         memory_bytes=memory[in_force(config, world_size)].step,
         batch_size=share.batch_size,
-        steps_per_epoch=None if size is None else -(-size // settings.global_batch),
+        steps_per_epoch=leg.pace.steps_per_epoch,
+        left_out=leg.pace.left_out,
     )
 
 

@@ -172,7 +172,8 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
         ),
     ]
     if stage.steps_per_epoch is not None:
-        rows.append(("epoch", [f"{stage.steps_per_epoch:,} steps"]))
+        left_out = f", data.drop_last leaves out {stage.left_out:,}" if stage.left_out else ""
+        rows.append(("epoch", [f"{stage.steps_per_epoch:,} steps{left_out}"]))
     return [row for row in rows if row[1]]
 
 

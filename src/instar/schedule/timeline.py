@@ -9,7 +9,7 @@ stays due, so its first step is found by bisection.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -31,12 +31,26 @@ class Pace:
     """What every step consumes and costs."""
 
     global_batch: int
-    """Samples per step; the last step of an epoch takes the rest."""
+    """Samples per step; the last step of an epoch takes the rest, or leaves it out."""
     weight: int
     """The weight of a sample: its tokens."""
     samples_per_epoch: int | None
     """None: unknown, assumed infinite."""
     flops_per_token: int
+    drop_last: bool = False
+    """Whether the rest of an epoch is left out that is less than a global batch."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch that begins with a step; None: unknown."""
+        if self.samples_per_epoch is None:
+            return None
+        return -(-(self.samples_per_epoch - self.left_out) // self.global_batch)
+
+    @property
+    def left_out(self) -> int:
+        """Samples of such an epoch that are left out."""
+        return (self.samples_per_epoch or 0) % self.global_batch if self.drop_last else 0
 
     @property
     def flops_per_step(self) -> int:
@@ -59,8 +73,9 @@ class Clock:
 
     def after(self, pace: Pace, steps: int) -> Clock:
         """Return the clock after a number of steps."""
-        samples = _taken(self.in_order, steps, pace.global_batch, pace.samples_per_epoch)
-        tokens = samples * pace.weight
+        samples = _passed(self.in_order, steps, pace)
+        trained = steps * pace.global_batch if pace.drop_last else samples
+        tokens = trained * pace.weight
         return replace(
             self,
             step=self.step + steps,
@@ -103,15 +118,16 @@ class Clock:
         return _first(over, self.step)
 
 
-def _taken(begin: int, steps: int, batch: int, size: int | None) -> int:
-    """Return the samples consumed by `steps` steps from position `begin`, with epochs of `size`."""
-    if size is None:
+def _passed(begin: int, steps: int, pace: Pace) -> int:
+    """Return by how much `steps` steps move the cursor from position `begin`."""
+    size, batch, in_epoch = pace.samples_per_epoch, pace.global_batch, pace.steps_per_epoch
+    if not size or not in_epoch:
         return steps * batch
     remaining = size - begin % size
-    to_end = -(-remaining // batch)
-    if steps < to_end:
+    to_end = remaining // batch if pace.drop_last else -(-remaining // batch)
+    if steps < to_end or not steps:
         return steps * batch
-    epochs, rest = divmod(steps - to_end, -(-size // batch))
+    epochs, rest = divmod(steps - to_end, in_epoch)
     return remaining + epochs * size + rest * batch
 
 
@@ -164,6 +180,31 @@ class Timeline:
     def steps(self) -> tuple[int, ...]:
         """First step of each leg that is reached."""
         return tuple(clock.step for clock in self.begun)
+
+
+@dataclass(frozen=True)
+class PartialStep:
+    """A last step of an epoch, which has fewer samples than a global batch."""
+
+    samples: int
+    global_batch: int
+    batch_size: int
+    """The most samples of a micro-batch."""
+
+
+def partial_steps(line: Timeline, legs: Sequence[Leg]) -> Iterator[PartialStep]:
+    """Yield the partial steps that a run comes to, alike ones at most twice for each leg."""
+    ends = [*line.steps[1:], FAR if line.end is None else line.end.step]
+    for clock, end, leg in zip(line.begun, ends, legs, strict=False):
+        size, batch = leg.pace.samples_per_epoch, leg.pace.global_batch
+        if not size or leg.pace.drop_last:
+            continue
+        step, left = clock.step, size - clock.in_order % size
+        for _ in range(2):  # the rest of the epoch in which the leg begins, and a whole one
+            step += -(-left // batch)
+            if step <= end and left % batch:
+                yield PartialStep(left % batch, batch, leg.state.settings.batch_size)
+            left = size
 
 
 @dataclass(frozen=True)
@@ -286,6 +327,5 @@ def timeline(
 
 def _interval(leg: Leg, epochs: int | None) -> int:
     """Return the steps between evaluations; approximate if a changed batch size cuts an epoch."""
-    if epochs is None or leg.pace.samples_per_epoch is None:
-        return leg.state.settings.eval_interval
-    return epochs * -(-leg.pace.samples_per_epoch // leg.pace.global_batch)
+    steps = leg.pace.steps_per_epoch
+    return leg.state.settings.eval_interval if epochs is None or not steps else epochs * steps

@@ -122,6 +122,16 @@ def preflight(
                 f"make batch_size × gradient_accumulation_steps at least {world_size}",
             )
         )
+    samples = spec.samples(config.context)
+    if config.data.drop_last and samples is not None and samples < global_batch:
+        problems.append(
+            loaded.problem(
+                "data.drop_last",
+                f"data.drop_last leaves out every sample: an epoch has {samples:,} samples, fewer than a global batch "
+                f"of {global_batch:,}",
+                "lower train.batch_size or gradient_accumulation_steps",
+            )
+        )
     with _collecting(problems):
         _check_place(loaded, world_size)
     problems += sharding_problems(loaded, spec, world_size)

@@ -23,7 +23,7 @@ from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.config.user_code import what_happened
 from instar.data.arrays import InMemorySource
-from instar.data.columns import Columns, Ragged, leaves
+from instar.data.columns import Columns, Ragged, cut, leaves
 from instar.data.loader import OpenEnded
 from instar.data.split import SampleSet
 from instar.data.user_sets import StreamedSet
@@ -33,6 +33,7 @@ from instar.models.module import check_shardable
 from instar.models.table import check_table
 from instar.record.system import torch_dtype
 from instar.run.lifecycle.preflight import Prepared
+from instar.run.lifecycle.sizes import sizes_to_come
 from instar.run.loop.generators import generator_states, restore_generators, seed_generators
 from instar.run.loop.optimizer import (
     check_states,
@@ -96,14 +97,15 @@ class _Trial:
         enter(model, 0)
         samples = self._training_samples()
         batch = to_device(samples, self.world.device)
-        unused = self._train(task, model, samples, batch)
+        warnings = self._train(task, model, samples, batch)
+        warnings += self._try_sizes(task, model, samples)
         held_out = self._held_out()
         model.zero_grad(set_to_none=True)
         self._evaluate(task, model, held_out)
         self._grow(task, model, held_out)
         self._optimize(task, model)
         found = _not_finite(self._in_memory())
-        return [*unused, *([f"{self.config.task}: {found}"] if found else [])]
+        return [*warnings, *([f"{self.config.task}: {found}"] if found else [])]
 
     def _in_memory(self) -> Columns:
         """Return all samples if they are in memory, otherwise nothing."""
@@ -188,6 +190,30 @@ class _Trial:
                 f"{self.config.task}: the gradient of {_listed(broken)} is not finite on the first "
                 "micro-batch; steps with such a gradient are skipped"
             )
+        return warnings
+
+    def _try_sizes(self, task: Task, model: Module, samples: Columns) -> list[str]:
+        """Run the micro-batches of other sizes that the run comes to: those of a rank's share of every step, and of the
+        last step of an epoch. Return warnings.
+
+        Raises:
+            ConfigError: the loss of one fails; says when it comes, and how to do without it.
+        """
+        most, warnings = len(next(leaves(samples))[1]), []
+        sizes = sizes_to_come(self.config, self.prepared.forecast, self.world.size)
+        for size, comes in sorted(sizes.items()):
+            if size >= most:
+                continue
+            seed_generators(self.config.seed, 0, 0, self.world.device)
+            some = cut(samples, 0, size)
+            batch = to_device(some, self.world.device)
+            what = f"the loss of a micro-batch of {size} sample{'s' if size > 1 else ''}, {comes.when},"
+            with self._task_errors(what, some, model, comes.instead):
+                with self._autocast(), recording(Logged(self.world)):
+                    loss = task.loss_sum(model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if not math.isfinite(value := loss.item()):
+                warnings.append(f"{self.config.task}: {what} is {value}; {comes.instead}")
         return warnings
 
     def _check_loss(self, loss: Tensor, model: Module, samples: Columns) -> None:
@@ -287,7 +313,11 @@ class _Trial:
 
     @contextmanager
     def _task_errors(
-        self, what: str, samples: Columns | None = None, model: Module | None = None
+        self,
+        what: str,
+        samples: Columns | None = None,
+        model: Module | None = None,
+        hint: str = "",
     ) -> Iterator[None]:
         """Context manager: turn errors into a ConfigError that names the task's part and batch."""
         try:
@@ -303,7 +333,8 @@ class _Trial:
         except (Exception, SystemExit) as error:
             message = str(error) if isinstance(error, RunFailed) else what_happened(error)
             batch = f"; the batch has {_described(samples)}" if samples is not None else ""
-            raise self._error(f"{what} failed: {message}{batch}", _hint(samples, model)) from error
+            hint = hint or _hint(samples, model)
+            raise self._error(f"{what} failed: {message}{batch}", hint) from error
 
     def _error(self, message: str, hint: str = "") -> ConfigError:
         return ConfigError.one(

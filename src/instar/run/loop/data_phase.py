@@ -18,8 +18,9 @@ from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.data.broadcast import BroadcastReceiver, BroadcastSender
 from instar.data.columns import Columns, Ragged, each
-from instar.data.loader import Laned, LocalReader, Prefetcher, Reader
+from instar.data.loader import LocalReader, Prefetcher, Reader
 from instar.data.order import UNKNOWN, Order
+from instar.data.plan import Laned
 from instar.data.source import Source, close
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
@@ -94,6 +95,7 @@ class LoaderFactory:
     def __init__(self, config: RunConfig, world: World) -> None:
         keep_freed_memory()
         self._config, self._world = config, world
+        self._drop_last = config.data.drop_last
         dispatched = config.data.strategy == "dispatched" and world.size > 1
         self._parcels = P2PChannel(world) if dispatched else None
         self._feeds = 0
@@ -138,11 +140,13 @@ class LoaderFactory:
         own, rank = self._own, self._world.rank
         self._feeds += 1
         if self._parcels is None:
-            return LocalReader(*self._samples(task, phase), self.slices, own[rank], f"rank {rank}")
+            samples = self._samples(task, phase)
+            return LocalReader(*samples, self.slices, own[rank], f"rank {rank}", self._drop_last)
         if not self._world.is_main:
             return BroadcastReceiver(self._parcels, self._feeds)
         everyones = range(self.slices)
-        reader = LocalReader(*self._samples(task, phase), self.slices, everyones, "rank 0")
+        samples = self._samples(task, phase)
+        reader = LocalReader(*samples, self.slices, everyones, "rank 0", self._drop_last)
         return BroadcastSender(reader, own, self._parcels, self._feeds)
 
     def _per_epoch(self, task: Task, number: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +30,20 @@ class Outcome:
 
     progress: Progress
     decision: Decision
+
+
+@contextmanager
+def _partial_explained(batch: StepBatch, global_batch: int) -> Iterator[None]:
+    """Context manager that adds a note to errors of a step that has fewer samples than others."""
+    try:
+        yield
+    except Exception as error:
+        if batch.plan.count < global_batch:
+            error.add_note(
+                f"this step has an epoch's last {batch.plan.count} of {global_batch} samples, which data.drop_last: true "
+                "leaves out, also at a resume (--set data.drop_last=true)"
+            )
+        raise
 
 
 class Trainer:
@@ -122,7 +136,7 @@ class Trainer:
             batch, flags = self._next_batch()
             # receive the other ranks' status at the latest point where leaving hangs no rank
             finish = nothing if flags is None else partial(parts.sync.finish, flags)
-            with recording(parts.logger.logged):
+            with recording(parts.logger.logged), _partial_explained(batch, settings.global_batch):
                 result = parts.stepper.step(
                     batch,
                     number,
@@ -153,7 +167,7 @@ class Trainer:
         seconds = time.perf_counter() - begun + self._waited_s
         weight, self._waited_s = batch.weight, 0.0
         state = self.state.stepped(
-            batch.plan.count, round(weight), parts.task.flops(weight), seconds
+            batch.plan.after - batch.plan.cursor, round(weight), parts.task.flops(weight), seconds
         )
         state = replace(state, before=before)
         noise = state.noise
@@ -203,7 +217,8 @@ class Trainer:
         """Whether a round ends with the step of a batch: after a multiple of `sync_every` steps, and at the
         end of the run, where it is known."""
         now = self.state.progress
-        progress = now.after_step(batch.plan.count, round(batch.weight), 0.0, 0.0)
+        passed = batch.plan.after - batch.plan.cursor
+        progress = now.after_step(passed, round(batch.weight), 0.0, 0.0)
         epochs = self.state.phase.epochs(progress.samples)
         reached = budget_met(self.parts.budgets, progress, epochs=epochs, validation_loss=None)
         return progress.step % sync_every == 0 or reached is not None

@@ -1,0 +1,144 @@
+"""Last steps of epochs: tried before a run, or left out by `data.drop_last`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import science
+from tiny_run import Place, codes, events, said, weights
+
+from instar.checkpoint.store import load as load_checkpoint
+from instar.cli.main import main
+from instar.config.errors import ConfigError
+from instar.config.load import load
+from instar.distributed.world import World
+from instar.run.lifecycle.preflight import preflight
+from instar.run.lifecycle.trial import run_trial
+
+NORMED = (
+    "task=drop_last:Norm",
+    "data.samples=77",  # 33 to train on
+    "train.until=[2ep]",
+    "early_stopping.rules=[]",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=20",
+    "test.at_end=false",
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.chdir(tmp_path)
+    return science.place(tmp_path)
+
+
+def tried(*keys: str, ranks: int = 1) -> list[str]:
+    import torch
+
+    loaded = load("run.yaml", [*NORMED, "precision=fp32", *keys])
+    return run_trial(preflight(loaded, ranks), World(0, 0, ranks, torch.device("cpu"), "gloo"))
+
+
+SCHEDULE = "schedule=[{{name: set_batch_size, value: {}, when: {{at_step: 2}}}}]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "when"),
+    [
+        ((), 1, "in an epoch's last step, of 1 of 8 samples on 1 rank"),
+        (("data.samples=78",), 2, "in an epoch's last step, of 2 of 8 samples on 2 ranks"),
+        (("train.batch_size=2", "data.samples=78"), 2, "in steps of 2 on 2 ranks"),
+        (
+            (SCHEDULE.format(16), "train.batch_size=11"),
+            1,
+            "in an epoch's last step, of 1 of 16 samples on 1 rank",
+        ),
+        (
+            ("reproducible=elastic", "parallel.elastic.virtual_ranks=8"),
+            1,
+            "in steps of 8 on 8 virtual ranks",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_a_size_of_micro_batch_that_fails_is_refused_before_the_run(
+    keys: tuple[str, ...], ranks: int, when: str
+) -> None:
+    with pytest.raises(ConfigError, match="Expected more than 1 value per channel") as caught:
+        tried(*keys, ranks=ranks)
+    assert f"the loss of a micro-batch of 1 sample, as {when}" in str(caught.value)
+    assert ("data.drop_last: true leaves out" in str(caught.value)) == ("last step" in when)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("data.drop_last=true",),
+        ("train.until=[4it]",),
+        (SCHEDULE.format(10), "train.batch_size=11", "train.until=[3it]"),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_a_run_is_not_refused_for_steps_that_it_does_not_come_to(keys: tuple[str, ...]) -> None:
+    assert tried(*keys) == []
+
+
+@pytest.mark.usefixtures("place")
+def test_an_epoch_without_a_whole_batch_is_refused() -> None:
+    for keys in (("train.batch_size=34",), (SCHEDULE.format(40), "train.batch_size=11")):
+        with pytest.raises(ConfigError, match=r"leaves out every sample.* an epoch has 33 samples"):
+            tried("data.drop_last=true", *keys)
+
+
+def steps_of(run_dir: Path) -> list[tuple[int, float]]:
+    return [(event["tokens"], event["loss"]) for event in events(run_dir, "train")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int) -> None:
+    keys = (*NORMED, "task=science:Halves", "data.drop_last=true", "train.batch_size=10")
+    predicted = preflight(load("run.yaml", keys), ranks).forecast.early
+    children = place.train(place.path / "whole", *keys, ranks=ranks)
+    assert codes(children) == [0] * ranks, said(children)
+    wanted = steps_of(place.path / "whole")
+    assert [tokens for tokens, _ in wanted] == [10, 20, 30, 40, 50, 60]
+    progress = load_checkpoint(place.path / "whole" / "checkpoints" / "step-6").state["progress"]
+    assert predicted is not None
+    assert (progress["step"], progress["samples"], progress["tokens"]) == (6, 66, 60)
+    assert (predicted.steps, predicted.samples, predicted.tokens) == (6, 66, 60)
+    for at in (2, 3):  # before and after the samples that are left out
+        run_dir = place.path / f"at-{at}"
+        children = place.train(run_dir, *keys, f"train.until=[{at}it]", ranks=ranks)
+        assert codes(children) == [0] * ranks, said(children)
+        children = place.resume(run_dir, "--until", "2ep", ranks=3 - ranks)
+        assert codes(children) == [0] * (3 - ranks), said(children)
+        found = steps_of(run_dir)
+        assert found == [(tokens, pytest.approx(loss)) for tokens, loss in wanted]
+    run_dir = place.path / "again"
+    assert codes(place.train(run_dir, *keys, "train.until=[3it]", ranks=ranks)) == [0] * ranks
+    assert codes(place.resume(run_dir, "--until", "2ep", ranks=ranks)) == [0] * ranks
+    assert weights(run_dir, 6) == weights(place.path / "whole", 6)
+
+
+def test_a_run_that_fails_at_such_a_step_says_what_helps_and_that_does(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its batch is changed at a resume, where nothing is tried."""
+    words = [word for key in NORMED for word in ("--set", key)]
+    run_dir = str(place.path / "run")
+    first = ["--set", "train.batch_size=11", "--until", "2it", "--set", f"record.run_dir={run_dir}"]
+    smaller = ["--set", "train.batch_size=5", "--until", "2ep"]
+
+    def typed(*argv: str) -> Any:
+        code = main(argv)
+        return code, capfd.readouterr().err
+
+    assert typed("train", "run.yaml", *words, *first)[0] == 0
+    code, told = typed("resume", run_dir, *smaller)
+    assert code == 4
+    assert "Expected more than 1 value per channel" in told
+    assert "an epoch's last 1 of 5 samples, which data.drop_last: true leaves out" in told
+    assert typed("resume", run_dir, "--set", "data.drop_last=true")[0] == 0
+    assert [event["tokens"] for event in events(place.path / "run", "train")][-2:] == [57, 62]
