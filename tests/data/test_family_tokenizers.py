@@ -261,3 +261,37 @@ def test_a_sampled_answer_ends_with_the_token_that_ends_one(
     )
     ours = load_tokenizer(folders / kind)
     assert template_beside(folders / kind, ours).opened("so?") == (prompt, end)
+
+
+SAYS = {
+    "adds a beginning": ({"add_bos_token": True}, False),
+    "adds none": ({"add_bos_token": False}, True),
+    "adds an end": ({"add_bos_token": True, "add_eos_token": True}, True),
+    "adds an end only": ({"add_eos_token": True}, False),
+    "null": ({"add_bos_token": None}, True),
+}
+
+
+@pytest.mark.parametrize("case", SAYS)
+@pytest.mark.parametrize(
+    "name", ["LlamaTokenizer", "GemmaTokenizer", "PreTrainedTokenizerFast", None]
+)
+def test_what_a_config_says_is_added_counts_as_in_transformers(
+    folders: Path, tmp_path: Path, name: str | None, case: str
+) -> None:
+    """Which reads it from the file of the tokenizer alone, if there is one."""
+    said, has_beginning = SAYS[case]
+    family = "llama2" if name == "LlamaTokenizer" else "gemma2"
+    saved = json.loads((folders / family / "tokenizer.json").read_text())
+    if not has_beginning:
+        saved["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    config = json.loads((folders / family / "tokenizer_config.json").read_text())
+    config = {key: value for key, value in config.items() if key != "add_bos_token"} | said
+    config["tokenizer_class"] = name
+    if name is None:
+        del config["tokenizer_class"]
+        (tmp_path / "config.json").write_bytes((folders / family / "config.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).encode("words").tolist() == theirs("words")["input_ids"]
