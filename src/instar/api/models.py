@@ -223,7 +223,6 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 def _opened(path: Path, tokenizer: Tokenizer, said: str) -> tuple[list[int], list[str]]:
     """Return the tokens of a conversation up to the answer, and the texts that end one."""
-    from instar.data.text.chat import parsing
     from instar.data.text.foreign.chat_template import template_beside
     from instar.data.text.tokenizer import BPETokenizer
 
@@ -235,7 +234,8 @@ def _opened(path: Path, tokenizer: Tokenizer, said: str) -> tuple[list[int], lis
     except (ValueError, ImportError) as error:
         raise ConfigError.one(str(error), where="--chat") from None
     ends = filter(None, dict.fromkeys((end, tokenizer.end_token)))
-    return parsing(tokenizer).encode(text, add_special_tokens=False).ids, list(ends)
+    ((ids, _),) = tokenizer.engine.parse([text])
+    return ids.tolist(), list(ends)
 
 
 def _load(path: Path, device: str) -> LanguageModel:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
@@ -31,6 +30,7 @@ from instar.data.text.foreign.chat_template import (
     Rendering,
     template_of,
 )
+from instar.data.text.foreign.engine import Places
 from instar.data.text.shards import (
     ShardWriter,
     TokenizerRecord,
@@ -255,37 +255,27 @@ def encoded(
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Yields tokens and marks. Special tokens in a conversation's text are those of the template: transformers does
     not tell them apart either."""
-    fast = parsing(tokenizer)
     while batch := list(islice(renderings, _BATCH)):
-        found = fast.encode_batch([each.text for each in batch], add_special_tokens=False)
-        for encoding, rendering in zip(found, batch, strict=True):
-            yield np.array(encoding.ids, np.uint32), _marks(encoding, rendering)
+        parsed = tokenizer.engine.parse([each.text for each in batch])
+        for (ids, places), rendering in zip(parsed, batch, strict=True):
+            yield ids, _marks(places, rendering)
 
 
-def parsing(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:
-    """Returns a tokenizer that reads the names of special tokens in a text as these."""
-    fast = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    fast.no_truncation()
-    fast.no_padding()
-    fast.post_processor = None  # one that trims offsets leaves whitespace without a place
-    return fast
-
-
-def _marks(encoding: tokenizers.Encoding, rendering: Rendering) -> NDArray[np.uint8]:
-    """Returns the marks of tokens: what overlaps a span is a target.
+def _marks(places: Places, rendering: Rendering) -> NDArray[np.uint8]:
+    """Returns the marks of tokens at these places in the text: what overlaps a span is a target.
 
     As in transformers, a span of `{% generation %}` ends with the first token of its last character, even if that
     has several.
     """
-    places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
     marks = np.zeros(len(places), np.uint8)
+    begins, ends = places.T
     for begin, end in rendering.spans:
-        first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
-        if rendering.of_template and first is not None and last is not None:
-            marks[first : last + 1] = TARGET
-        else:
-            overlap = (places[:, 1] > begin) & (places[:, 0] < end)
-            marks[overlap & (places[:, 1] > places[:, 0])] = TARGET
+        tokens = np.flatnonzero((ends > begin) & (begins < end) & (ends > begins))
+        if tokens.size:
+            of_last_character = tokens[ends[tokens] >= end]
+            cut = rendering.of_template and of_last_character.size
+            last = of_last_character[0] if cut else tokens[-1]
+            marks[tokens[0] : last + 1] = TARGET
     marks[:1] |= BEGINS
     return marks
 

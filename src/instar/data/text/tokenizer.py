@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
+from instar.data.text.foreign.engine import TokenIds, engine_of
 from instar.data.text.foreign.special_tokens import (
     TOKENIZER_CONFIG,
     EndToken,
@@ -37,7 +38,6 @@ TRAINED = ("byte", "char", "bpe")
 
 _PIECE_CHARACTERS = 1 << 20
 
-TokenIds = NDArray[np.uint32]
 _NONE: TokenIds = np.empty(0, dtype=np.uint32)
 
 
@@ -152,7 +152,7 @@ class BPETokenizer:
 
     Special tokens are never parsed in text: "<|end|>" in a document is seven characters. Each text
     is encoded whole and separately; truncation and padding in the file are ignored. `encode` adds what the
-    file's post-processor adds to a text, as transformers does.
+    file's post-processor adds to a text, as transformers does. `engine` runs the library.
     """
 
     kind = "bpe"
@@ -160,11 +160,8 @@ class BPETokenizer:
     def __init__(self, saved: str) -> None:
         """Parse the JSON. Raises any exception of the parser."""
         self._saved = saved
-        self._model = tokenizers.Tokenizer.from_str(saved)
-        self._model.encode_special_tokens = True
-        self._model.no_truncation()
-        self._model.no_padding()
         content = json.loads(saved)
+        self.engine = engine_of(saved, content)
         added = content.get("added_tokens") or ()
         self.added = tuple(token["content"] for token in added)
         self.special = tuple(token["content"] for token in added if token.get("special"))
@@ -182,8 +179,7 @@ class BPETokenizer:
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         """The id of each token, added tokens included."""
-        found: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
-        return found
+        return self.engine.vocabulary()
 
     @cached_property
     def vocab_size(self) -> int:
@@ -218,12 +214,10 @@ class BPETokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         well_formed = [text.encode("utf-8", "replace").decode() for text in texts]
-        encoded = self._model.encode_batch_fast(well_formed, add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+        return self.engine.encode(well_formed)
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._model.decode([int(token) for token in ids], skip_special_tokens=False)
-        return text
+        return self.engine.decode([int(token) for token in ids])
 
     def to_json(self) -> str:
         return self._saved
@@ -418,6 +412,8 @@ def _read(file: Path) -> Tokenizer:
         raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
     try:
         tokenizer = from_json(saved.decode("utf-8"))
+    except ConfigError as error:
+        raise ConfigError.one(error.problems[0].message, where=str(file)) from None
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
     if not isinstance(tokenizer, BPETokenizer) or tokenizer.end_token is not None:

@@ -13,10 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as Fast
-
 from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.config.sections import Operation
+from instar.data.text.foreign.engine import engine_of
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.operators import check
@@ -92,20 +91,18 @@ class _Vocabulary:
         self.folder = folder
         self.content = read_json(folder / TOKENIZER_FILE, follow=True)
         try:
-            self.fast = Fast.from_str(json.dumps(self.content))
+            self.engine = engine_of(json.dumps(self.content), self.content)
+            self.tokens = tokens = self.engine.vocabulary()
         except Exception as error:  # the library raises nothing more special
             raise CheckpointError(f"{folder / TOKENIZER_FILE}: not a tokenizer: {error}") from error
-        self.fast.no_truncation()
-        self.fast.no_padding()
-        tokens = self.fast.get_vocab(with_added_tokens=True)
         self.size = max(tokens.values(), default=-1) + 1
         if not 0 < self.size <= 2 * len(tokens) + _SPARE_IDS:
             raise CheckpointError(
                 f"{folder / TOKENIZER_FILE}: {len(tokens):,} tokens with ids up to {self.size - 1:,}"
             )
-        added = self.fast.get_added_tokens_decoder()
+        added = {token["content"] for token in self.content.get("added_tokens") or ()}
         self.keys: dict[int, str | bytes] = {
-            number: added[number].content if number in added else self._bytes(token)
+            number: token if token in added else self._bytes(token)
             for token, number in sorted(tokens.items(), key=lambda item: item[1])
         }
         self.ids: dict[str | bytes, int] = {}
@@ -135,22 +132,22 @@ class _Vocabulary:
         whole = [text.decode(errors="replace") for text in texts]
         unknown = self._unknown()
         try:
-            encoded = self.fast.encode_batch(whole, add_special_tokens=False)
+            parsed = self.engine.parse(whole)
         except Exception as error:  # e.g. of an unknown token, where there is no token for it
             raise CheckpointError(
                 f"{self.folder / TOKENIZER_FILE}: cannot encode: {error}"
             ) from error
         return [
-            tuple(number for number in found.ids if number != unknown)
+            tuple(number for number in ids.tolist() if number != unknown)
             if "\ufffd" not in said
             else tuple(self.ids[key] for key in (bytes([b]) for b in text) if key in self.ids)
-            for text, said, found in zip(texts, whole, encoded, strict=True)
+            for text, said, (ids, _) in zip(texts, whole, parsed, strict=True)
         ]
 
     def _unknown(self) -> int | None:
         model = self.content.get("model") or {}
         named = model.get("unk_token")
-        number = self.fast.token_to_id(named) if isinstance(named, str) else model.get("unk_id")
+        number = self.tokens.get(named) if isinstance(named, str) else model.get("unk_id")
         return number if isinstance(number, int) else None
 
     def special_ids(self) -> dict[str, int]:
@@ -161,7 +158,7 @@ class _Vocabulary:
         for name in SPECIAL:
             token = named.get(name)
             token = token.get("content") if isinstance(token, dict) else token
-            number = self.fast.token_to_id(token) if isinstance(token, str) else None
+            number = self.tokens.get(token) if isinstance(token, str) else None
             if number is not None:
                 found[f"{name}_id"] = number
         return found

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
+from instar.data.text.tokenizer import TOKENIZER_FILE, load_tokenizer
 from instar.recipes.grpo.data import load_questions, texts
 
 Ids = list[int]
 TINY = "tiny"
 """a model made on the spot: for tests, examples, and machines without a hub"""
 _ROWS_AT_ONCE = 256
+_TRIED_TOKENS = 1000
 _VOCABULARY = 512
 _SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
@@ -44,6 +47,8 @@ def load_model(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, A
         return made.to(kind), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if (Path(model) / TOKENIZER_FILE).is_file():
+        _try_tokenizer(Path(model), [*texts(load_questions(dataset))])
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
@@ -53,9 +58,40 @@ def load_model(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, A
             where="--model",
             hint=f"write {TINY}, a folder, or a name on the Hugging Face hub",
         ) from error
+    _agree_on_end(loaded, tokenizer, model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return loaded, tokenizer
+
+
+def _try_tokenizer(folder: Path, questions: list[str]) -> None:
+    """Encode the questions and decode tokens by a folder's tokenizer, within limits; transformers has none.
+
+    Raises:
+        ConfigError: that fails.
+    """
+    tokenizer = load_tokenizer(folder)
+    tokenizer.encode_batch(questions)
+    tokenizer.decode(range(min(tokenizer.vocab_size, _TRIED_TOKENS)))
+
+
+def _agree_on_end(model: Any, tokenizer: Any, name: str) -> None:
+    """Give tokenizer and model the end of a text that one of them has.
+
+    Raises:
+        ConfigError: neither has one.
+    """
+    ends = end_ids(model)
+    if tokenizer.eos_token is None and ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if tokenizer.eos_token is None:
+        raise ConfigError.one(
+            f"{name} has no token that ends a text, so that no completion would end",
+            where="--model",
+            hint='name one of its tokens in its tokenizer_config.json: {"eos_token": "…"}',
+        )
+    if not ends:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
 
 
 def make_tiny(texts: Iterable[str]) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ import click
 import msgspec
 
 from instar.cli.main import run_command
-from instar.recipes.grpo.models import Ids, Sampling, load_model, sample
+from instar.recipes.grpo.models import Ids, Sampling, end_ids, load_model, sample
 from instar.recipes.grpo.options import check_installed
 from instar.recipes.grpo.weights import INITIAL, Unfit, put_weights, size_bytes
 
@@ -153,7 +153,7 @@ class ModelService:
         return prompts
 
     def _choice(self, index: int, prompt: Ids, ids: Ids, most: int) -> dict[str, Any]:
-        ended = bool(ids) and ids[-1] == self._tokenizer.eos_token_id
+        ended = bool(ids) and ids[-1] in end_ids(self._model)
         return {
             "index": index,
             "text": self._tokenizer.decode(ids, skip_special_tokens=True),

@@ -56,7 +56,7 @@ class TextSampler:
         try:
             with stepper.evaluating(), stepper.autocast():
                 text = task.sample_text(model, tokenizer, prompt, self._config.sample_tokens)
-        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+        except (ArithmeticError, ConfigError, MemoryError, RuntimeError, ValueError) as error:
             # weights that are not finite give no distribution to draw from; the run continues
             run_logger.warn(f"step {step:,}: no sample text was generated: {error}", step)
         else:

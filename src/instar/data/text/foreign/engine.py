@@ -1,0 +1,251 @@
+"""The tokenizers library: here for files whose parts are all known to be harmless, else in a process with limits.
+
+A file may hold any regular expressions, replacements and tables. With these, the library may panic, abort, take all
+memory or never end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers.pre_tokenizers import ByteLevel
+
+from instar.config.errors import ConfigError
+from instar.data.text.foreign import worker
+from instar.processes.child import Child, exit_text
+
+TokenIds = NDArray[np.uint32]
+Places = NDArray[np.int64]
+"""for each token the characters [begin, end) that it stands for, [n, 2]"""
+
+LIMIT_S = 50
+_REQUEST_BYTES = 2 << 20
+_BYTE_LEVEL_MODEL = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+}
+_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
+
+
+class Engine(Protocol):
+    """What a saved tokenizer does. Every method raises ConfigError if it fails."""
+
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Return the tokens of texts, in which the names of special tokens are text."""
+        ...
+
+    def parse(self, texts: Sequence[str]) -> list[tuple[TokenIds, Places]]:
+        """Return tokens and their places in texts, in which the names of special tokens are these."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token, added tokens included."""
+        ...
+
+
+def engine_of(saved: str, content: dict[str, Any]) -> Engine:
+    """Return an engine for a tokenizer's JSON, which is also given parsed. Raises Exception if it is none."""
+    return Local(saved) if is_harmless(content) else _limited(saved)
+
+
+def is_harmless(content: dict[str, Any]) -> bool:
+    """Whether a file is byte-level BPE as GPT-2 has it: no expressions, replacements or tables of its own."""
+    model = content.get("model") or {}
+    split = content.get("pre_tokenizer") or {}
+    around = content.get("post_processor")
+    vocabulary = model.get("vocab")
+    return (
+        all(content.get(key) is None for key in ("normalizer", "truncation", "padding"))
+        and (around is None or around.get("type") == "ByteLevel")
+        and split.get("type") == (content.get("decoder") or {}).get("type") == "ByteLevel"
+        and split.get("add_prefix_space") is False
+        and _BYTE_LEVEL_MODEL.items() <= model.items()
+        and all(not model.get(key) for key in _AFFIXES)
+        and isinstance(vocabulary, dict)
+        and vocabulary.keys() >= set(ByteLevel.alphabet())
+        and all(_is_plain(token) for token in content.get("added_tokens") or ())
+    )
+
+
+def _is_plain(token: Any) -> bool:
+    switches = ("single_word", "lstrip", "rstrip")
+    return bool(token.get("content")) and not any(token.get(key) for key in switches)
+
+
+class Local:
+    """An engine in this process."""
+
+    def __init__(self, saved: str) -> None:
+        """Parse the JSON. Raises any exception of the parser."""
+        self._fast = tokenizers.Tokenizer.from_str(saved)
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._fast.post_processor = None  # one that trims offsets leaves whitespace without a place
+        self._lock = threading.Lock()
+
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        with self._lock:
+            self._fast.encode_special_tokens = True
+            encoded = self._fast.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def parse(self, texts: Sequence[str]) -> list[tuple[TokenIds, Places]]:
+        with self._lock:
+            self._fast.encode_special_tokens = False
+            encoded = self._fast.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(one.ids, np.uint32), np.array(one.offsets, np.int64).reshape(-1, 2))
+            for one in encoded
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._fast.decode(ids, skip_special_tokens=False)
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        return found
+
+
+class Limited:
+    """An engine in a process that may take `limit_s` and `worker.LIMIT_BYTES` for a request.
+
+    The process is started when it is asked something, anew after it has failed, and apart in a fork.
+    """
+
+    def __init__(self, saved: str, limit_s: int = LIMIT_S) -> None:
+        """Load the JSON. Raises ConfigError if that fails."""
+        self._saved, self._limit_s = saved, limit_s
+        self._lock = threading.Lock()
+        self._link: Any = None
+        self._end: Any = None
+        self._pid = 0
+        with self._lock:
+            self._start()
+
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [ids for some in _in_requests(texts) for ids in self._rows("encode", some)]
+
+    def parse(self, texts: Sequence[str]) -> list[tuple[TokenIds, Places]]:
+        rows = [row for some in _in_requests(texts) for row in self._rows("parse", some)]
+        return [
+            (row[: row.size // 3], row[row.size // 3 :].astype(np.int64).reshape(-1, 2))
+            for row in rows
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        try:
+            content = np.array(ids, dtype=np.uint32).tobytes()
+        except OverflowError:
+            raise ConfigError.one("ids of tokens are 0 or more and below 2^32") from None
+        return self._ask({"ask": "decode"}, content)[1].decode()
+
+    def vocabulary(self) -> dict[str, int]:
+        found: dict[str, int] = json.loads(self._ask({"ask": "vocabulary"}, b"")[1])
+        return found
+
+    def _rows(self, ask: str, texts: Sequence[bytes]) -> list[TokenIds]:
+        reply, packed = self._ask({"ask": ask, "sizes": [*map(len, texts)]}, b"".join(texts))
+        return np.split(np.frombuffer(packed, dtype=np.uint32), np.cumsum(reply["counts"])[:-1])
+
+    def _ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+        with self._lock:
+            if self._link is None or self._pid != os.getpid():
+                self._start()
+            return self._exchange(request, content)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            argv = [sys.executable, "-P", worker.__file__, str(descriptor), str(self._limit_s)]
+            child = Child(argv, env=os.environ, silent=True, pass_fds=[descriptor])
+        with ours:  # the file keeps it open
+            self._link = ours.makefile("rwb")
+        self._pid = os.getpid()
+        self._child = child
+        self._end = weakref.finalize(self, _end, self._link, child, self._pid)
+        self._exchange({"ask": "load"}, self._saved.encode("utf-8", "replace"))
+
+    def _exchange(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+        try:
+            worker.send(self._link, request, content)
+            reply = worker.receive(self._link)
+        except OSError:
+            reply = None
+        except BaseException:  # an interrupt in the middle of a message
+            self._stop()
+            raise
+        if reply is None:
+            raise _failed(request["ask"], self._cause(self._stop()))
+        if "error" in reply[0]:
+            raise _failed(request["ask"], reply[0]["error"])
+        return reply
+
+    def _stop(self) -> int:
+        """End the process; return its status."""
+        status = self._child.wait(1)
+        self._link = None
+        self._end()
+        return status
+
+    def _cause(self, status: int) -> str:
+        if status == -signal.SIGALRM:
+            return f"it takes more than {self._limit_s} s"
+        if status == -signal.SIGABRT:
+            return f"it takes more than {worker.LIMIT_BYTES >> 20} MiB of memory, or aborts"
+        return f"its process {exit_text(status)}"
+
+
+@lru_cache(maxsize=8)
+def _limited(saved: str) -> Limited:
+    return Limited(saved)
+
+
+def _end(link: Any, child: Child, pid: int) -> None:
+    if os.getpid() == pid:
+        child.kill()
+        child.wait(1)
+    with suppress(OSError):
+        link.close()
+
+
+_TASKS = {"load": "loaded", "vocabulary": "read", "decode": "used to decode tokens"}
+
+
+def _failed(ask: str, reason: str) -> ConfigError:
+    what = _TASKS.get(ask, "used to encode text")
+    return ConfigError.one(f"the tokenizer cannot be {what}: {reason}", where="data.tokenizer")
+
+
+def _in_requests(texts: Sequence[str]) -> Iterator[list[bytes]]:
+    """Split texts, as UTF-8, into requests of a bounded size; a longer text is one of its own."""
+    some: list[bytes] = []
+    size = 0
+    for text in texts:
+        content = text.encode()
+        if some and size + len(content) > _REQUEST_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(content)
+        size += len(content)
+    if some:
+        yield some
