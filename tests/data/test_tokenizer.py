@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def test_bpe_merges_what_is_frequent() -> None:
 
 def test_training_bpe_twice_gives_the_same() -> None:
     assert train_bpe(TEXTS, 300).to_json() == train_bpe(iter(TEXTS), 300).to_json()
+
+
+def test_bpe_is_trained_on_a_line_without_words_as_on_its_parts() -> None:
+    """Its time would grow with the square of the line's length."""
+    line = "".join(random.Random(0).choices("ACGT", k=1280))
+    parts = [line[at : at + 128] for at in range(0, 1280, 128)]
+    assert (
+        train_bpe([f"so {line} on"], 300).to_json()
+        == train_bpe([f"so {parts[0]}", *parts[1:-1], f"{parts[-1]} on"], 300).to_json()
+    )
+    kept = line[:1024]  # what may be a word stays one
+    assert train_bpe([kept], 300).to_json() != train_bpe(parts[:8], 300).to_json()
+    assert train_bpe([" " * 3000, "=" * 3000], 300).vocab_size > 257
 
 
 def test_bpe_of_little_text_has_a_small_vocabulary() -> None:
