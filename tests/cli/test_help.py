@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from instar import __version__
-from instar.cli.main import COMMANDS
+from instar.cli.main import COMMANDS, main
 
 HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel", "ruamel.yaml", "instar.config.load"}
 
@@ -143,3 +144,36 @@ def test_an_unforeseen_error_keeps_its_traceback() -> None:
 def test_shells_can_complete() -> None:
     done = instar(_INSTAR_COMPLETE="bash_complete", COMP_WORDS="instar co", COMP_CWORD="1")
     assert done.stdout == "plain,control\nplain,config\nplain,completion\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["train", "--gpus", "2"], "Write --nproc for the number of ranks, or --devices 0,1"),
+        (["resume", "latest", "--num-gpus", "2"], "Write --nproc for the number of ranks"),
+        (["train", "--schedul", "x"], "Did you mean '--schedule'?"),
+        (["train", "--lr", "1"], "Write --set optimizer.lr=VALUE."),
+        (["grow", "latest", "out", "--schedule", "x"], "Write each operation as --op NAME=VALUE."),
+        (["schedule", "check", "--schedule", "x"], "Give the schedule's file without an option."),
+        (["train", "task=graph"], "write --set task=graph"),
+        (["train", "--set", "task=grph"], "did you mean 'graph'?"),
+        (["train", "--set", "task=mine"], "write mine:CLASS"),
+        (["train", "--set", "task=mine.Mine"], "write mine:Mine"),
+        (["train", "--set", "task=min:Mine"], "did you mean 'mine:Mine'?"),
+        (["train", "--set", "task=mine.py:Mine"], "did you mean 'mine:Mine'?"),
+        (["train", "--schedule", "growing.yml"], "did you mean 'growing.yaml'?"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_what_was_meant_is_suggested(
+    words: list[str],
+    hint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "growing.yaml").touch()
+    assert main(words) == 2
+    assert hint in capsys.readouterr().err

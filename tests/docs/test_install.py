@@ -6,6 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,12 +19,38 @@ def files(folder: Path) -> set[Path]:
     return {path for path in found if "__pycache__" not in path.parts}
 
 
+def sources(folder: Path) -> Path:
+    """What is needed to build the package."""
+    folder.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "src/instar", folder / "src/instar")
+    return folder
+
+
+def test_wheel_and_sdist_say_who_and_what_and_have_the_changelog(tmp_path: Path) -> None:
+    build = "from setuptools import build_meta as b; print(b.build_wheel('dist'), b.build_sdist('dist'))"
+    source = sources(tmp_path / "source")
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=True
+    )
+    wheel, sdist = done.stdout.splitlines()[-1].split()
+    with zipfile.ZipFile(source / "dist" / wheel) as archive:
+        names = archive.namelist()
+        (path,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(path))
+    assert any(name.endswith("share/doc/instar/CHANGELOG.md") for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert metadata["Author"] == "Instar developers"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    with tarfile.open(source / "dist" / sdist) as archive:
+        kept = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CHANGELOG.md", "LICENSE", "README.md", "src/instar/py.typed"} <= kept
+
+
 def test_an_installation_is_complete_and_has_the_demo(tmp_path: Path) -> None:
-    source, site = tmp_path / "source", tmp_path / "site"
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        source.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src/instar", source / "src/instar")
+    source, site = sources(tmp_path / "source"), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
     alone = ["--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, *alone, str(source)], check=True)

@@ -250,7 +250,10 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
     show_default=True,
     help="Largest file of weights; a larger model is several files.",
 )
-def export(where: str, folder: Path, _to: str, ema: bool, max_shard_size: int) -> None:
+@json_option
+def export(
+    where: str, folder: Path, _to: str, ema: bool, max_shard_size: int, as_json: bool
+) -> None:
     """Write the model into the new folder FOLDER, in the format of transformers.
 
     A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM, and a model
@@ -269,8 +272,11 @@ def export(where: str, folder: Path, _to: str, ema: bool, max_shard_size: int) -
         found = load(path)
     with _checkpoint_errors():
         arch = export_folder(found, folder, averaged=ema, max_shard_bytes=max_shard_size)
-    click.echo(str(folder))
     name = CLASSES[style_of(arch)] if isinstance(arch, Architecture) else class_name(arch)
+    if as_json:
+        print_json({"path": str(folder), "class": name})
+    else:
+        click.echo(str(folder))
     click.echo(f"next: {name}.from_pretrained({str(folder)!r})", err=True)
 
 

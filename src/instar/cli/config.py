@@ -268,13 +268,17 @@ def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, s
 @click.argument("cfg")
 @set_option
 @trust_option
-def validate(cfg: str, overrides: tuple[str, ...]) -> None:
+@json_option
+def validate(cfg: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check the file CFG; every mistake is listed, exit code 2."""
     from instar.config.fields import values
 
     loaded = _load(cfg, overrides)
     all_values = values(loaded.config)
     given = sum(loaded.origins[key] != "default" for key in all_values)
+    if as_json:
+        print_json({"config": cfg, "valid": True, "set": given, "keys": len(all_values)})
+        return
     click.echo(f"{cfg}: ok, {given} of {len(all_values)} keys set")
 
 

@@ -106,12 +106,10 @@ def _lines(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:
 
 
 def _json(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:
-    before = "["
-    for run, found in each:
-        for one in found:
-            yield f"{before}{json.dumps(_object(run, one, several, superseded))}"
-            before = ","
-    yield "]" if before == "," else "[]"
+    texts = (
+        json.dumps(_object(run, one, several, superseded)) for run, found in each for one in found
+    )
+    yield f"[{', '.join(texts)}]"
 
 
 def _object(run: RunDir, one: FilteredEvent, several: bool, superseded: bool) -> dict[str, Any]:

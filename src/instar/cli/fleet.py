@@ -210,11 +210,21 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
     "-f", "--follow", is_flag=True, help="Print new lines until the fleet has ended, or Ctrl-C."
 )
 @click.option("-n", "--lines", default=20, show_default=True, help="Last lines of each log.")
-def logs(name: str, instance: str | None, process: str | None, follow: bool, lines: int) -> None:
+@json_option
+def logs(
+    name: str,
+    instance: str | None,
+    process: str | None,
+    follow: bool,
+    lines: int,
+    as_json: bool,
+) -> None:
     """Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS."""
     from instar.fleet.folder import find
     from instar.fleet.view.logs import ProcessLog, process_logs, tail
 
+    if as_json and follow:
+        raise ConfigError.one("--json cannot be combined with -f", hint="leave one of them out")
     folder = find(name)
     indices = _indices(folder)
 
@@ -226,6 +236,16 @@ def logs(name: str, instance: str | None, process: str | None, follow: bool, lin
     if not there:
         root = folder / "logs"
         raise ConfigError.one("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
+    if as_json:
+        found = tail(folder, wanted, lines, follow=False)
+        names = ("instance", "process", "line")
+        print_json(
+            [
+                dict(zip(names, (log.instance, log.process, line), strict=True))
+                for log, line in found
+            ]
+        )
+        return
     is_only = len(there) == 1 and not (follow and process is None)
     for log, line in tail(folder, wanted, lines, follow=follow):
         mark = "" if is_only else f"{log.instance}/{log.process} | "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from instar import __version__
+from instar.cli import json_line
 from instar.cli.options import LazyGroup
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
@@ -94,11 +95,14 @@ def instar() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; print errors on stderr."""
-    return run_command(lambda: _run_with_trust(list(sys.argv[1:] if argv is None else argv)))
+    args = list(sys.argv[1:] if argv is None else argv)
+    if json_line.requested(args):
+        return json_line.in_one_line(lambda say: run_command(lambda: _run_with_trust(args), say))
+    return run_command(lambda: _run_with_trust(args))
 
 
-def run_command(run: Callable[[], int]) -> int:
-    """Run a command and return its exit code; print errors on stderr."""
+def run_command(run: Callable[[], int], say: json_line.Say = json_line.say) -> int:
+    """Run a command and return its exit code; `say` prints errors."""
     set_encoding()
     try:
         code = run()
@@ -111,30 +115,34 @@ def run_command(run: Callable[[], int]) -> int:
     except (KeyboardInterrupt, click.Abort) as error:
         with suppress(OSError):  # the terminal has closed
             for note in getattr(error, "__notes__", ()):
-                click.echo(note, err=True)
+                say(note)
         return INTERRUPTED
     except InstarError as error:
         if isinstance(error, StdoutFails):
             _silence_stdout()
         with suppress(OSError):  # the terminal has closed
-            click.echo(str(error), err=True)
+            say(str(error))
         return error.exit_code
     except OSError as error:
-        click.echo(sentence_of(error), err=True)
+        say(sentence_of(error))
         return ConfigError.exit_code if error.errno in PATH_ERRORS else InstarError.exit_code
     except MemoryError as error:
-        click.echo(f"not enough memory: {error}" if str(error) else "not enough memory", err=True)
+        say(f"not enough memory: {error}" if str(error) else "not enough memory")
         return InstarError.exit_code
     except ValueError as error:
         if "null" not in str(error) or "embedded" not in str(error):
             raise
-        click.echo("a path or a value contains a NUL character", err=True)
+        say("a path or a value contains a NUL character")
         return ConfigError.exit_code
     except click.UsageError as error:
-        with_suggestion(error).show()
+        error = with_suggestion(error)
+        if error.ctx is not None:
+            click.echo(error.ctx.get_usage(), err=True)
+            click.echo(f"Try '{error.ctx.command_path} --help' for help.\n", err=True)
+        say(f"Error: {error.format_message()}")
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        say(f"Error: {error.format_message()}")
         return error.exit_code
 
 
@@ -229,17 +237,31 @@ def with_suggestion(error: click.UsageError) -> click.UsageError:
     params = error.ctx.command.params if error.ctx else []
     options = {name for each in params for name in each.opts}
     if isinstance(error, click.NoSuchOption):
+        likely = [name for name in error.possibilities or () if name != "--help"]
         hint = _suggest_option(error.option_name, options)
+        hint = hint or (f"did you mean '{likely[0]}'?" if likely else "")
     elif "--set" in options and (pair := re.search(r"\(([\w.]+=[^\s)]*)", error.message)):
         hint = f"write --set {pair[1]}"
-    return (
-        click.UsageError(f"{error.message} {hint[:1].upper()}{hint[1:]}.", error.ctx)
-        if hint
-        else error
-    )
+    if not hint:
+        return error
+    end = "" if hint.endswith("?") else "."
+    message = f"{error.message.removesuffix('.')}. {hint[:1].upper()}{hint[1:]}{end}"
+    return click.UsageError(message, error.ctx)
+
+
+_RANKS = (
+    *("gpu", "gpus", "num_gpus", "n_gpus", "ngpus", "ranks", "world_size"),
+    *("num_processes", "nproc_per_node", "nprocs", "n_proc"),
+)
+"""Names of other launchers' options for the number of processes."""
 
 
 def _suggest_option(given: str, options: Collection[str]) -> str:
+    word = given.lstrip("-").replace("-", "_")
+    if "--nproc" in options and word in _RANKS:
+        return "write --nproc for the number of ranks, or --devices 0,1 for their GPUs"
+    if word == "schedule" and "--op" in options:
+        return "write each operation as --op NAME=VALUE"
     if "--set" not in options:
         return ""
     from instar.config.fields import LANGUAGE, root_of
@@ -247,7 +269,9 @@ def _suggest_option(given: str, options: Collection[str]) -> str:
 
     if given in ("--config", "--cfg") and "--config" not in options:
         return "give the config without an option: instar train CFG"
-    key = suggest_key(root_of(LANGUAGE), given.lstrip("-").replace("-", "_"))
+    if word == "schedule" and "--schedule" not in options and "--until" not in options:
+        return "give the schedule's file without an option"
+    key = suggest_key(root_of(LANGUAGE), word)
     if key == "train.until" and "--until" in options:
         return "write --until, e.g. --until 2000it or --until 3ep"
     return f"write --set {key}=VALUE" if key else ""

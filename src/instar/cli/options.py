@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from instar.cli.completion import candidates
+from instar.cli.json_line import takes_json
 from instar.config.user_code import FLAG, TRUST_VARIABLE
 
 MOST_RANKS = 2**16
@@ -149,7 +150,11 @@ profile_option = click.option(
 
 
 class CommandGroup(click.Group):
-    """A group whose help shows each command's first sentence untruncated."""
+    """A group whose help shows each command's first sentence untruncated; all its commands take --json."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        return command and takes_json(command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)
@@ -179,7 +184,7 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = self.table[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
+        return takes_json(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

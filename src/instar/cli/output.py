@@ -154,10 +154,10 @@ def print_named(texts: Iterable[tuple[str, str]], indent: int) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document; non-finite numbers are strings."""
+    """Print one line of JSON; non-finite numbers are strings."""
     from instar.record.events import to_words
 
-    text = json.dumps(to_words(value), indent=2, ensure_ascii=False)
+    text = json.dumps(to_words(value), ensure_ascii=False)
     # escape surrogates, from file names that are not UTF-8
     click.echo(text.encode("utf-8", "backslashreplace").decode())
 
@@ -269,8 +269,8 @@ def launch(path: Path) -> None:
 
 
 def as_text(data: Any) -> str:
-    """Serialize JSON values to one document."""
-    return json.dumps(data, indent=2)  # ASCII, which every stdout can encode
+    """Serialize JSON values to one line."""
+    return json.dumps(data)  # ASCII, which every stdout can encode
 
 
 OUT_DIR = Path("runs")

@@ -293,7 +293,10 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--token", help="Access token of the page.  [default: random]")
 @click.option("-e", "--open", "opens", is_flag=True, help="Open the page in a browser.")
-def dashboard(folder: Path, port: int | None, host: str, token: str | None, opens: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
+def dashboard(
+    folder: Path, port: int | None, host: str, token: str | None, opens: bool, as_json: bool
+) -> None:
     """Show runs live in a browser: the runs in DIR (default: runs), or one run; and the fleets in the
     folder `fleets` beside DIR.
 
@@ -315,7 +318,7 @@ def dashboard(folder: Path, port: int | None, host: str, token: str | None, open
     address = bind(host, port, token)
     if not folder.exists():
         click.echo(f"{folder} does not exist yet; its runs will be shown as they appear", err=True)
-    click.echo(address.url)
+    click.echo(as_text({"url": address.url}) if as_json else address.url)
     click.echo(f"Shows {folder}, read-only. Ctrl-C ends it.", err=True)
     if opens:
         import webbrowser

@@ -14,6 +14,7 @@ import importlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
@@ -105,8 +106,11 @@ def root_of(task: str) -> type[RunConfig]:
         return root
     if ":" not in task:
         meant = nearest(task, ROOTS)
-        hint = f"did you mean '{meant}'?" if meant else "or name your own as module:class"
-        raise _task_error(f"unknown task '{task}'; known are {', '.join(ROOTS)}", hint)
+        own = _own_class(task) or "or name your own as module:class"
+        raise _task_error(
+            f"unknown task '{task}'; known are {', '.join(ROOTS)}",
+            f"did you mean '{meant}'?" if meant else own,
+        )
     task_class = custom_task_class(task)
     model, data = getattr(task_class, "Model", Section), getattr(task_class, "Data", SamplesConfig)
     for name, section, base in (("Model", model, Section), ("Data", data, SamplesConfig)):
@@ -134,6 +138,14 @@ def custom_task_class(task: str) -> type[Any]:
     if not isinstance(found, type):
         raise _task_error(f"{task} is not a class")
     return found
+
+
+def _own_class(task: str) -> str:
+    """Return a hint for a task without a colon that names a file here, or a class in one."""
+    module, _, name = task.removesuffix(".py").rpartition(".")
+    if module and Path(*module.split(".")).with_suffix(".py").is_file():
+        return f"write {module}:{name}"
+    return f"write {name}:CLASS" if not module and Path(f"{name}.py").is_file() else ""
 
 
 def _task_error(message: str, hint: str = "") -> ConfigError:

@@ -239,7 +239,7 @@ class _Findings:
 
 def _read_config(path: str, findings: _Findings) -> Document | None:
     """Return the mapping in a file; None after a problem that prevents it."""
-    document = findings.read(path, START)
+    document = findings.read(path, f"write --set {path}" if "=" in path else START)
     if document is not None and not isinstance(document.data, dict):
         message = f"a config consists of 'key: value' lines, got {show(document.data)}"
         findings.note(document.place(), message)

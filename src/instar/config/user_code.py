@@ -20,10 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import instar
-from instar.config.errors import ConfigError, ConfigProblem
+from instar.config.errors import ConfigError, ConfigProblem, nearest
 
 _INSTAR = str(Path(instar.__file__).parent)
 _NOT_THE_USERS = (_INSTAR, sysconfig.get_path("stdlib"), "<frozen")
+
+
+def _file_hint(module: str, name: str) -> str:
+    """Return a hint for a module that does not exist: a file here of nearly its name."""
+    files = {path.stem: path for path in Path().glob("*.py")}
+    close = nearest(module.removesuffix(".py"), files)
+    return f"did you mean '{close}:{name}'?" if close else ""
 
 
 def load_named(name: str, *, key: str) -> Callable[..., Any]:
@@ -47,9 +54,11 @@ def load_named(name: str, *, key: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if f"{module_name}.".startswith(f"{error.name}."):
-            raise wrong(
-                f"there is no module {error.name!r}", f"it was looked for in {cwd} and PYTHONPATH"
-            ) from None
+            hint = (
+                _file_hint(module_name, function_name)
+                or f"it was looked for in {cwd} and PYTHONPATH"
+            )
+            raise wrong(f"there is no module {error.name!r}", hint) from None
         raise wrong(f"{module_name} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:
         raise wrong(f"{module_name} cannot be imported: {what_happened(error)}") from error

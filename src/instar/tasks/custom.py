@@ -7,9 +7,10 @@ built-in tasks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic
 
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from instar.config.schema import Direction, OptimizerConfig, SamplesConfig
 from instar.config.sections import Section
@@ -18,8 +19,8 @@ from instar.models.table import Shape
 from instar.tasks import logged
 from instar.tasks.task import Batch
 
-M = TypeVar("M", bound=Section)
-D = TypeVar("D", bound=SamplesConfig)
+M = TypeVar("M", bound=Section, default=Any)
+D = TypeVar("D", bound=SamplesConfig, default=Any)
 
 
 class CustomTask(Generic[M, D]):
