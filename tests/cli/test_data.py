@@ -158,3 +158,11 @@ def test_help_is_light() -> None:
         "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules), 'heavy import'\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("words", [["--source", "b"], ["--source=b"]])
+def test_two_sources_are_refused_and_not_the_first_one_dropped(
+    text: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(["data", "prepare", "--source", text.name, *words, "--json"]) == 2
+    assert "--source is given 2 times: story.txt, b; give one" in capsys.readouterr().err

@@ -323,3 +323,50 @@ def test_an_iterable_without_splits_must_fit_in_memory(monkeypatch: pytest.Monke
     assert len(as_source(Reading(30))) == 30
     with pytest.raises(ValueError, match="more than 30 samples is not read into memory"):
         as_source(Reading(None))
+
+
+def test_nodes_of_graphs_without_features_are_counted() -> None:
+    edges = torch.tensor([[0, 1], [1, 0]])
+    graphs = [Graph(edge_index=edges, num_nodes=4 + k % 3, y=torch.tensor([k])) for k in range(6)]
+    for given in (graphs, iter(graphs)):
+        found = as_source(given).read(np.arange(6))
+        np.testing.assert_array_equal(found["num_nodes"], [4, 5, 6, 4, 5, 6])
+    graphs[0] = Graph(x=torch.zeros(3, 2), edge_index=edges, num_nodes=4)
+    with pytest.raises(ValueError, match="num_nodes is 4, but there are 3 rows of features"):
+        as_source(graphs[:1])
+
+
+MASKED = np.ma.masked_equal(np.arange(20.0).reshape(20, 1), 7.0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: {"a": {"x": MASKED}},
+        lambda: {"x": MASKED},
+        lambda: (MASKED, Y),
+        lambda: [{"x": row} for row in MASKED],
+        lambda: [(row, 1) for row in MASKED],
+    ],
+)
+def test_masked_values_are_refused_by_name(given: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"x has 1 masked value, which would count as data; fill"):
+        as_source(given())
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c8"])
+def test_arrays_of_another_byte_order_are_converted(dtype: str) -> None:
+    values = np.arange(20).astype(dtype)
+    for given in ({"x": values}, [{"x": value} for value in values], (values, Y)):
+        found = as_source(given).read(np.arange(20))["x"]
+        assert isinstance(found, np.ndarray)
+        assert found.dtype.isnative
+        np.testing.assert_array_equal(found, values)
+        torch.from_numpy(found)
+
+
+def test_an_array_without_masked_values_is_an_array() -> None:
+    found = as_source({"x": np.ma.masked_equal(np.arange(4), 9)}).read(np.arange(4))["x"]
+    assert type(found) is np.ndarray
+    with pytest.raises(ValueError, match="x is float128, which torch does not have"):
+        as_source({"x": np.zeros(3, dtype=np.longdouble)})

@@ -100,6 +100,13 @@ def texts() -> Iterator[str]:
         yield f"document {number} " * (number * 7 % 13)
 
 
+def masked(sample: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    """Some targets are none; of many samples all."""
+    targets = sample["targets"]
+    targets[generator.random(targets.size) < generator.choice([0.1, 0.6, 1.0])] = -1
+    return sample
+
+
 def noisy(sample: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
     """Some tokens are replaced by others."""
     inputs = sample["inputs"].copy()

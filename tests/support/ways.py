@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "mixture": [{"source": "{train}"}, {"source": "{held_out}"}],
     },
     "transformed": {"transform": "feeds:noisy"},
+    "masked": {"transform": "feeds:masked"},
 }
 
 
@@ -136,9 +137,14 @@ def rows_of(batch: StepBatch) -> list[bytes]:
 def told(batches: list[StepBatch]) -> tuple[Any, ...]:
     """All that must not depend on the way."""
     plans = {batch.plan for batch in batches}
-    weights = {batch.weight for batch in batches}
-    assert len(plans) == len(weights) == 1
     shares = sum(micro.weight for batch in batches for micro in batch.micro_batches)
-    assert shares == pytest.approx(batches[0].weight)
+    owns = [batch.own_weight for batch in batches]
+    if None in owns:
+        weights = {batch.weight for batch in batches}
+        assert owns == [None] * len(owns)
+    else:  # each rank knows its own, and they agree on the sum before the step
+        weights = {sum(own for own in owns if own is not None)}
+    assert len(plans) == len(weights) == 1
+    assert shares == pytest.approx(min(weights))
     digest = hashlib.sha256(repr(sorted(samples_of(batches).items())).encode()).hexdigest()
     return plans.pop(), weights.pop(), digest

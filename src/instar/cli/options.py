@@ -149,12 +149,36 @@ profile_option = click.option(
 )
 
 
+class StrictCommand(click.Command):
+    """A command that refuses an option given twice with different values, instead of using the last."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        single = [
+            each
+            for each in self.params
+            if isinstance(each, click.Option) and not (each.multiple or each.count or each.is_flag)
+        ]
+        for option in single:
+            words = [*option.opts, *option.secondary_opts]
+            given = [
+                args[n + 1] if word in words else word.partition("=")[2]
+                for n, word in enumerate(args[: args.index("--") if "--" in args else None])
+                if (word in words and n + 1 < len(args))
+                or word.startswith(tuple(f"{w}=" for w in words))
+            ]
+            if len(set(given)) > 1:
+                ctx.fail(f"{words[-1]} is given {len(given)} times: {', '.join(given)}; give one")
+        return super().parse_args(ctx, args)
+
+
 class CommandGroup(click.Group):
     """A group whose help shows each command's first sentence untruncated; all its commands take --json."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = super().get_command(ctx, cmd_name)
         return command and takes_json(command)
+
+    command_class = StrictCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)

@@ -250,7 +250,8 @@ def pack(block: Block) -> Bytes:
         micro_batches = []
         for micro in step.micro_batches:
             arrays[str(len(arrays))] = micro.arrays
-            micro_batches.append([micro.weight, micro.samples, micro.rank, micro.first])
+            weights = None if micro.weights is None else micro.weights.tolist()
+            micro_batches.append([micro.weight, micro.samples, micro.rank, micro.first, weights])
         plan = step.plan
         steps.append(
             {
@@ -276,8 +277,15 @@ def _step(step: Mapping[str, Any], columns: Any) -> StepBatch | Exception:
     if "error" in step:
         return SourceFailed(f"rank 0 could not read samples: {step['error']}")
     micro_batches = tuple(
-        MicroBatch(next(columns), weight, samples, rank, first)
-        for weight, samples, rank, first in step["micro_batches"]
+        MicroBatch(
+            next(columns),
+            weight,
+            samples,
+            rank,
+            first,
+            None if weights is None else np.array(weights, dtype=np.float64),
+        )
+        for weight, samples, rank, first, weights in step["micro_batches"]
     )
     plan = StepPlan(*step["plan"])
     passes = tuple(step["passes"])

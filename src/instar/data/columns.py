@@ -212,20 +212,41 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     return Ragged(np.concatenate(arrays), np.cumsum(sizes))
 
 
+def plain(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array of numbers as torch reads it: in this machine's byte order, and without a mask.
+
+    Raises:
+        ValueError: values are masked, or are floats that torch does not have; names the column.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        if count := int(np.count_nonzero(np.ma.getmaskarray(array))):
+            raise ValueError(
+                f"{name} has {count:,} masked value{'s' * (count > 1)}, which would count as data; "
+                f"fill them, {name}.filled(…), and give the mask as a column of its own"
+            )
+        array = np.asarray(array)
+    if array.dtype.kind in "fc" and array.real.dtype.itemsize > 8:
+        raise ValueError(f"{name} is {array.dtype}, which torch does not have; give float64")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
 def _array(name: str, value: Any, number: int) -> NDArray[Any]:
     try:
-        array = np.asarray(value)
+        array = value if isinstance(value, np.ndarray) else np.asarray(value)
     except ValueError:  # lists of different lengths
         array = np.empty(0, dtype=object)
-    if array.dtype.kind not in NUMBERS:
-        hint = ""
-        if isinstance(value, str):
-            hint = "; encode text as numbers first, or leave the column out"
-        elif value is None:
-            hint = "; every sample needs a value of every column"
-        elif array.dtype == object and isinstance(value, list | tuple):
-            hint = "; lists within it differ in length"
-        raise ValueError(
-            f"sample {number}: {name} is {value!r:.60}, which is no array of numbers{hint}"
-        )
-    return array
+    if array.dtype.kind in NUMBERS:
+        try:
+            return plain(name, array)
+        except ValueError as error:
+            raise ValueError(f"sample {number}: {error}") from None
+    hint = ""
+    if isinstance(value, str):
+        hint = "; encode text as numbers first, or leave the column out"
+    elif value is None:
+        hint = "; every sample needs a value of every column"
+    elif array.dtype == object and isinstance(value, list | tuple):
+        hint = "; lists within it differ in length"
+    raise ValueError(
+        f"sample {number}: {name} is {value!r:.60}, which is no array of numbers{hint}"
+    )

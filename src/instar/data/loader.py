@@ -15,8 +15,9 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from instar.data.columns import Columns, cut, leaves, nbytes
+from instar.data.columns import Columns, Ragged, cut, leaves, nbytes
 from instar.data.order import Int64Array, Order
 from instar.data.plan import (
     Costly,
@@ -29,7 +30,7 @@ from instar.data.plan import (
     plan_step,
     shares,
 )
-from instar.data.source import Source, close
+from instar.data.source import Source, close, measure_of
 from instar.distributed.failure import exits_fail
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class MicroBatch:
     samples: int
     rank: int
     first: int
+    weights: NDArray[np.float64] | None = None
+    """of each sample, where they are measured, see `Measure`"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +73,9 @@ class StepBatch:
     weight: float
     passes: tuple[int, ...]
     epoch_samples: int
+    own_weight: float | None = None
+    """where samples are measured and other ranks read some: the weight of this rank's part, whose sum over
+    ranks is the step's; `weight` is then what the step would weigh untransformed"""
 
 
 class StepKey(NamedTuple):
@@ -139,6 +145,7 @@ class LocalReader:
         self._lanes = order if isinstance(order, Laned) else None
         self._open_ended = order if isinstance(order, OpenEnded) else None
         self._costly = source if isinstance(source, Costly) and slices > 1 else None
+        self._measure = measure_of(source)
         self._slices, self._own = slices, own
         self._who = who
         self._sample_bytes = 1
@@ -238,29 +245,42 @@ class LocalReader:
         rows = asked.size
         _check_length(arrays, rows)
         self._sample_bytes = max(1, nbytes(arrays) // rows)
+        measured = None if self._measure is None else self._measure.weights(arrays)
         block: Block = {}
         row = 0
         for key, plan, one, places_of in zip(keys, plans, steps, places, strict=True):
-            weight = self._source.weights(one)
+            weight, own_weight = self._source.weights(one), None
             micro_batches = []
             for rank in self._own:
                 mine = places_of[rank]
                 for first, stop in micro_slices(len(mine), key.batch_size) or [(0, 0)]:
-                    rows = max(stop - first, 1)
+                    rows, samples = max(stop - first, 1), stop - first
+                    of_each = None if measured is None else measured[row : row + samples]
+                    if of_each is not None:
+                        part = float(of_each.sum())
+                    elif samples == one.size:
+                        part = weight
+                    else:
+                        part = self._source.weights(at(one, mine[first:stop]))
                     micro_batches.append(
                         MicroBatch(
                             arrays=cut(arrays, row, row + rows),
-                            weight=weight
-                            if stop - first == one.size
-                            else self._source.weights(at(one, mine[first:stop])),
-                            samples=stop - first,
+                            weight=part,
+                            samples=samples,
                             rank=rank,
                             first=int(mine[first]) if len(mine) else 0,
+                            weights=of_each,
                         )
                     )
                     row += rows
             passes = tuple(max(1, -(-len(each) // key.batch_size)) for each in places_of)
-            block[key] = StepBatch(plan, tuple(micro_batches), weight, passes, epoch_samples)
+            if measured is not None:
+                own_weight = sum(micro.weight for micro in micro_batches)
+                if len(self._own) == self._slices:
+                    weight, own_weight = own_weight, None
+            block[key] = StepBatch(
+                plan, tuple(micro_batches), weight, passes, epoch_samples, own_weight
+            )
         return block
 
     def _shared(self, plan: StepPlan, samples: Int64Array) -> Sequence[Places]:
@@ -285,6 +305,12 @@ def _check_length(arrays: Columns, rows: int) -> None:
     for name, column in leaves(arrays):
         if len(column) != rows:
             raise ValueError(f"the source gave {len(column)} samples of {name!r}, asked for {rows}")
+        values = column.values if isinstance(column, Ragged) else column
+        if isinstance(values, np.ma.MaskedArray) or not values.dtype.isnative:
+            what = (
+                "a masked array" if values.dtype.isnative else f"of byte order {values.dtype.str}"
+            )
+            raise ValueError(f"the source gave {name!r} as {what}: give plain arrays")
 
 
 _LONGEST_READ_S = 0.2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,6 +49,24 @@ def check_indices(indices: Int64Array, length: int) -> None:
     # as unsigned numbers, negative ones exceed every length: one pass instead of two
     if indices.size and indices.view(np.uint64).max() >= length:
         raise IndexError(f"samples {indices.min()}..{indices.max()} of {length}")
+
+
+class Measure(Protocol):
+    """The loss weights of samples as a transform leaves them."""
+
+    def check(self, sample: Mapping[str, Any]) -> None:
+        """Raise ValueError if a transformed sample cannot be trained on."""
+        ...
+
+    def weights(self, columns: Columns) -> NDArray[np.float64]:
+        """Return the loss weight of each sample, [samples]."""
+        ...
+
+
+def measure_of(source: object) -> Measure | None:
+    """Return what measures a source's samples once they are read; None: `Source.weights` knows."""
+    found: Measure | None = getattr(source, "measure", None)
+    return found
 
 
 @runtime_checkable
@@ -210,6 +228,10 @@ class _AnnotatedSource:
     @property
     def fingerprint(self) -> str:
         return self.source.fingerprint
+
+    @property
+    def measure(self) -> Measure | None:
+        return measure_of(self.source)
 
     def __len__(self) -> int:
         return len(self.source)

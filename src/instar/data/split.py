@@ -18,7 +18,7 @@ from instar.config.language import DataConfig
 from instar.config.schema import SamplesConfig, Size
 from instar.data.columns import Columns
 from instar.data.order import Int64Array, Order, Shuffled, key_bytes, order_of
-from instar.data.source import CostedSource, Source, check_indices, close
+from instar.data.source import CostedSource, Measure, Source, check_indices, close, measure_of
 from instar.data.user_source import transformed
 from instar.data.workers import WorkerSource
 
@@ -212,6 +212,10 @@ class Subset:
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint}/{_digest(self.numbers)}"
 
+    @property
+    def measure(self) -> Measure | None:
+        return measure_of(self.source)
+
     def __len__(self) -> int:
         return self.numbers.size
 
@@ -238,6 +242,8 @@ class SampleSet:
     data: SamplesConfig
     costs: Int64Array | None = None
     """The cost of each sample of the source, if costs differ."""
+    measure: Measure | None = None
+    """The weights of transformed samples; None: each has weight 1."""
 
     def __post_init__(self) -> None:
         check_division(self.splits, len(self.source))
@@ -255,7 +261,7 @@ class SampleSet:
     def train(self, seed: int) -> tuple[Source, Order]:
         """Return the training samples and their order."""
         numbers = self.splits["train"]
-        opened = partial(_to_train_on, self.source, numbers, self.data, seed)
+        opened = partial(_to_train_on, self.source, numbers, self.data, seed, self.measure)
         source: Source = WorkerSource(opened, self.data.workers) if self.data.workers else opened()
         if self.costs is not None:
             source = CostedSource(source, self.costs[numbers])
@@ -281,9 +287,11 @@ class SampleSet:
         close(self.source)
 
 
-def _to_train_on(source: Source, numbers: Int64Array, data: SamplesConfig, seed: int) -> Source:
+def _to_train_on(
+    source: Source, numbers: Int64Array, data: SamplesConfig, seed: int, measure: Measure | None
+) -> Source:
     # random numbers depend on a sample's index in the source, not on its position in the split
-    return Subset(transformed(source, data, seed), numbers)
+    return Subset(transformed(source, data, seed, measure), numbers)
 
 
 def _digest(numbers: Int64Array) -> str:

@@ -68,13 +68,13 @@ def sample_set(
     """
     parts = splits_of(given)
     if parts is None:
-        source = as_source(given, fields)
+        source = _weighed(as_source(given, fields), data)
         return SampleSet(source, split_samples(source, data, seed), data)
     train = data_set(parts.pop("train"))
     held = {name: _part(name, part, fields) for name, part in parts.items()}
     if _is_read_forward(train):
         return StreamedSet(IterableStream(_passes(make, train), fields), held, data)
-    sources = {"train": _part("train", train, fields), **held}
+    sources = {"train": _weighed(_part("train", train, fields), data), **held}
     first = {name: source.read(np.zeros(1, np.int64)) for name, source in sources.items()}
     for name, columns in first.items():
         if found := difference(first["train"], columns):
@@ -83,6 +83,17 @@ def sample_set(
     ends = dict(zip(sources, together.offsets[1:].tolist(), strict=True))
     members = {name: np.arange(ends[name] - len(part), ends[name]) for name, part in held.items()}
     return SampleSet(together, split_samples(together, data, seed, members), data)
+
+
+def _weighed(source: Source, data: SamplesConfig) -> Source:
+    """Return the source. Raises ConfigError if it weighs samples itself, whose weights a transform may change."""
+    if data.transform is not None and source.weights(np.arange(len(source))) != len(source):
+        raise _error(
+            "transform",
+            "data.transform may change the weights of samples, which this source gives itself",
+            "transform in its read, and give the weights of what that returns",
+        )
+    return source
 
 
 def splits_of(given: object) -> dict[str, object] | None:

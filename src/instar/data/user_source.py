@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from instar.config.schema import FeedConfig
 from instar.config.user_code import load_named
 from instar.data.arrays import InMemorySource
-from instar.data.columns import NUMBERS, Column, Columns, Ragged, as_ragged, leaves, stack
+from instar.data.columns import NUMBERS, Column, Columns, Ragged, as_ragged, leaves, plain, stack
 from instar.data.order import Int64Array, key_bytes
-from instar.data.source import Source, close
+from instar.data.source import Measure, Source, close
 
 Sample: TypeAlias = "Mapping[str, Any]"
 """One sample: arrays by name, nested as the columns are."""
@@ -33,14 +33,19 @@ def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 class Transformed:
-    """Applies a function to the samples of a source; the weights are the source's.
+    """Applies a function to the samples of a source.
+
+    The weights are the source's where there is no `measure` of what the function returns.
 
     The function must be deterministic in the sample and the generator, so that a sample can be read
     again. It gets its own copies of the arrays and may modify them.
     """
 
-    def __init__(self, source: Source, function: SampleFunction, seed: int) -> None:
+    def __init__(
+        self, source: Source, function: SampleFunction, seed: int, measure: Measure | None = None
+    ) -> None:
         self.source = source
+        self.measure = measure
         self._function = function
         self._seed = seed
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -71,6 +76,8 @@ class Transformed:
             try:
                 generator = sample_generator(self._seed, epoch, index)
                 samples.append(self._function(_sample(columns, row), generator))
+                if self.measure is not None:
+                    self.measure.check(samples[-1])
             except Exception as error:
                 error.add_note(f"in {self._name}, of sample {index} in epoch {epoch}")
                 raise
@@ -80,11 +87,17 @@ class Transformed:
             raise ValueError(f"{self._name} made samples that do not fit: {error}") from None
 
 
-def transformed(source: Source, data: FeedConfig, seed: int) -> Source:
-    """Return the source with the user's transform, if there is one, applied to its samples."""
+def transformed(
+    source: Source, data: FeedConfig, seed: int, measure: Measure | None = None
+) -> Source:
+    """Return the source with the user's transform, if there is one, applied to its samples.
+
+    Args:
+        measure: the weights of what the transform returns; None: they are the source's.
+    """
     if data.transform is None:
         return source
-    return Transformed(source, load_named(data.transform, key="data.transform"), seed)
+    return Transformed(source, load_named(data.transform, key="data.transform"), seed, measure)
 
 
 class _Words(np.random.bit_generator.ISeedSequence):
@@ -311,6 +324,7 @@ def _column(name: str, value: object) -> Column:
     value = _untorched(name, value)
     if hasattr(value, "to_numpy"):  # a column of a DataFrame
         value = value.to_numpy()
+        value = _untorched(name, value)
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
         value = _of_samples(name, value)
     if isinstance(value, Ragged):
@@ -337,6 +351,8 @@ def _untorched(name: str, value: Any) -> Any:
     """Convert tensors, also in nested samples, to arrays; leave other values unchanged."""
     if isinstance(value, Mapping):
         return {str(part): _untorched(f"{name}.{part}", each) for part, each in value.items()}
+    if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS:
+        return plain(name, value)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return value
@@ -396,13 +412,24 @@ def is_graph(item: object) -> bool:
 
 def graph_sample(graph: Any) -> dict[str, NDArray[Any]]:
     """Convert a PyTorch Geometric graph to arrays of at least one axis; edge_index [2, edges] is
-    `edges` [edges, 2]. Text, such as the name of a molecule, is left out."""
+    `edges` [edges, 2]. Text, such as the name of a molecule, is left out, and `num_nodes` where `x` or
+    `pos` has a row for each node.
+
+    Raises:
+        ValueError: `num_nodes` is not the number of these rows.
+    """
     sample = {name: _untorched(name, value) for name, value in graph.to_dict().items()}
     sample["edges"] = np.ascontiguousarray(sample.pop("edge_index").T)
+    rows = next((len(sample[name]) for name in ("x", "pos") if sample.get(name) is not None), None)
+    nodes = sample.get("num_nodes")
+    if rows is not None and nodes is not None:
+        if rows != nodes:
+            raise ValueError(f"num_nodes is {nodes}, but there are {rows} rows of features")
+        del sample["num_nodes"]
     return {
         name: np.atleast_1d(value)
         for name, value in sample.items()
-        if not (value is None or name == "num_nodes" or _is_text(value))
+        if not (value is None or _is_text(value))
     }
 
 

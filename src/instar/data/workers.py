@@ -27,7 +27,7 @@ import numpy as np
 from instar.config.errors import InstarError
 from instar.data.columns import Columns, join
 from instar.data.order import Int64Array
-from instar.data.source import Source
+from instar.data.source import Measure, Source, measure_of
 from instar.distributed.signals import STOP_SIGNALS
 from instar.processes.child import Child, exit_text
 
@@ -134,6 +134,10 @@ class WorkerSource:
 
     def __len__(self) -> int:
         return len(self._source)
+
+    @property
+    def measure(self) -> Measure | None:
+        return measure_of(self._source)
 
     def weights(self, indices: Int64Array) -> float:
         return self._source.weights(indices)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
 from instar.config.graph import GENERATORS, GraphConfig
@@ -46,6 +47,23 @@ class Generator(Protocol):
     def preview(self, options: Section, seed: int) -> Columns:
         """Generate a few graphs in memory, for a forecast before any are stored."""
         ...
+
+
+@dataclass(frozen=True)
+class NodeCounts:
+    """`Measure` of graphs at level "node": their weight is the number of nodes, or of those in a mask."""
+
+    mask: str | None
+
+    def check(self, sample: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the sample has what is counted."""
+        if (name := self.mask or "x") not in sample:
+            raise ValueError(f"there is no {name}")
+
+    def weights(self, columns: Columns) -> NDArray[np.float64]:
+        """Return the nodes of each graph that count in the loss, [samples]."""
+        column = as_ragged(columns[self.mask or "x"])
+        return (column.sizes if self.mask is None else true_counts(column)).astype(np.float64)
 
 
 def generator_of(source: str) -> Generator:
@@ -89,7 +107,8 @@ class GraphSpec(SampleSetSpec):
         if config.model.level == "node":
             source = WeightedSource(source, _counted(source, config, nodes))
         # nearly all of a step's work is per node
-        samples = SampleSet(source, splits, config.data, costs=nodes)
+        measure = NodeCounts(config.model.mask) if config.model.level == "node" else None
+        samples = SampleSet(source, splits, config.data, costs=nodes, measure=measure)
         samples.held_out("val")
         return cls(config, shape, samples, survey)
 

@@ -93,6 +93,7 @@ class TextSpec(TaskSpec):
             )
         context = config.context
         dataset.held_out("val", config.eval.context or context)
+        dataset.check_transform(context)
         samples = dataset.train_samples(context)
         if samples is not None and samples < world_size:
             raise ConfigError(

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
+from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.config.user_code import load_named
+from instar.config.user_code import load_named, what_happened
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
 from instar.data.text.chat import MARKS, ChatSamples
@@ -20,6 +22,7 @@ from instar.data.text.prepare import prepare, settle
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.streams.index import check_stream, count_lanes, open_stream
+from instar.data.text.targets import TokenTargets
 from instar.data.text.tokenizer import load_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transformed
@@ -140,6 +143,23 @@ class DataSet(ABC):
         """
         return TokenWindows(self.dataset.split(split), context)
 
+    def check_transform(self, context: int) -> None:
+        """Raise ConfigError if `data.transform` fails on a training sample. A stream is not read for it."""
+        if self.data.transform is None or (samples := self.untransformed(context)) is None:
+            return
+        try:
+            self._transformed(samples, context, 0).read(np.zeros(1, dtype=np.int64))
+        except Exception as error:
+            key, said = "data.transform", what_happened(error)
+            raise ConfigError.one(f"{self.data.transform}: {said}", where=key, key=key) from error
+
+    def untransformed(self, context: int) -> Source | None:  # noqa: ARG002
+        """Return the training samples before `data.transform`; None: they are read forward only."""
+        return None
+
+    def _transformed(self, source: Source, context: int, seed: int) -> Source:
+        return transformed(source, self.data, seed, TokenTargets(context, self.vocab_size))
+
 
 @dataclass(frozen=True, eq=False)
 class TokenData(DataSet):
@@ -159,10 +179,13 @@ class TokenData(DataSet):
             return len(self.dataset.split("train"))
         return super().train_tokens(context)
 
+    def untransformed(self, context: int) -> Source:
+        return self.samples(context, self.seed)[0]
+
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         source, order = self.samples(context, seed)
         return hosted(
-            transformed(source, self.data, seed), self.data, self.seed, context, seed
+            self._transformed(source, context, seed), self.data, self.seed, context, seed
         ), order
 
     def samples(self, context: int, seed: int) -> tuple[Source, Order]:
@@ -195,13 +218,16 @@ class MixtureData(DataSet):
     def train_samples(self, context: int) -> int:
         return sum(part.train_samples(context) for part in self.parts)
 
+    def untransformed(self, context: int) -> Source:
+        return Concatenated([part.untransformed(context) for part in self.parts])
+
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         sources = [part.samples(context, seed)[0] for part in self.parts]
         weights = [part.weight for part in self.data.mixture if part.weight is not None]
         order = mixture_order(
             partial(order_of, self.data), [len(source) for source in sources], weights or None, seed
         )
-        whole = transformed(Concatenated(sources), self.data, seed)
+        whole = self._transformed(Concatenated(sources), context, seed)
         return hosted(whole, self.data, self.parts[0].seed, context, seed), order
 
     def held_out(self, split: str, context: int) -> Source:
@@ -229,9 +255,12 @@ class ChatData(DataSet):
     def train_samples(self, context: int) -> int:
         return len(self._samples("train", context))
 
+    def untransformed(self, context: int) -> Source:
+        return self._samples("train", context)
+
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         samples = self._samples("train", context)
-        whole = transformed(samples, self.data, seed)
+        whole = self._transformed(samples, context, seed)
         return hosted(whole, self.data, self.seed, context, seed), order_of(
             self.data, len(samples), seed
         )
@@ -262,7 +291,7 @@ class StreamData(DataSet):
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         source, order = open_stream(self.data, self.path, context, seed, counted=self.counted)
-        return transformed(source, self.data, seed), order
+        return self._transformed(source, context, seed), order
 
 
 def hosted(source: Source, data: DataConfig, seed: int, context: int, order_seed: int) -> Source:

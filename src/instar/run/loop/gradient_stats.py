@@ -361,7 +361,12 @@ def part_of(batch: StepBatch, *, whole: bool) -> StepBatch:
         else:
             size = micro.samples if whole else min(micro.samples, max(1, number // _PART))
         arrays = micro.arrays if whole else cut(micro.arrays, 0, max(1, size))
-        parts.append(replace(micro, arrays=arrays, samples=size))
+        if micro.weights is None:
+            weight, weights = micro.weight * size / max(1, micro.samples), None
+        else:
+            weights = micro.weights[:size]
+            weight = float(weights.sum())
+        parts.append(replace(micro, arrays=arrays, samples=size, weight=weight, weights=weights))
     return replace(batch, micro_batches=tuple(parts), passes=(1,) * len(batch.passes))
 
 

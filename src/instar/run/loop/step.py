@@ -186,6 +186,11 @@ class Stepper:
             measures_part: also measure the gradient of a part of the batch, which changes no bit of
                 the update.
         """
+        if not batch.weight:  # there is nothing to learn from
+            before_sync()
+            self.layers = None
+            loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            return StepResult(loss_sum, GradNorm(0.0))
         set_learning_rate(self.optimizers, lr, step)
         enter(self.bare_model, step)
         buffers = held_buffers(self.bare_model)
@@ -255,10 +260,14 @@ class Stepper:
         norm = strategy.norms([gradients]).item() / self.scaler.get_scale()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        own_samples = sum(micro.samples for micro in part.micro_batches)
-        samples = round(reduce_sums(self.world, {"samples": own_samples})["samples"])
+        counted = {
+            "samples": sum(micro.samples for micro in part.micro_batches),
+            "weight": sum(micro.weight for micro in part.micro_batches),
+        }
+        sums = reduce_sums(self.world, counted)
         # it was divided by the weight of the whole batch
-        return PartNorm(samples, norm * batch.plan.count / max(1, samples))
+        factor = batch.weight / sums["weight"] if sums["weight"] else math.nan
+        return PartNorm(round(sums["samples"]), norm * factor)
 
     def _forward(self, step: int, micro: MicroBatch, model: Module | None = None) -> Tensor:
         self.world.moved()

@@ -96,14 +96,17 @@ class SyncPoint:
         except Exception as error:
             return None, error
 
-    def report(self, failure: Exception | None = None, *, giving_up: bool = False) -> PendingFlags:
+    def report(
+        self, failure: Exception | None = None, *, giving_up: bool = False, weight: float = 0.0
+    ) -> PendingFlags:
         """Send this rank's status without waiting for the others.
 
         Args:
             failure: error of the rank-local work.
             giving_up: this rank cancelled a wait because it `wants_to_stop`, and cannot continue.
+            weight: to be summed over ranks, the last of the sums.
         """
-        sums = float(self._save_request()), float(giving_up)
+        sums = float(self._save_request()), float(giving_up), weight
         if failure is not None:
             return self.flags_reducer.send(Flag.ERROR, sums)
         return self.flags_reducer.send(Flag.STOP if self.wants_to_stop() else Flag.NONE, sums)

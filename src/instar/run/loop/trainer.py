@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from instar.data.loader import StepBatch, WaitCancelled
-from instar.distributed.agree import PendingFlags, agree
+from instar.distributed.agree import agree
 from instar.distributed.world import RunFailed
 from instar.run.changes.scheduled import change_if_due
 from instar.run.loop.checkpointing import save, save_if_due
@@ -133,15 +133,13 @@ class Trainer:
             parts.stepper.layers = LayerStats(strategy.norms)
         noise_every = noise_interval(parts.config, settings.global_batch, parts.loaders.slices)
         try:
-            batch, flags = self._next_batch()
-            # receive the other ranks' status at the latest point where leaving hangs no rank
-            finish = nothing if flags is None else partial(parts.sync.finish, flags)
+            batch, finish = self._next_batch()
             with recording(parts.logger.logged), _partial_explained(batch, settings.global_batch):
                 result = parts.stepper.step(
                     batch,
                     number,
                     lr,
-                    before_sync=finish,
+                    before_sync=finish or nothing,
                     measures_part=noise_every is not None
                     and Every(noise_every).due(number, number + 1),
                 )
@@ -155,7 +153,7 @@ class Trainer:
         end = None
         if strategy.rounds is not None:
             self._skipped += not result.norm.finite
-        if flags is not None:
+        if finish is not None:
             steps = number + 1 - before.step
             end = parts.stepper.end_round(steps, self._skipped, skips)
             self._round_begun, self._skipped = None, 0
@@ -179,11 +177,13 @@ class Trainer:
         parts.hooks.call("on_step_end", self.state, parts.stepper, norm=result.norm)
         self._record(batch, result, lr, end)
 
-    def _next_batch(self) -> tuple[StepBatch, PendingFlags | None]:
+    def _next_batch(self) -> tuple[StepBatch, Callable[[], None] | None]:
         """Return this rank's share of the next samples; a rank that cannot read ends all ranks.
 
-        The ranks exchange flags, which are returned, if they are the same after this step. A rank that
-        cannot read earlier waits for the others where their round ends.
+        Where the ranks are the same after this step, they exchange flags; what receives them is returned,
+        to be called at the latest point where leaving hangs no rank. A rank that cannot read earlier waits
+        for the others where their round ends. Where only the samples tell what the step weighs, flags and
+        weights are exchanged at every step, before it.
         """
         state, parts = self.state, self.parts
         assert parts.loader is not None
@@ -210,8 +210,14 @@ class Trainer:
             phase = state.phase.learnt(batch.epoch_samples)
             self.state = replace(state, phase=phase)
             parts.logger.epochs = phase.epochs
+        if batch.own_weight is None:
+            over = rounds is None or self._ends_round(batch, rounds.sync_every)
+            return batch, partial(parts.sync.finish, parts.sync.report()) if over else None
+        flags = parts.sync.report(weight=batch.own_weight)
+        parts.sync.finish(flags)
+        batch = replace(batch, weight=flags.wait().sums[-1], own_weight=None)
         over = rounds is None or self._ends_round(batch, rounds.sync_every)
-        return batch, parts.sync.report() if over else None
+        return batch, nothing if over else None
 
     def _ends_round(self, batch: StepBatch, sync_every: int) -> bool:
         """Whether a round ends with the step of a batch: after a multiple of `sync_every` steps, and at the

@@ -112,6 +112,7 @@ class RunLogger:
         self.paused_s = 0.0
         """total seconds between saves and the resumes from them"""
         self.last_loss: float | None = None
+        self._warned_of_empty = False
         self.last_step = GradNorm(math.nan), 0.0
         """gradient norm and learning rate of the last step"""
         self.lr_new: dict[str, float] = {}
@@ -172,6 +173,12 @@ class RunLogger:
         before = self.loss_sum
         self.loss_sum = total if before is None else before.to(total.dtype) + total
         self.weight += batch.weight
+        if not batch.weight and not self._warned_of_empty:
+            self._warned_of_empty = True
+            self.warn(
+                "no sample of this step has a target, so that nothing is learnt from it (said once)",
+                progress.step,
+            )
         self.last_step = result.norm, lr
         births = state.settings.births
         rises = bool(births) and progress.step <= births[-1].end
@@ -200,7 +207,7 @@ class RunLogger:
         """
         if self.loss_sum is None:
             return
-        if progress.step > self.flushed.step:
+        if progress.step > self.flushed.step and self.weight:
             sums = reduce_sums(self.world, {"loss": self.loss_sum.item()})
             self.last_loss = sums["loss"] / self.weight
             norm, lr = self.last_step

@@ -1,0 +1,170 @@
+"""A transform that masks targets: what a step weighs is what it is trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ways
+from forks import INSTAR, Forks
+
+from instar.config.errors import ConfigError
+from instar.config.schema import SamplesConfig
+from instar.data.arrays import InMemorySource
+from instar.data.source import WeightedSource
+from instar.data.text.targets import TokenTargets
+from instar.data.user_sets import sample_set
+from instar.run.loop.gradient_stats import part_of
+from instar.tasks.graph_spec import NodeCounts
+
+TRANSFORMS = """\
+def half(sample, generator):
+    sample["targets"][:8] = -1
+    return sample
+
+
+def most(sample, generator):
+    if generator.random() < 0.7:
+        sample["targets"][:] = -1
+    return sample
+
+
+def short(sample, generator):
+    return {name: values[:8] for name, values in sample.items()}
+"""
+CONFIG = """\
+name: masked
+model: {n_layer: 1, n_head: 2, n_embd: 32, context: 16}
+data: {source: text.txt, path: tokens, transform: "masks:half"}
+train: {until: 6it, batch_size: 4}
+optimizer: {lr: 1e-5}
+learning_rate: {warmup_iters: 2}
+eval: {eval_interval: 9, eval_iters: 1}
+record: {log_interval: 1, sample_tokens: 0, report: false}
+precision: fp32
+device: cpu
+"""
+
+
+@pytest.fixture(scope="module")
+def steps(
+    tmp_path_factory: pytest.TempPathFactory, forks: Forks
+) -> Callable[..., list[dict[str, Any]]]:
+    place = tmp_path_factory.mktemp("masked")
+    (place / "text.txt").write_text("".join(f"{n} squared is {n * n}\n" for n in range(400)))
+    (place / "masks.py").write_text(TRANSFORMS)
+    (place / "run.yaml").write_text(CONFIG)
+    numbers = iter(range(99))
+
+    def trained(*arguments: str) -> list[dict[str, Any]]:
+        run = f"run-{next(numbers)}"
+        words = ["train", "run.yaml", "--set", f"record.run_dir={run}", *arguments]
+        child = forks.start(INSTAR, words, place=place)
+        assert child.finish() == 0, child.output()
+        lines = (place / run / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == "train"]
+
+    return trained
+
+
+def told(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(step["step"], step["tokens"], step["loss"], step["grad_norm"]) for step in steps]
+
+
+def test_loss_and_tokens_are_those_of_the_targets_that_are_left(
+    steps: Callable[..., list[dict[str, Any]]],
+) -> None:
+    half = steps()
+    assert [step["tokens"] for step in half] == [32, 64, 96, 128, 160, 192]
+    # a model that knows nothing: ln 256 per target
+    assert all(abs(step["loss"] - np.log(256)) < 0.1 for step in half)
+    (whole, *_) = steps("--set", "data.transform=null", "--until", "1it")
+    assert whole["tokens"] == 64
+    assert 0.5 < half[0]["grad_norm"] / whole["grad_norm"] < 2
+
+
+def test_ranks_agree_on_what_a_step_weighs(steps: Callable[..., list[dict[str, Any]]]) -> None:
+    most = ("--set", "data.transform=masks:most")
+    one = told(steps(*most))
+    assert len({step[1] for step in one}) > 1
+    for ways_of_two in ((), ("--set", "data.strategy=dispatched")):
+        two = told(steps(*most, "--nproc", "2", *ways_of_two))
+        assert [step[:2] for step in two] == [step[:2] for step in one]
+        assert np.allclose([step[2:] for step in two], [step[2:] for step in one], rtol=1e-4)
+    rounds = ("--set", "parallel.strategy=diloco", "--set", "parallel.diloco.sync_every=2")
+    told_rounds = told(steps(*most, "--nproc", "2", *rounds))
+    assert told_rounds[-1][1] == one[-1][1]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [ways.Way(1), ways.Way(2), ways.Way(3), ways.Way(2, "dispatched"), ways.Way(1, workers=2)],
+)
+@pytest.mark.parametrize("kind", ["masked", "a masked stream", "a masked mixture"])
+def test_a_step_weighs_the_targets_of_its_samples(tmp_path: Path, kind: str, way: ways.Way) -> None:
+    more = {"a masked stream": "a stream", "a masked mixture": "a mixture"}
+    base = more.get(kind, kind)
+    data = ways.config(ways.make_rows(tmp_path), base, transform="feeds:masked")
+    data = data.model_copy(update={"path": str(tmp_path / "set")})
+    for batches in ways.taken(data, way, 6):
+        targets = [
+            micro.arrays["targets"][: micro.samples] for b in batches for micro in b.micro_batches
+        ]
+        counted = sum(int((part != -1).sum()) for part in targets)
+        _, weight, _ = ways.told(batches)
+        assert weight == counted
+
+
+def test_a_part_of_a_step_weighs_what_its_samples_do(tmp_path: Path) -> None:
+    data = ways.config(ways.make_rows(tmp_path), "masked", path=str(tmp_path / "set"))
+    ((batch,), *_) = ways.taken(data, ways.Way(1), 1)
+    for micro in part_of(batch, whole=False).micro_batches:
+        assert micro.weight == (micro.arrays["targets"][: micro.samples] != -1).sum()
+
+
+@pytest.mark.parametrize(
+    ("sample", "says"),
+    [
+        ({"inputs": np.arange(4)}, "there are no targets"),
+        ({"inputs": np.arange(2), "targets": np.arange(2)}, r"inputs are int64\[2\], not integers"),
+        ({"inputs": np.arange(4.0), "targets": np.arange(4)}, r"inputs are float64\[4\]"),
+        (
+            {"inputs": np.arange(4), "targets": np.full(4, -100)},
+            "-100; tokens are 0 to 8, and -1 is",
+        ),
+        ({"inputs": np.arange(4) + 6, "targets": np.arange(4)}, "inputs have 9; tokens are 0 to 8"),
+    ],
+)
+def test_samples_that_cannot_be_trained_on_are_refused(sample: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TokenTargets(4, 9).check(sample)
+
+
+def test_a_transform_of_another_length_is_refused_before_anything_starts(
+    steps: Callable[..., list[dict[str, Any]]],
+) -> None:
+    with pytest.raises(
+        AssertionError, match=r"(?s)masks:short: inputs are int64\[8\].*Nothing was started"
+    ):
+        steps("--set", "data.transform=masks:short")
+
+
+def test_nodes_are_counted_in_the_graphs_as_transformed() -> None:
+    columns = {"x": np.zeros((3, 4, 2)), "known": np.array([[1, 0, 0, 1]] * 3, dtype=bool)}
+    assert NodeCounts(None).weights(columns).tolist() == [4, 4, 4]
+    assert NodeCounts("known").weights(columns).tolist() == [2, 2, 2]
+    with pytest.raises(ValueError, match="there is no known"):
+        NodeCounts("known").check({"x": columns["x"][0]})
+
+
+def test_a_source_with_weights_of_its_own_transforms_itself() -> None:
+    numbers = np.arange(6)
+    source = WeightedSource(InMemorySource({"x": numbers}), numbers)
+    data = SamplesConfig(transform="feeds:masked")
+    for given in (source, {"train": source, "val": source}):
+        with pytest.raises(ConfigError, match="which this source gives itself; transform in its"):
+            sample_set(lambda: None, given, (), data, 0)
