@@ -12,6 +12,7 @@ from instar.distributed.heartbeat import (
     Position,
     diagnose,
     silent_ranks,
+    wait_after_stop,
 )
 
 SILENCE_S, WAIT_S = 60.0, 600.0
@@ -117,6 +118,23 @@ def test_in_a_backward_pass_who_is_not_in_it_is_named() -> None:
         "without progress for 602 s",
         (1,),
     )
+
+
+def test_ranks_that_hang_in_a_step_have_less_time_after_a_stop() -> None:
+    """But as much as three times what a step took, and saves have the time that they had."""
+    hung = [LastHeartbeat(beat(still_s=25.0), 0), LastHeartbeat(beat(still_s=25.0, waits_for=8), 0)]
+    seen = dict(enumerate(hung))
+    assert diagnose(seen, SILENCE_S, WAIT_S)[0] is None
+    assert wait_after_stop(seen, WAIT_S, 1.0) == 20.0
+    found = diagnose(seen, SILENCE_S, wait_after_stop(seen, WAIT_S, 1.0))[0]
+    assert found is not None
+    assert found.ranks == (0,)
+    assert wait_after_stop(seen, WAIT_S, 50.0) == 150.0
+    assert wait_after_stop(seen, 10.0, 50.0) == 10.0
+    saving = seen | {2: LastHeartbeat(beat(where="saving step 120"), 0)}
+    assert wait_after_stop(saving, WAIT_S, 1.0) == WAIT_S
+    assert wait_after_stop(seen | {2: LastHeartbeat(None, 0)}, WAIT_S, 1.0) == WAIT_S
+    assert wait_after_stop(seen | {2: LastHeartbeat(beat(ended=""), 0)}, WAIT_S, 1.0) == 20.0
 
 
 def test_who_has_left_is_not_silent() -> None:

@@ -68,6 +68,37 @@ def test_all_ranks_end_and_name_the_one_that_cannot_read(
         assert ("step 1: loss" in log) is (step > 1)
 
 
+DEPENDING = (
+    "task=mistaken:Depending",
+    "data.order=sequential",
+    "train.until=[4it]",
+    "early_stopping.rules=[]",
+)
+DEPENDING += ("data.val=0.1", "data.test=0.1", "test.at_end=false", "precision=fp32")
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_parameters_that_one_ranks_samples_do_not_use_are_named_at_once(
+    place: Place, accumulated: int
+) -> None:
+    """DDP waits for their gradients; with what the message says the run goes on."""
+    batch = f"train.batch_size={8 // accumulated}"
+    settings = (*DEPENDING, batch, f"train.gradient_accumulation_steps={accumulated}")
+    ranks = place.train(place.path / "run", *settings, "checkpoint.every_steps=1", ranks=2)
+    for rank in ranks:
+        rank.finish(LIMIT_S)
+    assert codes(ranks) == [4, 4], said(ranks)
+    log = (place.path / "run" / "logs" / "rank_1.log").read_text("utf-8")
+    assert (
+        "rank 1 failed at step 3: RunFailed: right.weight, right.bias took no part in the loss"
+        in log
+    )
+    key = "parallel.ddp.find_unused_parameters=true"
+    assert "set parallel.ddp.find_unused_parameters: true" in log
+    again = place.resume(place.path / "run", "--set", key, ranks=2)
+    assert codes(again) == [0, 0], said(again)
+
+
 GROWS_IN_STEP_5 = "name: widen, value: {axis: hidden, size: 40}, when: {at_step: 4}"
 
 

@@ -277,6 +277,9 @@ def test_blocks_are_gathered_alone_unless_they_share_parameters() -> None:
     assert blocks(layers(one, other, tied)) == [other]
     nested = layers(one, other)
     assert blocks(layers(nested, nn.ReLU())) == [nested]
+    assert blocks(layers(nn.ModuleDict({"a": nn.Linear(2, 2)}), one)) == [one], (
+        "a dict is not called"
+    )
 
 
 def test_a_sharded_rank_needs_its_share_of_the_memory(config: Callable[..., Loaded]) -> None:

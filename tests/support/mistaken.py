@@ -331,6 +331,39 @@ class Unused(Halves):
         return net
 
 
+class Routed(Net):
+    """Which parameters it uses depends on the samples."""
+
+    def __init__(self) -> None:
+        super().__init__(Axes())
+        self.right = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found + self.right(x) if bool((x[:, 0] > 5).any()) else found
+
+
+class Depending(Halves):
+    """Of the samples in their order, those of all ranks use all parameters, but for rank 1's in the third step."""
+
+    def samples(self) -> Any:
+        found = super().samples()
+        x = np.full((24, 2), 9.0, np.float32)
+        x[20:24] = 1.0
+        held_out = {name: column[:8] for name, column in found.items()}
+        return {
+            "train": {n: c[:24] for n, c in found.items()} | {"x": x},
+            "val": held_out,
+            "test": held_out,
+        }
+
+    def shape(self) -> Any:
+        return None
+
+    def module(self, shape: Any) -> nn.Module:  # noqa: ARG002
+        return Routed()
+
+
 @dataclass(frozen=True)
 class OtherAxes(Shape):
     hidden: int = 24

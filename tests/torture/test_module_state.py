@@ -83,7 +83,8 @@ def is_resumed_exactly_under_sgd(place: Place, kind: str) -> bool:
 
 def is_resumed_exactly_on_shards_or_refused(place: Place, kind: str) -> bool:
     """By the name of the parameter that torch does not shard, before anything is made."""
-    shards = ("parallel.strategy=fsdp", "optimizer.name=muon")
+    # elastic, or rank 1 reads buffers of its own
+    shards = ("parallel.strategy=fsdp", "optimizer.name=muon", "reproducible=elastic")
     if (refused := NOT_SHARDED.get(kind)) is None:
         return resumed(place, kind, *shards, ranks=2) == undisturbed(place, kind, *shards, ranks=2)
     children = place.train(place.path / "whole", f"model.kind={kind}", *shards, ranks=2)
@@ -149,7 +150,7 @@ def grows_alike_on_two_ranks(place: Place, kind: str) -> bool:
 
 
 def grows_alike_on_shards(place: Place, kind: str) -> bool:
-    return grows_alike(place, kind, "parallel.strategy=fsdp", ranks=2)
+    return grows_alike(place, kind, "parallel.strategy=fsdp", "reproducible=elastic", ranks=2)
 
 
 def grows_alike_under(name: str) -> Callable[[Place, str], bool]:
@@ -202,6 +203,7 @@ SHORT = [
     ("transposed", "muon"),
     ("alternating", "resumed"),
     ("empty", "shards, W = 2"),
+    ("contiguous", "growth on shards"),
     ("filled later", "resumed"),
 ]
 

@@ -146,6 +146,28 @@ class Diagnosis:
         return cls(fields["message"], tuple(fields["ranks"]))
 
 
+STOP_WAIT_S = 20.0
+"""How long ranks that hang in a step may go on after a stop signal, at least."""
+
+
+def wait_after_stop(
+    seen: Mapping[int, LastHeartbeat], wait_s: float, longest_still_s: float
+) -> float:
+    """Return how long ranks that were told to stop may wait for each other: less, if all are in a step.
+
+    Schedulers kill what does not stop within half a minute or so, and nobody would say which rank hung. Saves and evaluations
+    have the time that they had.
+
+    Args:
+        wait_s: without a stop.
+        longest_still_s: the longest time without progress that a step has taken until now.
+    """
+    living = [one.beat for one in seen.values() if one.beat is None or one.beat.ended is None]
+    if not all(beat is not None and beat.where.startswith("step ") for beat in living):
+        return wait_s
+    return min(wait_s, max(STOP_WAIT_S, 3 * longest_still_s))
+
+
 def diagnose(
     seen: Mapping[int, LastHeartbeat], silence_s: float, wait_s: float
 ) -> tuple[Diagnosis | None, float]:

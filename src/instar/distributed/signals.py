@@ -48,6 +48,11 @@ SAVE_S = 5.0
 """how long after the first signal a second SIGTERM still lets the run save"""
 
 
+def stop_requested() -> bool:
+    """Whether this process was told to stop."""
+    return _stopped.is_set()
+
+
 class StopSignal:
     """While open, a stop signal only sets `requested` to its name; the first one counts.
 

@@ -46,8 +46,9 @@ from instar.distributed.heartbeat import (
     silent_ranks,
     stack_of,
     this_host,
+    wait_after_stop,
 )
-from instar.distributed.signals import exit_now
+from instar.distributed.signals import exit_now, stop_requested
 from instar.processes.child import GONE, process_state
 from instar.processes.identity import kill_stopped_sibling
 
@@ -149,7 +150,7 @@ class Watchdog:
         self._search_s = max(SEARCH_S, 1.2 * limits.interval_s)
         self._count = 0
         self._moves = -1
-        self._stalled_s = 0.0
+        self._stalled_s = self._longest_still_s = 0.0
         self._seen = {other: LastHeartbeat(None, 0.0) for other in self._others}
         self._answer: Future[Heartbeats] | None = None
         self._unanswered_s = 0.0
@@ -257,6 +258,8 @@ class Watchdog:
 
     def _measure_progress(self, awake_s: float) -> None:
         moved = self._moves != self.position.moves
+        if moved:
+            self._longest_still_s = max(self._longest_still_s, self._stalled_s)
         self._moves = self.position.moves
         self._stalled_s = 0.0 if moved else self._stalled_s + awake_s
 
@@ -290,9 +293,10 @@ class Watchdog:
             if (lost := self._diagnose_store(own)) is not None:
                 return lost, 0.0
             last_seen = {rank: replace(one, silent_s=0.0) for rank, one in last_seen.items()}
-        return diagnose(
-            {**last_seen, self._rank: LastHeartbeat(own, 0.0)}, limits.silence_s, limits.wait_s
-        )
+        seen, wait_s = {**last_seen, self._rank: LastHeartbeat(own, 0.0)}, limits.wait_s
+        if stop_requested():
+            wait_s = wait_after_stop(seen, wait_s, self._longest_still_s)
+        return diagnose(seen, limits.silence_s, wait_s)
 
     def _diagnose_store(self, own: Heartbeat) -> Diagnosis | None:
         probe_s = min(PROBE_S, self._limits.silence_s / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.nn import Module
 from instar.config.schema import RunConfig
 from instar.data.loader import StepBatch
 from instar.distributed.agree import gather
+from instar.distributed.failure import RunFailed
 from instar.distributed.parallel import ForwardCollectives, sync, wrap
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
@@ -129,8 +131,33 @@ class DataParallel(Replicated):
             else:
                 # running statistics must not include stand-in samples, or a sample twice
                 load_buffers(self.bare, held)
+        self._check_all_used(batch)
         self.collectives.reduced()
         return total
+
+    def _check_all_used(self, batch: StepBatch) -> None:
+        """Raise RunFailed if DDP still waits for the gradient of a parameter on this rank. The others wait for it in a
+        collective, which they leave when this rank does."""
+        check = getattr(getattr(self.model, "reducer", None), "_check_reducer_finalized", None)
+        if check is None:
+            return
+        try:
+            check()
+        except RuntimeError as error:
+            # of the parameters that DDP reduces, in their order
+            told = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
+            trained = [name for name, p in self.parameters.items() if p.requires_grad]
+            unused = [trained[int(number)] for number in told[1].split()] if told else []
+            if not unused:
+                raise
+            samples = sum(micro.samples for micro in batch.micro_batches)
+            raise RunFailed(
+                f"{', '.join(unused[:5])}{f' and {len(unused) - 5} more' if unused[5:] else ''} took no part in the loss of "
+                f"this rank's last micro-batch ({samples} samples in the step), and DDP waits for every parameter's "
+                "gradient; where it depends on the samples which parameters are used, set "
+                "parallel.ddp.find_unused_parameters: true, or let the loss depend on all of them, e.g. by adding 0 × "
+                "their sum"
+            ) from error
 
     def _some_rank_accumulates(self, micro_batches: int) -> bool:
         return any(cast(int, number) > 1 for number in gather(self.world, micro_batches))

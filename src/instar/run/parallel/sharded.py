@@ -246,8 +246,8 @@ class Sharded:
 
 
 def blocks(model: Module) -> list[Module]:
-    """Return the modules that are gathered one at a time: the outermost that a `ModuleList` lists, if
-    no other module has one of their parameters."""
+    """Return the modules that are gathered one at a time: the outermost that a `ModuleList` lists and that are
+    called, if no other module has one of their parameters."""
     uses = Counter(map(id, _parameters(model)))
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: list[Module] = []
@@ -257,7 +257,8 @@ def blocks(model: Module) -> list[Module]:
             # a block may be listed several times, and use a parameter several times
             own_uses = Counter(map(id, _parameters(block)))
             alone = all(uses[each] == n * places[id(block)] for each, n in own_uses.items())
-            if own_uses and alone and id(block) not in inside:
+            called = type(block).forward is not Module.forward  # a dict of modules is not
+            if own_uses and alone and called and id(block) not in inside:
                 found.append(block)
                 inside |= {id(module) for module in block.modules()}
     return found
