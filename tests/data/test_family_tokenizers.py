@@ -18,7 +18,13 @@ from instar.data.text.dataset import open_data, prepare_data
 from instar.data.text.foreign.chat_template import template_beside
 from instar.data.text.streams.items import open_items
 from instar.data.text.streams.samples import DocumentStream, TokenLanes
-from instar.data.text.tokenizer import BPETokenizer, load_tokenizer, prompt_tokens, separator_of
+from instar.data.text.tokenizer import (
+    BPETokenizer,
+    load_tokenizer,
+    prompt_tokens,
+    separator_of,
+    tokenizer_files,
+)
 
 TEXTS = ["the words", "  def f(x):\n\n\treturn  x ", "naïve 再见 ✓ é\u0301", "\n", " ", "🦋"]
 
@@ -123,6 +129,21 @@ def test_the_end_of_a_document_is_what_a_file_says(
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert load_tokenizer(tmp_path).end_token == end
+
+
+def test_an_end_that_only_the_model_says_is_kept_with_the_data(
+    folders: Path, tmp_path: Path
+) -> None:
+    """Beside a tokenizer's config that says none, which a run keeps."""
+    (tmp_path / "tokenizer.json").write_bytes((folders / "gemma2/tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    tokenizer = load_tokenizer(tmp_path)
+    (tmp_path / "config.json").unlink()
+    for name, content in tokenizer_files(tokenizer).items():
+        (tmp_path / name).write_bytes(content)
+    kept = load_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
+    assert kept.end_token == "<eos>"
 
 
 UNSAID = {

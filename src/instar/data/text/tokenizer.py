@@ -21,6 +21,7 @@ from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.data.text.foreign.engine import TokenIds, engine_of
 from instar.data.text.foreign.special_tokens import (
+    END_FILE,
     TOKENIZER_CONFIG,
     EndToken,
     added_to_text,
@@ -415,7 +416,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     if the former does not."""
     files = {TOKENIZER_FILE: tokenizer.to_json()}
     if isinstance(tokenizer, BPETokenizer) and tokenizer.end_token not in (None, END):
-        files[TOKENIZER_CONFIG] = json.dumps({"eos_token": tokenizer.end_token})
+        files[END_FILE] = json.dumps({"eos_token": tokenizer.end_token})
     return {name: content.encode() for name, content in files.items()}
 
 

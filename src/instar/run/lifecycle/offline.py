@@ -37,6 +37,7 @@ from instar.config.load import load as load_config
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.config.user_code import what_happened
+from instar.data.text.foreign.special_tokens import END_FILE
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import (
     GrowthStep,
@@ -145,7 +146,10 @@ def grow(
     ):
         new_run = RunDir(temporary)
         new_run.await_start()
-        for file in (run.config, *(run.path / name for name in (TOKENIZER_FILE, *COMPANIONS))):
+        for file in (
+            run.config,
+            *(run.path / name for name in (TOKENIZER_FILE, END_FILE, *COMPANIONS)),
+        ):
             if file.is_file():
                 atomic.write_synced(temporary / file.name, read_regular(file))
         made, buffers = _write(source, new_run, result, model.build)

@@ -12,6 +12,8 @@ from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+END_FILE = "end_token.json"
+"""what the files beside a tokenizer said, beside its copies in folders of data and runs"""
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 _EOS_IDS = ("generation_config.json", "config.json")
 """files with `eos_token_id`, the first that has one decides"""
@@ -52,8 +54,8 @@ def special_tokens(folder: Path, *, follow: bool) -> dict[str, str]:
 def end_token_of(
     folder: Path, vocabulary: Mapping[str, int], added: Iterable[str], *, follow: bool
 ) -> EndToken:
-    """Return the end-of-document token: `eos_token` of the tokenizer's files, or else the token of the first
-    `eos_token_id` of generation_config.json or config.json.
+    """Return the end-of-document token: the one that was read before, `eos_token` of the tokenizer's files, or
+    else the token of the first `eos_token_id` of generation_config.json or config.json.
 
     Args:
         vocabulary: the ids of all tokens.
@@ -62,7 +64,10 @@ def end_token_of(
     Raises:
         ConfigError: a file cannot be read.
     """
-    token = special_tokens(folder, follow=follow).get("eos_token")
+    kept = read_json(folder / END_FILE, follow=follow).get("eos_token")
+    token = (
+        kept if isinstance(kept, str) else special_tokens(folder, follow=follow).get("eos_token")
+    )
     if token is not None:
         if token in vocabulary:
             return EndToken(token)
