@@ -1,5 +1,7 @@
 """Broken configs: each with the place of its mistake and what the message must say."""
 
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -263,6 +265,44 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     path.write_bytes(b"#" * ((1 << 20) + 1))
     (problem,) = problems_of(path)
     assert problem.message == "larger than 1 MiB; this is not a config"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"k{n}: 0\n" for n in range(70_000)),
+        "a: {" + "b: 1, " * 150_000 + "}",
+        "a: [" + "1," * 500_000 + "]",
+        "- " * 500_000,
+    ],
+    ids=["keys", "duplicates", "flow", "nested"],
+)
+def test_a_mebibyte_of_values_is_refused_before_it_is_composed(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    began = time.process_time()
+    (problem,) = problems_of(path)
+    assert re.search(r"more than 20,000 keys and values|nested more than", problem.message)
+    assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"n_lay{n}: 0\n" for n in range(9_900)),
+        "model:\n" + "".join(f"  n_lay{n}: 0\n" for n in range(9_900)),
+        "a: {" + "b: 1, " * 9_900 + "}",
+    ],
+    ids=["keys", "in a section", "duplicates"],
+)
+def test_of_thousands_of_errors_a_hundred_are_told(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    began = time.process_time()
+    problems = problems_of(path)
+    assert len(problems) == 101
+    assert sum("there are more than 100 errors" in each.message for each in problems) == 1
+    assert time.process_time() - began < 4
 
 
 def test_aliases_that_unfold_without_end_are_stopped(tmp_path: Path) -> None:

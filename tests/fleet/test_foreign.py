@@ -24,7 +24,16 @@ from fleets import FleetPlace
 from instar.config.errors import ConfigError
 from instar.fleet import folder as folders
 from instar.fleet.lock import FolderLock, launcher_pid, seen_launcher
-from instar.fleet.state import FOLDERS, Started, StateLog, boot_id, fold, read_events
+from instar.fleet.state import (
+    FOLDERS,
+    Started,
+    StateLog,
+    boot_id,
+    fold,
+    read_events,
+    read_result,
+    result_path,
+)
 from instar.processes.identity import ProcessName
 
 KEPT = {
@@ -42,9 +51,11 @@ def _theirs(place: FleetPlace) -> Path:
     (path / "fleet.json").write_text(json.dumps(KEPT))
     lines = [
         '{"kind":"started","time":1.0,"pid":1,"host":"h","boot":"","instances":[0]}',
-        '{"kind":"instance","time":1.0,"instance":0,"phase":"running","reason":"\\u001b[31mred"}',
+        '{"kind":"instance","time":1.0,"instance":0,"phase":"running","reason":"\\u001b[31mred \\u202eabc"}',
         '{"kind":"instance","time":1.0,"instance":0,"phase":"dancing"}',
         "[" * 100_000,
+        '{"kind":"ended","time":2.0,"code":0,"other":' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"kind":"ended","time":2.0,"code":0,"other":' + "[" * 201 + "]" * 201 + "}",
         '{"kind":"process","time":1.0,"instance":0,"process":"job","phase":"running","attempt":1}',
         '{"kind":"inst',
     ]
@@ -61,6 +72,9 @@ def test_a_foreign_state_is_read_as_far_as_it_makes_sense(place: FleetPlace) -> 
     assert "launcher died" in output
     assert "\x1b" not in output
     assert not (place.path / "was-run").exists()
+    code, output = place.run("status", "theirs", "--json")
+    assert json.loads(output)["instances"]["0"]["reason"] == "\x1b[31mred \u202eabc"
+    assert not {"\x1b", "\u202e"} & {*output}
 
 
 def test_logs_that_block_or_lead_elsewhere_are_refused(place: FleetPlace) -> None:
@@ -192,3 +206,17 @@ def test_jobs_that_another_users_fleet_names_are_not_cancelled(
         with pytest.raises(ConfigError, match="another user, user 23456"):
             folders.check_own(path)
         os.chown(owned, 0, -1)
+
+
+@pytest.mark.parametrize("content", ["[" * 2_000_000, '{"format": ' + "[" * 300 + "]" * 300 + "}"])
+def test_files_of_a_fleet_that_are_nested_too_deep_are_refused(
+    place: FleetPlace, content: str
+) -> None:
+    path = _theirs(place)
+    (path / "fleet.json").write_text(content)
+    with pytest.raises(ConfigError, match="nested more than 200 levels deep"):
+        folders.reopen(path)
+    (path / "results" / "theirs-0").mkdir(parents=True)
+    result = result_path(path, "theirs-0", "job", 1)
+    result.write_text(content)
+    assert read_result(result) is None

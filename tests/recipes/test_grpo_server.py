@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from forks import forks_for_grpo
+from safetensors.torch import load, save
 
 from instar.config.errors import ConfigError
 from instar.recipes.grpo.models import Sampling, load_model, sample
@@ -121,6 +123,13 @@ def test_a_server_is_found_by_its_model_and_its_protocol(address: str) -> None:
         find_server("vllm", free_port(), "tiny")
 
 
+def _damaged(model: Any, value: float) -> bytes:
+    """The weights of a model with this value as the last one of its last tensor."""
+    tensors = load(get_weights(model, "float32"))
+    tensors[max(tensors)].view(-1)[-1] = value
+    return save(tensors)
+
+
 def test_a_completion_is_openais(address: str) -> None:
     answer = httpx.post(f"{address}/v1/completions", json=PROMPT | {"n": 2, "seed": 1}).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -141,6 +150,7 @@ def test_a_completion_is_openais(address: str) -> None:
         ({"n": 4000, "prompt": ["1", "2"]}, 400, "more than 4096"),
         ({"max_tokens": 10**9}, 400, "1024 tokens"),
         ({"temperature": 0}, 400, "temperature"),
+        ({"temperature": 1e-300}, 400, "temperature"),
         ({"prompt": 3}, 400, "prompt"),
     ],
 )
@@ -151,6 +161,15 @@ def test_a_bad_request_is_refused(
     assert (answer.status_code, says in answer.text) == (status, True), answer.text
 
 
+def test_a_body_that_is_nested_too_deep_is_refused(address: str) -> None:
+    for depth in (201, 2_000, 100_000):
+        body = '{"prompt": "1", "other": ' + "[" * depth + "]" * depth + "}"
+        answer = httpx.post(f"{address}/v1/completions", content=body)
+        assert (answer.status_code, "levels deep" in answer.text) == (400, True)
+    body = json.dumps(PROMPT | {"temperature": 1e-6, "other": "[" * 1000})
+    assert httpx.post(f"{address}/v1/completions", content=body).status_code == 200
+
+
 def test_weights_of_another_form_are_refused_and_change_nothing(address: str, trained: Any) -> None:
     before = httpx.get(f"{address}/v1/models").json()
     model, _ = trained
@@ -158,6 +177,8 @@ def test_weights_of_another_form_are_refused_and_change_nothing(address: str, tr
         (b"nonsense", "not safetensors"),
         (get_weights(model, "bfloat16"), "is bfloat16 [14, 64]"),
         (get_weights(model.lm_head, "float32"), "is missing"),
+        (_damaged(model, float("nan")), "not finite"),
+        (_damaged(model, float("-inf")), "not finite"),
         (get_weights(model, "float32") + bytes(2 << 20), "more than"),
     ):
         answer = httpx.put(f"{address}/weights", content=content)

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from instar.record import atomic
-from instar.record.atomic import atomic_dir
+from instar.record.atomic import atomic_dir, scratch_folder
 
 WRITER = """
 import sys
@@ -128,3 +129,23 @@ def _renames(call: ast.Call) -> bool:
     assert isinstance(call.func, ast.Attribute)
     path_replace = call.func.attr == "replace" and len(call.args) == 1 and not call.keywords
     return path_replace or ast.unparse(call.func).endswith((".rename", "os.replace", "shutil.move"))
+
+
+def test_a_temporary_folder_of_a_killed_process_is_deleted_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import os, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from instar.record.atomic import scratch_folder\n"
+        "with scratch_folder('find') as folder: (folder / 'a').touch(); os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    (left,) = tmp_path.iterdir()
+    (tmp_path / "instar-other-1").mkdir()
+    (tmp_path / "instar-find-link").symlink_to(tmp_path / "instar-other-1")
+    with scratch_folder("find") as first, scratch_folder("find") as second:
+        assert first.is_dir()
+        assert second.is_dir()
+        assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["instar-other-1"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from instar.checkpoint.manifest import CheckpointError, Manifest, RunStart, read_manifest
+from instar.config.files import of_bounded_depth, read_regular
 from instar.record import atomic
 
 LINE = "line"
@@ -41,8 +42,10 @@ def line_of(root: Path) -> Line | None:
     """Returns the line of a run; None if it is unknown, and all checkpoints belong to it."""
     folder = root / "checkpoints"
     try:
-        return msgspec.json.decode((folder / LINE).read_bytes(), type=list[RunStart])
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(
+            of_bounded_depth(read_regular(folder / LINE)), type=list[RunStart]
+        )
+    except (OSError, msgspec.MsgspecError, ValueError):
         pass
     found = (manifest for _, manifest in manifests_of(folder.glob("step-*")))
     newest = max(found, key=lambda manifest: manifest.time, default=None)

@@ -154,10 +154,11 @@ def print_named(texts: Iterable[tuple[str, str]], indent: int) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one line of JSON; non-finite numbers are strings."""
+    """Print one line of JSON; non-finite numbers are strings, and what would act on a terminal is
+    escaped."""
     from instar.record.events import to_words
 
-    text = json.dumps(to_words(value), ensure_ascii=False)
+    text = visible(json.dumps(to_words(value), ensure_ascii=False))
     # escape surrogates, from file names that are not UTF-8
     click.echo(text.encode("utf-8", "backslashreplace").decode())
 

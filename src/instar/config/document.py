@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
@@ -20,7 +21,10 @@ from instar.config.files import open_regular
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 40
-MAX_VALUES = 20_000  # bounds the expansion of nested aliases
+MAX_PROBLEMS = 100
+MOST_SHOWN = f"there are more than {MAX_PROBLEMS} errors"
+_TOO_MANY = "more values than a config has"
+MAX_VALUES = 20_000  # bounds the time of composing them, and the expansion of nested aliases
 MAX_DIGITS = 300  # Python itself refuses to print integers of several thousand digits
 
 KeyPath = tuple[str | int, ...]
@@ -46,6 +50,19 @@ class Document:
         return self.place(path[:-1])
 
 
+class _BoundedComposer(Composer):
+    """Composes at most `MAX_VALUES` keys and values: a MiB of them takes a minute."""
+
+    nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        if self.nodes > MAX_VALUES:
+            mark = self.parser.peek_event().start_mark
+            raise ComposerError(None, None, _TOO_MANY, mark)
+        return super().compose_node(parent, index)
+
+
 def parse(
     text: str, source: str, under: KeyPath | None = None, within: KeyPath = ()
 ) -> tuple[Document | None, list[ConfigProblem]]:
@@ -61,6 +78,7 @@ def parse(
     reader = _Reader(text, source, within, numbered=under is None)
     yaml = YAML(typ="safe", pure=True)
     yaml.max_depth = MAX_DEPTH
+    yaml.Composer = _BoundedComposer
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReusedAnchorWarning)
@@ -203,7 +221,11 @@ class _Reader:
         return dotted((*self.within, *path))
 
     def report(self, message: str, place: SourceLocation, key: str = "", hint: str = "") -> None:
-        self.problems.append(problem_at(place, message, hint, key))
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem_at(place, message, hint, key))
+        elif len(self.problems) == MAX_PROBLEMS:
+            self.problems.append(problem_at(place, f"{MOST_SHOWN}, and the rest is not read"))
+            raise _Unreadable
 
     def read(self, node: Node, path: KeyPath, key_place: SourceLocation | None = None) -> Any:
         """Return a node's data and record its positions; None if it is recorded as unreadable."""
@@ -348,6 +370,7 @@ _SAID = (
     (_NO_COLON, "this line has no ':' after its key"),
     ("found undefined alias", "an alias (*name) whose anchor (&name) was never given"),
     ("found another document", "a second document begins here; one file is one config"),
+    (_TOO_MANY, f"more than {MAX_VALUES:,} keys and values; this is not a config"),
     ("maximum depth of data", f"nested more than {MAX_DEPTH} levels deep"),
     ("expected <block end>", "this does not line up with the line above it"),
     ("found character '", "a value cannot begin with this character; put it in quotes"),

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 SHOWN_COLUMNS = 72
+_NEAR_COLUMNS = 2000
+"""around a place in a line: what of the line may tell that a secret is shown"""
 
 
 class InstarError(Exception):
@@ -40,7 +42,8 @@ class SourceLocation:
         """The line with its number, and a caret under the column; empty if it may hold a secret."""
         from instar.config.origins import may_hold_secret
 
-        if not self.line or may_hold_secret(self.text):
+        near = slice(max(0, self.column - _NEAR_COLUMNS), self.column + _NEAR_COLUMNS)
+        if not self.line or may_hold_secret(self.text[near]):
             return ""
         start = max(0, self.column - SHOWN_COLUMNS // 2) if self.column > SHOWN_COLUMNS else 0
         shown = self.text[start : start + SHOWN_COLUMNS]

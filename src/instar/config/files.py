@@ -11,12 +11,18 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 _SAFE = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_Text = TypeVar("_Text", bytes, str)
+MOST_NESTED = 200
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+"""of JSON, and its texts, which may hold brackets"""
 SMALL_BYTES = 1 << 26
 """Upper bound in bytes of files that are read as a whole: a manifest, a result, a tokenizer."""
 
@@ -66,6 +72,27 @@ def read_regular(path: Path | str, most_bytes: int = SMALL_BYTES, *, follow: boo
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes:,} bytes", str(path))
     return content
+
+
+class TooDeep(ValueError):  # noqa: N818
+    """JSON that is nested deeper than anything that is meant; reading it ends in a RecursionError."""
+
+
+def of_bounded_depth(text: _Text) -> _Text:
+    """Return JSON text as it is, if it is nested at most `MOST_NESTED` deep.
+
+    Raises:
+        TooDeep: it is nested deeper.
+    """
+    raw = text.encode() if isinstance(text, str) else text
+    if raw.count(b"[") + raw.count(b"{") <= MOST_NESTED:
+        return text
+    depth = 0
+    for found in _BRACKETS.finditer(raw):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+        if depth > MOST_NESTED:
+            raise TooDeep(f"nested more than {MOST_NESTED} levels deep")
+    return text
 
 
 def check_regular(path: Path | str, *, follow: bool = False) -> None:

@@ -20,6 +20,8 @@ from pydantic import ValidationError
 from instar.config import CONFIG_VARIABLE, PRESETS, names_in, suggestions
 from instar.config.checks import cross_checks
 from instar.config.document import (
+    MAX_PROBLEMS,
+    MOST_SHOWN,
     Document,
     KeyPath,
     dotted,
@@ -410,7 +412,9 @@ def _validated(root: Root, layer: Mapping[KeyPath, Entry], findings: _Findings) 
     except ValidationError as error:
         refused = error.errors(include_url=False)
     valid, reported = dict(layer), set[KeyPath]()
-    for item in refused:
+    if len(refused) > MAX_PROBLEMS:
+        findings.note(SourceLocation(findings.files[-1] if findings.files else SET), MOST_SHOWN)
+    for item in refused[:MAX_PROBLEMS]:
         path, unknown = item["loc"], item["type"] == "extra_forbidden"
         while not unknown and len(path) > 1 and not choices(root, path):
             path = path[:-1]  # strip the branch of a union

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.data.columns import NUMBERS, Columns, Ragged, leaves, pick
 from instar.data.order import Int64Array
 from instar.data.source import check_indices
@@ -387,11 +387,13 @@ def _read_record(folder: Path) -> ArraysRecord:
         what = f"has no {RECORD_FILE}" if folder.is_dir() else "is not there"
         raise ConfigError.one(f"the array store {folder} {what}", where="data.path")
     try:
-        attributes = msgspec.json.decode(read_regular(file, follow=True))["attributes"]
+        attributes = msgspec.json.decode(of_bounded_depth(read_regular(file, follow=True)))[
+            "attributes"
+        ]
         record = msgspec.convert(attributes[_ATTRIBUTE], ArraysRecord)
         for array in record.arrays.values():
             np.dtype(array.dtype)
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError.one(
             f"not the record of an array store: {error}",
             where=str(file),

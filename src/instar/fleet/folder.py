@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from instar.config.document import Document
 from instar.config.errors import ConfigError, SourceLocation, nearest, printable
-from instar.config.files import make_folder, read_regular
+from instar.config.files import make_folder, of_bounded_depth, read_regular
 from instar.config.user_code import FLAG, TRUST_VARIABLE, check_trusted, foreign_owner, is_trusted
 from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
 from instar.fleet.load import LoadedFleet, resolve_beside
@@ -185,9 +185,9 @@ def describe(path: Path) -> tuple[FleetSpec, Path]:
 def _read(path: Path) -> tuple[_Kept, FleetSpec]:
     file = path / _FILE
     try:
-        kept = msgspec.json.decode(read_regular(file), type=_Kept)
+        kept = msgspec.json.decode(of_bounded_depth(read_regular(file)), type=_Kept)
         return kept, FleetSpec.model_validate_json(json.dumps(kept.spec))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError, msgspec.MsgspecError, ValidationError) as error:
         raise ConfigError.one(f"not a fleet that was started: {error}", where=str(file)) from None
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from instar.config.errors import ConfigError
-from instar.config.files import own_regular, read_regular
+from instar.config.files import of_bounded_depth, own_regular, read_regular
 from instar.distributed.appender import Appender
 from instar.fleet.spec import Scalar
 from instar.processes.spawner import Exit
@@ -229,8 +229,8 @@ def read_file(path: Path, offset: int = 0) -> list[FleetEvent]:
     events = []
     for line in read_regular(path, _LARGEST_BYTES)[offset:].splitlines():
         try:
-            events.append(_decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            events.append(_decode(of_bounded_depth(line)))
+        except (msgspec.DecodeError, ValueError):
             continue
     return events
 
@@ -294,7 +294,7 @@ def log_path(folder: Path, instance: str, process: str) -> Path:
 def read_result(path: Path) -> Exit | None:
     """Read how a command ended; None if that is unknown."""
     try:
-        return Exit.from_json(json.loads(read_regular(path)))
+        return Exit.from_json(json.loads(of_bounded_depth(read_regular(path))))
     except (OSError, ValueError):
         return None
 

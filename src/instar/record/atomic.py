@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,6 +177,25 @@ def _remove_unless_held(path: Path) -> None:
             except BlockingIOError:
                 return
         remove_tree(path)
+
+
+@contextmanager
+def scratch_folder(kind: str) -> Iterator[Path]:
+    """A folder for temporary files, which is deleted at the end of the block.
+
+    Those of this user's killed processes are deleted when the next one of their kind is made.
+    """
+    above = Path(tempfile.gettempdir())
+    for left_behind in above.glob(f"instar-{kind}-*"):
+        with suppress(OSError):
+            if left_behind.lstat().st_uid == os.geteuid():
+                _remove_unless_held(left_behind)
+    folder = above / f"instar-{kind}-{secrets.token_hex(8)}"
+    with holding(lambda: folder.mkdir(0o700, exist_ok=True), folder):
+        try:
+            yield folder
+        finally:
+            remove_tree(folder)
 
 
 def check_new(folder: Path) -> None:

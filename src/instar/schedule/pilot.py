@@ -13,7 +13,7 @@ import msgspec
 
 from instar.config.errors import ConfigError
 from instar.config.fields import is_launch_only, values
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.config.schema import RunConfig
 from instar.record.atomic import replace_file
 
@@ -155,10 +155,12 @@ def read_json(path: Path, kind: type[T], what: str, command: str) -> T:
         ConfigError: it is missing or no such file; says what is wrong in it.
     """
     try:
-        return msgspec.json.decode(read_regular(path, MAX_BYTES, follow=True), type=kind)
+        return msgspec.json.decode(
+            of_bounded_depth(read_regular(path, MAX_BYTES, follow=True)), type=kind
+        )
     except OSError as error:
         raise ConfigError.one(f"cannot be read: {error.strerror or error}", str(path)) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError) as error:
         hint = f"write one with: {command}"
         raise ConfigError.one(f"is not {what}: {error}", str(path), hint) from None
 

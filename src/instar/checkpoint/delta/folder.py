@@ -34,7 +34,7 @@ from instar.checkpoint.delta.link import Head, decode_head, read_link
 from instar.checkpoint.delta.state import State, file_header, outline, write_state
 from instar.checkpoint.inspect import read_metadata
 from instar.checkpoint.manifest import SUFFIX, CheckpointError, encode_json
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.record import atomic
 from instar.record.events import Count
 from instar.record.lock import NO_LOCKS, try_lock
@@ -154,8 +154,8 @@ def read_index(folder: Path) -> Index | None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     try:
-        index = msgspec.json.decode(raw, type=Index)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        index = msgspec.json.decode(of_bounded_depth(raw), type=Index)
+    except (msgspec.DecodeError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
     if raw != _encode_index(index):
         raise CheckpointError(f"{path}: content has changed: its checksum does not match")

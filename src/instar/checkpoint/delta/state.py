@@ -18,7 +18,7 @@ import xxhash
 from instar.checkpoint.delta.encoding import BLOCK_BYTES, Words
 from instar.checkpoint.inspect import TensorEntry, encode_header, read_header
 from instar.checkpoint.manifest import SUFFIX, CheckpointError
-from instar.config.files import check_regular, read_regular
+from instar.config.files import check_regular, of_bounded_depth, read_regular
 
 FLOATS = {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
 """Dtypes whose bits are sign and magnitude."""
@@ -74,8 +74,8 @@ def open_state(path: Path) -> dict[str, Bits]:
     if not index.exists():
         return _open_file(path / f"model{SUFFIX}")
     try:
-        names = msgspec.json.decode(read_regular(index), type=_Index).weight_map
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        names = msgspec.json.decode(of_bounded_depth(read_regular(index)), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, ValueError) as error:
         raise CheckpointError(f"{index}: {error}") from error
     found: dict[str, Bits] = {}
     for name in sorted(set(names.values())):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.files import open_regular
+from instar.config.files import of_bounded_depth, open_regular
 from instar.data.order import Int64Array
 from instar.data.text.files import LINES, STDLIB, find, standard_library, suffix_of
 from instar.record.progress import Advance, progress
@@ -199,8 +199,8 @@ class _JSONLines:
     def _text(self, number: int, line: bytes) -> str:
         where = f"{self.path}:{number}"
         try:
-            row: Any = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            row: Any = msgspec.json.decode(of_bounded_depth(line))
+        except (msgspec.DecodeError, ValueError) as error:
             raise ConfigError.one(f"this line is not JSON: {error}", where=where) from None
         if not isinstance(row, dict):
             kind = type(row).__name__

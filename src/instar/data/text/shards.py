@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError, near_path
-from instar.config.files import open_regular, read_regular
+from instar.config.files import of_bounded_depth, open_regular, read_regular
 from instar.data.order import Int64Array
 from instar.data.source import TokenArray
 from instar.record.atomic import replace_file, write_synced
@@ -422,10 +422,12 @@ def _read_record(folder: Path) -> DatasetRecord:
             hint=near_path(str(folder)) or "make one with `instar data prepare`",
         )
     try:
-        record = msgspec.json.decode(read_regular(file, follow=True), type=DatasetRecord)
+        record = msgspec.json.decode(
+            of_bounded_depth(read_regular(file, follow=True)), type=DatasetRecord
+        )
     except OSError as error:
         raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError.one(f"not a data set's record: {error}", where=str(file)) from None
     if record.format != DATASET_FORMAT:
         raise ConfigError.one(

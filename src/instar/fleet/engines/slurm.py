@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError, InstarError
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.fleet.engines import host
 from instar.fleet.engines.remote import HostStatus, part_sizes, stop_signal, submit, watch
 from instar.fleet.engines.work import Work, left
@@ -110,7 +110,7 @@ class SlurmArrays:
         with suppress(OSError):
             for line in read_regular(self._folder / JOBS).splitlines():
                 with suppress(ValueError, KeyError, TypeError):
-                    array = json.loads(line)
+                    array = json.loads(of_bounded_depth(line))
                     found |= {int(i): str(int(array["job"])) for i in array["instances"]}
         return found
 

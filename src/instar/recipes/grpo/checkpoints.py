@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instar.config.errors import ConfigError
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.recipes.grpo.options import Options
 from instar.record.atomic import replace_file
 from instar.record.rundir import RunDir
@@ -61,7 +61,7 @@ def read_marker(checkpoint: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's `instar.json`; raises ConfigError."""
     path = checkpoint / MARKER
     try:
-        found = json.loads(read_regular(path))
+        found = json.loads(of_bounded_depth(read_regular(path)))
         if isinstance(found, dict) and isinstance(found.get("options"), dict):
             return found
         problem = "no options"

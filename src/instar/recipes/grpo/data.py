@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
-from instar.config.files import open_regular
+from instar.config.files import of_bounded_depth, open_regular
 
 ARITHMETIC = "arithmetic"
 INSTRUCTION = "Solve the problem step by step, and put the final answer in \\boxed{}."
@@ -131,7 +131,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield json.loads(of_bounded_depth(line))
                 except ValueError as error:
                     raise ConfigError.one(
                         f"{path}:{number}: not a JSON object: {error}", where="--dataset"

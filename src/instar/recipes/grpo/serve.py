@@ -20,6 +20,7 @@ import click
 import msgspec
 
 from instar.cli.main import run_command
+from instar.config.files import of_bounded_depth
 from instar.recipes.grpo.models import Ids, Sampling, end_ids, load_model, sample
 from instar.recipes.grpo.options import check_installed
 from instar.recipes.grpo.weights import INITIAL, Unfit, put_weights, size_bytes
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _MOST_COMPLETIONS = 4096
+LEAST_TEMPERATURE = 1e-6
+"""logits divided by less are infinite"""
 _HEADER_BYTES = 1 << 20
 
 
@@ -40,7 +43,7 @@ class _Completions(msgspec.Struct):
     model: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=_MOST_COMPLETIONS)] = 1
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
-    temperature: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=LEAST_TEMPERATURE, le=100)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     weights: str | None = None
@@ -82,7 +85,7 @@ class ModelService:
 
     async def _completions(self, request: Request) -> Response:
         try:
-            asked = _decoder.decode(await request.body())
+            asked = _decoder.decode(of_bounded_depth(await request.body()))
             prompts = self._ids(asked)
         except (msgspec.MsgspecError, ValueError) as error:
             return _answer({"error": str(error)}, 400)

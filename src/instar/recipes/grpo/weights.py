@@ -29,7 +29,7 @@ def put_weights(model: Any, content: bytes) -> str:
     """Set all parameters, or none; return the name of the weights.
 
     Raises:
-        Unfit: a name, shape or dtype differs.
+        Unfit: a name, shape or dtype differs, or a value is not finite.
     """
     import torch
     from safetensors import SafetensorError
@@ -45,6 +45,8 @@ def put_weights(model: Any, content: bytes) -> str:
     for name, parameter in own.items():
         if (form := _form(given[name])) != _form(parameter):
             raise Unfit(f"{name} is {form}, not {_form(parameter)}")
+        if not torch.isfinite(given[name]).all():
+            raise Unfit(f"{name} has values that are not finite")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(given[name])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.config.origins import redacted_value
 from instar.record.atomic import replace_file
 from instar.record.events import (
@@ -105,7 +105,7 @@ class Ids:
 
     def _read(self) -> dict[str, Any]:
         try:
-            known = json.loads(read_regular(self._path)) if self._path else {}
+            known = json.loads(of_bounded_depth(read_regular(self._path))) if self._path else {}
         except (OSError, ValueError):
             return {}
         return known if isinstance(known, dict) else {}

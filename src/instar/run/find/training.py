@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
@@ -15,6 +13,7 @@ from instar.config.sections import DeltaConfig
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
+from instar.record.atomic import scratch_folder
 from instar.record.console import silent_console
 from instar.record.progress import progress
 from instar.record.recorder import Silent
@@ -52,7 +51,7 @@ def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trai
     checkpoint = config.checkpoint.model_copy(update={"delta": DeltaConfig()})
     parallel = config.parallel.model_copy(update={"strategy": "ddp"})
     quiet = {"record": record, "checkpoint": checkpoint, "parallel": parallel, "schedule": ()}
-    with TemporaryDirectory(prefix="instar-find-") as folder:
+    with scratch_folder("find") as folder:
         trainer = build(
             replace(prepared, config=config.model_copy(update=quiet)),
             world,
@@ -60,7 +59,7 @@ def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trai
             Silent(),
             silent_console(),
             RankLog(world.rank),
-            RunDir(Path(folder)),
+            RunDir(folder),
         )
         with closing(trainer):
             yield trainer

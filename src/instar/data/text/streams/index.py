@@ -21,7 +21,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.config.language import DataConfig
 from instar.data.text.streams.items import open_items
 from instar.data.text.streams.reader import HostedLanes, LaneReader, Lanes
@@ -224,12 +224,14 @@ def _known(
     """
     file = folder / LANES_FILE
     try:
-        record = msgspec.json.decode(read_regular(file, follow=True), type=LanesRecord)
+        record = msgspec.json.decode(
+            of_bounded_depth(read_regular(file, follow=True)), type=LanesRecord
+        )
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError.one(
             f"not a record of lanes: {error}", where=str(file), hint="delete it"
         ) from None

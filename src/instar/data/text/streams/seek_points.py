@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from instar.config.files import read_regular
+from instar.config.files import of_bounded_depth, read_regular
 from instar.record.atomic import atomic_file, sweep
 
 logger = logging.getLogger(__name__)
@@ -191,10 +191,12 @@ class SeekPoints:
             return []
         file = self._file(lane)
         try:
-            record = msgspec.json.decode(read_regular(file, _MOST_BYTES), type=PointsRecord)
+            record = msgspec.json.decode(
+                of_bounded_depth(read_regular(file, _MOST_BYTES)), type=PointsRecord
+            )
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, ValueError) as error:
             self._warn(f"{file} is not used: {error}")
             return []
         if (record.format, record.fingerprint) != (POINTS_FORMAT, self.fingerprint):
