@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from instar.config.errors import ConfigError
+from instar.config.errors import HIDDEN, ConfigError, redacted
 from instar.config.load import load
-from instar.config.origins import HIDDEN, lines_of, redacted, redacted_lines, redacted_value
+from instar.config.origins import lines_of, redacted_lines, redacted_value
 
 SETS = [
     "record.alerts.webhook=https://hooks.example.org/T0/SECRET-1",

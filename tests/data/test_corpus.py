@@ -41,6 +41,17 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     assert documents(tmp_path / "a.txt") == ["text"]
 
 
+@pytest.mark.parametrize("depth", [201, 100_000])
+def test_a_line_that_is_nested_too_deep_is_named(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two", "x": ' + "[" * depth + "]" * depth + "}\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2.* nested more than 200 levels deep"):
+        documents(path)
+    # brackets in a text are none, and neither are those side by side
+    path.write_text('{"text": "' + "[" * 999 + '\\"", "x": [' + "[]," * 300 + "[]]}\n")
+    assert documents(path) == ["[" * 999 + '"']
+
+
 def test_json_lines_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n\n{"text": "two \\u00e9", "more": 1}\n')
@@ -84,17 +95,6 @@ def test_the_standard_library_is_source_without_its_tests() -> None:
 
 @settings(deadline=None)
 @given(text=st.text(min_size=1, max_size=60), cuts=st.lists(st.integers(0, 250), max_size=4))
-@pytest.mark.parametrize("depth", [201, 100_000])
-def test_a_line_that_is_nested_too_deep_is_named(tmp_path: Path, depth: int) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one"}\n{"text": "two", "x": ' + "[" * depth + "]" * depth + "}\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2.* nested more than 200 levels deep"):
-        documents(path)
-    # brackets in a text are none, and neither are those side by side
-    path.write_text('{"text": "' + "[" * 999 + '\\"", "x": [' + "[]," * 300 + "[]]}\n")
-    assert documents(path) == ["[" * 999 + '"']
-
-
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
 def test_parts_of_a_document_join_up_whatever_bytes_they_are_cut_at(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, text: str, cuts: list[int]

@@ -1,5 +1,7 @@
 """Errors for users: what is wrong, where, and what to write instead.
 
+What may be a secret is shown in none: neither the value of such a key, nor the line that it is in.
+
 Errors that users may see derive from `InstarError`; the command line prints `str(error)` without
 a traceback and exits with its `exit_code`.
 """
@@ -40,8 +42,6 @@ class SourceLocation:
 
     def excerpt(self) -> str:
         """The line with its number, and a caret under the column; empty if it may hold a secret."""
-        from instar.config.origins import may_hold_secret
-
         near = slice(max(0, self.column - _NEAR_COLUMNS), self.column + _NEAR_COLUMNS)
         if not self.line or may_hold_secret(self.text[near]):
             return ""
@@ -79,16 +79,12 @@ class ConfigProblem:
         """The place as text, without the value of a secret key."""
         text = str(self.place)
         if text.startswith("--set "):
-            from instar.config.origins import redacted_option
-
             text = redacted_option(text)
         return printable(text)
 
     @property
     def excerpt(self) -> str:
         """The line of the file with a caret; empty if there is none, or if it may hold a secret."""
-        from instar.config.origins import is_secret
-
         if any(map(is_secret, self.keys)):
             return ""
         return self.place.excerpt() if isinstance(self.place, SourceLocation) else ""
@@ -156,6 +152,65 @@ def sentence_of(error: OSError) -> str:
     }
     hint = hints.get(error.errno or 0)
     return f"{text_of_error}; {hint}" if hint else text_of_error
+
+
+HIDDEN = "[hidden]"
+SHOWN = frozenset(
+    {
+        *(f"record.alerts.{name}" for name in ("divergence", "stall", "nan_skips")),
+        *(f"record.trackers.wandb.{name}" for name in ("project", "mode", "group", "system_stats")),
+        "record.trackers.trackio.project",
+        "record.trackers.mlflow.experiment",
+    }
+)
+"""Keys of alerts and trackers that are shown; all others are hidden: URLs, programs, accounts."""
+_SECTIONS = ("record.alerts", "record.trackers")
+_HOLDERS = {
+    "alerts",
+    "trackers",
+    "wandb",
+    "trackio",
+    "mlflow",
+    "command",
+    "webhook",
+    "uri",
+    "entity",
+}
+"""names of keys in these sections whose line may hold what is not shown"""
+_SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
+_USER = re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@", re.I)  # texts may be long
+_NAME = re.compile(r"([\w.]+)\s*:(?=\s|$)")
+_QUERY = re.compile(
+    r"([?&][\w.-]{0,64}(?:token|key|secret|passw|sig|auth|credential)[\w.-]{0,64}=)[^&\s\"'#,\]}]+",
+    re.I,
+)
+
+
+def is_secret(key: str) -> bool:
+    """Whether the value of a dotted key may be a secret."""
+    inner = key.startswith(tuple(f"{section}." for section in _SECTIONS))
+    return (
+        (inner and key not in SHOWN)
+        or key in ("record", *_SECTIONS)
+        or bool(_SECRET.fullmatch(key))
+    )
+
+
+def may_hold_secret(line: str) -> bool:
+    """Whether a line of a config has a key of a secret, or a URL with a user or a key."""
+    names = _NAME.findall(line)
+    return bool(_HOLDERS & {*names}) or any(map(is_secret, names)) or redacted(line) != line
+
+
+def redacted_option(text: str) -> str:
+    """Return an option such as "--set key=value" without the value of a secret key."""
+    key = text.partition("=")[0]
+    return key if is_secret(key.rpartition(" ")[2]) else redacted(text)
+
+
+def redacted(text: str) -> str:
+    """Remove user and password of URLs in `text`, and keys in their queries."""
+    return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
 
 
 _ACTING = re.compile(

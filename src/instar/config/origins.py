@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from instar.config.document import Document, KeyPath, dotted, merged, parse
-from instar.config.errors import SourceLocation, printable
+from instar.config.errors import HIDDEN, SourceLocation, is_secret, printable, redacted
 from instar.config.fields import Root, sections, values
 from instar.config.schema import RunConfig
 
@@ -207,64 +207,7 @@ def lines_of(text: str) -> list[ConfigLine]:
     return lines
 
 
-HIDDEN = "[hidden]"
-SHOWN = frozenset(
-    {
-        *(f"record.alerts.{name}" for name in ("divergence", "stall", "nan_skips")),
-        *(f"record.trackers.wandb.{name}" for name in ("project", "mode", "group", "system_stats")),
-        "record.trackers.trackio.project",
-        "record.trackers.mlflow.experiment",
-    }
-)
-"""Keys of alerts and trackers that are shown; all others are hidden: URLs, programs, accounts."""
 _EMPTY = ("null", "~", "[]", "{}", '""', "''")
-_SECTIONS = ("record.alerts", "record.trackers")
-_HOLDERS = {
-    "alerts",
-    "trackers",
-    "wandb",
-    "trackio",
-    "mlflow",
-    "command",
-    "webhook",
-    "uri",
-    "entity",
-}
-"""names of keys in these sections whose line may hold what is not shown"""
-_SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
-_USER = re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@", re.I)  # texts may be long
-_NAME = re.compile(r"([\w.]+)\s*:(?=\s|$)")
-_QUERY = re.compile(
-    r"([?&][\w.-]{0,64}(?:token|key|secret|passw|sig|auth|credential)[\w.-]{0,64}=)[^&\s\"'#,\]}]+",
-    re.I,
-)
-
-
-def is_secret(key: str) -> bool:
-    """Whether the value of a dotted key may be a secret."""
-    inner = key.startswith(tuple(f"{section}." for section in _SECTIONS))
-    return (
-        (inner and key not in SHOWN)
-        or key in ("record", *_SECTIONS)
-        or bool(_SECRET.fullmatch(key))
-    )
-
-
-def may_hold_secret(line: str) -> bool:
-    """Whether a line of a config has a key of a secret, or a URL with a user or a key."""
-    names = _NAME.findall(line)
-    return bool(_HOLDERS & {*names}) or any(map(is_secret, names)) or redacted(line) != line
-
-
-def redacted_option(text: str) -> str:
-    """Return an option such as "--set key=value" without the value of a secret key."""
-    key = text.partition("=")[0]
-    return key if is_secret(key.rpartition(" ")[2]) else redacted(text)
-
-
-def redacted(text: str) -> str:
-    """Remove user and password of URLs in `text`, and keys in their queries."""
-    return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
 
 
 def redacted_value(key: str, value: Any) -> Any:

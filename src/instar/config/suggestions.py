@@ -9,9 +9,8 @@ from typing import Any
 
 from instar.config.budget import meant_number
 from instar.config.document import KeyPath, dotted, odd_space, show
-from instar.config.errors import nearest
+from instar.config.errors import is_secret, nearest
 from instar.config.fields import Root, alternatives, choices, default, keys, sections
-from instar.config.origins import is_secret
 
 ALIASES: Mapping[str, str] = {
     "name": "run_name experiment experiment_name project",

@@ -14,8 +14,8 @@ from typing import Protocol, Self
 
 import msgspec
 
+from instar.config.errors import redacted
 from instar.config.files import own_regular, sync_folder
-from instar.config.origins import redacted
 from instar.distributed.appender import Appender
 from instar.record.events import (
     RUN_STARTED_LINE,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote, unquote, urlsplit
 
-from instar.config.origins import HIDDEN, is_secret, redacted
+from instar.config.errors import HIDDEN, is_secret, redacted
 
 _SHORTEST = 4
 """characters of a secret that can be replaced in a text without replacing other words; shorter parts of an

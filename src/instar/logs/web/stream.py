@@ -15,9 +15,8 @@ import numpy as np
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, redacted
 from instar.config.files import open_regular
-from instar.config.origins import redacted
 from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
 from instar.logs.read.lineage import Lineage

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from instar.config.origins import redacted
+from instar.config.errors import redacted
 from instar.config.sections import MlflowConfig
 from instar.record.events import (
     Event,
