@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 from forks import Forks
+from pretrained import write_place
 from safetensors.numpy import load_file
 from tiny_run import Place, codes, said
 
+Typed = Callable[..., str]
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
 TUNE = """\
@@ -200,3 +202,11 @@ def test_code_and_damage_are_refused(instar: Instar, place: Path, first: Path) -
     refused = instar("train", "tune.yaml", "--set", "model.from=first", code=3).stderr
     assert "content has changed" in refused
     assert not (place / "tuned").exists()
+
+
+def test_data_are_prepared_with_the_tokenizer_that_training_takes(
+    tmp_path: Path, typed: Typed
+) -> None:
+    write_place("qwen3", tmp_path)
+    typed("data", "prepare", "run.yaml", where=tmp_path)
+    assert "done  2 steps" in typed("train", "run.yaml", "--until", "2it", where=tmp_path)

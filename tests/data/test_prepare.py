@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -391,3 +391,82 @@ def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
         found.append(dataset.split("train").read(0, len(dataset.split("train"))).tolist())
     assert found[0] == found[1]
     assert saved.decode(found[0]) == text
+
+
+def write_texts(folder: Path, texts: list[str]) -> Path:
+    rows = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "texts.jsonl").write_text("".join(rows))
+    return folder / "texts.jsonl"
+
+
+@pytest.mark.parametrize("kind", ["tokens", "rows"])
+def test_documents_that_leak_between_splits_are_counted_and_one_key_removes_them(
+    tmp_path: Path, kind: Literal["tokens", "rows"]
+) -> None:
+    copies = [f"text number {number % 50:03} of many" for number in range(200)]
+    data = DataConfig(kind=kind, source=str(write_texts(tmp_path, copies)), val_fraction=0.1)
+    said: list[str] = []
+    prepare(data, 1, tmp_path / "all", said.append)
+    assert any(" of val are trained on too, word for word; data.drop_dup" in text for text in said)
+    said = []
+    once = data.model_copy(update={"drop_duplicates": True})
+    folder = prepare(once, 1, tmp_path / "once", said.append)
+    assert said[0] == "left out 150 of 200 documents, which are there before"
+    assert not any("trained on too" in text for text in said)
+    assert sorted("\n".join(texts_of(folder).values()).split("\n")) == sorted(set(copies))
+    with pytest.raises(ConfigError, match="drop_duplicates=True, not False"):
+        prepare(data, 1, folder)
+
+
+def test_what_val_source_holds_out_is_not_trained_on(tmp_path: Path) -> None:
+    source = write_texts(tmp_path, [f"text number {number}" for number in range(40)])
+    (tmp_path / "held").mkdir()
+    held = write_texts(tmp_path / "held", [f"text number {number}" for number in range(30, 60)])
+    said: list[str] = []
+    data = DataConfig(source=str(source), val_source=str(held), test_fraction=0)
+    prepare(data, 1, tmp_path / "all", said.append)
+    assert any("warning: 10 of 30 documents of val are trained on too" in text for text in said)
+    said = []
+    once = data.model_copy(update={"drop_duplicates": True})
+    folder = prepare(once, 1, tmp_path / "once", said.append)
+    assert said[0] == "left out 10 of 40 documents, which are there before or held out"
+    assert texts_of(folder)["train"].split("\n") == [
+        f"text number {number}" for number in range(30)
+    ]
+
+
+def test_of_few_files_each_is_held_out_from(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in "abc":
+        (tmp_path / "texts" / f"{name}.txt").write_text(name * 1000)
+    said: list[str] = []
+    folder = prepare(DataConfig(source=str(tmp_path / "texts")), 1, tmp_path / "set", said.append)
+    assert (
+        "3 documents are too few or too unequal to hold out whole ones: the end of each" in said[0]
+    )
+    for name, text in texts_of(folder).items():
+        assert {letter: text.count(letter) for letter in "abc"} == dict.fromkeys(
+            "abc", {"train": 900, "val": 50, "test": 50}[name]
+        )
+
+
+def test_files_about_a_data_set_are_left_out_by_name(tmp_path: Path) -> None:
+    rows = tmp_path / "hub" / "data"
+    rows.mkdir(parents=True)
+    write_texts(rows, [f"text number {number}" for number in range(200)])
+    for name in ("README.md", "LICENSE.txt", "dataset_infos.json", "metadata.csv", "a.pdf"):
+        (tmp_path / "hub" / name).write_text("about the data set\n" * 99)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "hub" / "linked").symlink_to(tmp_path / "elsewhere")
+    said: list[str] = []
+    folder = prepare(DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "set", said.append)
+    assert said[0].endswith(
+        "hub: LICENSE.txt, README.md, dataset_infos.json, metadata.csv, linked/ (a link) and 1 more"
+    )
+    assert "about" not in "".join(texts_of(folder).values())
+    # the same file beside text alone is a document
+    (rows / "texts.jsonl").rename(tmp_path / "hub" / "notes.txt")
+    (tmp_path / "hub" / "dataset_infos.json").unlink()
+    said = []
+    prepare(DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "text", said.append)
+    assert "README.md" not in said[0]

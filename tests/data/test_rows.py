@@ -190,7 +190,7 @@ def test_training_needs_the_shards_alone(
         raise AssertionError("the rows were read")
 
     monkeypatch.setattr(module, "load_rows", never)
-    monkeypatch.setattr(module, "_encoded", never)
+    monkeypatch.setattr("instar.data.text.documents._encoded", never)
     assert windows(open_rows(config.path or ""), "train") == before
 
 

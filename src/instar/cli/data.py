@@ -72,7 +72,7 @@ def prepare(
     Prints its folder, one line per part of a mixture. With --json, prints what `inspect --json`
     prints of the data set, as a list if it is a mixture.
     """
-    from instar.config.load import load
+    from instar.run.lifecycle.load import load_config
 
     given = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
     options = [
@@ -80,15 +80,15 @@ def prepare(
         for key, value in given.items()
         if value is not None
     ]
-    loaded = load(cfg, [*overrides, *options])
+    loaded = load_config(cfg, [*overrides, *options])
     config = loaded.config
 
-    from instar.config.language import LanguageConfig
+    from instar.config.language import TextConfig
     from instar.data.text.dataset import folders
     from instar.run.lifecycle.preflight import prepare_data
 
     prepare_data(loaded, nproc, lambda line: click.echo(line, err=True))
-    if not isinstance(config, LanguageConfig):
+    if not isinstance(config, TextConfig):
         click.echo(config.data.path or "in memory")
         return
     made = folders(config.data, config.data_seed)

@@ -153,9 +153,9 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
 
 
 def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
-    from instar.schedule.checks import load_checked
+    from instar.run.lifecycle.load import load_config
 
-    return load_checked(cfg, overrides)
+    return load_config(cfg, overrides)
 
 
 def _say(text: str) -> None:

@@ -135,9 +135,8 @@ class DataConfig(FeedConfig):
     )
     if_changed: Literal["refuse", "keep", "prepare"] = Field(
         "refuse",
-        description="what a new run does if its sources have changed since its data were prepared: refuse "
-        "to start; keep: use what was prepared; prepare: prepare them anew, in a folder beside. A run "
-        "that is resumed goes on with the data that it began with",
+        description="what a new run does if its sources have changed since its data were prepared: refuse; "
+        "keep: use what was prepared; prepare: do so anew, in a folder beside",
     )
     tokenizer: str = Field(
         "byte",
@@ -146,6 +145,10 @@ class DataConfig(FeedConfig):
     vocab_size: Vocabulary = Field(4096, description="vocabulary of a trained BPE tokenizer")
     max_bytes: PositiveInt | None = Field(
         None, description="use about this many bytes of the source"
+    )
+    drop_duplicates: bool = Field(
+        False,
+        description="tokens, rows: of documents that are equal, use the first, and none that is held out",
     )
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
     test_fraction: Fraction = Field(0.05, description="share kept for a final test")
@@ -340,6 +343,11 @@ def _source(data: DataConfig) -> Iterator[ConfigProblem]:
             ("data.tokens_field", "data.kind"),
             f"data.tokens_field names a column of rows, and kind {kind} prepares text",
             "say data.kind: rows",
+        )
+    if kind not in ("tokens", "rows") and data.drop_duplicates:
+        yield ConfigProblem(
+            ("data.drop_duplicates", "data.kind"),
+            f"data.drop_duplicates compares prepared documents, and kind {kind} has none",
         )
     if kind != "tokens" and data.max_bytes is not None:
         yield ConfigProblem(

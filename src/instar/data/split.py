@@ -39,11 +39,8 @@ def chosen_bytes(sizes: Int64Array, data: DataConfig, seed: int) -> Int64Array:
 def divide(
     wanted: Int64Array, val_fraction: float, test_fraction: float, seed: int
 ) -> dict[str, Parts]:
-    """Split documents into train, val and, if requested, test.
-
-    Whole documents, in an order given by the seed, are assigned to a held-out split while that
-    brings it nearer to its share. If documents are too few or too large for that, they are
-    concatenated and cut by position; the last parts become val and test.
+    """Split documents as `divide_whole` or, where they are too few or too large for that, each of them: its
+    last parts become val and test.
 
     Args:
         wanted: the number of bytes to use of each document, [documents].
@@ -51,10 +48,22 @@ def divide(
     return _divide(wanted, _shares(val_fraction, test_fraction), seed)
 
 
+def is_cut(splits: Mapping[str, Parts], wanted: Int64Array) -> bool:
+    """Whether parts of one document are in several splits."""
+    return any((rows[:, 2] - rows[:, 1] < wanted[rows[:, 0]]).any() for rows in splits.values())
+
+
 def divide_whole(
     wanted: Int64Array, val_fraction: float, test_fraction: float, seed: int
 ) -> dict[str, Parts] | None:
-    """Split by whole documents as `divide`; None if they are too few or too large for that."""
+    """Split documents into train, val and, if requested, test; None if they are too few or too large for that.
+
+    Whole documents, in an order given by the seed, are assigned to a held-out split while that brings it
+    nearer to its share.
+
+    Args:
+        wanted: the number of bytes to use of each document, [documents].
+    """
     targets = _targets(wanted, _shares(val_fraction, test_fraction))
     parts = _by_document(wanted, targets, seed)
     return parts if _is_near(parts, targets) else None
@@ -75,7 +84,7 @@ def _shares(val_fraction: float, test_fraction: float) -> dict[str, float]:
 def _divide(wanted: Int64Array, shares: dict[str, float], seed: int) -> dict[str, Parts]:
     targets = _targets(wanted, shares)
     parts = _by_document(wanted, targets, seed)
-    return parts if _is_near(parts, targets) else _by_position(wanted, targets)
+    return parts if _is_near(parts, targets) else _by_position(wanted, shares)
 
 
 def _targets(wanted: Int64Array, shares: dict[str, float]) -> dict[str, float]:
@@ -110,18 +119,16 @@ def whole(documents: Int64Array, wanted: Int64Array) -> Parts:
     return np.stack([documents, np.zeros_like(documents), wanted[documents]], axis=1)
 
 
-def _by_position(wanted: Int64Array, targets: dict[str, float]) -> dict[str, Parts]:
+def _by_position(wanted: Int64Array, shares: dict[str, float]) -> dict[str, Parts]:
+    """Divide each document, in the order of the shares."""
     documents = np.arange(wanted.size)
-    starts = np.cumsum(wanted) - wanted
     parts: dict[str, Parts] = {}
-    begin, share = 0, 0.0
-    for name, target in targets.items():
-        share += target
-        end = round(share)
-        firsts = np.clip(begin - starts, 0, wanted)
-        ends = np.clip(end - starts, 0, wanted)
-        parts[name] = np.stack([documents, firsts, ends], axis=1)[ends > firsts]
-        begin = end
+    begins, share = np.zeros_like(wanted), 0.0
+    for name, own in shares.items():
+        share += own
+        ends = np.rint(wanted * min(share, 1.0)).astype(np.int64)
+        parts[name] = np.stack([documents, begins, ends], axis=1)[ends > begins]
+        begins = ends
     return parts
 
 

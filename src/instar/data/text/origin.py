@@ -73,6 +73,7 @@ def parameters(data: DataConfig, seed: int) -> dict[str, Any]:
     fields = {"source", "tokenizer", "max_bytes", "val_fraction", "test_fraction"}
     fields |= {"vocab_size"} if data.tokenizer == "bpe" else set()
     fields |= {"val_source"} if data.val_source is not None else set()
+    fields |= {"drop_duplicates"} if data.drop_duplicates else set()
     if data.kind == "chat":
         fields |= {"kind", "chat_template"}
     elif data.kind != "tokens":
@@ -123,8 +124,9 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
     the run. Paths are compared after they are resolved.
     """
     dataset = open_dataset(folder)
-    made = {"kind": "tokens", "val_source": None} | dict(dataset.source)
-    asked = {"kind": data.kind, "val_source": data.val_source} | parameters(data, seed)
+    always = ("kind", "val_source", "drop_duplicates")
+    made = {"kind": "tokens", "val_source": None, "drop_duplicates": False} | dict(dataset.source)
+    asked = {key: getattr(data, key) for key in always} | parameters(data, seed)
     lead_to: dict[str, str] = made.get("resolved", {})
     differing = [
         key

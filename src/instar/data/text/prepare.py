@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
@@ -22,11 +19,19 @@ from instar.data.split import (
     divide_held_out,
     divide_whole,
     first_bytes,
+    is_cut,
     whole,
 )
 from instar.data.text.corpus import Corpus, open_corpus
+from instar.data.text.documents import (
+    Documents,
+    open_held_out,
+    open_rows_of,
+    pieces_of,
+    same_documents,
+)
 from instar.data.text.files import SourceFiles, named
-from instar.data.text.hf import column_of, load_rows
+from instar.data.text.hf import load_rows
 from instar.data.text.origin import (
     NOTE,
     check_made_from,
@@ -41,12 +46,7 @@ from instar.data.text.provenance import Files, check_unchanged, survey, write_su
 from instar.data.text.rows import (
     RowIndex,
     RowsRecord,
-    check_ids,
-    content_fingerprint,
-    id_bytes,
-    id_pieces,
     read_index,
-    text_corpus,
     write_index,
 )
 from instar.data.text.shards import (
@@ -61,7 +61,6 @@ from instar.data.text.shards import (
 from instar.data.text.tokenizer import (
     SEPARATOR,
     Tokenizer,
-    in_pieces,
     load_tokenizer,
     named_tokenizer,
     separator_of,
@@ -71,18 +70,10 @@ from instar.data.text.tokenizer import (
     train_char,
 )
 from instar.record.atomic import atomic_dir
-from instar.record.progress import Advance, progress, tracked
+from instar.record.progress import progress, tracked
 
 _BPE_SAMPLE_BYTES = 8 << 20
-_BATCH_CHARACTERS = min(16, max(4, os.cpu_count() or 1)) << 20
-"""Characters encoded at once: `tokenizers` spreads pieces of 2^20 over all cores."""
-
 Say = Callable[[str], None]
-
-
-Pieces = Iterator[tuple[int, NDArray[Any]]]
-"""The tokens of a split in order, each with the number of its document in the split; a separator
-belongs to the document before it."""
 
 
 def prepare(
@@ -110,7 +101,7 @@ def prepare(
     sources = source_files(data)
     _say_left_out(sources, data, say)
     files = survey(sources)
-    plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"))
+    plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"), say)
     with atomic_dir(folder, key="data.path", first_wins=True) as aside:
         splits: dict[str, tuple[Shard, ...]] = {}
         for name, (documents, parts) in plan.splits.items():
@@ -208,79 +199,33 @@ def _write_survey(
 
 
 @dataclass(frozen=True, eq=False)
-class _Documents:
-    """The documents of a source: text to encode, or a column of token ids."""
-
-    corpus: Corpus | None = None
-    ids: Any = None
-    rows: RowsRecord | None = None
-
-    @property
-    def sizes(self) -> Int64Array:
-        """Return the bytes of each document."""
-        return id_bytes(self.ids) if self.corpus is None else self.corpus.sizes
-
-    def tokens(self, parts: Parts, tokenizer: Tokenizer, advance: Advance) -> Pieces:
-        """Yield the tokens of the parts; `advance` counts the bytes of their documents."""
-        if self.corpus is not None:
-            yield from _encoded(tokenizer, self.corpus, parts, advance)
-            return
-        for number, ids in id_pieces(self.ids, parts):
-            yield number, ids
-            advance(ids.nbytes)
-
-
-def _open_rows(data: DataConfig, tokenizer: Tokenizer | None) -> _Documents:
-    """Open the rows of a Hugging Face data set. Raises ConfigError for ids that are not tokens."""
-    rows = load_rows(data)
-    column = column_of(rows, data.tokens_field or data.text_field)
-    if data.tokens_field is not None:
-        if tokenizer is None:
-            raise ConfigError.one(
-                f"a {data.tokenizer} tokenizer cannot be trained on token ids",
-                where="data.tokenizer",
-                hint="name the tokenizer.json that made them",
-                key="data.tokenizer",
-            )
-        check_ids(column, tokenizer.vocab_size, data.tokens_field, data.source)
-    record = RowsRecord(len(rows), rows._fingerprint, content_fingerprint(column))
-    if data.tokens_field is not None:
-        return _Documents(ids=column, rows=record)
-    return _Documents(text_corpus(column), rows=record)
-
-
-def _open_held_out(data: DataConfig, source: str, tokenizer: Tokenizer | None) -> _Documents:
-    """Open the documents of `val_source`."""
-    if data.tokens_field is None:
-        return _Documents(open_corpus(source, data.text_field))
-    others = {"source": source, "subset": None, "source_split": "train"}
-    return _open_rows(data.model_copy(update=others), tokenizer)
-
-
-@dataclass(frozen=True, eq=False)
 class _Plan:
     """The content of a data set; `wanted` is the bytes taken of each document of the source."""
 
     tokenizer: Tokenizer
-    splits: dict[str, tuple[_Documents, Parts]]
+    splits: dict[str, tuple[Documents, Parts]]
     wanted: Int64Array
 
 
-def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say) -> _Plan:
-    wanted = np.empty(0, dtype=np.int64)
-    splits: dict[str, tuple[_Documents, Parts]] = {}
+def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say, say: Say) -> _Plan:
+    wanted, empty = np.empty(0, dtype=np.int64), 0
+    splits: dict[str, tuple[Documents, Parts]] = {}
+    held_out = None if data.val_source is None else open_held_out(data, data.val_source, tokenizer)
     if not data.read_from_start:
         if data.kind == "rows":
-            documents = _open_rows(data, tokenizer)
+            documents = open_rows_of(data, tokenizer)
         else:
-            documents = _Documents(open_corpus(data.source, data.text_field))
-        wanted, divided = _divided(documents.sizes, data, seed)
+            documents = Documents(open_corpus(data.source, data.text_field))
+        empty = int(np.count_nonzero(documents.sizes == 0))
+        wanted = _wanted(documents, held_out, data, seed, say)
+        divided = _divided(wanted, data, seed, say)
         splits = {name: (documents, parts) for name, parts in divided.items()}
-    begins(_amounts(data, wanted))
-    if data.val_source is not None:
-        documents = _open_held_out(data, data.val_source, tokenizer)
-        divided = divide_held_out(documents.sizes, data, seed)
-        splits |= {name: (documents, parts) for name, parts in divided.items()}
+    begins(_amounts(data, wanted) + (f", without {empty:,} empty ones" if empty else ""))
+    if held_out is not None:
+        divided = divide_held_out(held_out.sizes, data, seed)
+        splits |= {name: (held_out, parts) for name, parts in divided.items()}
+    if "train" in splits:
+        _say_leaks(splits, say)
     if tokenizer is None:
         documents, parts = splits["train"]
         assert documents.corpus is not None
@@ -288,29 +233,80 @@ def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say)
     return _Plan(tokenizer, splits, wanted)
 
 
-def _divided(sizes: Int64Array, data: DataConfig, seed: int) -> tuple[Int64Array, dict[str, Parts]]:
-    """Return the bytes taken of each document, and the parts of each split; rows are whole."""
-    wanted = chosen_bytes(sizes, data, seed)
+def _wanted(
+    documents: Documents, held_out: Documents | None, data: DataConfig, seed: int, say: Say
+) -> Int64Array:
+    """Return the bytes to take of each document of the source."""
+    wanted = chosen_bytes(documents.sizes, data, seed)
     if data.kind == "rows":
-        wanted = np.where(wanted > 0, sizes, 0)
-        if not wanted.any():
-            raise ConfigError.one(
-                f"the rows of {data.source} are all empty", where="data.source", key="data.source"
-            )
+        wanted = np.where(wanted > 0, documents.sizes, 0)
+    if not wanted.any():
+        raise ConfigError.one(
+            f"the rows of {data.source} are all empty", where="data.source", key="data.source"
+        )
+    if not data.drop_duplicates:
+        return wanted
+    taken = np.flatnonzero(wanted)
+    first = same_documents(documents, documents, taken, taken)
+    again = (first >= 0) & (first != taken)
+    if held_out is not None:
+        every = np.arange(held_out.sizes.size)
+        again |= same_documents(documents, held_out, taken, every) >= 0
+    if count := int(np.count_nonzero(again)):
+        of = "" if held_out is None else " or held out"
+        say(f"left out {count:,} of {taken.size:,} documents, which are there before{of}")
+    kept = wanted.copy()
+    kept[taken[again]] = 0
+    if not kept.any():
+        raise ConfigError.one(
+            f"every document of {data.source} is held out by data.val_source too",
+            where="data.drop_duplicates",
+            key="data.drop_duplicates",
+        )
+    return kept
+
+
+def _divided(wanted: Int64Array, data: DataConfig, seed: int, say: Say) -> dict[str, Parts]:
+    """Return the parts of each split; rows are whole."""
     if data.val_source is not None:
-        return wanted, {"train": whole(np.flatnonzero(wanted), wanted)}
+        return {"train": whole(np.flatnonzero(wanted), wanted)}
     fractions = data.val_fraction, data.test_fraction
     if data.kind != "rows":
-        return wanted, divide(wanted, *fractions, seed)
-    parts = divide_whole(wanted, *fractions, seed)
-    if parts is None:
+        parts = divide(wanted, *fractions, seed)
+        if is_cut(parts, wanted):
+            number = int(np.count_nonzero(wanted))
+            what = "one document is" if number == 1 else f"{number:,} documents are"
+            say(
+                f"{what} too few or too unequal to hold out whole ones: the end of each is held out, "
+                f"{sum(fractions):.3g} of it"
+            )
+        return parts
+    whole_parts = divide_whole(wanted, *fractions, seed)
+    if whole_parts is None:
         raise ConfigError.one(
             f"{_amounts(data, wanted)}: too few or too unequal to hold out whole ones",
             where="data.val_source",
             hint="give text to hold out in data.val_source, or other fractions",
             key="data.val_source",
         )
-    return wanted, parts
+    return whole_parts
+
+
+def _say_leaks(splits: Mapping[str, tuple[Documents, Parts]], say: Say) -> None:
+    """Say how many held-out documents are trained on too."""
+    documents, parts = splits["train"]
+    for name, (held, held_parts) in splits.items():
+        if name == "train":
+            continue
+        numbers, trained = held_parts[:, 0], parts[:, 0]
+        if held is documents and np.intersect1d(numbers, trained).size:
+            return  # parts of the same documents
+        count = int(np.count_nonzero(same_documents(held, documents, numbers, trained) >= 0))
+        if count:
+            say(
+                f"warning: {count:,} of {numbers.size:,} documents of {name} are trained on too, word for "
+                "word; data.drop_duplicates: true takes each text once"
+            )
 
 
 def _amounts(data: DataConfig, wanted: Int64Array) -> str:
@@ -324,7 +320,7 @@ def _amounts(data: DataConfig, wanted: Int64Array) -> str:
 def _train_tokenizer(corpus: Corpus, train: Parts, data: DataConfig, seed: int) -> Tokenizer:
     """Train a tokenizer: characters of the training split, or BPE on a bounded sample."""
     if data.tokenizer == "char":
-        pieces = tracked(_pieces(corpus, train), "collecting characters", "pieces")
+        pieces = tracked(pieces_of(corpus, train), "collecting characters", "pieces")
         return train_char(piece or SEPARATOR for _, piece in pieces)
     sample = train.copy()
     sizes = train[:, 2] - train[:, 1]
@@ -333,7 +329,7 @@ def _train_tokenizer(corpus: Corpus, train: Parts, data: DataConfig, seed: int) 
     with progress(f"training a tokenizer of {data.vocab_size:,} tokens") as advance:
 
         def texts() -> Iterator[str]:
-            for _, piece in _pieces(corpus, sample):
+            for _, piece in pieces_of(corpus, sample):
                 if piece is not None:
                     yield piece
                     advance(len(piece))
@@ -341,50 +337,10 @@ def _train_tokenizer(corpus: Corpus, train: Parts, data: DataConfig, seed: int) 
         return train_bpe(texts(), data.vocab_size)
 
 
-def _pieces(corpus: Corpus, parts: Parts) -> Iterator[tuple[int, str | None]]:
-    """Yield the text of the parts in pieces, each with the part's number; None separates parts."""
-    for number, texts in enumerate(corpus.texts(parts)):
-        if number:
-            yield number - 1, None
-        for piece in in_pieces(texts):
-            yield number, piece
-
-
-def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: Advance) -> Pieces:
-    """Yield the tokens of the parts' text, each with what the tokenizer adds to a text, and a separator between
-    documents."""
-    begin, end, separator = tokenizer.before, tokenizer.after, separator_of(tokenizer)
-    batch: list[tuple[int, str | NDArray[Any]]] = []
-
-    def tokens() -> Pieces:
-        texts = [text for _, text in batch if isinstance(text, str)]
-        encoded = iter(tokenizer.encode_batch(texts))
-        for number, piece in batch:
-            if isinstance(piece, str):
-                yield number, next(encoded)
-                advance(len(piece.encode()))
-            else:
-                yield number, piece
-
-    characters = 0
-    batch.append((0, begin))
-    for number, piece in _pieces(corpus, parts):
-        if piece is None:
-            batch += [(number, end), (number, separator), (number + 1, begin)]
-        else:
-            batch.append((number, piece))
-            characters += len(piece)
-        if characters >= _BATCH_CHARACTERS:
-            yield from tokens()
-            batch, characters = [], 0
-    batch.append((len(parts) - 1, end))
-    yield from tokens()
-
-
 def _write_split(
     folder: Path,
     name: str,
-    documents: _Documents,
+    documents: Documents,
     parts: Parts,
     tokenizer: Tokenizer,
     data: DataConfig,
@@ -434,7 +390,7 @@ def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
         return []
     if (index.record.rows, index.record.loaded) == (len(rows), rows._fingerprint):
         return []
-    found = _open_rows(data, load_tokenizer(folder)).rows
+    found = open_rows_of(data, load_tokenizer(folder)).rows
     if found is not None and (found.rows, found.content) == (
         index.record.rows,
         index.record.content,
@@ -444,7 +400,7 @@ def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
 
 
 def _check_content(
-    documents: _Documents, record: RowsRecord, data: DataConfig, folder: Path
+    documents: Documents, record: RowsRecord, data: DataConfig, folder: Path
 ) -> None:
     found = documents.rows
     if found is None or (found.rows, found.content) != (record.rows, record.content):
@@ -465,7 +421,7 @@ def _add_training_tokens(folder: Path, data: DataConfig, say: Say) -> None:
     dataset = open_dataset(folder)
     tokenizer = load_tokenizer(folder, fingerprint=dataset.tokenizer_fingerprint)
     index = read_index(folder, tokenizer.fingerprint)
-    documents = _open_rows(data, tokenizer)
+    documents = open_rows_of(data, tokenizer)
     _check_content(documents, index.record, data, folder)
     say(f"tokenising the training split of {data.source} → {folder}")
     parts, files = whole(index.chosen, documents.sizes), f"train-{secrets.token_hex(4)}"
