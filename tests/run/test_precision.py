@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import science
@@ -15,10 +16,11 @@ import torch
 from forks import children_as_ranks, forks
 
 from instar.config.load import Loaded, load
+from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 from instar.models.cost import bf16_pays
 from instar.record import system
-from instar.record.events import Train, Warn, read_events
+from instar.record.events import Alert, Skip, Train, Warn, read_events
 from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
 from instar.run.lifecycle import inputs
@@ -222,3 +224,49 @@ def test_a_recorded_share_is_at_most_1(trainer: Callable[..., Trainer], tmp_path
     ]
     assert shares
     assert all(share is not None and 0 < share <= 1 for share in shares)
+
+
+HOT = (
+    "precision=fp16",
+    "train.max_skipped_steps=3",
+    "early_stopping.rules=[]",
+    "train.until=[24it]",
+)
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """The losses of the task are as large as squared prices."""
+    loss = science.Halves.loss
+
+    def larger(self: science.Halves, *given: Any) -> torch.Tensor:
+        return factor * loss(self, *given)
+
+    monkeypatch.setattr(science.Halves, "loss", larger)
+
+
+def test_fp16s_search_for_its_loss_scale_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    science.place(tmp_path)
+    scaled(monkeypatch, 3e4)
+    with science.trainer(tmp_path / "run", *HOT, "record.alerts.nan_skips=2") as run:
+        run.train()
+        assert run.parts.stepper.scaler.get_scale() > 1
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    skips = [event for event in events if isinstance(event, Skip)]
+    assert len(skips) > 8
+    assert {(event.reason, event.consecutive) for event in skips} == {("loss scale lowered", 0)}
+    assert not any(isinstance(event, Alert) for event in events)
+
+
+def test_a_gradient_that_no_loss_scale_helps_ends_the_run_with_the_right_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    science.place(tmp_path)
+    scaled(monkeypatch, 1e12)
+    with (
+        science.trainer(tmp_path / "run", *HOT) as run,
+        pytest.raises(RunFailed, match="precision fp16 has no smaller loss scale than 1 to try"),
+    ):
+        run.train()
+    assert run.state.step == 16 + 3, "65536 is halved 16 times"

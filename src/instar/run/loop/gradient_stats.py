@@ -64,17 +64,27 @@ class GradNorm:
 
 @dataclass(frozen=True)
 class Skips:
-    """Number of consecutive last steps with a gradient that was not finite."""
+    """Number of consecutive last steps with a gradient that was not finite.
+
+    Those at which fp16's search for its loss scale lowered it from above 1 do not count: a smaller one may help.
+    """
 
     before: int = 0
     """without the last step"""
     last: GradNorm | None = None
     """of the last step; None: there is none to add"""
+    scale: float = 1.0
+    """by which the loss of the last step was multiplied"""
+
+    @property
+    def searched(self) -> bool:
+        """Whether the last step was skipped, and its loss scale lowered from above 1."""
+        return self.scale > 1 and self.last is not None and not self.last.finite
 
     @property
     def in_a_row(self) -> int:
         """Waits for the last step's norm."""
-        if self.last is None:
+        if self.last is None or self.searched:
             return self.before
         return 0 if self.last.finite else self.before + 1
 

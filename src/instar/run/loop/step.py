@@ -58,6 +58,8 @@ class StepResult:
     """this rank's summed loss, a float64 scalar on the device"""
     norm: GradNorm
     """of the global gradient before clipping; not finite if the step was skipped"""
+    scale: float = 1.0
+    """by which the loss was multiplied, see `torch.amp.GradScaler`"""
     part: PartNorm | None = None
     """the gradient of a part of the batch, if it was measured"""
 
@@ -203,7 +205,8 @@ class Stepper:
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
         with _shards_explained():
             loss_sum = self.strategy.accumulate(batch, calls)
-            result = StepResult(loss_sum, self._update(), part)
+            scale = self.scaler.get_scale()
+            result = StepResult(loss_sum, self._update(), scale, part)
         if buffers and not result.norm.finite:
             # otherwise one non-finite batch would spoil running statistics permanently
             load_buffers(self.bare_model, buffers)

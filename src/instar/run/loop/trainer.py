@@ -148,7 +148,7 @@ class Trainer:
             return
         # by now a GPU has computed the step before
         self._judge()
-        skips = Skips(state.skipped_in_a_row, result.norm)
+        skips = Skips(state.skipped_in_a_row, result.norm, result.scale)
         before = self._round_begun = self._round_begun or state.progress
         end = None
         if strategy.rounds is not None:
@@ -269,12 +269,20 @@ class Trainer:
             return
         (progress, skips, _), self._unjudged = self._unjudged, None
         parts, skipped = self.parts, skips.in_a_row
-        if skipped and parts.stepper.strategy.rounds is None:
-            parts.logger.skipped(progress, skipped)
-        if skipped >= parts.config.train.max_skipped_steps:
+        if parts.stepper.strategy.rounds is None:
+            if skips.searched:
+                parts.logger.lowered_scale(progress, parts.stepper.scaler.get_scale())
+            elif skipped:
+                parts.logger.skipped(progress, skipped)
+        if not skips.searched and skipped >= parts.config.train.max_skipped_steps:
+            advice = "lower optimizer.lr or clip harder, or look for bad samples"
+            if parts.stepper.scaler.is_enabled():
+                advice = (
+                    "precision fp16 has no smaller loss scale than 1 to try: use precision: bf16 or fp32, or a smaller "
+                    "loss, or look for bad samples"
+                )
             raise RunFailed(
-                f"step {progress.step}: the gradient was not finite for {skipped} steps in a row; "
-                "lower optimizer.lr or clip harder, or look for bad samples"
+                f"step {progress.step}: the gradient was not finite for {skipped} steps in a row; {advice}"
             )
 
     def _wait_for_step(self) -> None:

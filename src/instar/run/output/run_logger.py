@@ -262,6 +262,13 @@ class RunLogger:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))
         self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
 
+    def lowered_scale(self, progress: Progress, scale: float) -> None:
+        """Log a step of fp16's search for a loss scale whose gradients do not overflow."""
+        self._write(progress, Skip(step=progress.step, reason="loss scale lowered", consecutive=0))
+        self.console.warn(
+            f"step {progress.step}: the scaled gradient overflows in float16, update skipped; the loss scale is lowered to {scale:g}"
+        )
+
     def round_over(self, progress: Progress, end: RoundEnd) -> None:
         """Log the steps of a round whose gradient was not finite."""
         for rank, count in enumerate(end.skipped):
