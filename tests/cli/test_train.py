@@ -163,6 +163,18 @@ def test_devices_that_are_not_there_are_refused(instar: Instar, place: Path) -> 
     assert not (place / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [["--devices", "0"], ["--set", "device=cuda"], ["--nproc", "2", "--set", "device=cuda"]],
+)
+def test_devices_are_looked_for_before_data_are_prepared(
+    instar: Instar, place: Path, asked: list[str]
+) -> None:
+    done = instar("train", "tiny.yaml", "--set", "data.path=elsewhere", *asked, code=2)
+    assert "GPU" in done.stderr
+    assert not (place / "elsewhere").exists()
+
+
 def test_samples_of_no_run(instar: Instar) -> None:
     assert "no run in runs" in instar("sample", "latest", code=2).stderr
 

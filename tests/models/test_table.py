@@ -135,6 +135,13 @@ def test_a_module_has_the_parameters_and_flops_of_its_table(name: str) -> None:
         assert table.flops == counter.get_total_flops() == 0
 
 
+def test_a_kernel_of_one_number_is_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"up: kernel .*, e\.g\. \(3,\) of an nn.Conv1d and \(3, 3\)"
+    ):
+        Table(SIZES).conv("up", "a", "b", kernel=3)  # type: ignore[arg-type]
+
+
 def test_an_axis_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="m has an axis 'd', which is not a whole-number field"):
         Table(SIZES).conv("m", "a", "d", [3])

@@ -88,6 +88,10 @@ def test_an_error_of_one_rank_ends_all_and_names_the_hook(place: Place) -> None:
     (failed,) = events(run_dir, "failed")
     assert failed["rank"] == 1
     assert "the hook Failing.on_step_end failed: KeyError: 'lost' (" in failed["message"]
+    assert "hooked.py:" in failed["message"]
+    log = (run_dir / "logs" / "rank_1.log").read_text("utf-8")
+    assert "Traceback (most recent call last)" in log
+    assert 'hooked.py", line' in log
     assert [event["step"] for event in events(run_dir, "train")] == [1, 2]
 
 

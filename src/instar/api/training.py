@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
-from instar.distributed.placement import LAUNCH_VARIABLE, placement, share_cores
+from instar.distributed.placement import LAUNCH_VARIABLE, Placement, placement, share_cores
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
@@ -190,7 +190,7 @@ def _launch(
             hint="call instar.api.train in each",
         )
     start = resolve_ranks(loaded.config.parallel, place, world_size, devices)
-    make_ready(loaded, start.ranks, resumed, say)
+    make_ready(loaded, start.ranks, resumed, say, devices)
     parallel = loaded.config.parallel
     words = [] if config is None or resumed is not None else [config]
     words += [word for text in overrides for word in ("--set", text)]
@@ -219,9 +219,17 @@ def _launch(
 
 
 def make_ready(
-    loaded: Loaded, ranks: int, resume: Resume | None, say: Callable[[str], None]
+    loaded: Loaded,
+    ranks: int,
+    resume: Resume | None,
+    say: Callable[[str], None],
+    devices: Sequence[int] | None = None,
 ) -> None:
-    """Prepare the data and raise all errors that can be found before any rank is started."""
+    """Prepare the data and raise all errors that can be found before any rank is started.
+
+    Args:
+        devices: GPUs of the ranks; None: the config's.
+    """
     from instar.data.text.origin import NOTE
     from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
     from instar.run.lifecycle.resume import automatic, choose, continuation
@@ -232,6 +240,12 @@ def make_ready(
     if going_on is not None:
         checkpoint, _ = choose(going_on, check=ranks > 1)
         loaded = continuation(going_on, loaded, checkpoint).loaded
+    wanted = loaded.config.parallel.devices if devices is None else devices
+    if wanted or loaded.config.device.startswith("cuda"):
+        # before the data: tokenising may take hours
+        from instar.distributed.world import device_of
+
+        device_of(loaded.config.device, Placement(size=ranks, local_size=ranks), wanted)
     # rank 0 compares the sources again, and says what has changed
     prepare_data(loaded, ranks, lambda text: None if text.startswith(NOTE) else say(text))
     prepared = preflight(loaded, ranks, new=going_on is None)

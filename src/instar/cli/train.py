@@ -144,7 +144,7 @@ def _launch(
 
     resumable = resume is not None or loaded.config.resume == "auto"
     try:
-        make_ready(loaded, ranks, resume, lambda text: click.echo(text, err=True))
+        make_ready(loaded, ranks, resume, lambda text: click.echo(text, err=True), devices)
         if ranks == 1 and devices is None and not max_restarts:
             return _one_rank(loaded, resume, only_test, profile)
         from instar.distributed.launch import launch, torchrun_line

@@ -39,6 +39,10 @@ class RunFailed(InstarError):  # noqa: N818
     secondary = False
 
 
+class UserCodeFailed(RunFailed):
+    """A function of the user's raised what `__cause__` is: the rank's log has its traceback."""
+
+
 class PeerError(RunFailed):
     """A rank failed in a joint operation: `rank` is the one at fault, `what` the operation."""
 

@@ -22,6 +22,7 @@ from instar.distributed.appender import Appender, AppendingStream
 from instar.distributed.failure import (
     LAUNCHER_VARIABLE,
     STOPPED,
+    UserCodeFailed,
     describe_failure,
     exit_code_of,
     out_of_memory,
@@ -132,8 +133,9 @@ class RankLog:
             return
         failure, root = describe_failure(error, self.rank, self.step), root_of(error)
         write_failure(failure, root, os.environ)
-        expected = isinstance(root, InstarError)
-        logger.error("%s", failure.sentence(), exc_info=None if expected else root)
+        cause = root.__cause__ if isinstance(root, UserCodeFailed) else root
+        expected = isinstance(cause, InstarError)
+        logger.error("%s", failure.sentence(), exc_info=None if expected else cause)
 
     def _on_thread_error(self, hook: threading.ExceptHookArgs) -> None:
         if hook.exc_value is not None:

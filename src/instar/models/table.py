@@ -66,6 +66,11 @@ class Table:
             kernel: its size in each dimension.
             positions: number of output positions, or of input positions if `transposed`.
         """
+        if isinstance(kernel, int):
+            raise ValueError(
+                f"{name}: kernel is the size in each dimension, e.g. ({kernel},) of an nn.Conv1d and ({kernel}, {kernel}) of an "
+                f"nn.Conv2d, not {kernel}"
+            )
         axes: tuple[str, ...] = output, source
         inputs = self._size(name, source)
         if transposed:

@@ -24,7 +24,7 @@ from instar.config.errors import ConfigError, InstarError
 from instar.config.schema import RunConfig
 from instar.config.user_code import what_happened
 from instar.distributed.agree import gather, raise_on_all_ranks
-from instar.distributed.failure import RunFailed, exits_fail
+from instar.distributed.failure import UserCodeFailed, exits_fail
 from instar.distributed.world import World
 from instar.run.loop.gradient_stats import GradNorm
 from instar.run.loop.state import RunState
@@ -130,7 +130,7 @@ class Hooks:
         steps of a round: there a rank whose hook raises ends by itself, and the others lose it.
 
         Raises:
-            RunFailed, PeerError: a hook raised on a rank; names the hook.
+            UserCodeFailed, PeerError: a hook raised on a rank; names the hook.
         """
         called = {
             n: getattr(hook, method) for n, hook in self.hooks.items() if hasattr(hook, method)
@@ -230,4 +230,4 @@ def _run(what: str, call: Callable[[], T]) -> T:
     except InstarError:
         raise
     except Exception as error:
-        raise RunFailed(f"the hook {what} failed: {what_happened(error)}") from error
+        raise UserCodeFailed(f"the hook {what} failed: {what_happened(error)}") from error
