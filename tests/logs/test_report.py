@@ -690,6 +690,22 @@ def test_on_paper_it_is_light_and_every_chart_whole(
         assert seen.page.evaluate("document.documentElement.dataset.theme") is None
 
 
+def test_tables_of_eight_runs_stay_on_the_paper(browser: Browser, tmp_path: Path) -> None:
+    records = [read(told_run(tmp_path / f"a-run-with-a-long-name-{number}")) for number in range(8)]
+    path = tmp_path / "eight.html"
+    path.write_text(report_html(records), encoding="utf-8")
+    rights = (
+        "() => [...document.querySelectorAll('table')].map((t) => t.getBoundingClientRect().right)"
+    )
+    with watched(browser, width=690) as seen:
+        opened(seen, path)
+        seen.page.emulate_media(media="print")
+        found = seen.page.evaluate(rights)
+        assert len(found) > 2
+        assert max(found) <= 691
+        seen.page.emulate_media(media="screen")
+
+
 def test_points_and_marks_can_be_appended(browser: Browser, page: Path) -> None:
     with watched(browser) as seen:
         opened(seen, page)

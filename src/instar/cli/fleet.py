@@ -426,6 +426,8 @@ def _print_view(view: FleetView) -> None:
     click.echo(title(view))
     rows = list(table(view, time.time()))
     print_table(HEADERS, rows, right=RIGHT, optional=OPTIONAL)
+    for mean in view.means:
+        click.echo(mean.text)
     if view.best is not None:
         click.echo(view.best.text)
 

@@ -141,6 +141,16 @@ def in_yaml(value: Any) -> str:
     return json.dumps(value)
 
 
+def plain(value: Any) -> str:
+    """Format a value for a table: as in YAML, but texts without quotes unless they look like another value."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(plain, value))}]"
+    if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not value:
+        return in_yaml(value)
+    other = re.fullmatch(r"null|~|true|false|[-+.]?\d.*", value, re.IGNORECASE)
+    return in_yaml(value) if other or value[0] in "[{" else value
+
+
 @lru_cache(maxsize=1024)  # a config repeats the same few words
 def _needs_no_quotes(text: str) -> bool:
     """Whether a text can be written without quotes, also in a list."""

@@ -8,15 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from instar.config.errors import ConfigError, InstarError, printable
+from instar.config.errors import ConfigError, InstarError
 from instar.fleet.engines import slurm
 from instar.fleet.engines.remote import HostStatus
 from instar.fleet.folder import describe
 from instar.fleet.lock import seen_launcher
-from instar.fleet.plan import Instance, instances_of, text_of
+from instar.fleet.plan import Instance, instances_of
 from instar.fleet.spec import Search
-from instar.fleet.state import FleetStatus, InstanceStatus, fold, read_events
-from instar.fleet.view.rows import FleetView, fleet_view
+from instar.fleet.state import FleetStatus, fold, read_events
+from instar.fleet.view.rows import FleetView, fleet_view, group_name
 from instar.logs.query.progress import ProgressReader, RunProgress
 from instar.record.rundir import RunDir
 
@@ -139,11 +139,3 @@ def fleet_runs(folder: Path) -> dict[RunDir, str]:
     if not runs:
         raise ConfigError.one("no instance of this fleet has a run yet", where=str(folder))
     return runs
-
-
-def group_name(fleet: str, instance: Instance, status: InstanceStatus | None) -> str:
-    """Return the fleet's name and the values of the matrix, or of a search, other than seeds."""
-    values = {**instance.values, **(status.values if status else {})}
-    last = {key: key.rpartition(".")[2] for key in values}
-    given = [f"{last[key]}={text_of(each)}" for key, each in values.items() if last[key] != "seed"]
-    return printable(" ".join([fleet, *given]))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean, stdev
 from typing import Any
 
+from instar.config.errors import printable
 from instar.fleet.engines.remote import HostStatus
-from instar.fleet.plan import Instance
+from instar.fleet.plan import Instance, text_of
 from instar.fleet.spec import Scalar, Search
 from instar.fleet.state import ENDED, FleetStatus, InstanceStatus, ProcessStatus, as_json
 from instar.logs.query.progress import RunProgress
@@ -49,6 +51,8 @@ class InstanceRow:
     processes: tuple[ProcessRow, ...]
     trial: str = ""
     """of a search: what it has reached, and its values"""
+    group: str = ""
+    """the fleet's name and the values of the matrix, or of a search, other than seeds"""
 
     @property
     def restarts(self) -> int:
@@ -79,6 +83,35 @@ class FleetView:
     def counts(self) -> Mapping[str, int]:
         """Number of instances in each state."""
         return Counter(each.state for each in self.instances)
+
+    @property
+    def means(self) -> tuple[GroupMean, ...]:
+        """Losses of the groups of instances that differ only in their seed, over at least two that have
+        succeeded."""
+        losses: dict[str, list[float]] = {}
+        for each in self.instances:
+            if each.state == "succeeded" and each.progress and each.progress.loss is not None:
+                losses.setdefault(each.group, []).append(each.progress.loss)
+        return tuple(
+            GroupMean(group, len(found), fmean(found), stdev(found))
+            for group, found in losses.items()
+            if group and len(found) > 1
+        )
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """The last loss of runs that differ only in the seed."""
+
+    group: str
+    runs: int
+    loss: float
+    deviation: float
+    """standard deviation over runs"""
+
+    @property
+    def text(self) -> str:
+        return f"{self.group}: loss {self.loss:.4f} ±{self.deviation:.2g} over {self.runs} runs"
 
 
 @dataclass(frozen=True)
@@ -165,7 +198,19 @@ def fleet_view(
         state = "succeeded" if states == {"succeeded"} else state
     if any(each.alive for each in hosts.values()):
         state = "running"
+    groups = {
+        index: group_name(name, each, found.instances.get(index)) for index, each in known.items()
+    }
+    rows = [replace(row, group=groups.get(row.index, "")) for row in rows]
     return FleetView(name, state, launcher, tuple(rows), best)
+
+
+def group_name(fleet: str, instance: Instance, status: InstanceStatus | None) -> str:
+    """Return the fleet's name and the values of the matrix, or of a search, other than seeds."""
+    values = {**instance.values, **(status.values if status else {})}
+    last = {key: key.rpartition(".")[2] for key in values}
+    given = [f"{last[key]}={text_of(each)}" for key, each in values.items() if last[key] != "seed"]
+    return printable(" ".join([fleet, *given]))
 
 
 def fleet_state(found: FleetStatus, launcher: int | None) -> str:
@@ -197,7 +242,9 @@ def to_json(view: FleetView, found: FleetStatus, now: float) -> dict[str, Any]:
             "eta_s": row.eta_s(now),
         }
     shown = {"instances": instances, "state": view.state, "launcher": view.launcher}
-    return data | shown | {"best": None if view.best is None else asdict(view.best)}
+    means = [asdict(each) for each in view.means]
+    best = None if view.best is None else asdict(view.best)
+    return data | shown | {"best": best, "means": means}
 
 
 def overview(view: FleetView) -> dict[str, Any]:

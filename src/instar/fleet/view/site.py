@@ -17,8 +17,8 @@ from typing import Any
 from instar.config.errors import shortened, visible
 from instar.fleet.plan import Instance
 from instar.fleet.state import ENDED, FLEETS, STATE_FILE
-from instar.fleet.view.reader import FleetReader, group_name
-from instar.fleet.view.rows import InstanceRow, ProcessRow
+from instar.fleet.view.reader import FleetReader
+from instar.fleet.view.rows import InstanceRow, ProcessRow, group_name
 from instar.fleet.view.table import in_one_line
 from instar.logs.web.curves import printable
 from instar.record.events import to_words
@@ -133,6 +133,7 @@ class FleetCatalog:
                 "counts": dict(view.counts),
                 "left_out": len(view.instances) - len(shown),
                 "best": best,
+                "means": [_text(each.text) for each in view.means],
                 "instances": [_instance(each, logs, keys.get(each.index, "")) for each in shown],
             }
         )

@@ -180,7 +180,10 @@ def short_names(names: Sequence[str], most: int = 40) -> list[str]:
     shared = names[0] if len(names) > 1 else ""
     while not all(name.startswith(shared) for name in names):
         shared = shared[:-1]
-    begin = max((match.end() for match in _SEPARATOR.finditer(shared)), default=0)
+    begins = [0, *(match.end() for match in _SEPARATOR.finditer(shared))]
+    if any(re.match(r"\d*( |$)", name[begins[-1] :], re.ASCII) for name in names):
+        begins.pop()  # a number alone names nothing
+    begin = begins[-1] if begins else 0
     half = most // 2
     short = [name[begin:] or name for name in names]
     short = [n if len(n) <= most else f"{n[: half - 1]}…{n[-half:]}" for n in short]

@@ -13,10 +13,11 @@ import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.logs.plot.axes import POWERS, base_of, decades, power_of, power_text, ten_to, tick_texts
-from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, metric_text
+from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, metric_text, short_names
 from instar.logs.plot.legend import add_legend, colour_of, crowded, height_below
 from instar.logs.plot.style import (
     ALARM,
+    COLOURS,
     DASHED,
     DOTTED,
     FAINT,
@@ -248,6 +249,8 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         decades_ticks(axes.yaxis, "")
     else:
         number_ticks(axes.yaxis, panel.metrics[0] if len(panel.metrics) == 1 else "")
+    if len(chart.runs) > 1 and len(panel.curves) <= len(COLOURS):
+        _label_ends(axes, chart, panel)
     if panel.right:
         _draw_right(axes, chart, panel)
     add_legend(axes, chart, panel)
@@ -272,6 +275,28 @@ def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
         axes.plot(curve.line.x, curve.line.y, color=colour, marker="o", ms=4)
     if curve.best is not None and not dense:
         axes.plot(*[[place] for place in curve.best], zorder=4, **ring(colour))
+
+
+def _label_ends(axes: Axes, chart: Chart, panel: Panel) -> None:
+    """Writes each run's name above the end of its first curve, in its colour, apart from the others."""
+    from matplotlib.patheffects import withStroke
+
+    colour, names = colour_of(chart, panel), short_names(chart.runs, 20)
+    ends = {}
+    for curve in panel.curves:
+        drawn = np.flatnonzero(np.isfinite(curve.line.y))
+        if len(drawn) and curve.run not in ends:
+            ends[curve.run] = curve, curve.line.x[drawn[-1]], float(curve.line.y[drawn[-1]])
+    taken = -np.inf
+    for curve, x, y in sorted(ends.values(), key=lambda end: end[2]):
+        at = axes.transData.transform((x, y))[1] * 72 / axes.figure.dpi
+        up = max(3.0, taken + 8 - at)
+        taken = at + up
+        axes.annotate(
+            names[curve.run], (x, y), (-2, up), textcoords="offset points", ha="right", fontsize=7,
+            color=colour(curve), zorder=5, annotation_clip=False,
+            path_effects=[withStroke(linewidth=2, foreground="white")],
+        )  # fmt: skip
 
 
 def _single_value_limits(panel: Panel) -> tuple[float, float] | None:

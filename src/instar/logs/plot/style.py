@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 COLOURS = (
-    "#0067a5", "#c24a00", "#00835f", "#a8477f", "#b07a00", "#2a9fd0", "#5b4fb3", "#5f6670",
+    "#2e5c7b", "#c34d00", "#008561", "#e06d9b", "#4c3919", "#5595f4", "#7523ff", "#000074",
 )  # fmt: skip
-"""differ in hue and lightness, after Okabe and Ito; the same as on the pages"""
+"""differ by at least 15 ΔE in pairs, also under deuteranopia and protanopia; the same as on the pages"""
 INK = "#222222"
 FAINT = "#767676"
 GRID = "#e8e8e8"

@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from instar.config.document import parse
 from instar.config.errors import ConfigError, printable, shortened
 from instar.config.fields import differing
-from instar.config.origins import ConfigLine
+from instar.config.origins import ConfigLine, plain
 from instar.logs.query.config import config_lines, config_values, derived_keys
 from instar.record.rundir import RunDir
 
@@ -177,9 +178,17 @@ def given_values(runs: Sequence[RunDir]) -> list[Given]:
         for line in lines:
             if not line.key or line.key in derived or line.key.partition(".")[0] in _KEPT:
                 continue
-            values[line.key] = f"{values.get(line.key, '')} {line.value}".strip()
+            values[line.key] = f"{values.get(line.key, '')} {_unquoted(line.value)}".strip()
         found.append(values)
     return found
+
+
+def _unquoted(text: str) -> str:
+    """Returns a value of a config's line as a table shows it."""
+    if not text.startswith('"'):
+        return text
+    document, faults = parse(text, "")
+    return text if faults or document is None else plain(document.data)
 
 
 def _label(name: str, values: Given, keys: Sequence[str]) -> str:

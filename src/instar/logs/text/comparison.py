@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from instar.config.origins import in_yaml
+from instar.config.origins import plain
 from instar.logs.query.alignment import LossReached, Saving, saving_text
 from instar.logs.query.compare import Cell, Comparison, ToLoss
 from instar.logs.query.groups import short_values
@@ -196,5 +196,5 @@ def _config(comparison: Comparison, names: Sequence[str]) -> Block:
 
 
 def _short(key: str, values: Sequence[object]) -> list[str]:
-    whole = [NONE if value is None else in_yaml(value) for value in values]
+    whole = [NONE if value is None else plain(value) for value in values]
     return short_values(key, values, whole)

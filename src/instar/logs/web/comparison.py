@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import shortened
 from instar.config.fields import differing
-from instar.config.origins import in_yaml
+from instar.config.origins import plain
 from instar.logs.query.config import config_values
 from instar.logs.query.groups import short_values, warnings_on_data
 from instar.logs.query.labels import labels_of
@@ -47,7 +47,7 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
     warnings = [("Warning:", None, text) for text in warnings_on_data(configs)]
     differences = list[list[Cell]]()
     for key, values in differing([each or None for each in configs]).items():
-        whole = [in_yaml(each[key]) if key in each else "" for each in configs]
+        whole = [plain(each[key]) if key in each else "" for each in configs]
         short = short_values(key, values, whole)
         cells: list[Cell] = [
             {"text": brief, "full": "" if brief == text else shortened(text, 20_000)}

@@ -17,8 +17,10 @@
   "use strict";
 
   const { AXES, BYTES, DURATIONS, Line, Marks, Mean, Tip } = Instar;
-  const { axisText, dateTicks, drawLines, element, logTicks, lower, mixed, shortNames, valueText } = Instar;
+  const { axisText, dateTicks, drawEnds, drawLines, element, logTicks, lower, mixed, shortNames, valueText } = Instar;
   const COLOURS = 8;
+  /** Of so many runs in a row the curves have the same dashes. */
+  const ALIKE = 4;
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 
   class InstarChart {
@@ -164,7 +166,7 @@
           line.colour = share ?? order % COLOURS;
           line.ramp = share != null;
           line.dash = several
-            ? DASHES[(metrics.length > 1 ? number : Math.floor(order / COLOURS)) % DASHES.length]
+            ? DASHES[(metrics.length > 1 ? number : Math.floor(order / ALIKE)) % DASHES.length]
             : [];
           line.counted = line.count;
           line.key = name ? `${name} ${metric}` : this.#label(runs[0], metric, several, metrics.length > 1);
@@ -351,14 +353,15 @@
         probe.style.color = `var(--ic-${name})`;
         return getComputedStyle(probe).color;
       };
-      this.colours = { text: colour("text"), grid: colour("grid"), lines: [] };
+      this.colours = { text: colour("text"), grid: colour("grid"), paper: colour("paper"), lines: [] };
       for (let i = 0; i < COLOURS; i++) this.colours.lines.push(colour(i));
+      this.colours.ramp = ["low", "middle", "high"].map(colour);
       probe.remove();
     }
 
     #colour(line) {
       const { lines } = this.colours;
-      return line.ramp ? mixed(line.colour, lines[6], lines[3], lines[4]) : lines[line.colour];
+      return line.ramp ? mixed(line.colour, ...this.colours.ramp) : lines[line.colour];
     }
 
     #recolour() {
@@ -370,6 +373,12 @@
     #drawLines() {
       const { view = [0, 1], focused, colour } = this;
       drawLines(this.u, this.lines, { view, log: this.options.log, focused, colour });
+      const ends = this.lines.filter((line) => line.shown);
+      if (this.lines.length > 1 && ends.length <= COLOURS) {
+        const names = shortNames(this.lines.map((line) => line.label), 20);
+        const texts = ends.map((line) => names[this.lines.indexOf(line)]);
+        drawEnds(this.u, ends, texts, { view, log: this.options.log, colour, paper: this.colours.paper });
+      }
     }
 
     #placeMarks() {

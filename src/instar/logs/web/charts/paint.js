@@ -146,5 +146,36 @@
     else for (let i = first; i < end; i++) dot(i);
   }
 
-  Object.assign(Instar, { drawLines, mixed });
+  /** The name of each curve at its end, in its colour: above it, and apart from the others. */
+  function drawEnds(u, lines, texts, { view, log, colour, paper }) {
+    const { ctx, bbox } = u;
+    const ratio = devicePixelRatio;
+    const toX = projector(u, "x");
+    const toY = projector(u, "y");
+    const ends = lines.map((line, n) => {
+      let last = Math.min(line.xs.length, lower(line.xs, view[1] * (1 + 1e-9))) - 1;
+      while (last >= 0 && (line.ys[last] == null || (log && line.ys[last] <= 0))) last -= 1;
+      return last < 0 || line.xs[last] < view[0] ? null : { line, text: texts[n], x: toX(line.xs[last]), y: toY(line.ys[last]) };
+    }).filter(Boolean).sort((a, b) => a.y - b.y);
+    const high = 13 * ratio;
+    ctx.save();
+    ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+    ctx.textAlign = "right";
+    ctx.textBaseline = "alphabetic";
+    ctx.lineWidth = 3 * ratio;
+    ctx.strokeStyle = paper;
+    let free = bbox.top + high;
+    ends.forEach(({ line, text, x, y }, n) => {
+      // those below need room too
+      const at = Math.min(Math.max(y - 5 * ratio, free), bbox.top + bbox.height - (ends.length - 1 - n) * high - 2 * ratio);
+      const right = Math.min(x, bbox.left + bbox.width) - 3 * ratio;
+      ctx.strokeText(text, right, at);
+      ctx.fillStyle = colour(line);
+      ctx.fillText(text, right, at);
+      free = at + high;
+    });
+    ctx.restore();
+  }
+
+  Object.assign(Instar, { drawEnds, drawLines, mixed });
 })();

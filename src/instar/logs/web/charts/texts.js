@@ -148,7 +148,10 @@
     let shared = names.length > 1 ? first.length : 0;
     for (const name of names) while (!name.startsWith(first.slice(0, shared))) shared -= 1;
     const words = [...first.slice(0, shared).matchAll(/(?<!\d[eE])[-_/ ]/g)];
-    const begin = words.length ? words.at(-1).index + 1 : 0;
+    const begins = [0, ...words.map((word) => word.index + 1)];
+    // a number alone names nothing
+    if (names.some((name) => /^\d*( |$)/.test(name.slice(begins.at(-1))))) begins.pop();
+    const begin = begins.at(-1) ?? 0;
     const short = names.map((name) => name.slice(begin) || name).map((name) =>
       name.length <= most ? name : `${name.slice(0, most / 2 - 1)}…${name.slice(-most / 2)}`);
     return new Set(short).size === new Set(names).size ? short : names;

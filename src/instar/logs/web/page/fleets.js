@@ -38,11 +38,12 @@ class FleetView {
     this.#showInstances(data);
   }
 
-  #showHead({ name, state: word, counts = {}, reason, instances = [], best }) {
+  #showHead({ name, state: word, counts = {}, reason, instances = [], best, means = [] }) {
     const runs = instances.map((each) => each.run).filter(Boolean);
     this.head.replaceChildren(
       el("h2", {}, name, " ", word ? badgeOf(word) : "no such fleet"),
       el("p", { className: "faint", textContent: reason || countsOf(counts) }),
+      ...means.map((textContent) => el("p", { textContent })),
       best ? el("p", {}, best.run ? this.#link([best.run], best.text) : best.text) : "",
       runs.length > 1 ? this.#link(runs, `Curves of its ${whole(runs.length)} runs`) : "");
   }

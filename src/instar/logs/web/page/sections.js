@@ -148,7 +148,7 @@ const DRAW = {
     })));
     const label = `${target}: true class by row, predicted by column`;
     return el("figure", { className: "tested" }, el("figcaption", { textContent: label }),
-      scroller(label, tableOf(label, ["", ...counts.map((_, n) => String(n))], rows)));
+      scroller(label, tableOf(label, ["true ↓ predicted →", ...counts.map((_, n) => String(n))], rows)));
   },
 
   scatter: ({ target, caption, side, path, low, high }) => {
