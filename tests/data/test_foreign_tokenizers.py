@@ -15,7 +15,7 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text.dataset import prepare_data
-from instar.data.text.foreign import engine
+from instar.data.text.foreign import engine, worker
 from instar.data.text.foreign.engine import Limited, Local, is_harmless
 from instar.data.text.tokenizer import BPETokenizer, from_json, load_tokenizer, train_bpe
 from instar.processes.child import GONE, process_state
@@ -86,7 +86,6 @@ def test_what_a_file_does_to_the_library_is_an_error_in_one_line(
     assert f"the tokenizer {message}" in problem.message
     assert "\n" not in problem.message
     assert capfd.readouterr() == ("", "")  # panics are not printed
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1 << 20  # KiB
 
 
 def use(folder: Path) -> None:
@@ -100,6 +99,13 @@ def test_what_takes_too_long_is_ended_and_its_tokenizer_goes_on() -> None:
     with pytest.raises(ConfigError, match="cannot be used to encode text: it takes more than 1 s"):
         one.encode([TEXT * 3000])
     assert one.decode([65, 66]) == from_json(saved()).decode([65, 66])
+
+
+def test_a_request_has_a_gibibyte_at_most() -> None:
+    one = Limited(saved(**AFFECTED))
+    one.encode([TEXT])
+    most, _ = resource.prlimit(one._child.pid, resource.RLIMIT_DATA)
+    assert worker.LIMIT_BYTES < most < 1 << 30
 
 
 def test_preparing_data_names_the_fault(tmp_path: Path) -> None:
