@@ -8,12 +8,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from small_models import model_of
 from torch.nn import Parameter
 
 from instar.config.schema import OptimizerConfig
 from instar.data.loader import MicroBatch, StepBatch
 from instar.data.plan import StepPlan
 from instar.distributed.world import World
+from instar.models.hf.families import FAMILIES
 from instar.run.loop.optimizer import (
     build_optimizers,
     check_covered,
@@ -48,6 +50,22 @@ def test_vectors_and_named_patterns_are_not_decayed() -> None:
         ),
         ("adamw", 0.1): ("blocks.0.attn.query.weight", "head.weight"),
     }
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_embeddings_of_transformers_models_are_not_decayed_and_all_other_matrices_are(
+    kind: str,
+) -> None:
+    """As those of a GPT."""
+    model = model_of(kind)
+    modules = model.named_modules()
+    embeddings = {f"{n}.weight" for n, each in modules if isinstance(each, torch.nn.Embedding)}
+    shapes = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    decay = {
+        n: g.weight_decay for g in group_parameters(shapes, OptimizerConfig()) for n in g.names
+    }
+    assert embeddings
+    assert {name for name in shapes if shapes[name] > 1 and not decay[name]} == embeddings
 
 
 def test_muon_takes_the_matrices_of_blocks_and_nothing_else() -> None:

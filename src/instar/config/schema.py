@@ -140,8 +140,9 @@ class OptimizerConfig(Section):
         0.1, description="decoupled weight decay; sgd: added to the gradient (L2), default 0"
     )
     no_decay: Texts = Field(
-        ("*.bias", "*norm*", "*embedding*"),
-        description="parameter-name patterns that are not decayed",
+        ("*.bias", "*norm*", "*embed*", "*wte.*", "*wpe.*"),
+        description="parameter-name patterns that are not decayed, nor are vectors; default: biases, norms and "
+        "embeddings, also by their names in transformers",
     )
     momentum: Fraction = Field(0.95, description="momentum of Muon, and of SGD (default 0.9)")
     nesterov: bool = Field(False, description="SGD: Nesterov momentum")
