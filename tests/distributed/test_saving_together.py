@@ -92,6 +92,69 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
 """
 
 
+DAMAGED = """
+def tensors():
+    matrix = torch.arange(12.0).view(3, 4)
+    return {
+        "model/contiguous": matrix.clone(),
+        "model/transposed": matrix.clone().t(),
+        "model/with gaps": matrix.repeat_interleave(2, 1)[:, ::2],
+        "model/channels last": torch.rand(2, 3, 2, 2).to(memory_format=torch.channels_last) * 0 + 1,
+        "model/number": torch.tensor(1.0),
+        "model/half": torch.ones(3, dtype=torch.bfloat16),
+        "model/double": torch.ones(3, dtype=torch.float64),
+        "model/flags": torch.tensor([True, False]),
+        "optimizer/w/step": torch.tensor(3.0),
+        "optimizer/w/exp_avg": matrix.clone(),
+        "optimizer/w/count.number": torch.tensor(7),
+        "ema/w": matrix.clone(),
+    }
+
+def damages(tensor):
+    last = (-1,) * tensor.ndim
+    if tensor.is_floating_point():
+        lower = tensor.clone()
+        # the next number, of which no sum or mean tells
+        lower[last] = torch.nextafter(tensor[last], torch.tensor(9.0, dtype=tensor.dtype))
+        yield "one bit", lower
+        odd = tensor.clone(); odd[last] = torch.nan
+        yield "not a number", odd
+        signed = tensor.clone(); signed[(0,) * tensor.ndim] = -0.0
+        yield "minus 0", signed
+        yield "another type", tensor.double() if tensor.dtype != torch.float64 else tensor.float()
+    else:
+        other = tensor.clone(); other[last] = ~other[last] if tensor.dtype == torch.bool else other[last] + 1
+        yield "one element", other
+    yield "another shape", tensor[None]
+    yield "nothing", None
+
+def of(named):
+    components = {"rng": {"own": torch.tensor([world.rank])}}
+    for name, tensor in named.items():
+        component, _, rest = name.partition("/")
+        components.setdefault(component, {})[rest] = tensor
+    return Snapshot(Progress(step=1), components, {}, {}, [], Facts())
+
+with join(ParallelConfig(timeout_s=60), "cpu") as world:
+    of(tensors()).check_replicas(world)
+    # another order in memory is no difference
+    of({name: t.contiguous() if world.rank else t for name, t in tensors().items()}).check_replicas(world)
+    missed, tried = [], 0
+    for name, tensor in tensors().items():
+        for what, damaged in damages(tensor):
+            if what == "minus 0" and tensor.flatten()[0] != 0:
+                continue
+            mine = tensors()
+            if world.rank:
+                mine[name] = damaged
+                mine = {key: each for key, each in mine.items() if each is not None}
+            told = error_of(lambda: of(mine).check_replicas(world))
+            tried += 1
+            if told != f"RunFailed: differs from rank 0's: {name} on rank 1":
+                missed.append([name, what, told])
+    answer(missed=missed, tried=tried)
+"""
+
 DRIFTED_SHARDS = """
 from instar.distributed.shards import SavedRows
 with join(ParallelConfig(timeout_s=30), "cpu") as world:
@@ -153,6 +216,15 @@ def test_replicas_that_differ_are_refused_on_all_ranks_before_anything_is_writte
             "told": 0,
         }
     assert not (tmp_path / "run").exists()
+
+
+def test_any_difference_in_any_tensor_of_any_component_is_found_and_named(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """However a tensor lies in memory."""
+    for answer in ranks(program(DAMAGED, tmp_path / "run"), 2):
+        assert answer["missed"] == []
+        assert answer["tried"] > 50
 
 
 def test_replicas_of_shards_that_differ_are_refused_too(ranks: Ranks, tmp_path: Path) -> None:

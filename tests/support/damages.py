@@ -65,6 +65,8 @@ REPLICAS = (
     "distributed/test_saving_together.py::"
     "test_replicas_that_differ_are_refused_on_all_ranks_before_anything_is_written",
     "distributed/test_saving_together.py::test_replicas_of_shards_that_differ_are_refused_too",
+    "distributed/test_saving_together.py::"
+    "test_any_difference_in_any_tensor_of_any_component_is_found_and_named",
 )
 TEST_PHASE = (
     "run/test_test_phase.py::test_the_best_weights_are_tested_though_the_last_are_worse",
