@@ -68,7 +68,10 @@ def test_it_says_what_there_is_when_the_step_is_not(typed: Typed, run: Path) -> 
     said = typed("resume", run.name, "--from", "5", code=3)
     assert "no checkpoint step-5; there are step-2, step-4, step-6, step-8" in said
     (run / "checkpoints" / "best").unlink()
-    assert "no checkpoint is its best" in typed("resume", "run", "--from", "best", code=3)
+    for command in (("resume", "run", "--from", "best"), ("test", "run")):
+        said = typed(*command, code=3)
+        assert "no checkpoint is its best" in said
+        assert "--from latest takes the last one" in said
 
 
 def test_it_goes_on_from_the_best(typed: Typed, place: Path) -> None:

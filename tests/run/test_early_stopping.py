@@ -104,7 +104,7 @@ BOTH_STILL = [(1, 0.5, 0), (0.5, 0.5, 0), (0.5, 0.5, 0), (0.5, 0.5, 0)]
 def test_a_run_is_given_up_where_one_or_all_stand_still(
     mode: str, rows: list[tuple[float, ...]], given_up: str
 ) -> None:
-    rules = judge(early_stopping={"mode": mode, "rules": TWO})
+    rules = judge(early_stopping={"stop_when": mode, "rules": TWO})
     assert rules.stop_reason(after(rules, *rows)) == (given_up or None)
 
 

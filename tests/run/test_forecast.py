@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from instar.record.events import OperationEvent, read_events
+from instar.record.events import OperationEvent, Train, read_events
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.trainer import Trainer
+from instar.schedule.operations import Change, carried_out, initial_state, when_due
+from instar.schedule.settings import learning_rate
+from instar.schedule.triggers import entries
 
 COUNTED = [
     {"name": "change_lr", "value": 0.5, "when": {"at_step": 2}},
@@ -46,3 +51,71 @@ def test_operations_fire_where_the_forecast_says(
     reached = [stage for stage in stages if stage.first_step is not None]
     assert fired == [(stage.operation.split()[0], stage.first_step) for stage in reached]
     assert len(fired) == len(schedule)
+
+
+RATES: tuple[tuple[list[dict[str, Any]], tuple[str, ...]], ...] = (
+    ([{"name": "change_warmup_iters", "value": 2.0, "when": {"at_step": 3}}], ()),
+    (
+        [{"name": "set_warmup_iters", "value": 5, "when": {"at_step": 3}}],
+        ("learning_rate.shape=wsd",),
+    ),
+    ([{"name": "reset_lr_schedule", "when": {"at_step": 6}}], ("learning_rate.shape=linear",)),
+    ([{"name": "change_batch_size", "value": 3.0, "lr": "sqrt", "when": {"at_tokens": 600}}], ()),
+    (COUNTED, ()),
+    (ON_LOSS, ()),
+    (
+        [
+            {"name": "set_eval_iters", "value": 2, "trigger_loss": 99.0},
+            {"name": "set_lr", "value": 1e-4, "when": {"loss_below": 99.0}},
+            {"name": "change_warmup_iters", "value": 0.5, "when": {"waited": 2}},
+        ],
+        ("train.until=[2ep]", "train.batch_size=64"),
+    ),
+)
+
+
+@pytest.mark.parametrize("number", range(len(RATES)))
+def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
+    trainer: Callable[..., Trainer],
+    prepared: Callable[..., Prepared],
+    number: int,
+    tmp_path: Path,
+) -> None:
+    schedule, more = RATES[number]
+    keys = (f"schedule={json.dumps(schedule)}", "train.until=[16it]", "eval.eval_interval=3")
+    keys = (*keys, "checkpoint.every_minutes=null", *more)
+    run = trainer(*keys)
+    run.train()
+    ready = prepared(*keys)
+    totals = ready.forecast.early
+    assert totals is not None
+    progress = run.state.progress
+    assert (progress.step, progress.samples) == (totals.steps, totals.samples)
+    # the last window of a text is shorter
+    assert 0 <= totals.tokens - progress.tokens < 16 * math.ceil(run.state.epochs)
+    assert run.state.epochs == pytest.approx(totals.epochs)
+    # what a stage's settings say, at the step at which the forecast says that it begins
+    initial = initial_state(ready.config, ready.spec.architecture, ready.spec.facts)
+    fired = zip(entries(ready.config), ready.forecast.stages[1:], strict=True)
+    history = [
+        Change(entry.operation, stage.first_step, 0)
+        for entry, stage in fired
+        if stage.first_step is not None
+    ]
+    recorded = [e for e in read_events(tmp_path / "events.jsonl") if isinstance(e, Train)]
+    assert [event.step for event in recorded] == list(range(1, totals.steps + 1))
+    for event in recorded:
+        before = event.step - 1
+        state = initial
+        for change in history:
+            if change.step <= before:
+                state = when_due(state, change.operation)
+                state = carried_out(state, change.operation, change.step)
+        assert event.lr == pytest.approx(learning_rate(state.settings, before), rel=1e-9)
+    # the forecast's own settings differ in nothing but when a schedule or a warm-up began
+    for stage, change in zip(ready.forecast.stages[1:], history, strict=False):
+        state = initial
+        for each in history[: history.index(change) + 1]:
+            state = carried_out(when_due(state, each.operation), each.operation, each.step)
+        began = {"lr_start": 0, "rewarm_start": 0, "births": (), "frozen": ()}
+        assert replace(stage.settings, **began) == replace(state.settings, **began)

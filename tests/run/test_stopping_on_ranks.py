@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: str) -> None:
     mode, rules, settings = CASES[case]
-    stopping = f"early_stopping={json.dumps({'mode': mode, 'rules': rules})}"
+    stopping = f"early_stopping={json.dumps({'stop_when': mode, 'rules': rules})}"
     for ranks in (1, 4):
         run_dir = place.path / f"w{ranks}"
         children = place.train(run_dir, *ENDLESS, stopping, *settings, ranks=ranks)

@@ -226,6 +226,7 @@ def check(
     epochs are unknown.
     """
     from instar.run.lifecycle.load import load_config
+    from instar.schedule.checks import without_effect
     from instar.schedule.expected import expected, saving_values
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
@@ -235,6 +236,8 @@ def check(
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     forecast = checked_forecast(loaded, spec, nproc)
     saving = expected(forecast, loaded, cfg, pilot_file)
+    for text in without_effect(loaded.config):
+        click.echo(f"warning: {text}", err=True)
     if as_json:
         print_json({**forecast.to_dict(), **saving_values(saving)})
         return

@@ -204,11 +204,13 @@ def _forecast(
     as_json: bool,
 ) -> int:
     from instar.distributed.launch import torchrun_line
+    from instar.record.format import bytes_text
     from instar.record.system import host_bytes
     from instar.run.lifecycle.preflight import foreseen_precision, preflight, suggestion
     from instar.run.lifecycle.resume import automatic
     from instar.run.lifecycle.start import starting_weights
     from instar.schedule.expected import expected, saving_values
+    from instar.schedule.memory import in_force
     from instar.schedule.render import render
     from instar.tasks.task import SampleSetSpec
 
@@ -228,10 +230,16 @@ def _forecast(
         click.echo(f"weights   {weights.about}")
     click.echo(render(prepared.forecast, saving))
     click.echo(f"precision   {precision}")
-    if loaded.config.device == "cpu" and (
-        better := suggestion(loaded, prepared.forecast, host_bytes() // ranks)
-    ):
-        click.echo(f"does not fit on this machine: {better}", err=True)
+    available = host_bytes() // ranks
+    needed = prepared.forecast.peak_bytes(in_force(loaded.config, ranks))
+    if needed > available:
+        better = suggestion(loaded, prepared.forecast, available)
+        where = "" if ranks == 1 else f" for each of {ranks} ranks"
+        click.echo(
+            f"does not fit in this machine's memory: a rank needs about {bytes_text(needed)}, and there are "
+            f"{bytes_text(available)}{where}{f'; {better}' if better else ''}",
+            err=True,
+        )
     for warning in prepared.warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"same as: {line}")

@@ -174,7 +174,8 @@ class Watch(Section):
     delta: NonNegativeFloat = Field(0.0, description="minimum change that counts as an improvement")
     patience: PositiveInt = Field(
         5,
-        description="evaluations in a row without improvement after which it has stopped improving",
+        description="evaluations in a row without improvement after which it has stopped improving: torch's "
+        "ReduceLROnPlateau counts one less",
     )
     grace: NonNegativeInt = Field(
         0, description="number of first evaluations that do not count as without improvement"
@@ -199,7 +200,7 @@ class EarlyStoppingConfig(Section):
     rules: Annotated[tuple[Watch, ...], Strict(False)] = Field(
         (), description="metrics to monitor; none: the run ends with its budget"
     )
-    mode: Literal["any", "all"] = Field(
+    stop_when: Literal["any", "all"] = Field(
         "any", description="stop when any metric, or only when all metrics, have stopped improving"
     )
 

@@ -114,10 +114,24 @@ def section_hint(root: Root, name: str) -> str:
     return f"did you mean '{suggestion}'?" if suggestion else ""
 
 
+RENAMED: Mapping[str, tuple[str, str]] = {
+    "early_stopping.mode": (
+        "early_stopping.stop_when",
+        "it is stop_when now: any stops as soon as one metric has stopped improving, all only when every "
+        "metric has; elsewhere mode any means that any improvement starts the patience again, which is "
+        "stop_when: all, and mode all is stop_when: any",
+    ),
+}
+"""Keys of earlier versions whose values could be misread: the key that is meant, and what to write."""
+
+
 def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     """Return message and hint for an unknown key, and the dotted key that was meant ("")."""
     section, name = dotted(path[:-1]), str(path[-1])
     message = f"unknown key '{name}'" + (f" in {section}" if section else "")
+    if dotted(path) in RENAMED:
+        meant, hint = RENAMED[dotted(path)]
+        return message, hint, meant
     if section not in sections(root):  # in an item of a list
         candidates = [
             key for choice in choices(root, path[:-1]) for key in choice.get("properties", ())

@@ -75,6 +75,19 @@ def _operation(given: ScheduledOperation) -> Iterator[Finding]:
             yield found
 
 
+def without_effect(config: RunConfig) -> Iterator[str]:
+    """Yield the operations of a schedule that change nothing, whenever they fire."""
+    names_before: set[str] = set()
+    for number, given in enumerate(config.schedule):
+        what = f"{SCHEDULE}[{number}] {given.name} has no effect"
+        if given.name in ("set_eval_interval", "change_eval_interval") and config.eval.eval_epochs:
+            yield f"{what}: eval.eval_epochs is {config.eval.eval_epochs}, and steps between evaluations do not count"
+        unset = config.eval.eval_iters is None and "set_eval_iters" not in names_before
+        if given.name == "change_eval_iters" and unset:
+            yield f"{what}: eval.eval_iters is not set, and the whole validation set is evaluated"
+        names_before.add(given.name)
+
+
 def _branches(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield the problems of branches that depend on the rest of the config."""
     names_before: set[str] = set()

@@ -167,6 +167,24 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     """
     if found := list(mistakes(config)):
         raise ScheduleError(*found)
+    predicted = _forecast(config, spec, world_size)
+    end = decay_end(config, predicted.steps)
+    if end is None or not config.schedule:
+        return predicted
+    # operations on the warm-up scale the decay too; no step depends on the rate
+    return _forecast(with_values(config, {"learning_rate.lr_decay_iters": end}), spec, world_size)
+
+
+def decay_end(config: RunConfig, steps: int | None) -> int | None:
+    """Return the step at which the decay of the learning rate ends in a run of so many steps, if the
+    config leaves it open; None: it does not, or the steps are unknown."""
+    if steps is None or config.learning_rate.lr_decay_iters is not None:
+        return None
+    # a run shorter than its warm-up still needs a valid learning-rate schedule
+    return max(steps, config.learning_rate.warmup_iters + 1)
+
+
+def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     began = initial_state(config, spec.architecture, spec.facts)
     legs = _all_legs(config, began, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
@@ -406,7 +424,19 @@ def _pace(state: State, spec: TaskSpec) -> Pace:
         spec.samples(context),
         spec.flops(state.architecture, context),
         state.config.data.drop_last,
+        _basis(state, spec),
     )
+
+
+def _basis(state: State, spec: TaskSpec) -> tuple[int | None, ...]:
+    """Return what an evaluation depends on: tokens per sample, rows of the vocabulary, and the number of
+    samples, None: all."""
+    config, context = state.config, state.config.eval.context or state.settings.context
+    iters, limit = state.settings.eval_iters, None
+    if iters is not None:
+        limit, total = iters * config.train.batch_size, spec.split_sizes(context).get("val")
+        limit = None if total is not None and limit >= total else limit
+    return context, state.architecture.sizes().get("vocab"), limit
 
 
 def _begun(timeline: Timeline, number: int) -> Clock | None:

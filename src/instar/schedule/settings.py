@@ -189,6 +189,20 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
     return settings.lr * _decayed(settings, step, share) * rewarmed
 
 
+def early_end_of_decay(settings: Settings, steps: int | None) -> str:
+    """Describe a decay that ends before a run of so many steps; empty if it does not."""
+    end = settings.lr_decay_iters
+    if settings.lr_shape not in ("cosine", "linear", "wsd") or end is None or steps is None:
+        return ""
+    last = settings.lr_start + end
+    if last >= steps:
+        return ""
+    return (
+        f"the learning rate's decay ends at step {last:,} as before, and the rate stays at its lowest until step "
+        f"{steps:,}; to decay until then: --set learning_rate.lr_decay_iters={steps - settings.lr_start}"
+    )
+
+
 def _decayed(settings: Settings, step: int, share: float) -> float:
     """Return the share in the last decay of a branch, which began with `share`."""
     if not settings.decay_iters or step <= settings.decay_start:

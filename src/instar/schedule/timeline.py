@@ -39,6 +39,8 @@ class Pace:
     flops_per_token: int
     drop_last: bool = False
     """Whether the rest of an epoch is left out that is less than a global batch."""
+    basis: tuple[int | None, ...] = ()
+    """What an evaluation depends on beside the weights: losses on two bases are not compared."""
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -312,7 +314,8 @@ def timeline(
         clock = clock.after(before.pace, step - clock.step)
         if leg.pace.weight != before.pace.weight:
             clock = clock.new_order(before.pace)
-        evaluated = ending.is_evaluated(step) or leg.entry.reevaluate
+        kept = ending.is_evaluated(step) and before.pace.basis == leg.pace.basis
+        evaluated = kept or leg.entry.reevaluate
         mask = mask_of(leg.state.architecture)
         if mask is not None and mask is not mask_of(before.state.architecture):
             masked_until = step + mask.steps

@@ -28,8 +28,8 @@ from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing
 from instar.schedule.branches import BRANCH, branch_of, folder_of
 from instar.schedule.branches import problems as schedule_problems
-from instar.schedule.checks import has_end
-from instar.schedule.forecast import Forecast, checked_forecast
+from instar.schedule.checks import has_end, without_effect
+from instar.schedule.forecast import Forecast, checked_forecast, decay_end
 from instar.schedule.memory import in_force
 from instar.schedule.ramps import CONTEXT
 from instar.schedule.triggers import evaluates_at_start, operation
@@ -63,7 +63,30 @@ class Prepared:
                 f"{changes[0]} changes held-out samples too: losses before and after it cannot be "
                 "compared; eval.context sets one length for all evaluations"
             )
-        return found
+        return [*found, *without_effect(config), *self._short_run()]
+
+    def _short_run(self) -> Iterator[str]:
+        """Yield what does not happen because the run, or its data, are short."""
+        config, predicted = self.config, self.forecast
+        warmup, steps = config.learning_rate.warmup_iters, predicted.steps
+        changed = any(
+            name in operation.name
+            for operation in config.schedule
+            for name in ("warmup", "reset_lr")
+        )
+        if steps is not None and warmup > steps and not changed:
+            yield (
+                f"learning_rate.warmup_iters ({warmup:,}) is more than the {steps:,} steps of the run: the rate "
+                f"rises to {steps / warmup:.0%} of optimizer.lr"
+            )
+        for stage in predicted.stages:
+            samples, batch = predicted.samples_per_epoch, stage.settings.global_batch
+            if samples is not None and samples < batch:
+                yield (
+                    f"the training data have {samples:,} samples, fewer than the {batch:,} of a step: every step "
+                    "is an epoch of its own, and trains on no more than these"
+                )
+                return
 
 
 def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
@@ -274,11 +297,8 @@ def suggestion(loaded: Loaded, predicted: Forecast, available: int) -> str:
 def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepared:
     derived = {**spec.derived, "eval.at_start": evaluates_at_start(config)}
     derived["data.seed"] = config.seed
-    if predicted.steps is not None:
-        # a run shorter than its warm-up still needs a valid learning-rate schedule
-        derived["learning_rate.lr_decay_iters"] = max(
-            predicted.steps, config.learning_rate.warmup_iters + 1
-        )
+    if (end := decay_end(config, predicted.steps)) is not None:
+        derived["learning_rate.lr_decay_iters"] = end
     derived = {key: value for key, value in derived.items() if _value(config, key) is None}
     return Prepared(_with(config, derived), spec, predicted, derived)
 

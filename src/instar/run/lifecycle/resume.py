@@ -170,10 +170,11 @@ def named_checkpoint(resume: Resume) -> Path | None:
     if start.startswith(BEST):
         best = pointed_at(root, start)
         if best is None:
-            others = ", ".join(name for name in pointers(root) if name != LATEST)
+            others = [name for name in pointers(root) if name != LATEST and pointed_at(root, name)]
+            there = f"there are {', '.join(others)}; " if others else ""
             raise CheckpointError(
-                f"{root}: no checkpoint is its {start}; "
-                + (f"there are {others}" if others else "checkpoint.on_best saves one at each best")
+                f"{root}: no checkpoint is its {start}: none was saved at an evaluation whose value was finite and "
+                f"the best, or it was deleted; {there}--from {LATEST} takes the last one"
             )
         return best
     by_name = {path.name: path for path in checkpoints(root)}
@@ -281,8 +282,6 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
         | {key: held[key] for key in values_at_start}
         | {key: new for key, (_, new) in changed.items()}
     )
-    if resume.given and now[DERIVES] is None and "train.until" in changed:
-        chosen[DERIVES] = None
     began_at = manifest.config if manifest is not None else {}
     launch = {
         key: value

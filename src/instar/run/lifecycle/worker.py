@@ -86,6 +86,7 @@ from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import shape_text
 from instar.run.output.profile import StepProfiler
 from instar.schedule.operations import Change, State, initial_state, keeps_training_loss_comparable
+from instar.schedule.settings import early_end_of_decay
 from instar.tasks.task import spec_class
 
 logger = logging.getLogger(__name__)
@@ -309,6 +310,9 @@ def _run_rank(
             trainer.parts.logger.warn(slow, trainer.state.step)
         if resumed is not None and not only_test and over is None:
             trainer.parts.logger.overridden(trainer.state.progress, resumed.changed)
+            steps = prepared.forecast.steps if "train.until" in resumed.changed else None
+            if note := early_end_of_decay(trainer.state.settings, steps):
+                console.say(note)
         if resumed is not None:
             for key, value in resumed.launch.items():
                 console.say(f"{key}: {in_yaml(value)}, for this process")
@@ -420,9 +424,14 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
 
 def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
     """End a resumed run that is complete: save nothing, and run the final test only if missing."""
+    go_on = f"set a later end, e.g.: instar resume {run_dir.path} --until {2 * max(1, trainer.state.step)}it"
+    if not Decision(reason, interrupted=False).is_budget:
+        go_on = (
+            "give early_stopping.rules more patience, or leave them out: "
+            f"instar resume {run_dir.path} --set early_stopping.rules=[]"
+        )
     trainer.parts.logger.console.say(
-        f"{reason}: nothing is left to train in it, and nothing was saved or set; to continue, set a later "
-        f"end, e.g.: instar resume {run_dir.path} --until {2 * max(1, trainer.state.step)}it"
+        f"{reason}: nothing is left to train in it, and nothing was saved or set; to continue, {go_on}"
     )
     # an earlier process may have ended between its last checkpoint and its last delta
     finish_deltas(trainer.state, trainer.parts)

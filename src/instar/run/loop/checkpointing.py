@@ -63,7 +63,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
         facts=Facts(
             **parts.task.spec.fingerprints,
             progress=dataclasses.asdict(progress),
-            loss=state.loss if evaluated else None,
+            loss=state.evaluated["loss"] if evaluated else None,
             metrics=dict(state.evaluated) if evaluated else {},
             basis=digest(state.basis),
             better=dict(parts.config.metrics),

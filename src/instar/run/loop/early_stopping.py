@@ -98,16 +98,16 @@ def reason(rule: Rule, state: RuleState) -> str:
 
 
 def stop_reason(
-    rules: Sequence[Rule], states: Sequence[RuleState], mode: Literal["any", "all"]
+    rules: Sequence[Rule], states: Sequence[RuleState], stop_when: Literal["any", "all"]
 ) -> str | None:
     """Return the reason for early stopping, or None.
 
     Args:
-        mode: stop when any metric is on a plateau, or only when all are. Without rules: never.
+        stop_when: stop when any metric is on a plateau, or only when all are. Without rules: never.
     """
     pairs = list(zip(rules, states, strict=True))
     reasons = [reason(rule, state) for rule, state in pairs if is_on_plateau(rule, state)]
-    enough = bool(reasons) and (mode == "any" or len(reasons) == len(pairs))
+    enough = bool(reasons) and (stop_when == "any" or len(reasons) == len(pairs))
     return " and ".join(reasons) if enough else None
 
 
@@ -160,13 +160,27 @@ class MetricTracker:
         }
         """pointer to the best checkpoint of each metric"""
 
-    def update(self, tracked: MetricState, metrics: Mapping[str, float], step: int) -> MetricState:
-        """Return the states after one more evaluation, at `step`."""
+    def update(
+        self,
+        tracked: MetricState,
+        metrics: Mapping[str, float],
+        step: int,
+        *,
+        only_best: bool = False,
+    ) -> MetricState:
+        """Return the states after one more evaluation, at `step`.
+
+        Args:
+            only_best: it does not count for early stopping and the plateau.
+        """
+        best = {
+            name: update(rule, tracked.best.get(name, RuleState()), metrics[name], step)
+            for name, rule in self.best.items()
+        }
+        if only_best:
+            return replace(tracked, best=best)
         return MetricState(
-            best={
-                name: update(rule, tracked.best.get(name, RuleState()), metrics[name], step)
-                for name, rule in self.best.items()
-            },
+            best=best,
             stopping={
                 rule.key: update(
                     rule, _state_of(rule, tracked.stopping), metrics[rule.metric], step
@@ -183,7 +197,7 @@ class MetricTracker:
     def stop_reason(self, tracked: MetricState) -> str | None:
         """Return the reason for early stopping, or None."""
         states = [_state_of(rule, tracked.stopping) for rule in self.rules]
-        return stop_reason(self.rules, states, self._stopping.mode)
+        return stop_reason(self.rules, states, self._stopping.stop_when)
 
     def lower_lr(self, tracked: MetricState, lr: float) -> tuple[MetricState, float | None]:
         """Return the states, and the new peak learning rate, or None if it is not lowered."""

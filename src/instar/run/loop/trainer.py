@@ -93,7 +93,7 @@ class Trainer:
         parts.sync.end_training()
         parts.weight_analyzer.finish(self.state, parts.logger)
         if not decision.interrupted and self.state.evaluated_at != self.state.step:
-            self.evaluate()
+            self.state = validate(self.state, parts, at_end=True)
         parts.logger.flush_interval(self.state.progress)
         self.state = parts.text_sampler.sample_if_due(
             self.state, parts.stepper, parts.logger, last=not decision.interrupted

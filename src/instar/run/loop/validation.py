@@ -46,11 +46,15 @@ def is_comparable(state: RunState, parts: Components) -> bool:
     )
 
 
-def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunState:
+def validate(
+    state: RunState, parts: Components, *, judged: bool = True, at_end: bool = False
+) -> RunState:
     """Evaluate the weights, or their moving average if there is one. A collective.
 
     Args:
         judged: the result counts for the best value, for early stopping and for the plateau.
+        at_end: the run ends between two evaluations. The result counts for the best value only: a run
+            that is continued later stops and changes where an uninterrupted one does.
 
     Returns:
         the state with the result; unchanged if a stop was requested meanwhile.
@@ -80,14 +84,10 @@ def validate(state: RunState, parts: Components, *, judged: bool = True) -> RunS
     if reasons:
         parts.logger.begins_anew(state.progress, reasons)
     needed = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
-    state = replace(
-        state,
-        evaluated=result.values(),
-        evaluated_at=state.step,
-        losses=(*state.losses, (state.step, result.loss))[-needed:],
-    )
+    losses = state.losses if at_end else (*state.losses, (state.step, result.loss))[-needed:]
+    state = replace(state, evaluated=result.values(), evaluated_at=state.step, losses=losses)
     if judged:
-        metrics = parts.tracker.update(state.metrics, result.values(), state.step)
+        metrics = parts.tracker.update(state.metrics, result.values(), state.step, only_best=at_end)
         state = replace(state, metrics=metrics, judged_at=state.step)
     parts.logger.evaluated(state.progress, result, best=best_is_now(state, parts) if judged else ())
     parts.hooks.call("on_evaluate_end", state, stepper, metrics=result.values())

@@ -399,6 +399,8 @@ class RunLogger:
                 "parameters_before": sizes[0],
                 "parameters_after": sizes[1],
             }
+        elif not changes and folder is None:
+            notes = ["nothing changes"]
         event = OperationEvent(
             step=progress.step,
             name=operation.name,
