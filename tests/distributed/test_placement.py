@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.config.schema import ParallelConfig
-from instar.distributed.placement import Placement, placement, share_cores
+from instar.distributed.placement import (
+    Placement,
+    child_environment,
+    placement,
+    resolve_ranks,
+    share_cores,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -165,3 +171,32 @@ def test_waiting_threads_leave_the_cores_to_others_unless_told() -> None:
         told = dict(chosen)
         share_cores(told)
         assert told == chosen
+
+
+def test_a_child_does_not_take_itself_for_this_rank() -> None:
+    others = {
+        "SLURM_JOB_ID": "1",
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMPI_MCA_btl": "tcp",
+    }
+    launched = [
+        "RANK",
+        "GROUP_RANK",
+        "ROLE_NAME",
+        "TORCHELASTIC_RUN_ID",
+        "PMI_RANK",
+        "INSTAR_DEVICES",
+    ]
+    given = TORCHRUN | SLURM | dict.fromkeys(launched, "7") | others
+    assert child_environment(given) == others
+    assert placement(child_environment(given)) == Placement()
+
+
+@pytest.mark.parametrize("nproc", [2, 8])
+def test_ranks_are_not_started_by_a_rank(nproc: int) -> None:
+    """Also not as many as there are: variables of an earlier launch would be waited for."""
+    place = placement(TORCHRUN, ParallelConfig())
+    with pytest.raises(ConfigError, match=r"already sets 8 ranks, of which this .* 5.* -u RANK"):
+        resolve_ranks(ParallelConfig(), place, nproc)
+    assert resolve_ranks(ParallelConfig(), place).ranks == 8

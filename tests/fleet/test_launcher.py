@@ -355,3 +355,24 @@ jobs: {{job: {{command: [sh, job.sh, "${{index}}"]}}}}
     lines = (place.path / "state.jsonl").read_text().splitlines()
     ended = [json.loads(line) for line in lines if '"exited"' in line]
     assert sorted(line["instance"] for line in ended) == list(range(count))
+
+
+def test_a_process_has_nothing_of_its_launchers_rank_and_what_is_visible_to_it(
+    place: FleetPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    place.write(
+        """
+name: env
+jobs:
+  job: {command: [sh, -c, "env > env.txt"], env: {MASTER_PORT: "2"}}
+"""
+    )
+    assert place.run("up", "fleet.yaml")[0] == 0
+    lines = (place.path / "env.txt").read_text().splitlines()
+    env = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID"} & env.keys()
+    assert (env["MASTER_PORT"], env["CUDA_VISIBLE_DEVICES"]) == ("2", "")

@@ -75,3 +75,33 @@ def test_gpus_that_cannot_be_read(text: str) -> None:
 def test_gpus_by_number_and_range() -> None:
     assert [gpu.index for gpu in find_gpus("3")] == [0, 1, 2]
     assert [gpu.index for gpu in find_gpus("0-2,6")] == [0, 1, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        ("5,3", [5, 3]),
+        ("", []),
+        ("-1", []),
+        ("2,-1,3", [2]),
+        ("GPU-4, 1", [4, 1]),
+        (None, [*range(8)]),
+    ],
+)
+def test_a_fleet_uses_the_gpus_that_are_visible(
+    visible: str | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tuple(Gpu(index, f"GPU-{index}", f"GPU-{index}") for index in range(8))
+    monkeypatch.setattr(placement, "_real_gpus", lambda: real)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [gpu.index for gpu in find_gpus(None, environ)] == indices
+    if indices:
+        assert [gpu.index for gpu in find_gpus("0-0", environ)] == indices[:1]
+    with pytest.raises(ConfigError, match=r"there is no GPU 8; there are \d"):
+        find_gpus("8-8", environ)
+
+
+def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_real_gpus", lambda: ())
+    assert find_gpus(None, {"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
+    assert len(find_gpus("2", {"CUDA_VISIBLE_DEVICES": ""})) == 2  # pretended

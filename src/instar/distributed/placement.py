@@ -21,6 +21,23 @@ PORT_KEY = "parallel.master_port"
 ADDRESS_KEY = "parallel.master_address"
 
 
+_OF_A_RANK = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|NODE_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|STEP_\w+|STEPID|NTASKS\w*|NPROCS)"
+    r"|SLURM_TASKS_PER_NODE|(PMI|PMIX|OMPI_COMM_WORLD)_\w+|INSTAR_(LAUNCH|LAUNCHER_PID|DEVICES|LOADED_CONFIG)"
+)
+"""variables by which torchrun, SLURM, MPI and Instar tell a process which rank it is"""
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a child that is no rank of this process's launch.
+
+    What says which rank this process is is left out: a child that trains would wait for the others.
+    A job of SLURM is still known to its `srun`.
+    """
+    return {name: value for name, value in environ.items() if not _OF_A_RANK.fullmatch(name)}
+
+
 @dataclass(frozen=True)
 class Placement:
     """The rank of one process: global and local rank and sizes, and the rendezvous address."""
@@ -227,12 +244,13 @@ def resolve_ranks(
     chosen = tuple(parallel.devices if devices is None else devices)
     if place.is_set:
         ranks = place.size
-        if nproc not in (None, ranks):
+        if nproc is not None:
             raise ConfigError.one(
                 f"--nproc {nproc}, but the environment already sets {ranks} "
-                f"rank{'' if ranks == 1 else 's'}",
+                f"rank{'' if ranks == 1 else 's'}, of which this process is rank {place.rank}",
                 where="--nproc",
-                hint="leave it out: the ranks have already been started",
+                hint="leave it out if torchrun or srun has started them; else take RANK, WORLD_SIZE and "
+                "SLURM_PROCID out of the environment: env -u RANK -u WORLD_SIZE -u SLURM_PROCID …",
             )
     elif devices is not None:
         ranks = nproc or len(devices)

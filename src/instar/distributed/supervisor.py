@@ -24,6 +24,7 @@ from instar.distributed.failure import (
     log_of,
     read_failure,
 )
+from instar.distributed.placement import child_environment
 from instar.distributed.rendezvous import listen
 from instar.distributed.signals import StopSignal
 from instar.processes.child import Child
@@ -95,7 +96,7 @@ class Supervisor:
         size = str(nproc)
         self._env = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            **os.environ,
+            **child_environment(os.environ),
             **env,
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,

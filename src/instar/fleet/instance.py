@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from instar.distributed.placement import child_environment
 from instar.fleet.health import Checker, Unhealthy
 from instar.fleet.nodes import NodeCommand, Nodes, on_all, program_path
 from instar.fleet.placement import Lease
@@ -396,9 +397,8 @@ class InstanceRunner:
 
     def _env(self, name: str, process: Process) -> dict[str, str]:
         threads = str(process.resources.cpus or self.around.threads)
-        env = {"OMP_NUM_THREADS": threads, **os.environ, "PATH": program_path(os.environ)}
-        if not self.around.plan.uses_gpus:
-            env.pop("CUDA_VISIBLE_DEVICES", None)
+        given = child_environment(os.environ)
+        env = {"OMP_NUM_THREADS": threads, **given, "PATH": program_path(given)}
         return env | self._own_env(name, process)
 
     def _own_env(self, name: str, process: Process, node_rank: int = 0) -> dict[str, str]:

@@ -119,26 +119,30 @@ def holder_text(fleet: str, instance: str) -> str:
     return f"{instance} of fleet {fleet} ({getpass.getuser()}, launcher {os.getpid()})"
 
 
-def find_gpus(given: str | None) -> tuple[Gpu, ...]:
+def find_gpus(given: str | None, environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
     """Return the GPUs of this machine, or those that `given` selects ("0-3,6" or a number).
 
     Without a driver, `given` names pretended GPUs, so that a fleet can be tried anywhere.
+
+    Args:
+        environ: may leave some of them visible, which `given` then counts; None: all are.
 
     Raises:
         ConfigError: `given` cannot be read or names a GPU that does not exist.
     """
     real = _real_gpus()
+    visible = real if environ is None or not real else _visible(real, environ)
     if given is None:
-        return real
+        return visible
     wanted = numbers_in(given, "--gpus")
     if not real:
         return tuple(Gpu(number, str(number), f"pretended-{number}") for number in wanted)
-    by_index = {gpu.index: gpu for gpu in real}
-    if missing := [number for number in wanted if number not in by_index]:
-        raise ConfigError.one(
-            f"there is no GPU {missing[0]}", where="--gpus", hint=f"there are {len(real)}"
-        )
-    return tuple(by_index[number] for number in wanted)
+    if missing := [number for number in wanted if number >= len(visible)]:
+        hint = f"there are {len(visible)}"
+        if len(visible) < len(real):
+            hint += f" of {len(real)} that {_variable(environ or {})} leaves visible"
+        raise ConfigError.one(f"there is no GPU {missing[0]}", where="--gpus", hint=hint)
+    return tuple(visible[number] for number in wanted)
 
 
 def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, ...]:
@@ -149,16 +153,30 @@ def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, .
     """
     if selected is not None:
         return find_gpus(selected)
-    given = next((environ[name] for name in _GIVEN_VARIABLES if name in environ), None)
-    found = find_gpus(None)
-    if given is None:
-        return found
-    by_name = {name: gpu for gpu in found for name in (str(gpu.index), gpu.id)}
-    names = [name for name in given.split(",") if name]
+    return _visible(_real_gpus(), environ)
+
+
+def _variable(environ: Mapping[str, str]) -> str:
+    """Return the variable that says which GPUs this process may use; "" if none does."""
+    return next((name for name in _GIVEN_VARIABLES if name in environ), "")
+
+
+def _visible(real: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    variable = _variable(environ)
+    if not variable:
+        return tuple(real)
+    by_name = {name: gpu for gpu in real for name in (str(gpu.index), gpu.id)}
+    names = [name for name in environ[variable].replace(" ", "").split(",") if name]
+    # CUDA ignores what follows a name that is none, such as -1 and NoDevFiles
+    names = names[: next((i for i, n in enumerate(names) if not _is_gpu(n)), len(names))]
     # a part of a GPU (MIG) is not among those that the driver lists
     return tuple(
         by_name.get(n, Gpu(int(n) if n.isdecimal() else i, n, n)) for i, n in enumerate(names)
     )
+
+
+def _is_gpu(name: str) -> bool:
+    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
 def numbers_in(given: str, option: str) -> list[int]:

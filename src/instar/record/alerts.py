@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from instar.config.sections import AlertsConfig
+from instar.distributed.placement import child_environment
 from instar.processes.child import Child, exit_text
 from instar.record.events import (
     AXES,
@@ -297,7 +298,7 @@ def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) 
     with tempfile.TemporaryFile() as stdin:
         stdin.write(text.encode())
         stdin.seek(0)
-        environment = os.environ | variables | {"INSTAR_ALERT": text}
+        environment = child_environment(os.environ) | variables | {"INSTAR_ALERT": text}
         try:
             child = Child(
                 argv, env=environment, stdin=stdin.fileno(), silent=True, new_session=True

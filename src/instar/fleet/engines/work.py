@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ def planned(loaded: LoadedFleet, gpus: str | None) -> tuple[FleetPlan, tuple[Gpu
     """
     if loaded.spec.engine != "local":
         return make_plan(loaded, ANY_MACHINE), ()
-    found = find_gpus(gpus)
+    found = find_gpus(gpus, os.environ)
     return make_plan(loaded, this_machine(found)), found
 
 
