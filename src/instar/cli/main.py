@@ -19,6 +19,7 @@ import click
 from instar import __version__
 from instar.cli import json_line
 from instar.cli.options import LazyGroup
+from instar.config.addresses import check_words
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
 from instar.record.progress import Display, showing
@@ -175,6 +176,7 @@ def _leave() -> NoReturn:
 
 def _run_with_trust(args: list[str]) -> int:
     """Run a command; if it would run another user's code, ask for confirmation at the terminal."""
+    check_words(args)
     try:
         return _run(args)
     except ConfigError as error:

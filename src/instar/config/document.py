@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
+from instar.config.addresses import HINT, is_address, message_of
 from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable, shortened
 from instar.config.files import open_regular
 
@@ -107,6 +108,8 @@ def read(
         within: see `parse`.
     """
     location = SourceLocation(path)
+    if is_address(path):
+        return None, [problem_at(named or location, message_of(path), HINT)]
     try:
         with open_regular(path, follow=True) as file:
             raw = file.read(MAX_BYTES + 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from instar.config.addresses import FLEET, HINT, WEB, addresses, message_of
 from instar.config.document import (
     Document,
     KeyPath,
@@ -73,9 +74,14 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
             if not any(location[: len(each)] == each for each in unreadable):
                 problems.append(_explained(reading, location, item, data))
         raise ConfigError(*_sorted(problems)) from None
+    loaded = LoadedFleet(spec, tuple(documents))
+    for place, address in addresses(data):
+        named = (key for key in place if isinstance(key, str))
+        if not any(key in FLEET or key.startswith(WEB) for key in named):
+            problems.append(loaded.problem(place, message_of(address), HINT))
     if problems:
         raise ConfigError(*_sorted(problems))
-    return LoadedFleet(spec, tuple(documents))
+    return loaded
 
 
 def _written(location: tuple[Any, ...], data: Any) -> KeyPath:

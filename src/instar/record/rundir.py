@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instar.config.addresses import check_path
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import check_inside, make_folder, open_regular, sync_name
 from instar.processes.child import STATUS_STOPPED, process_state
@@ -246,6 +247,7 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     Raises:
         ConfigError: there is no such run, or there are several; the message lists them.
     """
+    check_path(text, "RUN")
     path = Path(text)
     if RunDir(path).holds_run():
         return RunDir(path)
