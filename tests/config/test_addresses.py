@@ -9,9 +9,9 @@ import click
 import pytest
 
 from instar.cli.main import COMMANDS, instar, main
-from instar.config.addresses import OPTIONS, WEB, check_words
 from instar.config.errors import ConfigError
 from instar.config.fields import keys, root_of
+from instar.config.files import OPTIONS, WEB, check_words
 from instar.config.load import load
 from instar.fleet.load import load_fleet
 from instar.record.rundir import find_run

@@ -19,8 +19,8 @@ import click
 from instar import __version__
 from instar.cli import json_line
 from instar.cli.options import LazyGroup
-from instar.config.addresses import check_words
 from instar.config.errors import ConfigError, InstarError, sentence_of
+from instar.config.files import check_words
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
 from instar.record.progress import Display, showing
 

@@ -16,9 +16,8 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
-from instar.config.addresses import HINT, is_address, message_of
 from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable, shortened
-from instar.config.files import open_regular
+from instar.config.files import HINT, is_address, message_of, open_regular
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 40

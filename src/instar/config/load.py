@@ -17,7 +17,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from instar.config import CONFIG_VARIABLE, PRESETS, addresses, names_in, suggestions
+from instar.config import CONFIG_VARIABLE, PRESETS, names_in, suggestions
 from instar.config.checks import cross_checks
 from instar.config.document import (
     MAX_PROBLEMS,
@@ -46,7 +46,7 @@ from instar.config.fields import (
     values,
     with_values,
 )
-from instar.config.files import read_regular
+from instar.config.files import HINT, WEB, addresses, message_of, read_regular
 from instar.config.origins import (
     DEFAULT,
     PRESET,
@@ -167,7 +167,8 @@ def load(
         layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
     layer = {p: e for p, e in layer.items() if not any(p[: len(up)] == up for up in emptied)}
     layer |= given
-    _refuse_addresses(layer, findings)
+    if checks:
+        _refuse_addresses(layer, findings)
     conflicts: Sequence[ConfigProblem] = ()
     if weights is not None and ("model", FROM) in given and ("model", FROM) in layer:
         brought, origin, conflicts = weights({dotted(p): each.value for p, each in given.items()})
@@ -191,12 +192,10 @@ def _refuse_addresses(layer: dict[KeyPath, Entry], findings: _Findings) -> None:
     """Note values that are addresses where paths are meant, and remove them."""
     for path, entry in list(layer.items()):
         name = dotted(path)
-        if name.startswith(addresses.WEB):
+        if name.startswith(WEB):
             continue
-        for inner, text in addresses.addresses(entry.value):
-            findings.note(
-                entry.place(inner), f"{name}: {addresses.message_of(text)}", addresses.HINT, name
-            )
+        for inner, text in addresses(entry.value):
+            findings.note(entry.place(inner), f"{name}: {message_of(text)}", HINT, name)
             findings.doubtful.add(name)
             layer.pop(path, None)
 

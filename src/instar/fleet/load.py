@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from instar.config.addresses import FLEET, HINT, WEB, addresses, message_of
 from instar.config.document import (
     Document,
     KeyPath,
@@ -20,6 +19,7 @@ from instar.config.document import (
 )
 from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
 from instar.config.fields import choices
+from instar.config.files import FLEET, HINT, WEB, addresses, message_of
 from instar.config.suggestions import unknown_key, wrong_value
 from instar.fleet.spec import FleetSpec
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instar.config.addresses import check_path
 from instar.config.errors import ConfigError, InstarError
-from instar.config.files import check_inside, make_folder, open_regular, sync_name
+from instar.config.files import check_inside, check_path, make_folder, open_regular, sync_name
 from instar.processes.child import STATUS_STOPPED, process_state
 from instar.processes.identity import ProcessName
 from instar.record.atomic import TMP
