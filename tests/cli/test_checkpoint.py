@@ -260,8 +260,56 @@ def test_diff_says_what_changed(run: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_checkpoint_is_the_same_as_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "diff", "tiny", "latest"]) == 0
     shown = capsys.readouterr().out
-    for group in ("architecture", "settings", "history", "saved"):
+    for group in ("architecture", "settings", "history", "saved", "state"):
         assert f"{group}: same" in shown
+
+
+def test_diff_sees_every_part_of_a_checkpoint_that_differs(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bits of the model and of the optimizer, the state, and each fact of the manifest."""
+
+    def differs(name: str, weights: float = 0.0, moments: float = 0.0, **facts: Any) -> set[str]:
+        root = run.parent / name
+        state, other = facts.pop("state", {"cursor": 1}), {"model": torch.zeros(3) + weights}
+        for folder, tensors, moment, more, saved_state in (
+            ("a", {"model": torch.zeros(3)}, 0.0, {}, {"cursor": 1}),
+            ("b", other, moments, facts, state),
+        ):
+            given = dict(more)
+            architecture = given.pop("architecture", {"width": 3})
+            history = given.pop("history", [])
+            parts = {"model": tensors, "optimizer": {"model/exp_avg": torch.zeros(3) + moment}}
+            publish(
+                root / folder, 1, parts, saved_state, architecture=architecture, history=history,
+                facts=Facts(**given),
+            )  # fmt: skip
+        places = [str(root / each / "checkpoints/step-1") for each in "ab"]
+        found = said(capsys, "diff", *places)
+        groups = {each for each in ("architecture", "history", "saved", "state") if found[each]}
+        files = found["tensors"].items()
+        return groups | {n for n, each in files if any(d["verdict"] != "same" for d in each)}
+
+    assert differs("same") == set()
+    assert differs("model", weights=1e-30) == {"model.safetensors"}
+    assert differs("optimizer", moments=1e-30) == {"optimizer.safetensors"}
+    assert differs("state", state={"cursor": 2}) == {"state"}
+    assert differs("shape", architecture={"width": 4}) == {"architecture"}
+    assert differs("history", history=[CHANGE]) == {"history"}
+    assert differs("loss", loss=1.0) == {"saved"}
+
+
+@pytest.mark.parametrize("pointer", ["latest", "best", "best-accuracy"])
+@pytest.mark.parametrize("names", ["step-99", "step-2", "", "../step-20"])
+def test_verify_of_a_run_names_pointers_that_lead_nowhere(
+    run: Path, capsys: pytest.CaptureFixture[str], pointer: str, names: str
+) -> None:
+    (run / "checkpoints" / pointer).write_text(names)
+    for words in (["tiny"], ["tiny", "--all"]):
+        assert main(["checkpoint", "verify", *words]) == 3
+        error = capsys.readouterr().err
+        assert f"checkpoints/{pointer}: names no checkpoint of the run" in error
+    assert main(["checkpoint", "verify", str(run / "checkpoints/step-20")]) == 0
 
 
 def test_diff_of_two_shapes_outside_any_run(

@@ -338,3 +338,20 @@ def test_a_run_goes_on_with_its_data_where_a_new_one_is_refused(
     assert says in typed("data", "prepare", "tiny.yaml", code=2)
     said = typed("resume", run.name, "--until", "9it")
     assert said.count(f"note: {says} prepared; it is used as it was prepared") == 1
+
+
+def test_a_best_pointer_never_comes_to_name_other_weights(typed: Typed, place: Path) -> None:
+    """The best checkpoint is deleted, and the run goes back: later another one has its name."""
+    run = ("--set", "record.run_dir=run", "--set", "eval.eval_interval=2")
+    typed("train", "tiny.yaml", *EVERY_2, *run)
+    folder = place / "run" / "checkpoints"
+    best = (folder / "best").read_text().strip()
+    assert best == "step-8", "or the run did not learn"
+    shutil.rmtree(folder / best)
+    # a rate that destroys the model: what is saved at step 8 now is not the best
+    typed("resume", "run", "--from", "4", "--set", "optimizer.lr=30")
+    assert read_manifest(folder / "step-8").step == 8
+    named = read_manifest(folder / (folder / "best").read_text().strip())
+    line = ("step-2", "step-4", "step-6.1", "step-8")
+    values = [read_manifest(folder / name).metrics["loss"] for name in line]
+    assert named.metrics["loss"] == min(values) < read_manifest(folder / "step-8").metrics["loss"]

@@ -1,8 +1,8 @@
-"""Compares the tensors of two checkpoints."""
+"""Compares two checkpoints: their tensors, their states, and what their manifests say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.layout import ComponentReader, Layout, file_layout, layout, reading
-from instar.checkpoint.manifest import COMPONENTS, SUFFIX, Manifest, Pattern, read_manifest
+from instar.checkpoint.manifest import (
+    COMPONENTS,
+    STATE,
+    SUFFIX,
+    Manifest,
+    Pattern,
+    read_json,
+    read_manifest,
+)
+from instar.config.fields import differing
 from instar.record.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -36,6 +45,40 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def compare_facts(a: Path, b: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Compares all that two checkpoint folders have beside tensors: by group, the keys that differ, each with
+    its value in `a` and in `b`.
+
+    Raises:
+        CheckpointError: a manifest or a state cannot be read.
+    """
+    one, other = read_manifest(a), read_manifest(b)
+    return {
+        "architecture": differing([one.architecture, other.architecture]),
+        "history": differing([_numbered(one.history), _numbered(other.history)]),
+        "saved": differing([_saved(one), _saved(other)]),
+        "state": differing([read_json(folder / STATE) for folder in (a, b)]),
+    }
+
+
+def _numbered(history: Sequence[Any]) -> dict[str, Any]:
+    return {f"operation {number}": entry for number, entry in enumerate(history, 1)}
+
+
+def _saved(manifest: Manifest) -> dict[str, Any]:
+    """Return the parts of a manifest that are compared as one group."""
+    return {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "loss": manifest.loss,
+        "reason": manifest.reason,
+        "data": manifest.data,
+        "tokenizer": manifest.tokenizer,
+        **{f"progress.{unit}": value for unit, value in manifest.progress.items()},
+        **{f"version of {name}": version for name, version in manifest.versions.items()},
+    }
 
 
 def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,6 +146,16 @@ def pointers(root: Path) -> list[str]:
     """Returns the pointers of a run: latest, best, best-…"""
     best = sorted(path.name for path in (root / "checkpoints").glob(f"{BEST}*"))
     return [LATEST, *best]
+
+
+def dangling_pointers(root: Path) -> list[str]:
+    """Returns a sentence for each pointer of a run that names no checkpoint."""
+    folder = root / "checkpoints"
+    return [
+        f"{folder / name}: names no checkpoint of the run"
+        for name in pointers(root)
+        if os.path.lexists(folder / name) and pointed_at(root, name) is None
+    ]
 
 
 def point(root: Path, pointer: str, checkpoint: Path) -> None:

@@ -147,13 +147,13 @@ def _inspect_pretrained(path: Path, tensors: bool, as_json: bool) -> None:
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the run, not one.")
 @json_option
 def verify(where: str, every: bool, as_json: bool) -> int:
-    """Verify every byte of a checkpoint against its manifest; of a RUN, the latest.
+    """Verify every byte of a checkpoint against its manifest; of a RUN, the latest, and its pointers.
 
     Lists every broken and every unreadable file; the exit code is 3 if there is one.
     """
     from instar.checkpoint.inspect import check
-    from instar.checkpoint.listing import checkpoints
-    from instar.checkpoint.manifest import CheckpointError
+    from instar.checkpoint.listing import checkpoints, dangling_pointers
+    from instar.checkpoint.manifest import MANIFEST, CheckpointError
     from instar.cli.describe import print_check
 
     paths = checkpoints(_root(where)) if every else [checkpoint_at(where)]
@@ -168,7 +168,10 @@ def verify(where: str, every: bool, as_json: bool) -> int:
         print_json([_check_to_json(each) for each in checks])
     if any(each.broken for each in checks):
         return _print_newest_intact(_root(where))
-    return EXIT_BROKEN if any(each.unreadable for each in checks) else 0
+    dangling = [] if (Path(where) / MANIFEST).is_file() else dangling_pointers(_root(where))
+    for text in dangling:
+        click.echo(text, err=True)
+    return EXIT_BROKEN if dangling or any(each.unreadable for each in checks) else 0
 
 
 @checkpoint.command()
@@ -180,7 +183,7 @@ def verify(where: str, every: bool, as_json: bool) -> int:
 @json_option
 def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B (each a folder, or a run: its latest)."""
-    from instar.checkpoint.compare import compare_tensors
+    from instar.checkpoint.compare import compare_facts, compare_tensors
     from instar.checkpoint.manifest import read_manifest
     from instar.cli.describe import print_facts, print_tensors
     from instar.config.fields import differing
@@ -190,12 +193,8 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
         one = read_manifest(path_a)
     with _with_advice(path_b):
         other = read_manifest(path_b)
-    groups = {
-        "architecture": differing([one.architecture, other.architecture]),
-        "settings": differing([_settings(path_a, one), _settings(path_b, other)]),
-        "history": differing([_numbered(one.history), _numbered(other.history)]),
-        "saved": differing([_outline(one), _outline(other)]),
-    }
+    settings = differing([_settings(path_a, one), _settings(path_b, other)])
+    groups = {"settings": settings, **compare_facts(path_a, path_b)}
     compared = compare_tensors(path_a, path_b)
     if as_json:
         as_json_data: dict[str, Any] = {"a": str(path_a), "b": str(path_b)}
@@ -426,21 +425,3 @@ def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
         raise CheckpointError(f"{path}: its history is invalid: {error}") from error
     force = dataclasses.asdict(settings)
     return values(config) | {f"in force: {name}": value for name, value in force.items()}
-
-
-def _numbered(history: list[Any]) -> dict[str, Any]:
-    return {f"operation {number}": entry for number, entry in enumerate(history, 1)}
-
-
-def _outline(manifest: Manifest) -> dict[str, Any]:
-    """Return the parts of a manifest that are compared as one group."""
-    return {
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "loss": manifest.loss,
-        "reason": manifest.reason,
-        "data": manifest.data,
-        "tokenizer": manifest.tokenizer,
-        **{f"progress.{unit}": value for unit, value in manifest.progress.items()},
-        **{f"version of {name}": version for name, version in manifest.versions.items()},
-    }

@@ -1,0 +1,79 @@
+"""What is said of a final test whose weights or predictions are not those that lie beside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from instar.checkpoint.line import continued, write_line
+from instar.checkpoint.manifest import CheckpointId, Facts, identify, read_manifest
+from instar.checkpoint.store import publish
+from instar.logs.query.final_test import final_test
+from instar.record.rundir import RunDir
+
+
+def save(root: Path, value: float) -> Path:
+    tensors = {"model": {"weight": torch.full((2,), value)}}
+    return publish(root, 8, tensors, {}, architecture={}, facts=Facts(line=continued(None)))
+
+
+def predict(run: RunDir, of: CheckpointId) -> None:
+    values = np.linspace(0, 1, 5)
+    about = {b"instar.checkpoint": msgspec.json.encode(of)}
+    table = pa.table({"size": values, "size.predicted": values}).replace_schema_metadata(about)
+    pq.write_table(table, run.path / "test" / "predictions.parquet")
+
+
+@pytest.fixture
+def tested(tmp_path: Path) -> RunDir:
+    """A run of one checkpoint, which is tested."""
+    run, path = RunDir(tmp_path), save(tmp_path, 1.0)
+    write_line(tmp_path, read_manifest(path).line)
+    (tmp_path / "test").mkdir()
+    result = {"step": 8, "weights": "last", "samples": 5, "metrics": {"loss": {"value": 1.0}}}
+    result["checkpoint"] = msgspec.to_builtins(identify(path))
+    (tmp_path / "test" / "result.json").write_text(json.dumps(result))
+    predict(run, identify(path))
+    return run
+
+
+def notes(run: RunDir) -> tuple[str, ...]:
+    found = final_test(run)
+    assert found is not None
+    return found.notes
+
+
+def test_nothing_is_said_of_a_test_of_what_is_there(tested: RunDir) -> None:
+    assert notes(tested) == ()
+    found = final_test(tested)
+    assert found is not None
+    assert len(found.scatters) == 1
+
+
+def test_a_test_of_weights_that_are_gone_or_others_now_is_said_to_be_one(tested: RunDir) -> None:
+    shutil.rmtree(tested.checkpoints / "step-8")
+    assert notes(tested) == ("step-8, of which the test is, is no longer on disk.",)
+    save(tested.path, 2.0)
+    (note,) = notes(tested)
+    assert note == "The test is of an earlier step-8; another checkpoint has that name now."
+
+
+def test_a_test_of_a_branch_that_was_left_is_said_to_be_one(tested: RunDir) -> None:
+    write_line(tested.path, continued(None))
+    assert "a branch that the run left at step 0" in notes(tested)[0]
+
+
+def test_predictions_of_other_weights_are_not_shown(tested: RunDir) -> None:
+    predict(tested, CheckpointId("step-8", "0" * 32))
+    found = final_test(tested)
+    assert found is not None
+    assert found.scatters == ()
+    assert found.notes == ("test/predictions.parquet is not of the weights of test/result.json.",)
