@@ -82,8 +82,11 @@ MESSAGES = messages()
 
 def claims(row: damages.Check | damages.NoCheck, message: Message) -> bool:
     """Whether a row is about a message. What says intact, tested or verified is never another thing in
-    general: its row names the file."""
-    if row.where == "*" and re.search(r"\b(intact|tested|verified)\b", message.text):
+    general: its row names the file, and so do rows of messages where checks speak."""
+    in_general = row.where == "*"
+    if in_general and re.search(r"\b(intact|tested|verified)\b", message.text):
+        return False
+    if in_general and any(fnmatch(message.path, where) for where in damages.CHECKING):
         return False
     found = re.search(row.says, message.text, re.IGNORECASE)
     return fnmatch(message.path, row.where) and found is not None

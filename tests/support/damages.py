@@ -155,7 +155,26 @@ SAME = "the same amount, of two things"
 PROPERTY = "what something is, which nothing checks while it runs"
 TRIGGER = "when a trigger is looked at"
 
+CHECKING = (
+    *("src/instar/cli/*", "src/instar/checkpoint/*", "src/instar/record/*", "src/instar/run/*"),
+    *("docs/checkpoints.md", "docs/delta.md", "docs/reliability.md", "docs/security.md"),
+)
+"""Where checks speak: a row of `NO_CHECKS` for messages there names the file."""
+
 NO_CHECKS = (
+    NoCheck("src/instar/cli/find.py", "the whole learning rate schedule in small", PARTS),
+    NoCheck("src/instar/cli/growth.py", "at equal FLOPs", SAME),
+    NoCheck("src/instar/cli/logs.py", "at equal steps, tokens, FLOPs or time", SAME),
+    NoCheck("src/instar/cli/train.py", "on the whole test split", PARTS),
+    NoCheck("src/instar/checkpoint/delta/callback.py", "deltas are of whole models", PARTS),
+    NoCheck("src/instar/checkpoint/delta/pair.py", "save the new state as a whole", PARTS),
+    NoCheck("src/instar/record/rundir.py", "put the whole run there", PARTS),
+    NoCheck("src/instar/run/changes/scheduled.py", "will stay equal to them", SAME),
+    NoCheck("docs/checkpoints.md", "count over the whole run|run as a whole|whole tensor", PARTS),
+    NoCheck("docs/checkpoints.md", "equal to `n_head`", SAME),
+    NoCheck("docs/coming-from.md", "is whole on every rank", PARTS),
+    NoCheck("docs/data.md", "only the first of equal documents is used", SAME),
+    NoCheck("src/instar/config/language.py", "of documents that are equal", SAME),
     NoCheck("*", "whole[- ](number|factor)|numbers? must be whole|(low|high) to a whole", NUMBER),
     NoCheck("src/instar/config/budget.py", "are whole, got", NUMBER),
     NoCheck("src/instar/config/language.py", "which must then be whole", NUMBER),
