@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -105,3 +109,48 @@ def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(placement, "_real_gpus", lambda: ())
     assert find_gpus(None, {"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
     assert len(find_gpus("2", {"CUDA_VISIBLE_DEVICES": ""})) == 2  # pretended
+
+
+@pytest.mark.parametrize("made", ["folder", "link", "second name", "pipe"])
+def test_a_port_whose_lock_is_unusable_is_left_out_and_said(tmp_path: Path, made: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    path = placement.locks_folder() / "port-24200.lock"
+    match made:
+        case "folder":
+            path.mkdir()
+        case "link":
+            path.symlink_to(mine)
+        case "second name":
+            os.link(mine, path)
+        case "pipe":
+            os.mkfifo(path)
+    said: list[str] = []
+    port, lock = lock_port(24200, "test", said.append)
+    lock.close()
+    assert port > 24200
+    assert re.search(r"port 24200 is left out: .*port-24200\.lock cannot be locked: ", said[0])
+    path.rename(path.with_name("gpu-pretended-0.lock"))
+    with pytest.raises(Taken, match=r"GPU 0: .*cannot be locked"):
+        lock_gpus(GPUS[:1], 1, (), "test")
+    assert mine.read_text() == "mine"
+
+
+def test_another_users_lock_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(placement.os, "open", refused)
+    said: list[str] = []
+    with pytest.raises(Taken, match=r"no port is free .*Permission denied"):
+        lock_port(32760, "test", said.append)
+    assert said
+
+
+def test_without_flock_gpus_and_ports_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"cannot be locked: No locks .*INSTAR_LOCK_DIR"):
+        lock_port(24300, "test")

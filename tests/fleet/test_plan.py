@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fleets import FleetPlace, planned, refused
 
-from instar.fleet.plan import ANY_MACHINE, Machine, argv_of, expand
+from instar.config.load import load
+from instar.fleet import doctor
+from instar.fleet.placement import LOCKS_VARIABLE
+from instar.fleet.plan import ANY_MACHINE, Machine, argv_of, expand, sets_of, variables_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
 
@@ -57,6 +61,76 @@ def test_the_examples_can_be_planned(place: FleetPlace, monkeypatch: pytest.Monk
         assert len(json.loads(output)["instances"]) == count
     first = json.loads(place.run("plan", EXAMPLES / "grpo.yaml", "--gpus", "8", "--json")[1])
     assert first["instances"][0]["output_dir"] == "outputs/trl_gsm8k_instance0_seed42"
+
+
+def test_what_is_not_installed_is_said_by_plan_and_refused_by_up(place: FleetPlace) -> None:
+    text = "name: far\njobs: {job: {command: no-such-server --port 1}}\n"
+    (place.path / "fleet.yaml").write_text(text)
+    said = "there is no command 'no-such-server'"
+    code, output = place.run("plan", "fleet.yaml")
+    assert code == 0, output
+    assert f"{said}; `up` needs it: install it" in output
+    code, output = place.run("doctor", "fleet.yaml", "--json")
+    assert code == 4
+    assert f"{said}; install it" in output
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 2
+    assert said in output
+    assert not (place.path / "fleets").exists()
+
+
+@pytest.mark.parametrize(("free", "ok"), [(0, False), (19 << 30, False), (21 << 30, True)])
+def test_a_disk_that_holds_locks_and_outputs_needs_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, ok: bool
+) -> None:
+    """And so does one that holds outputs alone; one that holds only locks does not."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))  # before the outputs by name
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    plan = planned(
+        tmp_path, "name: x\noutput_dir: outputs/${index}\njobs: {job: {command: [ls]}}\n"
+    )
+    disks = [each for each in doctor.diagnose(plan, (), ()) if each.what.startswith("disk")]
+    assert [each.ok for each in disks] == [ok]
+
+
+def test_text_of_a_matrix_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    texts = [
+        "01",
+        "1e3",
+        "0x10",
+        "1_000",
+        "true",
+        "null",
+        "~",
+        "",
+        "a: b",
+        "[x]",
+        "- y",
+        "it's",
+        "a, b",
+    ]
+    plan = planned(
+        tmp_path,
+        f"""\
+        name: texts
+        matrix: {{record.sample_prompt: {json.dumps(texts)}}}
+        vars: {{steps: 7, digits: "7"}}
+        run_name: t${{index}}
+        jobs:
+          train:
+            run: run.yaml
+            set: {{name: "007", train.until: ["${{steps}}it"], seed: "${{steps}}", data.source: "${{digits}}"}}
+        """,
+    )
+    for text, instance in zip(texts, plan.instances, strict=True):
+        variables = variables_of(instance, ["record.sample_prompt"])
+        config = load("run.yaml", sets_of(plan.spec.jobs["train"], variables), checks=()).config
+        assert config.record.sample_prompt == text
+        assert (config.name, config.train.until, config.seed) == ("007", ("7it",), 7)
+        assert config.data.source == "7"
 
 
 def test_include_and_exclude(tmp_path: Path) -> None:

@@ -64,12 +64,16 @@ def plan(
     file: str, overrides: tuple[str, ...], gpus: str | None, engine: str | None, as_json: bool
 ) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
+    from instar.fleet.checks import missing_commands
     from instar.fleet.engines.start import requested
     from instar.fleet.engines.work import planned
     from instar.fleet.load import load_fleet
     from instar.fleet.view.table import cell, plan_row
 
-    made, _ = planned(load_fleet(file, _with_engine(overrides, engine)), gpus)
+    loaded = load_fleet(file, _with_engine(overrides, engine))
+    made, _ = planned(loaded, gpus, here=False)
+    for problem in missing_commands(loaded):
+        click.echo(f"{problem.where}: {problem.message}; `up` needs it: {problem.hint}", err=True)
     rows = [plan_row(made, instance) for instance in made.instances]
     requests = requested(made, gpus)
     if as_json:
@@ -335,12 +339,14 @@ def reap(dry_run: bool) -> int:
 @json_option
 def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
     """Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits."""
+    from instar.fleet.checks import missing_commands
     from instar.fleet.doctor import diagnose
     from instar.fleet.engines.work import planned
     from instar.fleet.load import load_fleet
 
-    made, found_gpus = planned(load_fleet(file, overrides), gpus)
-    findings = diagnose(made, found_gpus)
+    loaded = load_fleet(file, overrides)
+    made, found_gpus = planned(loaded, gpus, here=False)
+    findings = diagnose(made, found_gpus, [*missing_commands(loaded)])
     if as_json:
         print_json([vars(each) for each in findings])
     else:

@@ -34,8 +34,11 @@ _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
 
 
-def make_plan(loaded: LoadedFleet, machine: Machine) -> FleetPlan:
+def make_plan(loaded: LoadedFleet, machine: Machine, *, here: bool = True) -> FleetPlan:
     """Expand the matrix and check everything that can be known before the start.
+
+    Args:
+        here: it is about to be started, so that its commands must be installed.
 
     Raises:
         ConfigError: with all problems: unknown variables, collisions, missing commands, …
@@ -43,6 +46,7 @@ def make_plan(loaded: LoadedFleet, machine: Machine) -> FleetPlan:
     spec = loaded.spec
     problems = [
         *_process_problems(loaded),
+        *(missing_commands(loaded) if here else ()),
         *_dependency_problems(loaded),
         *_combinations(loaded),
         *search_problems(loaded, _used(spec)),
@@ -112,15 +116,27 @@ def _command_problems(
         return
     if not words or not words[0]:
         yield loaded.problem(path, f"{dotted(path)} is empty")
-    elif (
-        loaded.spec.engine == "local"  # hosts elsewhere may have others
-        and "$" not in words[0]
-        and process.cwd is None
-        and which(words[0], path=program_path(os.environ)) is None
-    ):
-        yield loaded.problem(
-            path, f"there is no command '{words[0]}'", "install it, or give its path"
-        )
+
+
+def missing_commands(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    """Yield the commands of the engine `local` that are not installed here; hosts elsewhere may have
+    others."""
+    for path, process in _processes(loaded.spec):
+        with suppress(ValueError, IndexError):  # reported by `_command_problems`
+            command = process.command or ()
+            program = (shlex.split(command) if isinstance(command, str) else command)[0]
+            if (
+                loaded.spec.engine == "local"
+                and program
+                and "$" not in program
+                and process.cwd is None
+                and which(program, path=program_path(os.environ)) is None
+            ):
+                yield loaded.problem(
+                    (*path, "command"),
+                    f"there is no command '{program}'",
+                    "install it, or give its path",
+                )
 
 
 def _dependency_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from instar.config.errors import ConfigProblem
 from instar.fleet.placement import Gpu, Taken, lock_gpus, lock_port, locks_folder
 from instar.fleet.plan import FleetPlan
 
@@ -30,13 +31,24 @@ class Finding:
     text: str
 
 
-def diagnose(plan: FleetPlan, gpus: Sequence[Gpu]) -> list[Finding]:
+def diagnose(
+    plan: FleetPlan, gpus: Sequence[Gpu], missing: Sequence[ConfigProblem]
+) -> list[Finding]:
     """Check disk and keys of trackers, and what this machine has for the engine `local`: GPUs, ports,
-    and limits of this user."""
-    found = [*_disk(plan), *_keys(plan)]
+    and limits of this user.
+
+    Args:
+        missing: commands that are not installed, see `checks.missing_commands`.
+    """
+    found = [*_commands(missing), *_disk(plan), *_keys(plan)]
     if plan.spec.engine == "local":
         found = [*_gpus(plan, gpus), *_ports(plan), *found, *_limits(plan)]
     return found
+
+
+def _commands(missing: Sequence[ConfigProblem]) -> Iterator[Finding]:
+    for problem in missing:
+        yield Finding("command", False, f"{problem.message}; {problem.hint}")
 
 
 def _gpus(plan: FleetPlan, gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -63,11 +75,11 @@ def _ports(plan: FleetPlan) -> Iterator[Finding]:
     ]
     if not wanted:
         return
-    moved = []
+    moved: list[str] = []
     with ExitStack() as held:
         for number in wanted:
             try:
-                port, lock = lock_port(number, "a check of instar fleet doctor")
+                port, lock = lock_port(number, "a check of instar fleet doctor", moved.append)
             except Taken as error:
                 yield Finding("ports", False, str(error))
                 return
@@ -78,19 +90,21 @@ def _ports(plan: FleetPlan) -> Iterator[Finding]:
 
 
 def _disk(plan: FleetPlan) -> Iterator[Finding]:
-    folders = {each.output_dir for each in plan.instances} | {Path("fleets"), locks_folder()}
-    seen: set[int] = set()
-    for folder in sorted(folders):
+    outputs = {*(each.output_dir for each in plan.instances), Path("fleets")}
+    disks: dict[int, list[Path]] = {}
+    for folder in (
+        *sorted(outputs),
+        locks_folder(),
+    ):  # which needs no room, but its disk may be theirs
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        device = there.stat().st_dev
-        if device in seen:
-            continue
-        seen.add(device)
-        free = shutil.disk_usage(there).free
-        enough = free >= _LITTLE_DISK_BYTES or there == locks_folder()
-        writable = os.access(there, os.W_OK)
-        text = f"{free / 1e9:.0f} GB free" + ("" if writable else ", not writable")
-        yield Finding(f"disk of {there}", enough and writable, text)
+        on_disk = disks.setdefault(there.stat().st_dev, [])
+        on_disk += [there] if there not in on_disk else []
+    for folders in disks.values():
+        free = shutil.disk_usage(folders[0]).free
+        enough = free >= _LITTLE_DISK_BYTES or folders == [locks_folder()]
+        closed = [str(folder) for folder in folders if not os.access(folder, os.W_OK)]
+        text = f"{free / 1e9:.1f} GB free" + (f", not writable: {', '.join(closed)}" * bool(closed))
+        yield Finding(f"disk of {folders[0]}", enough and not closed, text)
 
 
 def _limits(plan: FleetPlan) -> Iterator[Finding]:

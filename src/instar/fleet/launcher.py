@@ -191,7 +191,7 @@ class Launcher:
             return True
         holder = holder_text(self.plan.spec.name, instance.run_name)
         try:
-            lease = take(self.plan.slot(place), self.gpus, holder)
+            lease = take(self.plan.slot(place), self.gpus, holder, self.say)
         except Taken as error:
             heapq.heappush(places, place)
             if self.wait_for_gpus:

@@ -7,13 +7,14 @@ uses the GPU or port, and it is held until both have closed it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import getpass
 import os
 import re
 import socket
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,17 @@ from typing import Any
 
 from instar.config.errors import ConfigError, InstarError, printable
 from instar.fleet.plan import Slot
+from instar.record.lock import try_lock as lock_file
 
 LOCKS_VARIABLE = "INSTAR_LOCK_DIR"
 _HOLDER_BYTES = 512
 _DEFAULT_FIRST_EPHEMERAL = 32768
 _GIVEN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 """which GPUs a scheduler gave"""
+
+
+class LockUnusable(Exception):  # noqa: N818
+    """The file of a lock is not one that this user can lock, such as another user's or a folder."""
 
 
 class Taken(InstarError):  # noqa: N818
@@ -92,19 +98,26 @@ def try_lock(name: str, holder: str) -> Lock | str:
     Args:
         name: e.g. "gpu-3".
         holder: what others are told about this process.
+
+    Raises:
+        LockUnusable: this user cannot lock its file.
+        ConfigError: the folder's file system has no locks.
     """
     path = locks_folder() / f"{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        # not with O_CREAT: the kernel refuses that for others' files in a shared folder
-        descriptor = os.open(path, flags)
-    except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-        with suppress(OSError):
-            os.fchmod(descriptor, 0o666)
+        descriptor = _opened(path)
+    except OSError as error:
+        raise LockUnusable(f"{path} cannot be locked: {error.strerror}") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        is_free = lock_file(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError.one(
+            f"GPUs and ports cannot be locked: {error.strerror}",
+            where=str(path.parent),
+            hint=f"name a folder of another file system in {LOCKS_VARIABLE}",
+        ) from None
+    if not is_free:
         text = os.pread(descriptor, _HOLDER_BYTES, 0).decode("utf-8", "replace")
         os.close(descriptor)
         return printable(text.partition("\n")[0]) or "another process"
@@ -114,9 +127,37 @@ def try_lock(name: str, holder: str) -> Lock | str:
     return Lock(name, descriptor)
 
 
+def _opened(path: Path) -> int:
+    """Open the file of a lock, created for all users if missing.
+
+    Raises:
+        OSError: it cannot be opened, or writing to it would change something else: a link's target.
+    """
+    # without O_CREAT first: the kernel refuses that for others' files in a shared folder
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        try:
+            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            with suppress(OSError):
+                os.fchmod(descriptor, 0o666)
+        except FileExistsError:  # another launcher was faster
+            descriptor = os.open(path, flags)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file of its own")
+    return descriptor
+
+
 def holder_text(fleet: str, instance: str) -> str:
     """Return what other launchers are told about a lock's holder."""
-    return f"{instance} of fleet {fleet} ({getpass.getuser()}, launcher {os.getpid()})"
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container whose user has no name
+        user = f"user {os.getuid()}"
+    return f"{instance} of fleet {fleet} ({user}, launcher {os.getpid()})"
 
 
 def find_gpus(given: str | None, environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
@@ -237,7 +278,11 @@ def lock_gpus(
         if gpu.processes:
             taken.append(f"GPU {gpu.index}: used by process {gpu.processes[0]}")
             continue
-        lock = try_lock(f"gpu-{gpu.key}", holder)
+        try:
+            lock = try_lock(f"gpu-{gpu.key}", holder)
+        except LockUnusable as error:
+            taken.append(f"GPU {gpu.index}: {error}")
+            continue
         if isinstance(lock, Lock):
             held.append((gpu, lock))
         else:
@@ -249,22 +294,34 @@ def lock_gpus(
     return held
 
 
-def lock_port(first: int, holder: str) -> tuple[int, Lock]:
+def lock_port(
+    first: int, holder: str, say: Callable[[str], None] = lambda _: None
+) -> tuple[int, Lock]:
     """Acquire the first free port from `first` on, below those that the kernel gives to clients.
+
+    Args:
+        say: told of a port that is left out because its lock is unusable.
 
     Raises:
         Taken: none is free.
     """
-    end = max(_first_ephemeral(), first + 1)
+    end, unusable = max(_first_ephemeral(), first + 1), ""
     for port in range(first, end):
         if not is_bindable(port):
             continue
-        lock = try_lock(f"port-{port}", holder)
+        try:
+            lock = try_lock(f"port-{port}", holder)
+        except LockUnusable as error:
+            unusable = str(error)
+            say(f"port {port} is left out: {error}")
+            continue
         if isinstance(lock, Lock):
             if is_bindable(port):
                 return port, lock
             lock.close()
-    raise Taken(f"no port is free from {first} to {end - 1}")
+    raise Taken(
+        f"no port is free from {first} to {end - 1}" + (f"; {unusable}" if unusable else "")
+    )
 
 
 def _first_ephemeral() -> int:
@@ -297,6 +354,8 @@ class Lease:
 
     gpus: dict[str, list[tuple[Gpu, Lock]]]
     ports: dict[str, dict[str, tuple[int, Lock]]]
+    say: Callable[[str], None] = lambda _: None
+    """told of what is left out, and why"""
 
     def locks(self, process: str) -> list[Lock]:
         gpus = [lock for _, lock in self.gpus[process]]
@@ -320,27 +379,30 @@ class Lease:
         """Replace ports that a program outside the fleet has taken."""
         for port, (number, lock) in self.ports[process].items():
             if not is_bindable(number):
-                self.ports[process][port] = lock_port(number + 1, holder)
+                self.ports[process][port] = lock_port(number + 1, holder, self.say)
                 lock.close()
 
 
-def take(slot: Slot, gpus: Sequence[Gpu], holder: str) -> Lease:
+def take(
+    slot: Slot, gpus: Sequence[Gpu], holder: str, say: Callable[[str], None] = lambda _: None
+) -> Lease:
     """Acquire the GPUs and ports of a slot, or others in their place.
 
     Args:
         gpus: those that this fleet may use.
+        say: told of ports that are left out because their locks are unusable.
 
     Raises:
         Taken: others hold too many of them.
     """
-    lease = Lease({name: [] for name in slot.gpus}, {name: {} for name in slot.ports})
+    lease = Lease({name: [] for name in slot.gpus}, {name: {} for name in slot.ports}, say)
     try:
         for name, wanted in slot.gpus.items():
             first = [gpus[number].index for number in wanted]  # the slot has positions in `gpus`
             lease.gpus[name] = lock_gpus(gpus, len(wanted), first, holder)
         for name, ports in slot.ports.items():
             for port, number in ports.items():
-                lease.ports[name][port] = lock_port(number, holder)
+                lease.ports[name][port] = lock_port(number, holder, say)
     except BaseException:
         lease.close()
         raise

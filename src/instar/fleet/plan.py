@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from instar.config.document import parse
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
 
 _MOST_COMBINATIONS = 100 * MOST_INSTANCES
@@ -170,11 +173,39 @@ def argv_of(
     return [expand(word, variables) for word in words]
 
 
+def option_text(value: object) -> str:
+    """Return a value as `--set` reads it: text that YAML would read as something else, in quotes."""
+    text = text_of(value)
+    return (
+        json.dumps(text, ensure_ascii=False) if isinstance(value, str) and _misread(text) else text
+    )
+
+
+@lru_cache(1 << 14)
+def _misread(text: str) -> bool:
+    """Whether YAML does not read a text as this text, also in a list."""
+    if re.fullmatch(r"[A-Za-z_/][\w/.-]*", text) and text.lower() not in ("true", "false", "null"):
+        return False
+    document, problems = parse(f"[{text}]", "", ())
+    return bool(problems) or document is None or document.data != [text]
+
+
+def _of_set(value: object, variables: Mapping[str, Any]) -> str:
+    """Return one value of `set`. A variable alone keeps its type; a text with variables in it is read as
+    if it were written with their values."""
+    if not isinstance(value, str):
+        return text_of(value)
+    alone = re.fullmatch(r"\$\{([^{}$]*)\}", value)
+    if alone and alone[1].strip() in variables:
+        return option_text(variables[alone[1].strip()])
+    return expand(value, variables) if "$" in value else option_text(value)
+
+
 def overrides_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
     """Return the `--set` texts of a run, but for its folder."""
     given: dict[str, Any] = {}
     for key, value in job.set.items():
-        texts = [expand(v, variables) if isinstance(v, str) else text_of(v) for v in each_of(value)]
+        texts = [_of_set(each, variables) for each in each_of(value)]
         given[key] = f"[{', '.join(texts)}]" if isinstance(value, tuple) else texts[0]
     return [f"{key}={value}" for key, value in given.items()]
 
@@ -187,9 +218,9 @@ def each_of(value: Any) -> Iterable[Any]:
 def sets_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
     """Return all `--set` texts of a run."""
     return [
-        *(f"{key}={text_of(variables[key])}" for key in variables.get("matrix_keys", ())),
+        *(f"{key}={option_text(variables[key])}" for key in variables.get("matrix_keys", ())),
         *overrides_of(job, variables),
-        f"record.run_dir={variables['output_dir']}",
+        f"record.run_dir={option_text(str(variables['output_dir']))}",
         "resume=auto",
     ]
 

@@ -52,16 +52,18 @@ class Work:
         )
 
 
-def planned(loaded: LoadedFleet, gpus: str | None) -> tuple[FleetPlan, tuple[Gpu, ...]]:
-    """Return the plan of a fleet, and the GPUs of this machine that it uses.
+def planned(
+    loaded: LoadedFleet, gpus: str | None, *, here: bool = True
+) -> tuple[FleetPlan, tuple[Gpu, ...]]:
+    """Return the plan of a fleet, and the GPUs of this machine that it uses; `here`: see `make_plan`.
 
     Raises:
         ConfigError: with all problems of the plan.
     """
     if loaded.spec.engine != "local":
-        return make_plan(loaded, ANY_MACHINE), ()
+        return make_plan(loaded, ANY_MACHINE, here=here), ()
     found = find_gpus(gpus, os.environ)
-    return make_plan(loaded, this_machine(found)), found
+    return make_plan(loaded, this_machine(found), here=here), found
 
 
 def left(started: FleetFolder, only: Collection[int], trees: int) -> Work:
