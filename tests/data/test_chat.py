@@ -298,6 +298,16 @@ def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(
     assert note in told
 
 
+def test_a_template_may_refuse_other_conversations(place: Path) -> None:
+    """Such as those without a system message."""
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    said = [{"role": "system", "content": "s"}, *chat(1)[:2]]
+    for number, template in enumerate((strict + CHATML, strict + PLAIN)):
+        targets, told = prepared(place, template, {"messages": said}, path=str(place / f"{number}"))
+        assert targets.strip() == "1, of course – ✓<|end|>"
+        assert not [line for line in told if line.startswith("note")]
+
+
 def test_conversations_that_a_context_leaves_out_are_counted(place: Path) -> None:
     long = {"messages": [*chat(1)[:1], {"role": "assistant", "content": "4 " * 40}]}
     late = {"messages": [{"role": "user", "content": "so " * 40}, *chat(1)[1:2]]}

@@ -182,6 +182,15 @@ def test_a_process_that_is_gone_is_started_anew_and_ends_with_its_tokenizer() ->
     assert process_state(pid) == GONE
 
 
+def test_signals_to_the_whole_job_leave_the_tokenizer_to_its_run() -> None:
+    one = Limited(saved(**AFFECTED))
+    pid = one._child.pid
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, number)
+    assert one.decode([65]) == from_json(saved()).decode([65])
+    assert one._child.pid == pid
+
+
 def test_a_fork_has_a_process_of_its_own() -> None:
     one = Limited(saved(**AFFECTED))
     expected = one.decode([65, 66])

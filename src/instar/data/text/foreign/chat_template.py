@@ -169,13 +169,17 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> AnswerEnd:
-        """What ends an answer, as the template renders one that is last, and one that another message follows.
+        """What ends an answer, as the template renders one that is last, and one that another message follows;
+        nothing is known of a template that refuses these messages.
 
         Raises:
             ValueError: the template leaves the answer out.
         """
         said = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
-        whole = self._text_of(said, {})
+        try:
+            whole = self._text_of(said, {})
+        except ValueError:
+            return AnswerEnd()
         if _ANSWER not in whole:
             raise ValueError("the chat template leaves out what the assistant says")
         tail = whole.rpartition(_ANSWER)[2]
@@ -217,12 +221,12 @@ class ChatTemplate:
             return (
                 "nothing ends an answer in the chat template: the model will not learn to end one"
             )
-        if not self.marks_answers:
+        if not (self.marks_answers and self.end.token):
             return ""
         said = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
         (text,), (spans,) = self._rendered(said, {}, return_assistant_tokens_mask=True)
         rest = str(text)[max((end for _, end in spans), default=0) :]
-        if not (self.end.appended or (self.end.token and self.end.token in rest)):
+        if not (self.end.appended or self.end.token in rest):
             return ""
         return (
             f"the chat template leaves {self.end.token} out of its {{% generation %}}: the model will not "

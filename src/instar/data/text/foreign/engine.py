@@ -32,6 +32,8 @@ Places = NDArray[np.int64]
 """for each token the characters [begin, end) that it stands for, [n, 2]"""
 
 LIMIT_S = 50
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""signals that reach a process of this one's too; it ends when this one does"""
 _REQUEST_BYTES = 2 << 20
 _BYTE_LEVEL_MODEL = {
     "type": "BPE",
@@ -177,7 +179,9 @@ class Limited:
         with theirs:
             descriptor = theirs.fileno()
             argv = [sys.executable, "-P", worker.__file__, str(descriptor), str(self._limit_s)]
-            child = Child(argv, env=os.environ, silent=True, pass_fds=[descriptor])
+            child = Child(
+                argv, env=os.environ, silent=True, pass_fds=[descriptor], blocked=_OF_GROUPS
+            )
         with ours:  # the file keeps it open
             self._link = ours.makefile("rwb")
         self._pid = os.getpid()

@@ -2,7 +2,8 @@
 
 Run as `python -P worker.py FD LIMIT_S`, it answers requests on the socket FD until the other end is closed. A message
 is two sizes, JSON, and bytes. A request that takes too long or too much memory ends the process by a signal, whatever the
-library does meanwhile; so does a fault of the library. Its panics and errors are answers.
+library does meanwhile; so does a fault of the library. Signals to a whole group, which the other end handles, are blocked
+when it starts. Its panics and errors are answers.
 """
 
 import array
@@ -28,7 +29,7 @@ def main() -> None:
     """Answer requests."""
     from tokenizers import Tokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     link = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
     tokenizer: Any = None
