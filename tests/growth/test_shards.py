@@ -22,3 +22,9 @@ def test_shards_grow_as_the_whole_model_does(
     ranks = children_as_ranks(forks, 2, "grown_shards:run", kind, *operations, place=tmp_path)
     for rank in ranks:
         assert rank.finish() == 0, rank.output()
+
+
+def test_replicas_that_disagree_go_the_same_way(tmp_path: Path, forks: Forks) -> None:
+    forks.import_now("grown_shards")
+    for rank in children_as_ranks(forks, 2, "grown_shards:run_replicas", place=tmp_path):
+        assert rank.finish() == 0, rank.output()

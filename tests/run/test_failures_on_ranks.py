@@ -150,3 +150,26 @@ def test_ranks_whose_configs_differ_are_named(place: Place) -> None:
     assert codes(ranks) == [4, 4], said(ranks)
     assert "the config's seed of rank 1" in ranks[0].output()
     assert not (place.path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "record.noise_every=1",
+        "record.log_interval=3",
+        "precision=bf16",
+        "parallel.strategy=auto",
+        "parallel.ddp.static_graph=true",
+    ],
+)
+def test_ranks_that_would_meet_at_other_times_are_named(place: Place, text: str) -> None:
+    """Each of these keys decides whether a rank waits for the others, before a step or at one."""
+    body, words = "failures:rank_1_was_given", ["train", "run.yaml"]
+    words += ["--set", "record.run_dir=run"]
+    ranks = children_as_ranks(place.forks, 2, body, words, text, place=place.path)
+    for rank in ranks:
+        rank.finish(LIMIT_S)
+    assert codes(ranks) == [4, 4], said(ranks)
+    key = ".".join(text.partition("=")[0].split(".")[:2])
+    assert f"the config's {key} of rank 1" in ranks[0].output()
+    assert not (place.path / "run").exists()

@@ -219,6 +219,25 @@ def test_a_sharded_model_grows_bit_for_bit_as_a_whole_one(place: tiny_run.Place)
     assert proofs[0] == proofs[1]
 
 
+def test_ranks_whose_rounding_differs_prove_a_growth_together(place: tiny_run.Place) -> None:
+    """Sharded ranks compute together: one that compared again in float64, alone, would wait for ever."""
+    grows = [{"name": "widen_mlp", "value": "x2", "when": {"at_step": 1}}]
+    keys = (
+        *KEYS,
+        *FSDP,
+        "train.until=[2it]",
+        f"schedule={json.dumps(grows)}",
+        "record.run_dir=run",
+    )
+    words = [word for key in keys for word in ("--set", key)]
+    children = place.instar(
+        "train", "run.yaml", *words, ranks=2, body="failures:rank_1_rounds_more"
+    )
+    assert tiny_run.codes(children) == [0, 0], tiny_run.said(children)
+    (grown,) = tiny_run.events(place.path / "run", "operation")
+    assert grown["proof"]["max_logit_diff_relative"] < 1e-10
+
+
 def test_blocks_are_compiled_each_and_share_a_graph(place: tiny_run.Place) -> None:
     """Also new ones: the grown model has six blocks of one shape."""
     keys = (*FIXED, "train.gradient_accumulation_steps=2")  # samples of one shape

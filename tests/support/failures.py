@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -25,6 +26,7 @@ from instar.data.columns import Columns
 from instar.data.loader import Prefetcher, StepBatch
 from instar.data.order import Int64Array, Order
 from instar.data.source import Source
+from instar.growth import proof
 from instar.record import atomic, recorder, system
 from instar.record.control import ask
 from instar.run.lifecycle import inputs, worker
@@ -353,6 +355,23 @@ def rank_1_has_no_memory_to_grow(argv: Sequence[str]) -> int:
 def seeds_by_rank(argv: Sequence[str]) -> int:
     """Each rank was given another seed."""
     return main([*argv, "--set", f"seed={os.environ['RANK']}"])
+
+
+def rank_1_rounds_more(argv: Sequence[str]) -> int:
+    """Of its comparisons before and after growth the first misses the tolerance, as on another GPU."""
+    compare = proof.compare
+
+    def misses_first(*arguments: Any) -> proof.Proof:
+        proof.compare = compare
+        return dataclasses.replace(compare(*arguments), holds=False)
+
+    if is_rank(1):
+        proof.compare = misses_first
+    return main(argv)
+
+
+def rank_1_was_given(argv: Sequence[str], text: str) -> int:
+    return main([*argv, "--set", text] if is_rank(1) else list(argv))
 
 
 def stop_is_withdrawn(argv: Sequence[str]) -> int:

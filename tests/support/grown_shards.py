@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,10 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from instar.distributed.shards import whole
-from instar.growth import GrowthError, grow, prepare
+from instar.growth import GrowthError, grow, prepare, proof
 from instar.growth.proof import TOLERANCE
+from instar.loops import GrowthSchedule
+
+live: Any = importlib.import_module("instar.growth.live.grow")  # the function has its name
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -42,6 +48,66 @@ def shard(model: nn.Module, mesh: Any) -> None:
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def disagree(sharded: nn.Module, wrap: Any) -> None:
+    """One rank alone misses the tolerance, cannot build, or has a damaged shard: all go the same way."""
+    is_last, compare = dist.get_rank() == dist.get_world_size() - 1, proof.compare
+
+    def misses_first(*arguments: Any) -> proof.Proof:
+        vars(proof)["compare"] = compare
+        return replace(compare(*arguments), holds=not is_last)
+
+    vars(proof)["compare"] = misses_first
+    made = prepare(sharded, EXACT["widen_mlp"], wrap=wrap).proof
+    assert made is not None
+    assert made.holds
+
+    def without_memory(module: nn.Module) -> None:
+        wrap(module)
+        if is_last:
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError if is_last else GrowthError, match=r"no room|another process"):
+        prepare(sharded, EXACT["widen_mlp"], wrap=without_memory)
+    build = live.build_sharded
+
+    def damaged(*arguments: Any) -> nn.Module:
+        module = build(*arguments)
+        if is_last:
+            next(module.parameters())._local_tensor[-1, -1] += 1  # type: ignore[attr-defined]
+        return module
+
+    live.build_sharded = damaged
+    with pytest.raises(GrowthError, match=r"not what the plan makes|another process|label 'exact'"):
+        prepare(sharded, EXACT["widen_mlp"], wrap=wrap, allow_inexact=True)
+    live.build_sharded = build
+
+
+def run_replicas() -> None:
+    """Two processes of DDP, of which the second cannot build, or has another loss."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    model = copy.deepcopy(model_of("llama")).train()
+    wrapped, rank = DistributedDataParallel(model), dist.get_rank()
+    build = live.build_whole
+
+    def without_memory(*arguments: Any) -> nn.Module:
+        if rank == 1:
+            raise MemoryError("no room")
+        module: nn.Module = build(*arguments)
+        return module
+
+    live.build_whole = without_memory
+    with pytest.raises(MemoryError if rank else GrowthError, match=r"no room|another process"):
+        grow(wrapped, EXACT["widen_mlp"])
+    live.build_whole = build
+    entry = {"name": "widen_mlp", "value": "x2", "trigger_loss": 2.0}
+    schedule = GrowthSchedule([entry])
+    assert schedule.step(wrapped, 1, loss=3.0 if rank else 2.5) == ()
+    assert len(schedule.step(wrapped, 2, loss=3.0 if rank else 1.5)) == 1
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    dist.destroy_process_group()
 
 
 def run(kind: str, *operations: str) -> None:
@@ -71,6 +137,7 @@ def run(kind: str, *operations: str) -> None:
     TOLERANCE[torch.float32] = 0.0  # rounding exceeds it, so that float64 decides
     prepare(sharded, EXACT["widen_mlp_split"], wrap=wrap)
     TOLERANCE[torch.float32] = tolerance
+    disagree(sharded, wrap)
     for operation in (({**EXACT, **OTHER})[name] for name in operations):
         with torch.no_grad():
             sharded.eval()(input_ids=torch.ones(1, 3, dtype=torch.int64))  # leaves the root whole

@@ -131,6 +131,9 @@ class Alone:
     def agreed(self, holds: bool) -> bool:
         return holds
 
+    def first(self, value: float) -> float:
+        return value
+
 
 class Doubled(NamedTuple):
     """Both models in float64, the grown one made by the same plan."""

@@ -95,6 +95,7 @@ class LightningGrowth(Callback):
             optimizer=trainer.optimizers,
             loss=loss,
             probe=self._probe,
+            wrapped=trainer.strategy.model,
         )
         if done and trainer.strategy.model is not None:
             renew(trainer.strategy.model)

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from instar.config.files import read_regular
 from instar.config.load import load
 from instar.config.sections import Operation
-from instar.growth.live.grow import Ema, PreparedGrowth, prepare
+from instar.growth.live.grow import Ema, PreparedGrowth, prepare_with
+from instar.growth.live.peers import peers_of
 from instar.growth.live.subject import Build, subject_of
 from instar.growth.operators import OPERATORS, is_growth
 from instar.growth.plan import GrowthError
+from instar.growth.proof import Peers
 from instar.models.shape import Growable
 from instar.schedule.checks import mistakes
 from instar.schedule.operations import Change, History, State, history_from_json, history_to_json
@@ -97,26 +99,30 @@ class GrowthSchedule:
         loss: float | None = None,
         ema: Ema | None = None,
         probe: Any = None,
+        wrapped: Module | None = None,
     ) -> tuple[Change, ...]:
         """Carries out what is due, and returns it; empty: nothing.
 
         Args:
             step: number of updates done.
-            loss: validation loss of an evaluation at this step.
+            loss: validation loss of an evaluation at this step. Every process passes one; that of the first counts.
             optimizer, ema, probe: see `instar.growth.grow`.
+            wrapped: DDP around a module that has `model` inside it; by default `model` is passed with its wrappers.
 
         Raises:
             GrowthError: an operation is not possible, or broke its label, and the entry's `on_failure` is not
                 `skip`. Model and optimizer are as before.
         """
+        peers = peers_of(model if wrapped is None else wrapped)
         if loss is not None:
+            loss = peers.first(loss)
             self._losses = (*self._losses, (step, loss))
         done: list[Change] = []
         while (entry := next_entry(self.entries, self.history)) is not None:
             reason = self._due(entry, model, step, loss, operated=bool(done))
             if reason is None:
                 break
-            skipped = self._carry_out(entry, model, optimizer, ema, probe)
+            skipped = self._carry_out(entry, model, optimizer, ema, probe, peers)
             change = Change(entry.operation, step, 0, entry.number, skipped, reason)
             self.history = (*self.history, change)
             done.append(change)
@@ -129,7 +135,11 @@ class GrowthSchedule:
         if self._parameters != _count(model):
             for change in self.history:
                 if not change.skipped:
-                    self._swap(self._prepared(change.operation, model, optimizer, None, False))
+                    self._swap(
+                        self._prepared(
+                            change.operation, model, optimizer, None, False, peers_of(model)
+                        )
+                    )
         self.check(model)
 
     def check(self, model: Module) -> None:
@@ -190,11 +200,18 @@ class GrowthSchedule:
         optimizer: Optimizer | Iterable[Optimizer],
         ema: Ema | None,
         probe: Any,
+        peers: Peers,
     ) -> str:
         """Grows the model; returns why the operation was skipped, or nothing."""
         try:
             found = self._prepared(
-                entry.operation, model, optimizer, ema, probe, allow_inexact=entry.allow_inexact
+                entry.operation,
+                model,
+                optimizer,
+                ema,
+                probe,
+                peers,
+                allow_inexact=entry.allow_inexact,
             )
             if reason := too_large(entry, found.shape):
                 raise GrowthError(f"{entry.operation.name}: {reason}")
@@ -217,10 +234,12 @@ class GrowthSchedule:
         optimizer: Optimizer | Iterable[Optimizer],
         ema: Ema | None,
         probe: Any,
+        peers: Peers,
         *,
         allow_inexact: bool = False,
     ) -> PreparedGrowth:
-        return prepare(
+        return prepare_with(
+            peers,
             model,
             operation,
             optimizer=optimizer,

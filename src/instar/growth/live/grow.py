@@ -143,8 +143,41 @@ def prepare(
     **options: Any,
 ) -> PreparedGrowth:
     """Builds and proves what `grow` would make of a model, which is not changed; same arguments."""
+    return prepare_with(
+        peers_of(model),
+        model,
+        operation,
+        value,
+        optimizer=optimizer,
+        ema=ema,
+        probe=probe,
+        shape=shape,
+        build=build,
+        wrap=wrap,
+        seed=seed,
+        allow_inexact=allow_inexact,
+        **options,
+    )
+
+
+def prepare_with(
+    peers: Peers,
+    model: Module,
+    operation: str | Operation | Mapping[str, Any],
+    value: Any = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] = (),
+    ema: Ema | None = None,
+    probe: Any = None,
+    shape: Growable | None = None,
+    build: Build | None = None,
+    wrap: Wrap | None = None,
+    seed: int = 0,
+    allow_inexact: bool = False,
+    **options: Any,
+) -> PreparedGrowth:
+    """Does the same together with peers, which the wrappers of the model may not show."""
     asked = _operation(operation, value, options)
-    peers = peers_of(model)
     with peers.phase():
         reshard(model)
         subject = subject_of(model, shape, build)

@@ -62,7 +62,7 @@ class GroupPeers:
         return self._exchanged(value if is_first else 0.0, dist.ReduceOp.SUM)
 
 
-def peers_of(model: Module) -> Peers:
+def peers_of(model: Module) -> Alone | GroupPeers:
     """Returns the processes that train a model, passed with its wrappers, together."""
     for wrapper in wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):

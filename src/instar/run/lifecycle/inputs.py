@@ -8,7 +8,7 @@ import math
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import cast
@@ -19,6 +19,7 @@ import xxhash
 from instar.config.checks import sharding_conflicts
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
+from instar.config.schema import RunConfig
 from instar.config.sections import RecordConfig
 from instar.distributed.agree import agree, gather, raise_on_all_ranks
 from instar.distributed.failure import RunFailed
@@ -37,6 +38,19 @@ from instar.run.lifecycle.preflight import FORECAST_SHARE, Prepared, sharding_pr
 
 _LOCAL = {"device", "parallel", "record"}
 """sections that may differ between machines"""
+_JOINT = {
+    "parallel": ("strategy", "ddp", "fsdp", "diloco", "elastic"),
+    "record": (
+        "log_interval",
+        "analyze_every",
+        "layers_every",
+        "noise_every",
+        "sample_every",
+        "sample_prompt",
+        "sample_tokens",
+    ),
+}
+"""keys of those sections that decide when ranks wait for each other, and for what"""
 _VERSIONS = ("instar", "torch")
 _BF16_GAIN = 1.4
 """What bf16 matrix products must gain for casts and slower kernels around them to pay. On a Xeon they take a fifth of
@@ -113,21 +127,42 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
         return
     own: dict[str, str] = {}
     with raise_on_all_ranks(world, "comparing the ranks' inputs"):
-        config = prepared.config.model_dump(mode="json", exclude=_LOCAL)
-        own = {
-            f"the config's {key}": xxhash.xxh3_128_hexdigest(
-                json.dumps(value, sort_keys=True).encode()
-            )
-            for key, value in config.items()
-        }
-        # no other key of the section needs to be the same on all machines
-        for key in ("strategy", "fsdp", "diloco"):
-            value = json.dumps(prepared.config.parallel.model_dump(mode="json")[key])
-            own[f"the config's parallel.{key}"] = value
+        own = _facts_of(prepared.config)
         installed = versions()
         own |= {f"the version of {name}": installed.get(name, "none") for name in _VERSIONS}
         for name, found in prepared.spec.fingerprints.items():
             own[f"the {name}"] = found
+    _compare(own, world)
+
+
+def compare_configs(config: RunConfig, world: World) -> None:
+    """Check that all ranks have the same config, before what it says decides what they do together. A collective.
+
+    Raises:
+        RunFailed: on all ranks, if the configs differ; names the ranks and the keys.
+    """
+    if world.size == 1:
+        return
+    own: dict[str, str] = {}
+    with raise_on_all_ranks(world, "comparing the ranks' configs"):
+        own = _facts_of(config)
+    _compare(own, world)
+
+
+def _facts_of(config: RunConfig) -> dict[str, str]:
+    values = config.model_dump(mode="json")
+    own = {
+        f"the config's {key}": xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+        for key, value in values.items()
+        if key not in _LOCAL
+    }
+    for section, keys in _JOINT.items():
+        for key in keys:
+            own[f"the config's {section}.{key}"] = json.dumps(values[section][key])
+    return own
+
+
+def _compare(own: Mapping[str, str], world: World) -> None:
     digest = xxhash.xxh3_128_hexdigest(json.dumps(own, sort_keys=True).encode())
     digests = gather(world, digest)
     if all(one == digests[0] for one in digests):
@@ -141,7 +176,7 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
             differences.append(
                 f"{key} of {ranks} ({everyones[others[0]].get(key)}; rank 0's {first})"
             )
-    seed = any(one["the data"] != everyones[0]["the data"] for one in everyones)
+    seed = any(one.get("the data") != everyones[0].get("the data") for one in everyones)
     hint = "; samples() must give the same in every process: seed it with self.seed" if seed else ""
     raise RunFailed(f"ranks would train on different inputs: {'; '.join(differences)}{hint}")
 

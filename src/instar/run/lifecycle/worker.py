@@ -58,6 +58,7 @@ from instar.run.lifecycle.build import build
 from instar.run.lifecycle.compile_stages import compile_stages
 from instar.run.lifecycle.inputs import (
     check_folder_is_shared,
+    compare_configs,
     compare_inputs,
     resolve_precision,
     resolve_strategy,
@@ -207,6 +208,7 @@ def _run_rank(
         record.enter_context(closing(console))
         display = Display(lambda: console.screen, owns=False) if world.is_main else None
         record.enter_context(showing(display))
+        compare_configs(loaded.config, world)
         requested = resume
         resume, before = _agree_to_resume(loaded, resume, world, launch_key)
         check_folder_is_shared(resume.run if resume else None, loaded.config.record, world)

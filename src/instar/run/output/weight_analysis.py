@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import torch
 
 from instar.data.source import Source
-from instar.distributed.agree import agree
+from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.shards import whole
 from instar.distributed.world import World
 from instar.growth.analysis import (
@@ -69,7 +70,12 @@ class WeightAnalyzer:
         if not begins:
             return
         task = stepper.task
-        model = task.shell() if self._world.is_main else None
+        model: torch.nn.Module | None = None
+        with (
+            raise_on_all_ranks(self._world, "analyzing the weights") if together else nullcontext()
+        ):
+            # what the others gather with it begins once rank 0 has the memory
+            model = task.shell() if self._world.is_main else None
         for name, parameter in stepper.parameters.items():
             weights = whole(parameter)
             if model is not None:
