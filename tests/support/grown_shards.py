@@ -107,7 +107,7 @@ def run_replicas() -> None:
     assert len(schedule.step(wrapped, 2, loss=3.0 if rank else 1.5)) == 1
     ids = torch.ones(1, 3, dtype=torch.int64)
     wrapped(input_ids=ids, labels=ids).loss.backward()
-    dist.destroy_process_group()
+    # a group that is destroyed while a DDP holds it sometimes keeps the interpreter from ending
 
 
 def run(kind: str, *operations: str) -> None:
