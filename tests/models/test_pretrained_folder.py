@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import model_of
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instar.checkpoint.manifest import CheckpointError
@@ -155,10 +156,63 @@ def test_a_tied_head_that_is_saved_too_is_the_table(tmp_path: Path) -> None:
     assert "lm_head.weight" not in open_folder(tmp_path).outlines
 
 
-def test_keys_of_a_config_replace_no_methods(saved: Path, tmp_path: Path) -> None:
+def test_a_key_that_transformers_reads_and_nothing_here_knows_is_refused(
+    saved: Path, tmp_path: Path
+) -> None:
+    """They would make another model, of other files, or take the place of methods."""
     folder = shutil.copytree(saved, tmp_path / "copy")
-    change_config(to_dict="x", num_labels=10**12, dtype="load", per_layer_config={"0": {}})(folder)
+    change_config(mark=[1], dtype="float16", num_labels=10**12, n_ctx=4)(folder)
     assert open_folder(folder).shape.sizes()["layers"] == 3
+    unknown = {
+        "to_dict": "x",
+        "is_causal": False,
+        "layer_types": ["sliding_attention"] * 3,
+        "transformers_weights": "other.safetensors",
+        "per_layer_config": {"0": {"hidden_size": 8}},
+        "_attn_implementation": "someone/kernel",
+        "is_encoder_decoder": True,
+    }
+    for key, value in unknown.items():
+        file = folder / "config.json"
+        before = file.read_text()
+        change_config(**{key: value})(folder)
+        with pytest.raises(CheckpointError, match=f"{key}(:| is)"):
+            open_folder(folder)
+        file.write_text(before)
+
+
+def test_a_pattern_of_an_older_config_is_that_of_transformers(tmp_path: Path) -> None:
+    """Gemma 3 had no `layer_types`, and a key that its class does not declare."""
+    model_of("gemma3_text").save_pretrained(tmp_path)
+    change_config(sliding_window_pattern=2, layer_types=None)(tmp_path)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert open_folder(tmp_path).shape.config["layer_types"] == kinds
+    assert AutoConfig.from_pretrained(tmp_path).layer_types == kinds
+
+
+HUGE = (10**400, -(10**400), 2**63, float("inf"), float("nan"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "phi3"])
+def test_a_number_without_bounds_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    model_of(kind).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    before = json.loads(file.read_text())
+    numbers = [
+        key
+        for key, value in before.items()
+        if type(value) in (int, float) and not key.startswith("_")
+    ]
+    assert len(numbers) > 8
+    nested = ["rope_parameters"] if "rope_parameters" in before else []
+    for number, key in enumerate([*numbers, *nested]):
+        bad = HUGE[number % len(HUGE)]
+        value = {"rope_type": "default", "rope_theta": bad} if key == "rope_parameters" else bad
+        file.write_text(json.dumps({**before, key: value}))
+        with pytest.raises(
+            CheckpointError, match=rf"{key}\b.*(out of all bounds|whole number|tensors)"
+        ):
+            open_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

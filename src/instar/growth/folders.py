@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Module
 
 from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.checkpoint.tensor_file import Outline
@@ -21,6 +21,7 @@ from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import GrowthStep, Read, TensorReader, grow_parameters, moments_mode
 from instar.growth.live.probe import drawn, probed
+from instar.growth.live.twin import twin_of, write_twin
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.offline import (
     GrowthStage,
@@ -35,6 +36,9 @@ from instar.growth.operators import plan
 from instar.growth.plan import VocabularyMap
 from instar.growth.proof import Proof, prove
 from instar.models.hf import CONFIG
+from instar.models.hf.completed import written
+from instar.models.hf.families import BUILT_IN
+from instar.models.hf.loaded import load_published
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, PretrainedFolder, file_parts, open_folder
 from instar.models.hf.tokenizer import COMPANIONS
@@ -78,12 +82,17 @@ def grow_folder(
     begun = time.perf_counter()
     check_new(out)
     planned = _planned(source, operations, seed)
-    stages, shape = planned.stages, planned.shape
+    stages, shape = planned.stages, planned.shapes[-1]
     before = count_parameters(source.shape).total
     size = 4 * (before + stages[-1].parameters)
-    proof, warning = None, ""
-    if check is None and size > PROOF_BYTES:
-        warning = f"outputs were not compared: both models take {size / 1e9:.1f} GB; --check does"
+    proof, warning, checked_on = None, "", ""
+    too_large = check is None and size > PROOF_BYTES
+    if too_large or (check is False and source.shape.config["model_type"] not in BUILT_IN):
+        proof, checked_on = _try_on_twin(source, planned, operations, out, seed)
+        compared = f"instead, {checked_on} was" if proof else f"nothing was, for {checked_on}"
+        warning = (
+            f"both models take {size / 1e9:.1f} GB and were not compared: {compared}; --check does"
+        )
     with (
         source.reading() as read,
         atomic_dir(out) as temporary,
@@ -97,22 +106,24 @@ def grow_folder(
             write_weights(temporary, made, make, max_shard_bytes)
         _copy_files(source.path, planned, temporary)
         atomic.write_synced(temporary / CONFIG, encode(source.config_of(shape)))
-        if check or (check is None and not warning):
-            written = open_folder(temporary)
-            with written.reading() as read_written:
-                verify_written(read_written, grown, out)
-            proof = _prove(source, written, stages)
-            check_proof(proof, stages, out, "random tokens")
+        published = open_folder(temporary)
+        _check_published(published, shape)
+        if check or (check is None and not too_large):
+            with published.reading() as read_published:
+                verify_written(read_published, grown, out)
+            checked_on = "random tokens"
+            proof = _prove(source.path, published, (source.shape, shape), stages)
+            check_proof(proof, stages, out, checked_on)
     seconds = time.perf_counter() - begun
-    checked_on = "random tokens" if proof else ""
-    return OfflineGrowth(out, before, stages, proof, seconds, warning, checked_on)
+    return OfflineGrowth(out, before, stages, proof, seconds, warning, checked_on if proof else "")
 
 
 @dataclass(frozen=True)
 class _Planned:
     steps: tuple[GrowthStep, ...]
+    shapes: tuple[PretrainedShape, ...]
+    """after each operation"""
     stages: tuple[GrowthStage, ...]
-    shape: PretrainedShape
     tokenizer: Path
     """folder of the grown model's"""
     vocabularies: tuple[VocabularyMap, ...]
@@ -121,6 +132,7 @@ class _Planned:
 
 def _planned(source: PretrainedFolder, operations: Sequence[Operation], seed: int) -> _Planned:
     steps, stages, vocabularies = list[GrowthStep](), list[GrowthStage](), list[VocabularyMap]()
+    shapes = list[PretrainedShape]()
     shape, tokenizer = source.shape, source.path
     for operation in operations:
         key = (seed, count_parameters(shape).total)
@@ -131,8 +143,9 @@ def _planned(source: PretrainedFolder, operations: Sequence[Operation], seed: in
             tokenizer = Path(operation.value["tokenizer"])
             vocabularies.append(exact.value)
         steps.append(GrowthStep(made, shape.parameters(), key, moments_mode(operation)))
+        shapes.append(shape)
         stages.append(stage(operation, made, shape))
-    return _Planned(tuple(steps), tuple(stages), shape, tokenizer, tuple(vocabularies))
+    return _Planned(tuple(steps), tuple(shapes), tuple(stages), tokenizer, tuple(vocabularies))
 
 
 def _file_tensors(
@@ -184,28 +197,66 @@ def _copy_files(folder: Path, planned: _Planned, to: Path) -> None:
         atomic.write_synced(to / GENERATION, encode(settings))
 
 
+def _check_published(folder: PretrainedFolder, planned: PretrainedShape) -> None:
+    """Raises CheckpointError unless the files are those of the planned model, as transformers reads their config."""
+    read, told = written(folder.shape.config), written(planned.config)
+    for key in told.keys() - {"architectures"}:
+        if not _contains(read.get(key), told[key]):
+            raise CheckpointError(
+                f"{CONFIG}: transformers reads {key} as {read.get(key)!r}, and the grown model has {told[key]!r}"
+            )
+
+
+def _contains(read: Any, told: Any) -> bool:
+    """Whether a value is the other, or has its keys with their values."""
+    if isinstance(read, Mapping) and isinstance(told, Mapping):
+        return all(_contains(read.get(key), value) for key, value in told.items())
+    return bool(read == told)
+
+
 def _prove(
-    before: PretrainedFolder, after: PretrainedFolder, stages: Sequence[GrowthStage]
+    before: Path,
+    after: PretrainedFolder,
+    shapes: Sequence[PretrainedShape],
+    stages: Sequence[GrowthStage],
 ) -> Proof:
-    """Compares both models in float32: only the rounding of the weights remains."""
-    batch = drawn(before.shape, after.shape)
+    """Compares both folders as transformers loads them, in float32: only the rounding of the weights remains."""
+    batch = drawn(*shapes)
     return prove(
         expected_plan(stages),
-        lambda: (probed(_loaded(before), batch), probed(_loaded(after), batch)),
+        lambda: (probed(load_published(before), batch), probed(load_published(after.path), batch)),
         {outline.dtype for outline in after.outlines.values()},
     )
 
 
-def _loaded(folder: PretrainedFolder) -> Module:
-    """Returns the model of a folder in float32. Its config is the completed one, not that of the file."""
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def _try_on_twin(
+    source: PretrainedFolder,
+    planned: _Planned,
+    operations: Sequence[Operation],
+    out: Path,
+    seed: int,
+) -> tuple[Proof | None, str]:
+    """Grows a small model of the same config in the same way, and compares that.
 
-    values: dict[str, Any] = folder.shape.to_dict()
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    with torch.random.fork_rng(devices=[]):
-        model: Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad(), folder.reading() as read:
-        for name, parameter in model.named_parameters():
-            parameter.copy_(read(folder.shape.name(name)))
-    return model
+    Returns the proof, and what was compared; without a small model None, and why.
+
+    Raises:
+        NotProven: the labels do not hold for the small model.
+    """
+    try:
+        twin = twin_of((source.shape, *planned.shapes), operations)
+    except CheckpointError as error:
+        return None, str(error)
+    with tempfile.TemporaryDirectory() as place:
+        small, grown = Path(place) / "small", Path(place) / "grown"
+        write_twin(twin.shape, small, single_experts=source.single_experts)
+        for name in (TOKENIZER_FILE, *COMPANIONS):
+            if (source.path / name).is_file():
+                shutil.copy(source.path / name, small / name)
+        folder = open_folder(small)
+        stages = grow_folder(folder, grown, twin.operations, check=False, seed=seed).stages
+        larger = open_folder(grown)
+        proof = _prove(small, larger, (folder.shape, larger.shape), stages)
+    about = f"a small model of the same config ({twin.about})"
+    check_proof(proof, stages, out, f"random tokens, of {about},")
+    return proof, about

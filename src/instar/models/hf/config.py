@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -134,6 +135,22 @@ def to_config(arch: Architecture, *, end_id: int | None = None) -> dict[str, Any
     }
 
 
+def is_bounded(value: object) -> bool:
+    """Whether all numbers in a JSON value fit 64 bits and are finite."""
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, int | float) and not (
+            math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63
+        ):
+            return False
+    return True
+
+
 def from_config(config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture that a `config.json` describes; defaults are those of transformers.
 
@@ -148,6 +165,9 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     def take(key: str, default: Any) -> Any:
         """Returns the value of a key if it has the type of the default."""
         value = config.get(key)
+        if not is_bounded(value):
+            problems.append(f"{key}: {value!r:.60} is out of all bounds")
+            return default
         wanted = {float, int} if type(default) is float else {type(default)}
         if value is None or type(value) in wanted:
             return default if value is None else value

@@ -167,6 +167,8 @@ class Family:
     """operations that this family does not support, with the reason"""
     rope_scalings: tuple[str, ...] = ("linear", "dynamic", "yarn")
     """kinds of scaled RoPE that transformers computes for it, of those that growth knows"""
+    longrope_by_width: bool = False
+    """whether transformers counts the factors of a config's longrope for heads of hidden_size / num_attention_heads"""
     must: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """values that keys of the config must have, if they are there"""
     single_experts: SingleExperts | None = None
@@ -259,6 +261,7 @@ _GEMMA2 = Family(
     scales_by_head_dim=False,
     heads_divide_width=True,
     refusals={"widen_hidden": _POST_NORMED},
+    must={"use_bidirectional_attention": (False, None)},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -295,6 +298,7 @@ FAMILIES: dict[str, Family] = {
             *PRE_NORMS,
         ),
         rope_scalings=(),
+        longrope_by_width=True,
     ),
     "mixtral": Family(
         "Mixtral",
@@ -316,3 +320,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """Families by the `model_type` of their config."""
+
+BUILT_IN = frozenset(FAMILIES)
+"""Families whose tables are tested here; the tables of others are tried before they are used."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from instar.models.hf.families import FAMILIES, JOINED, Family, TableEntry
+from instar.models.hf.rope import base_of, pinned, problems_of, scaled
 from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem
 
 _SHARED_EPS = (
@@ -55,6 +56,11 @@ class PretrainedShape:
         if sizes and self.family.heads_divide_width and sizes["embed"] % sizes["heads"]:
             message = f"{sizes['heads']} heads do not divide a width of {sizes['embed']}, as transformers asks"
             problems.append(problem("from", message))
+        if sizes and self.positions == "rope":
+            head_dim, width = sizes["head_dim"], sizes["embed"] // sizes["heads"]
+            validated = width if self.family.longrope_by_width else head_dim
+            found = problems_of(self.config, head_dim, validated)
+            problems += (problem("from", each) for each in found)
         if problems:
             raise ArchitectureError(*problems)
 
@@ -119,9 +125,7 @@ class PretrainedShape:
     @property
     def rope_base(self) -> float:
         """Base of plain RoPE; NaN if a head is rotated in parts, or by scaled frequencies."""
-        rope = self.config.get("rope_parameters") or {}
-        plain = rope.get("rope_type") == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
-        return float(rope["rope_theta"]) if plain else math.nan
+        return base_of(self.config)
 
     @property
     def scales_by_head_dim(self) -> bool:
@@ -147,7 +151,8 @@ class PretrainedShape:
         # sizes that followed from others are written down, so that they stay as they are
         kept = {axis: size for axis, size in self._sizes() if axis in axes}
         changes = {axes[axis]: size for axis, size in {**kept, **sizes}.items()}
-        return replace(self, config={**self.config, **changes})
+        config = pinned(self.config, self.context) if "context" in sizes else self.config
+        return replace(self, config={**config, **changes})
 
     def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self:
         config = dict(self.config)
@@ -168,35 +173,28 @@ class PretrainedShape:
         Raises:
             ArchitectureError: RoPE is scaled already, or the family has other kinds.
         """
-        if kind not in self.family.rope_scalings:
-            known = ", ".join(self.family.rope_scalings) or "no kind of scaling here"
-            message = f"RoPE of {self.family.name} is not scaled by {kind!r}"
-            raise ArchitectureError(problem("from", message, f"it has {known}"))
         now = self.sizes()["context"]
-        rope = dict(self.config.get("rope_parameters") or {})
-        full = rope.get("full_attention")
-        plain = full if isinstance(full, Mapping) else rope
-        if plain.get("rope_type") != "default":
-            raise ArchitectureError(
-                problem("from", f"RoPE is scaled already, by {plain.get('rope_type')!r}")
-            )
-        scaled = {**plain, "rope_type": kind, "factor": context / now}
-        if kind == "yarn":
-            scaled["original_max_position_embeddings"] = now
+        rope = scaled(self.config, kind, context, now, self.family.rope_scalings)
         # beyond this size transformers changes the frequencies of `dynamic`
-        grown = self if kind == "dynamic" else self.resized(context=context)
-        rope = {**rope, "full_attention": scaled} if plain is full else scaled
+        grown = self.resized(context=now if kind == "dynamic" else context)
         return replace(grown, config={**grown.config, "rope_parameters": rope})
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
         """Returns a copy whose block j has the kind of the old block ``sources[j]``, or of the one below."""
         grown = self.resized(layers=len(sources))
-        if (kinds := self.config.get("layer_types")) is None:
-            return grown
-        made: list[object] = []
-        for source in sources:
-            made.append(kinds[source] if source is not None else made[-1] if made else kinds[0])
-        return replace(grown, config={**grown.config, "layer_types": made})
+        lists = {
+            key: value
+            for key, value in self.config.items()
+            if "layer" in key and isinstance(value, list) and len(value) == self.sizes()["layers"]
+        }
+        kept = _kept_sources(sources)
+        return replace(
+            grown,
+            config={
+                **grown.config,
+                **{key: [value[at] for at in kept] for key, value in lists.items()},
+            },
+        )
 
     def with_experts(self, number: int, per_token: int, balance: float) -> PretrainedShape:
         """Returns the shape of the same model with `number` experts in place of each MLP.
@@ -210,9 +208,10 @@ class PretrainedShape:
             message = f"no family is {self.family.name} of this config with experts"
             raise ArchitectureError(problem("from", message, f"{possible} have one"))
         axes, sizes = FAMILIES[found.model_type].axes, {**self.sizes(), "experts": number}
+        same = {key: value for key, value in self.config.items() if key != "layer_types"}
         grown = PretrainedShape(
             {
-                **self.config,
+                **same,
                 **found.config,
                 **{key: sizes[axis] for axis, key in axes.items()},
                 "model_type": found.model_type,
@@ -289,6 +288,14 @@ class PretrainedShape:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.config)
+
+
+def _kept_sources(sources: Sequence[int | None]) -> list[int]:
+    """Returns the block that each new one is like: its source, or that of the block below."""
+    kept: list[int] = []
+    for source in sources:
+        kept.append(source if source is not None else kept[-1] if kept else 0)
+    return kept
 
 
 def _is_mlp_weight(name: str) -> bool:

@@ -6,8 +6,6 @@ opened only if every tensor of the model is there with its shape, and none besid
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from instar.checkpoint.layout import ComponentReader, Layout, reading
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
 from instar.models.hf import CONFIG
+from instar.models.hf.completed import completed, keys_of, written
 from instar.models.hf.config import read_config
 from instar.models.hf.families import FAMILIES, Family, SingleExperts
 from instar.models.hf.pretrained import PretrainedShape
@@ -32,9 +31,7 @@ from instar.models.hf.weights import weights_layout
 from instar.models.shape import ArchitectureError, Parameter
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
-_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
-"""Keys of older configs, of which transformers makes `rope_parameters`."""
-_COMMON = ("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+_ADAPTER = "adapter_config.json"
 _HEAD = "lm_head.weight"
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROWS_BYTES = 1 << 26
@@ -72,15 +69,9 @@ class PretrainedFolder:
 
     def config_of(self, shape: PretrainedShape) -> dict[str, Any]:
         """Returns the `config.json` of a model of another shape, with this one's other entries."""
-        before = self.shape.config
-        changes = {key: value for key, value in shape.config.items() if value != before.get(key)}
-        replaced = {
-            old for old, key in _class(shape.config).attribute_map.items() if key in changes
-        }
-        if "rope_parameters" in changes:
-            replaced |= {*_ROPE}
+        replaced = keys_of(self.shape.config) | keys_of(shape.config)
         kept = {key: value for key, value in self.config.items() if key not in replaced}
-        return {**kept, **changes}
+        return {**kept, **written(shape.config)}
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
@@ -128,6 +119,11 @@ def open_folder(path: Path | str) -> PretrainedFolder:
         raise CheckpointError(
             f"{where}: auto_map: the folder brings code of its own, which is not run"
         )
+    if (path / _ADAPTER).exists():
+        raise CheckpointError(
+            f"{path / _ADAPTER}: transformers adds the adapter to the weights as it loads them; merge it, and save the "
+            "model alone"
+        )
     if quantised := [
         key for key in ("quantization_config", "compression_config") if config.get(key)
     ]:
@@ -140,40 +136,6 @@ def open_folder(path: Path | str) -> PretrainedFolder:
     shape = _shape(where, config)
     stored = _stored(path, shape, layout)
     return PretrainedFolder(path, config, shape, layout, stored)
-
-
-def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config of a known family with the defaults of transformers. Keys that nothing
-    declares are left out, for they could take the place of methods.
-
-    Raises:
-        CheckpointError: transformers refuses it, or is not installed.
-    """
-    made_by = _class(config)
-
-    from transformers import PreTrainedConfig
-
-    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    fields = {field.name for field in dataclasses.fields(made_by)} - common
-    sizes = FAMILIES[config["model_type"]].axes.values()
-    known = {*fields, *_ROPE, *_COMMON, *made_by.attribute_map, *sizes}
-    values = {key: copy.deepcopy(value) for key, value in config.items() if key in known}
-    try:
-        found: dict[str, Any] = made_by(**values).to_dict()
-    except Exception as error:  # a config of anyone's: whatever transformers makes of it
-        raise CheckpointError(f"{CONFIG}: transformers refuses it: {error}") from error
-    return found
-
-
-def _class(config: Mapping[str, Any]) -> Any:
-    """Returns the class of a config, of transformers itself."""
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        raise CheckpointError(
-            f"folders of transformers need transformers ({error}): pip install 'instar[loops]'"
-        ) from error
-    return CONFIG_MAPPING[config["model_type"]]
 
 
 def _check_counts(where: Path, config: Mapping[str, Any], family: Family, tensors: int) -> None:
