@@ -83,8 +83,8 @@ class Checker:
                 raise
             chat = {**limits, "messages": [{"role": "user", "content": "1"}]}
             answer = await self._request("POST", "/v1/chat/completions", chat)
-        if not (isinstance(answer, dict) and answer.get("choices")):
-            raise Unhealthy("a completion without choices")
+        if not _is_completion(answer):
+            raise Unhealthy("the answer is not a completion: no text in its choices")
 
     async def _request(self, method: str, path: str, body: Any = None) -> Any:
         """Return the JSON of an answer with status 200; None if it is not JSON."""
@@ -101,6 +101,20 @@ class Checker:
             return answer.json()
         except ValueError:
             return None
+
+
+def _is_completion(answer: Any) -> bool:
+    """Whether an answer has a text, which may be empty, or a message in each of its choices."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return (
+        isinstance(choices, list)
+        and bool(choices)
+        and all(
+            isinstance(each, dict)
+            and (isinstance(each.get("text"), str) or isinstance(each.get("message"), dict))
+            for each in choices
+        )
+    )
 
 
 def http_client(address: str) -> httpx.AsyncClient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import socket
@@ -54,17 +55,17 @@ class Exit:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Exit:
-        """Raises ValueError if a field is missing or not a number."""
+        """Raises ValueError if a field is missing or of another type: 0.5 is not the status of a success."""
         try:
-            return cls(
-                int(data["status"]),
-                bool(data["stopped"]),
-                float(data["time"]),
-                float(data["cpu_s"]),
-                int(data["peak_bytes"]),
-            )
+            status, stopped, peak = data["status"], data["stopped"], data["peak_bytes"]
+            seconds = data["time"], data["cpu_s"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the result of a command: {error!r}") from None
+        if (type(status), type(stopped), type(peak)) != (int, bool, int):
+            raise ValueError("not the result of a command: a field of another type")
+        if not all(type(each) in (int, float) and math.isfinite(each) for each in seconds):
+            raise ValueError("not the result of a command: a time that is none")
+        return cls(status, stopped, float(seconds[0]), float(seconds[1]), peak)
 
 
 class Tree:
