@@ -42,7 +42,7 @@ def train(config: Path, run: Path, forks: Forks, ranks: int, *more: str) -> list
 
 def result(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((run / "test/result.json").read_text("utf-8"))
-    del found["seconds"]
+    del found["seconds"], found["checkpoint"]
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from instar.checkpoint.line import continued, write_line
-from instar.checkpoint.manifest import CheckpointId, Facts, identify, read_manifest
+from instar.checkpoint.manifest import Facts, describe, identify, read_manifest
 from instar.checkpoint.store import publish
 from instar.logs.query.final_test import final_test
 from instar.record.rundir import RunDir
@@ -25,11 +26,11 @@ def save(root: Path, value: float) -> Path:
     return publish(root, 8, tensors, {}, architecture={}, facts=Facts(line=continued(None)))
 
 
-def predict(run: RunDir, of: CheckpointId) -> None:
-    values = np.linspace(0, 1, 5)
-    about = {b"instar.checkpoint": msgspec.json.encode(of)}
-    table = pa.table({"size": values, "size.predicted": values}).replace_schema_metadata(about)
-    pq.write_table(table, run.path / "test" / "predictions.parquet")
+def predict(root: Path, last: float = 1.0) -> Path:
+    values = np.linspace(0, last, 5)
+    path = root / "test" / "predictions.parquet"
+    pq.write_table(pa.table({"size": values, "size.predicted": values}), path)
+    return path
 
 
 @pytest.fixture
@@ -38,10 +39,11 @@ def tested(tmp_path: Path) -> RunDir:
     run, path = RunDir(tmp_path), save(tmp_path, 1.0)
     write_line(tmp_path, read_manifest(path).line)
     (tmp_path / "test").mkdir()
-    result = {"step": 8, "weights": "last", "samples": 5, "metrics": {"loss": {"value": 1.0}}}
+    result: dict[str, Any] = {"step": 8, "weights": "last", "samples": 5}
+    result["metrics"] = {"loss": {"value": 1.0}}
     result["checkpoint"] = msgspec.to_builtins(identify(path))
+    result["predictions_xxh3_128"] = describe(predict(tmp_path), "").xxh3_128
     (tmp_path / "test" / "result.json").write_text(json.dumps(result))
-    predict(run, identify(path))
     return run
 
 
@@ -72,8 +74,8 @@ def test_a_test_of_a_branch_that_was_left_is_said_to_be_one(tested: RunDir) -> N
 
 
 def test_predictions_of_other_weights_are_not_shown(tested: RunDir) -> None:
-    predict(tested, CheckpointId("step-8", "0" * 32))
+    predict(tested.path, 2.0)
     found = final_test(tested)
     assert found is not None
     assert found.scatters == ()
-    assert found.notes == ("test/predictions.parquet is not of the weights of test/result.json.",)
+    assert found.notes == ("test/predictions.parquet is not of the test of test/result.json.",)

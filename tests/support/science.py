@@ -24,6 +24,7 @@ from forks import Forks, forks
 from tiny_run import Place
 from torch import Tensor, nn
 
+from instar.checkpoint.manifest import CheckpointId, identify
 from instar.cli.main import main
 from instar.config.load import load
 from instar.config.schema import ParallelConfig
@@ -221,9 +222,13 @@ def evaluations(run_dir: Path, split: str = "val") -> list[Row]:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """What the final test wrote down, without how long it took."""
+    """What the final test wrote down, without how long it took and of which checkpoint it is, which differ
+    between equal runs."""
     found: dict[str, Any] = json.loads((run_dir / "test" / "result.json").read_text("utf-8"))
     assert found.pop("seconds") > 0
+    assert identify(run_dir / "checkpoints" / found["checkpoint"]["name"]) == CheckpointId(
+        **found.pop("checkpoint")
+    )
     return found
 
 

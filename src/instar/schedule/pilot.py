@@ -22,7 +22,10 @@ MAX_BYTES = 1 << 24
 MOST = 4096
 """runs, and evaluations of a run"""
 
-_DEPENDS_ON = ("data.", "model.", "optimizer.", "learning_rate.", "precision", "train.")
+_DEPENDS_ON = (
+    *("data.", "model.", "optimizer.", "learning_rate.", "precision", "train."),
+    *("eval.context", "eval.eval_iters"),
+)
 _DEPENDS_NOT_ON = ("train.until",)
 
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e40)]

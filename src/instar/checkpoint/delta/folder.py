@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -106,6 +107,15 @@ class Segment:
         return (self.anchor, *self.links)[-1]
 
 
+@cache
+def _warn_once(folder: Path, reason: str) -> None:
+    logger.warning(
+        "the file system of %s has no locks (%s): nothing keeps a second process from writing this chain",
+        folder,
+        reason,
+    )
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Excludes other writers of a chain while the block runs; waits for one, e.g. a `gc`.
@@ -127,12 +137,7 @@ def locked(folder: Path) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                logger.warning(
-                    "the file system of %s has no locks (%s): nothing keeps a second process from "
-                    "writing this chain",
-                    folder,
-                    error.strerror,
-                )
+                _warn_once(folder, str(error.strerror))
         yield
     finally:
         os.close(descriptor)

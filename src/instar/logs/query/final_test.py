@@ -13,7 +13,13 @@ import msgspec
 import numpy as np
 
 from instar.checkpoint.line import left_at, line_of
-from instar.checkpoint.manifest import CheckpointError, CheckpointId, identify, read_manifest
+from instar.checkpoint.manifest import (
+    CheckpointError,
+    CheckpointId,
+    describe,
+    identify,
+    read_manifest,
+)
 from instar.config.files import open_regular, read_regular
 from instar.record.rundir import RunDir
 
@@ -37,6 +43,7 @@ class _Result(msgspec.Struct):
     metrics: dict[str, _Metric]
     confusion: dict[str, list[list[int]]] = {}
     checkpoint: CheckpointId | None = None
+    predictions_xxh3_128: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return FinalTest(0, "", 0, {}, {}, (), (f"test/result.json cannot be read: {error}",))
     notes += _stale(run, result)
-    scatters = _scatters(folder / "predictions.parquet", points, notes, result.checkpoint)
+    scatters = _scatters(folder / "predictions.parquet", points, notes, result.predictions_xxh3_128)
     return FinalTest(
         step=result.step,
         weights=result.weights,
@@ -107,7 +114,7 @@ def _stale(run: RunDir, result: _Result) -> Iterator[str]:
 
 
 def _scatters(
-    file: Path, points: int, notes: list[str], tested: CheckpointId | None
+    file: Path, points: int, notes: list[str], checksum: str | None
 ) -> tuple[Scatter, ...]:
     if not os.path.lexists(file):
         return ()
@@ -118,11 +125,10 @@ def _scatters(
     import pyarrow.parquet as pq
 
     try:
+        if checksum is not None and describe(file, "").xxh3_128 != checksum:
+            notes.append("test/predictions.parquet is not of the test of test/result.json.")
+            return ()
         with open_regular(file) as opened, pq.ParquetFile(opened) as table:
-            about = (table.schema_arrow.metadata or {}).get(b"instar.checkpoint")
-            if tested is not None and about != msgspec.json.encode(tested):
-                notes.append("test/predictions.parquet is not of the weights of test/result.json.")
-                return ()
             names = [name for name in table.schema_arrow.names if name.endswith(_PREDICTED)]
             found = [_scatter(table, name.removesuffix(_PREDICTED), points) for name in names]
     except (OSError, pa.ArrowException) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from instar.checkpoint.listing import BEST, latest, pointed_at
 from instar.checkpoint.manifest import (
     CheckpointError,
     CheckpointId,
+    describe,
     encode_json,
     identify,
     read_json,
@@ -70,8 +71,7 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
                 (folder / RESULT).unlink(missing_ok=True)
                 Predictions.clear(folder)
         numbers = source.numbers if isinstance(source, Subset) else None
-        about = {b"instar.checkpoint": msgspec.json.encode(checkpoint)}
-        written = Predictions(folder, world, numbers, about) if _wanted(state, parts) else None
+        written = Predictions(folder, world, numbers) if _wanted(state, parts) else None
         result = evaluate(
             task,
             model,
@@ -94,7 +94,9 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
         if world.is_main:
             confusions = confusion(file) if file else {}
             predicted = written.samples if written else 0
-            replace_file(folder / RESULT, encode_json(tested.to_dict(confusions, predicted)))
+            checksum = describe(file, "").xxh3_128 if file else ""
+            content = tested.to_dict(confusions, predicted, checksum)
+            replace_file(folder / RESULT, encode_json(content))
             if file and predicted != result.samples:
                 parts.logger.warn(
                     f"{file} has predictions of {predicted:,} of {result.samples:,} test samples",
@@ -200,20 +202,12 @@ PREDICTED = ".predicted"
 class Predictions:
     """Gathers the predictions of all ranks into one Parquet file. Requires pyarrow."""
 
-    def __init__(
-        self,
-        folder: Path,
-        world: World,
-        numbers: Int64Array | None = None,
-        about: Mapping[bytes, bytes] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, world: World, numbers: Int64Array | None = None) -> None:
         """
         Args:
             numbers: sample numbers of the split, [samples]; default: positions in the split.
-            about: metadata of the file.
         """
         self._folder, self._world, self._numbers = folder, world, numbers
-        self._about = about or {}
         self._tables: list[Any] = []
         self.samples = 0
         """number of samples with predictions in the file that `finish` wrote; set on rank 0"""
@@ -254,18 +248,15 @@ class Predictions:
         with raise_on_all_ranks(self._world, "writing predictions"):
             if tables := [_decoded(one) for one in parts if one]:
                 self.samples = len(set().union(*(one[SAMPLE].to_pylist() for one in tables)))
-                replace_file(self._folder / FILE, _encoded(tables, self._about, sort=True))
+                replace_file(self._folder / FILE, _encoded(tables, sort=True))
         return self._folder / FILE if self.samples else None
 
 
-def _encoded(
-    tables: Sequence[Any], about: Mapping[bytes, bytes] | None = None, *, sort: bool = False
-) -> bytes:
+def _encoded(tables: Sequence[Any], *, sort: bool = False) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     table, sink = pa.concat_tables(tables), pa.BufferOutputStream()
-    table = table.replace_schema_metadata({**(table.schema.metadata or {}), **(about or {})})
     pq.write_table(table.sort_by(SAMPLE) if sort else table, sink)
     content: bytes = sink.getvalue().to_pybytes()
     return content

@@ -93,12 +93,15 @@ class TestResult:
     basis: Basis
     """on which it was measured"""
 
-    def to_dict(self, confusions: Mapping[str, Any], predictions: int) -> dict[str, Any]:
+    def to_dict(
+        self, confusions: Mapping[str, Any], predictions: int, checksum: str = ""
+    ) -> dict[str, Any]:
         """Return the result as JSON values.
 
         Args:
             confusions: confusion matrices by target, [true class][predicted class].
             predictions: number of samples with predictions.
+            checksum: xxh3-128 of the file of predictions; empty: there is none.
         """
         metrics = {n: dataclasses.asdict(m) for n, m in self.evaluation.metrics.items()}
         return {
@@ -108,6 +111,7 @@ class TestResult:
             "basis": dict(self.basis),
             "samples": self.evaluation.samples,
             "predictions": predictions,
+            "predictions_xxh3_128": checksum,
             "seconds": self.evaluation.seconds,
             "metrics": metrics,
             "confusion": dict(confusions),
