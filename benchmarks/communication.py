@@ -26,7 +26,7 @@ ADAMW = 4
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in nodes. Every GPU has a link to its neighbors and its share of the node's network."""
+    """GPUs in nodes. Every GPU has a link to its neighbours and its share of the node's network."""
 
     name: str
     flops: float
@@ -88,11 +88,11 @@ class Group:
 
 
 def groups(cluster: Cluster, ranks: int, shards: int) -> tuple[Group, Group]:
-    """The ranks that share a model, which are neighbors, and those that hold the same rows."""
-    return neighbors(cluster, shards), apart(cluster, ranks // shards)
+    """The ranks that share a model, which are neighbours, and those that hold the same rows."""
+    return neighbours(cluster, shards), apart(cluster, ranks // shards)
 
 
-def neighbors(cluster: Cluster, ranks: int) -> Group:
+def neighbours(cluster: Cluster, ranks: int) -> Group:
     """Rings along the nodes; each leaves its node by another GPU."""
     nodes, rings = max(1, ranks // cluster.per_node), min(ranks, cluster.per_node)
     inside = cluster.link / rings, cluster.link_s
@@ -231,7 +231,7 @@ def step(
     shards = {"ddp": 1, "fsdp": ranks, "hsdp": min(ranks, cluster.per_node)}[strategy]
     size = FLOAT32 * model.parameters / model.blocks
     if strategy == "ddp":
-        gather, reduce, replicate = 0.0, 2 * scatter(neighbors(cluster, ranks), size), 0.0
+        gather, reduce, replicate = 0.0, 2 * scatter(neighbours(cluster, ranks), size), 0.0
     else:
         sharers, replicas = groups(cluster, ranks, shards)
         gather = reduce = scatter(sharers, size)

@@ -106,7 +106,7 @@ WRONG = [
         [f"model.heads=[{RING}, {{name: depth, kind: regression, level: node}}]"],
     ),
     Wrong("two heads of one name", [f"model.heads=[{RING}, {{name: ring, kind: regression}}]"]),
-    Wrong("a metric that there is not", ["early_stopping.rules=[{metric: ring/acuracy}]"]),
+    Wrong("unknown metric", ["early_stopping.rules=[{metric: ring/acuracy}]"]),
     Wrong("patience 0", ["early_stopping.rules=[{metric: loss, patience: 0}]"]),
     Wrong("shares over 1", ["data.val=0.6", "data.test=0.5"]),
     Wrong("nothing left to train on", ["data.val=200", "data.test=100"]),

@@ -179,7 +179,6 @@ NO_CHECKS = (
     NoCheck("src/instar/config/budget.py", "are whole, got", NUMBER),
     NoCheck("src/instar/config/language.py", "which must then be whole", NUMBER),
     NoCheck("docs/growth.md", "half, or a third, whichever is whole", NUMBER),
-    NoCheck("docs/schedule.md", "batch size must (come out whole|be an integer)", NUMBER),
     NoCheck("*", "whole (copies|groups|lanes?|ones|windows|characters|blocks|stack|head)", PARTS),
     NoCheck(
         "*",

@@ -33,7 +33,7 @@ ELASTIC = (
 
 
 def turns() -> list[str]:
-    """The kinds in an order in which each pair of neighbors, also of the same kind, is there once."""
+    """The kinds in an order in which each pair of neighbours, also of the same kind, is there once."""
     names = list(KINDS)
     cycle = [
         name

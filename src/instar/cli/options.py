@@ -144,7 +144,7 @@ profile_option = click.option(
     "--profile",
     metavar="STEPS",
     callback=_profiled_steps,
-    help="Profile this many steps after the first ones, e.g. 5it: print the dearest operators, and "
+    help="Profile this many steps after the first ones, e.g. 5it: print the most expensive operators, and "
     "write a trace per rank.",
 )
 

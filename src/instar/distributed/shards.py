@@ -236,7 +236,7 @@ def held(tensor: Tensor) -> Tensor | SavedRows:
         return tensor.detach()
     mesh = tensor.device_mesh
     first, _ = rows(tensor)
-    # the ranks of a replica are neighbors, and rank 0 is in the first
+    # the ranks of a replica are neighbours, and rank 0 is in the first
     saved = int(mesh.mesh.min()) == 0
     return SavedRows(
         own(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), saved

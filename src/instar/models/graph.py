@@ -127,7 +127,7 @@ class _Block(nn.Module):
 
 
 class _Aggregation(nn.Module):
-    """Aggregates the neighbors of every node along one flow of edges."""
+    """Aggregates the neighbours of every node along one flow of edges."""
 
     def __init__(self, shape: GraphShape, table: Mapping[str, Parameter], name: str) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The shape of the graph network and its parameter table; torch-free.
 
 Blocks add to one residual stream, `width`. A block adds a node's own features and the aggregated
-features of its neighbors on the axis `mlp`::
+features of its neighbours on the axis `mlp`::
 
     h = norm(x);  x ← x + down(act(own h + Σ_f heard_f (aggregate_f h)))
 
@@ -44,7 +44,7 @@ FLOWS: Mapping[Flow, tuple[str, ...]] = {
     "forward": ("from_sources",),
     "symmetric": ("from_any",),
 }
-"""Flows along which neighbors are aggregated; each has its own weights."""
+"""Flows along which neighbours are aggregated; each has its own weights."""
 
 
 MOST = {
@@ -107,7 +107,7 @@ class GraphShape(Shape):
 
     @property
     def aggregation_axis(self) -> str:
-        """The axis on which neighbors are aggregated."""
+        """The axis on which neighbours are aggregated."""
         return "heads*channels" if self.layer == "gat" else "width"
 
     def sizes(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ def sizes_of(shape: GraphShape) -> dict[str, Any]:
 
 def flops_per_graph(shape: GraphShape, nodes: float, edges: float) -> float:
     """Returns floating-point operations per graph of a forward and backward pass, for matrix
-    products and sums over neighbors.
+    products and sums over neighbours.
 
     It counts 6 per matrix weight and node (or edge, or graph) that it is applied to, 6 per edge,
     flow and summed channel, and the latter once more for attention scores.

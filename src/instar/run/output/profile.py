@@ -1,4 +1,4 @@
-"""Profiles a few steps of a run with torch.profiler: a trace per rank, and the dearest operators."""
+"""Profiles a few steps of a run with torch.profiler: a trace per rank, and the most expensive operators."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def _compile(block: Module) -> None:
 
 
 def _meshes(world: World, shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh of the ranks that share a model, which are neighbors, and the mesh of the ranks
+    """Return the mesh of the ranks that share a model, which are neighbours, and the mesh of the ranks
     that hold the same rows, if there are several."""
     device = world.device.type
     if shards == world.size:  # needs no further process groups

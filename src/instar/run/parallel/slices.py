@@ -10,8 +10,8 @@ from instar.config.schema import RunConfig
 def slices(config: RunConfig, world_size: int) -> Sequence[range]:
     """Return the slices of a step that each rank runs, in order.
 
-    Ranks with whole models run neighboring slices, whose gradients they add alone. Ranks with shards
-    add the gradients of one slice each, and take turns of neighboring slices.
+    Ranks with whole models run neighbouring slices, whose gradients they add alone. Ranks with shards
+    add the gradients of one slice each, and take turns of neighbouring slices.
     """
     elastic = config.reproducible == "elastic"
     number = config.parallel.elastic.virtual_ranks if elastic else world_size
