@@ -6,6 +6,7 @@ Importing this module is cheap; torch is imported by the first call.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,7 +209,7 @@ def _launch(
     )
     run_dir = ended.log.parents[1] if ended.log else None
     if ended.code == Interrupted.exit_code:
-        raise Interrupted(ended.text or f"resume with: instar resume {run_dir}")
+        raise Interrupted(ended.text or f"resume with: instar resume {shlex.quote(str(run_dir))}")
     if ended.code == StoppedUnsaved.exit_code:
         raise StoppedUnsaved(ended.text or NOTHING_STARTED)
     if ended.code == ConfigError.exit_code:

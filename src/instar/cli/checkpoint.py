@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +119,12 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
             print_headers(headers)
     if faults:
         raise CheckpointError(
-            "\n".join([*faults, f"List all broken files: instar checkpoint verify {path}"])
+            "\n".join(
+                [
+                    *faults,
+                    f"List all broken files: instar checkpoint verify {shlex.quote(str(path))}",
+                ]
+            )
         )
 
 
@@ -289,7 +295,7 @@ def import_(folder: Path, run_dir: Path) -> None:
     with _checkpoint_errors():
         path = import_folder(folder, run_dir)
     click.echo(str(path))
-    click.echo(f"next: instar sample {run_dir}", err=True)
+    click.echo(f"next: instar sample {shlex.quote(str(run_dir))}", err=True)
 
 
 @contextmanager
@@ -312,7 +318,7 @@ def _with_advice(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        run = path.absolute().parent.parent
+        run = shlex.quote(str(path.absolute().parent.parent))
         advice = f"List the run's whole checkpoints: instar checkpoint list {run} --verify"
         raise CheckpointError(f"{error}\n{advice}") from error
 

@@ -62,7 +62,7 @@ def init(kind: str, path: str | None, chosen: tuple[str, ...], force: bool) -> N
     except (OSError, ValueError) as error:
         message = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError.one(f"cannot be written: {message}", path) from None
-    click.echo(f"wrote {path}   next: instar train {path}", err=True)
+    click.echo(f"wrote {path}   next: instar train {shlex.quote(path)}", err=True)
 
 
 _NEXT = (
@@ -85,7 +85,7 @@ def demo(overrides: tuple[str, ...]) -> None:
     from importlib.util import find_spec
 
     from instar.api.training import train
-    from instar.cli.train import sample
+    from instar.cli.find import sample
 
     click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
     run = train(STARTERS / "demo.yaml", overrides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def grow(
         from instar.run.lifecycle.offline import grow as grow_checkpoint
 
         result = grow_checkpoint(load(path), out, operations, check=bool(check))
-        advice = f"instar resume {out}"
+        advice = f"instar resume {shlex.quote(str(out))}"
     if as_json:
         print_json(result.to_dict())
         return
@@ -370,7 +371,8 @@ def search(
     if saving is not None:
         click.echo(render_saving(saving))
     if result.file is not None:
-        click.echo(f"{result.file}\nnext: instar train {cfg} --schedule {result.file}")
+        words = shlex.join(["instar", "train", str(cfg), "--schedule", str(result.file)])
+        click.echo(f"{result.file}\nnext: {words}")
     elif not dry_run and found.missing is None:
         click.echo(
             "no schedule is better than the final size from scratch with the same FLOPs: none is written"

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from instar import __version__
-from instar.cli import json_line
-from instar.cli.options import LazyGroup
+from instar.cli.options import LazyGroup, Say, in_one_line, json_requested, say
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.config.files import check_words
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
@@ -40,7 +39,7 @@ COMMANDS = {
     "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
     "report": ("instar.cli.pages:report", "Write a self-contained HTML report of a run."),
     "dashboard": ("instar.cli.pages:dashboard", "Watch runs in a browser."),
-    "sample": ("instar.cli.train:sample", "Generate text with a trained model."),
+    "sample": ("instar.cli.find:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (
         "instar.cli.checkpoint:checkpoint",
@@ -97,12 +96,12 @@ def instar() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; print errors on stderr."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if json_line.requested(args):
-        return json_line.in_one_line(lambda say: run_command(lambda: _run_with_trust(args), say))
+    if json_requested(args):
+        return in_one_line(lambda say: run_command(lambda: _run_with_trust(args), say))
     return run_command(lambda: _run_with_trust(args))
 
 
-def run_command(run: Callable[[], int], say: json_line.Say = json_line.say) -> int:
+def run_command(run: Callable[[], int], say: Say = say) -> int:
     """Run a command and return its exit code; `say` prints errors."""
     set_encoding()
     try:

@@ -53,7 +53,7 @@ from instar.config.origins import (
     SCHEDULE,
     SET,
     WEIGHTS,
-    Entry,
+    ConfigEntry,
     operation_places,
     place_of,
     redacted_value,
@@ -151,7 +151,7 @@ def load(
     if import_task:
         check_trusted(path, [document.data for document in documents])
     root = _root(documents, findings, import_task=import_task)
-    given: dict[KeyPath, Entry] = {}
+    given: dict[KeyPath, ConfigEntry] = {}
     emptied: dict[KeyPath, str] = {}
     for document in documents:
         origin = SET if document in options else ""
@@ -160,7 +160,7 @@ def load(
             emptied[section] = origin or str(document.place(section, key=True))
             given = {p: e for p, e in given.items() if p[: len(section)] != section}
         given |= {p: entry.over(given.get(p)) for p, entry in entries.items()}
-    layer: dict[KeyPath, Entry] = {}
+    layer: dict[KeyPath, ConfigEntry] = {}
     for name in _chosen_presets(root, given, findings):
         text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
         preset = findings.add(*parse(text, f"{PRESET}{name}"))
@@ -188,7 +188,7 @@ def load(
     return Loaded(config, origins, _tree(root, layer), value_places(layer))
 
 
-def _refuse_addresses(layer: dict[KeyPath, Entry], findings: _Findings) -> None:
+def _refuse_addresses(layer: dict[KeyPath, ConfigEntry], findings: _Findings) -> None:
     """Note values that are addresses where paths are meant, and remove them."""
     for path, entry in list(layer.items()):
         name = dotted(path)
@@ -290,9 +290,9 @@ def _shown(task: str) -> str:
 
 def _entries(
     root: Root, document: Document, findings: _Findings, origin: str
-) -> dict[KeyPath, Entry]:
+) -> dict[KeyPath, ConfigEntry]:
     """Return a document's values by path; an empty origin means the position of the key."""
-    found: dict[KeyPath, Entry] = {}
+    found: dict[KeyPath, ConfigEntry] = {}
     tainted = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
     for path in document.unreadable:
         findings.mark_doubtful(root, path)
@@ -305,7 +305,7 @@ def _entries(
             findings.doubtful.add(dotted(path))
         elif not is_section(root, path):
             place = document.place(path, key=True)
-            found[path] = Entry(value, origin or str(place), document, path, path)
+            found[path] = ConfigEntry(value, origin or str(place), document, path, path)
         elif value is not None:
             name = dotted(path)
             findings.mark_doubtful(root, path)
@@ -323,7 +323,9 @@ def _emptied_by(emptied: Mapping[KeyPath, str], key: str) -> str:
     return next((origin for origin in above if origin), DEFAULT)
 
 
-def _chosen_presets(root: Root, given: dict[KeyPath, Entry], findings: _Findings) -> list[str]:
+def _chosen_presets(
+    root: Root, given: dict[KeyPath, ConfigEntry], findings: _Findings
+) -> list[str]:
     """Return the names of the requested presets that exist; remove the others from `given`."""
     entry = given.get(("preset",))
     if entry is None:
@@ -342,7 +344,7 @@ def _chosen_presets(root: Root, given: dict[KeyPath, Entry], findings: _Findings
     return [name for name in requested if name in known]
 
 
-def _open_schedule(root: Root, layer: dict[KeyPath, Entry], findings: _Findings) -> bool:
+def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Findings) -> bool:
     """Replace the path of a schedule's file by its content; return whether the file also names the shape
     that the run begins with, which replaces the config's."""
     entry = layer.get((SCHEDULE,))
@@ -379,7 +381,7 @@ def _open_schedule(root: Root, layer: dict[KeyPath, Entry], findings: _Findings)
 def _grown(
     root: Root,
     config: RunConfig,
-    layer: dict[KeyPath, Entry],
+    layer: dict[KeyPath, ConfigEntry],
     findings: _Findings,
     *,
     whole: bool,
@@ -405,7 +407,7 @@ def _grown(
     return config, refused
 
 
-def _tree(root: Root, layer: Mapping[KeyPath, Entry]) -> dict[str, Any]:
+def _tree(root: Root, layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, Any]:
     """Return the nested data for the schema; one text is accepted for a list of it."""
     return nested(
         {
@@ -419,7 +421,9 @@ def _tree(root: Root, layer: Mapping[KeyPath, Entry]) -> dict[str, Any]:
     )
 
 
-def _validated(root: Root, layer: Mapping[KeyPath, Entry], findings: _Findings) -> RunConfig | None:
+def _validated(
+    root: Root, layer: Mapping[KeyPath, ConfigEntry], findings: _Findings
+) -> RunConfig | None:
     """Return the config; if values are invalid, the config without them, for further checks."""
     try:
         return root.model_validate(_tree(root, layer))

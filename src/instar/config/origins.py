@@ -29,7 +29,7 @@ WEIGHTS = "from "
 
 
 @dataclass(frozen=True)
-class Entry:
+class ConfigEntry:
     """A value given by one layer."""
 
     value: Any
@@ -44,12 +44,12 @@ class Entry:
         """Return the position of the value, of a value within it, or of its key."""
         return self.document.place((*self.inside, *inner), key=key)
 
-    def over(self, below: Entry | None) -> Entry:
+    def over(self, below: ConfigEntry | None) -> ConfigEntry:
         """Return this entry over that of a layer below; mappings are merged, unless this is empty."""
         return self if below is None else replace(self, value=merged(below.value, self.value))
 
 
-def operation_places(layer: Mapping[KeyPath, Entry]) -> dict[str, str]:
+def operation_places(layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, str]:
     """Return the position of each operation of the schedule."""
     entry = layer.get((SCHEDULE,))
     if entry is None or entry.origin.startswith(PRESET):
@@ -58,7 +58,7 @@ def operation_places(layer: Mapping[KeyPath, Entry]) -> dict[str, str]:
     return {key: str(place) for key, place in places.items() if place.line}
 
 
-def value_places(layer: Mapping[KeyPath, Entry]) -> dict[str, SourceLocation]:
+def value_places(layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, SourceLocation]:
     """Return the position of each value and nested value; for a preset's, the preset."""
     found: dict[str, SourceLocation] = {}
     within = {(id(entry.document), entry.inside): entry for entry in layer.values()}

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,11 @@ class RunDir:
     """Paths of a run's files, whether or not they exist."""
 
     path: Path
+
+    @property
+    def quoted(self) -> str:
+        """Its path as a word of a command that is printed to be pasted."""
+        return shlex.quote(str(self.path))
 
     @property
     def id(self) -> str:
@@ -186,7 +192,7 @@ def _busy(run: RunDir, holder: ProcessName | None) -> str:
         )
     return (
         f"{run.path}: process {process} is training there; wait for it, or end it with: "
-        f"instar control {run.path} stop"
+        f"instar control {run.quoted} stop"
     )
 
 
@@ -337,7 +343,7 @@ def _check_unused(path: Path) -> None:
         raise ConfigError.one(
             f"{path} holds another run",
             where="record.run_dir",
-            hint=f"choose another folder, or resume that run: instar resume {path}",
+            hint=f"choose another folder, or resume that run: instar resume {RunDir(path).quoted}",
         )
     if first is not None:
         raise ConfigError.one(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import shlex
 import threading
 import time
 from collections import deque
@@ -163,7 +164,7 @@ class TrackerQueue:
         )
 
     def _replay_hint(self) -> str:
-        return f"afterwards: instar logs export {self._run.folder} --to {self._tracker.name}"
+        return f"afterwards: instar logs export {shlex.quote(str(self._run.folder))} --to {self._tracker.name}"
 
     def _work(self) -> None:
         opened = self._attempt("starting", lambda: self._tracker.start(self._run))

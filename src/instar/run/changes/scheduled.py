@@ -14,6 +14,7 @@ from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
 from instar.models.architecture import mask_of
+from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, build_candidate_stepper, make_candidate
 from instar.run.loop.checkpointing import best_is_now, save
@@ -265,5 +266,5 @@ def _failed(
     save(state, parts, "an operation failed", must=True)
     raise RunFailed(
         f"{what}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
-        f"the entry, then resume with: instar resume {parts.saver.root} --set schedule=FILE"
+        f"the entry, then resume with: instar resume {RunDir(parts.saver.root).quoted} --set schedule=FILE"
     ) from error

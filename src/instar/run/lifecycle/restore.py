@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -265,6 +266,6 @@ def _reading(checkpoint: Checkpoint, name: str) -> AbstractContextManager[Compon
     if name not in checkpoint.components:
         raise CheckpointError(
             f"{checkpoint.path}: its {name} is missing; resume from another checkpoint: instar "
-            f"checkpoint list {checkpoint.path.parent.parent}"
+            f"checkpoint list {shlex.quote(str(checkpoint.path.parent.parent))}"
         )
     return checkpoint.reading(name)

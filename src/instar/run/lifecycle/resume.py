@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -380,7 +381,7 @@ def with_restoring(run: RunDir, error: ConfigError) -> ConfigError:
 
 
 def _restore(run: RunDir) -> str:
-    return f"restore it: instar checkpoint inspect {run.path} --config > {run.config}"
+    return f"restore it: instar checkpoint inspect {run.quoted} --config > {shlex.quote(str(run.config))}"
 
 
 def _cannot_change(run: RunDir, refused: Mapping[str, tuple[Any, Any]]) -> ConfigError:

@@ -166,7 +166,7 @@ def run(
         try:
             left = [*train(config, Resume(branch), f"{launch_key}/{branch.path.name}"), *left]
         except Interrupted:
-            raise Interrupted(f"resume with: instar resume {folder}") from None
+            raise Interrupted(f"resume with: instar resume {RunDir(folder).quoted}") from None
         point_to_log(path, os.environ)
     if has_branches and log.rank == 0 and loaded.config.record.report:
         _report(RunDir(folder))  # which shows how its branches have ended
@@ -321,7 +321,7 @@ def _run_rank(
         if only_test:
             name = start.path.name if start else "last"
             if final_test(trainer.state, trainer.parts, run_dir.path, weights=name) is None:
-                raise Interrupted(f"again: instar test {run_dir.path}")
+                raise Interrupted(f"again: instar test {run_dir.quoted}")
             return []
         if start is not None:
             update_best_pointers(trainer.state, trainer.parts, start.path)
@@ -342,10 +342,10 @@ def _run_rank(
     if decision.failed:
         raise RunFailed(
             f"{decision.reason}; saved at step {trainer.state.step:,}: correct this, then resume with: "
-            f"instar resume {run_dir.path}"
+            f"instar resume {run_dir.quoted}"
         )
     if decision.interrupted:
-        raise Interrupted(f"resume with: instar resume {run_dir.path}")
+        raise Interrupted(f"resume with: instar resume {run_dir.quoted}")
     return left
 
 
@@ -426,11 +426,11 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
 
 def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
     """End a resumed run that is complete: save nothing, and run the final test only if missing."""
-    go_on = f"set a later end, e.g.: instar resume {run_dir.path} --until {2 * max(1, trainer.state.step)}it"
+    go_on = f"set a later end, e.g.: instar resume {run_dir.quoted} --until {2 * max(1, trainer.state.step)}it"
     if not Decision(reason, interrupted=False).is_budget:
         go_on = (
             "give early_stopping.rules more patience, or leave them out: "
-            f"instar resume {run_dir.path} --set early_stopping.rules=[]"
+            f"instar resume {run_dir.quoted} --set early_stopping=null"
         )
     trainer.parts.logger.console.say(
         f"{reason}: nothing is left to train in it, and nothing was saved or set; to continue, {go_on}"
