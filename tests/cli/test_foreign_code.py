@@ -265,6 +265,36 @@ def test_another_users_code_is_not_run_unasked(
     assert not mark.exists()
 
 
+PLACES = {
+    "record.alerts.webhook": "record: {alerts: {webhook: 'http://127.0.0.1/SECRET'}}",
+    "record.trackers.mlflow.uri": "record: {trackers: {mlflow: {uri: 'http://me:SECRET@host/'}}}",
+    "record.trackers.tensorboard.dir": "record: {trackers: {tensorboard: {dir: /SECRET}}}",
+}
+
+
+@pytest.mark.parametrize("key", PLACES)
+def test_another_users_config_sends_a_run_nowhere_unasked(
+    key: str, tmp_path: Path, owned: set[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = config(tmp_path, PLACES[key])
+    load("own.yaml", checks=())
+    owned.add(path)
+    with pytest.raises(Untrusted, match=f"{key} says where the run is sent") as raised:
+        load("own.yaml", checks=())
+    assert "SECRET" not in str(raised.value)
+    for own in (
+        f"{key}=null",
+        "record.alerts={}",
+        "record.trackers=null",
+        f"{key}=http://mine.org/",
+    ):
+        if key.startswith(own.partition("=")[0]):
+            load("own.yaml", [own], checks=())
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
+    load("own.yaml", checks=())
+
+
 def test_a_foreign_config_without_code_needs_no_trust(tmp_path: Path, owned: set[Path]) -> None:
     path = config(tmp_path, "train: {batch_size: 3}")
     owned.add(path)

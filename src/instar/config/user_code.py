@@ -109,6 +109,12 @@ FLAG = "--trust-code"
 _CODE = ("task", "data.source", "data.transform")
 """Keys whose value may be `module:name`."""
 _PROGRAM = "record.alerts.command"
+_PLACES = (
+    "record.alerts.webhook",
+    "record.trackers.mlflow.uri",
+    *(f"record.trackers.{name}.dir" for name in ("tensorboard", "wandb", "trackio")),
+)
+"""Keys whose value says where a run sends or writes what is not in its folder."""
 _NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 
 
@@ -122,7 +128,8 @@ class Untrusted(ConfigError):  # noqa: N818
 
 
 def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless the code that a config names is the user's own, or declared trusted.
+    """Raise unless the code that a config names, and the places outside the run's folder that it is sent
+    to, are the user's own, or declared trusted.
 
     Args:
         path: the config file.
@@ -148,6 +155,18 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
                     f"{key} {show(text)} runs code, and {file} belongs to {owner}",
                     f"{FLAG} (or {TRUST_VARIABLE}=1) runs it as you",
                     place=path or f"--set {key}",
+                )
+            )
+    for key in _PLACES if path is not None else ():
+        at = next((n for n in range(len(documents))[::-1] if _has(documents[n], key)), None)
+        owner = next(filter(None, map(foreign_owner, _of_config(path))), "")
+        if at == 0 and _value(documents[0], key) and owner:
+            problems.append(
+                ConfigProblem(
+                    (key,),
+                    f"{key} says where the run is sent, and the config or its folder belongs to {owner}",
+                    f"--set {key}=null leaves it out; {FLAG} (or {TRUST_VARIABLE}=1) uses it as you",
+                    place=str(path),
                 )
             )
     if problems:
@@ -183,15 +202,33 @@ def _is_pythons(path: Path) -> bool:
 def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key of a config that names code to run, and the code."""
     for key in (*_CODE, _PROGRAM):
-        value: Any = document
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
+        value = _value(document, key)
         if key == _PROGRAM:
             program = value[0] if isinstance(value, list) and value else value
             if isinstance(program, str) and program:
                 yield key, program
         elif isinstance(value, str) and _NAME.fullmatch(value):
             yield key, value
+
+
+def _value(document: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key; None if there is none."""
+    value: Any = document
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _has(document: Mapping[str, Any], key: str) -> bool:
+    """Whether a mapping sets a dotted key, also by removing a section around it."""
+    value: Any = document
+    for name in key.split("."):
+        if not isinstance(value, dict) or not value:
+            return value is not document  # a section set to null or {}
+        if name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def _of_config(path: str | None) -> Iterator[Path]:
