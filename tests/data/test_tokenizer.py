@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.data.text import tokenizer as module
+from instar.data.text.token_bytes import token_bytes
 from instar.data.text.tokenizer import (
     END,
     BPETokenizer,
@@ -22,7 +23,6 @@ from instar.data.text.tokenizer import (
     load_tokenizer,
     named_tokenizer,
     separator_of,
-    token_bytes,
     train_bpe,
     train_char,
 )

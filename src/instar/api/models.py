@@ -171,7 +171,7 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
 
     import torch
 
-    from instar.data.text.tokenizer import token_bytes
+    from instar.data.text.token_bytes import token_bytes
     from instar.models.module import enough_threads
     from instar.models.shape import count_parameters
     from instar.record.progress import tracked

@@ -21,12 +21,12 @@ from instar.data.order import Order
 from instar.data.source import IGNORED, Source, windows_of
 from instar.data.text import dataset as data
 from instar.data.text.dataset import DataSet
+from instar.data.text.token_bytes import token_bytes
 from instar.data.text.tokenizer import (
     Tokenizer,
     load_tokenizer,
     named_tokenizer,
     prompt_tokens,
-    token_bytes,
     tokenizer_files,
 )
 from instar.models.cost import bf16_pays, flops_per_token
