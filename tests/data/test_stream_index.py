@@ -181,8 +181,8 @@ def test_a_stream_without_samples_is_not_counted(folder: Path) -> None:
 
 
 def test_what_a_worker_meets_is_told_here(folder: Path) -> None:
-    (folder.parent / "rows-2.jsonl").write_text('{"text": "fine"}\n{"text": null}\n')
-    with pytest.raises(ConfigError, match=r"lane 2 \(rows-2.jsonl\), item 1: 'text' is nothing"):
+    (folder.parent / "rows-2.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    with pytest.raises(ConfigError, match=r"rows-2\.jsonl:2: the field 'text' is not text"):
         count_lanes(config(folder, workers=1), folder)
 
 

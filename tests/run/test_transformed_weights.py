@@ -16,7 +16,7 @@ from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig
 from instar.data.arrays import InMemorySource
 from instar.data.source import WeightedSource
-from instar.data.text.targets import TokenTargets
+from instar.data.targets import TokenTargets
 from instar.data.user_sets import sample_set
 from instar.run.loop.gradient_stats import part_of
 from instar.tasks.graph_spec import NodeCounts

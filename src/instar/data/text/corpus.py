@@ -11,16 +11,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.files import of_bounded_depth, open_regular
 from instar.data.order import Int64Array
-from instar.data.text.files import LINES, STDLIB, find, standard_library, suffix_of
+from instar.data.text.files import (
+    JSON,
+    LINES,
+    PACKED,
+    PARQUET,
+    STDLIB,
+    find,
+    standard_library,
+    suffix_of,
+)
+from instar.data.text.hf import is_text
+from instar.data.text.json_rows import open_source, rows, value_of
 from instar.record.progress import Advance, progress
 
 _PIECE_BYTES = 1 << 20
@@ -103,33 +112,33 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
 
     Raises ConfigError if there are no such files.
     """
-    files = [file for file in find(source).files if suffix_of(file) in LINES]
+    found = find(source)
+    files = [
+        file
+        for file in found.files
+        if suffix_of(file) in LINES or (suffix_of(file) == JSON and found.json_is_rows)
+    ]
     if not files:
         raise ConfigError.one(
             f"{source} is no JSON Lines file ({', '.join(sorted(LINES))})", key="data.source"
         )
     for path in files:
-        for number, line in _JSONLines(path, "").lines():
-            yield path, number, line
+        for number, row in rows(path):
+            yield path, number, row
 
 
-def _format(path: Path, text_field: str, json_is_rows: bool) -> _Format:  # noqa: ARG001
-    match path.suffix.lower():
-        case ".jsonl" | ".ndjson":
-            return _JSONLines(path, text_field)
-        case ".parquet":
-            return _Parquet(path, text_field)
-        case _:
-            return _TextFile(path)
-
-
-def _open(path: Path) -> IO[bytes]:
-    try:
-        return open_regular(path, follow=True)
-    except OSError as error:
+def _format(path: Path, text_field: str, json_is_rows: bool) -> _Format:
+    suffix = suffix_of(path)
+    if suffix in LINES or (suffix == JSON and json_is_rows):
+        return _JSONRows(path, text_field)
+    if path.suffix.lower() in PACKED:
         raise ConfigError.one(
-            f"cannot read {path}: {error.strerror}", where="data.source", key="data.source"
-        ) from None
+            f"{path} is compressed, and only JSON is unpacked",
+            where="data.source",
+            hint="unpack it",
+            key="data.source",
+        )
+    return _Parquet(path, text_field) if suffix == PARQUET else _TextFile(path)
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class _TextFile:
     decodable_only: bool = False
 
     def sizes(self) -> Iterator[int]:
-        with _open(self.path) as file:
+        with open_source(self.path) as file:
             if self.decodable_only:
                 content = file.read()
                 yield len(content) if _is_utf8(content) else 0
@@ -153,7 +162,7 @@ class _TextFile:
 
     def _pieces(self, begin: int, end: int) -> Iterator[str]:
         """Yield pieces of about 1 MiB that end at line ends where possible."""
-        with _open(self.path) as file:
+        with open_source(self.path) as file:
             begin, end = (_next_character(file, at) for at in (begin, end))
             file.seek(begin)
             decoder = codecs.getincrementaldecoder("utf-8-sig" if begin == 0 else "utf-8")()
@@ -177,44 +186,21 @@ class _TextFile:
 
 
 @dataclass(frozen=True)
-class _JSONLines:
-    """A JSON Lines file; blank lines are skipped."""
+class _JSONRows:
+    """Rows of a JSON file; null is an empty document."""
 
     path: Path
     text_field: str
 
     def sizes(self) -> Iterator[int]:
-        for number, line in self.lines():
-            yield len(self._text(number, line).encode())
+        for row in rows(self.path):
+            yield len(self._text(row).encode())
 
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
-        return _clipped(self.lines(), parts, lambda line: self._text(*line))
+        return _clipped(rows(self.path), parts, self._text)
 
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        with _open(self.path) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-
-    def _text(self, number: int, line: bytes) -> str:
-        where = f"{self.path}:{number}"
-        try:
-            row: Any = msgspec.json.decode(of_bounded_depth(line))
-        except (msgspec.DecodeError, ValueError) as error:
-            raise ConfigError.one(f"this line is not JSON: {error}", where=where) from None
-        if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise ConfigError.one(f"this line is not a JSON object but a {kind}", where=where)
-        text = row.get(self.text_field)
-        if not isinstance(text, str):
-            keys = ", ".join(map(str, row)) or "none"
-            what = "is not text" if self.text_field in row else f"is missing (keys: {keys})"
-            raise ConfigError.one(
-                f"the field {self.text_field!r} {what}",
-                where=where,
-                hint="name the field of the text in data.text_field",
-                key="data.text_field",
-            )
+    def _text(self, row: tuple[int, bytes]) -> str:
+        text: str = value_of(self.path, *row, self.text_field)
         return text
 
 
@@ -243,13 +229,21 @@ class _Parquet:
                 hint="install the extra: pip install 'instar[hf]'",
                 key="data.source",
             ) from None
-        with _open(self.path) as file:
+        with open_source(self.path) as file:
             try:
                 table = pq.ParquetFile(file)
                 names = table.schema_arrow.names
                 if self.text_field not in names:
                     raise ConfigError.one(
                         f"there is no column {self.text_field!r} (columns: {', '.join(names)})",
+                        where=str(self.path),
+                        hint="name the column of the text in data.text_field",
+                        key="data.text_field",
+                    )
+                found = table.schema_arrow.field(self.text_field).type
+                if not is_text(found):
+                    raise ConfigError.one(
+                        f"cannot read column {self.text_field!r} as text: it holds {found}",
                         where=str(self.path),
                         hint="name the column of the text in data.text_field",
                         key="data.text_field",

@@ -16,13 +16,13 @@ from instar.config.language import DataConfig
 from instar.config.user_code import load_named, what_happened
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
+from instar.data.targets import TokenTargets
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.origin import default_path, first_path, parameters, source_files
 from instar.data.text.prepare import prepare, settle
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.streams.index import check_stream, count_lanes, open_stream
-from instar.data.text.targets import TokenTargets
 from instar.data.text.tokenizer import load_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transformed

@@ -10,14 +10,19 @@ from __future__ import annotations
 import glob
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
+from instar.config.files import open_regular
 from instar.config.language import DataConfig
 from instar.data.text.files import SourceFiles, find, suffix_of, walk
+from instar.data.text.json_rows import rows as json_rows
+from instar.data.text.json_rows import value_of
 from instar.record.progress import folder_bytes, progress
 
 if TYPE_CHECKING:
@@ -37,6 +42,7 @@ _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".text": ("text", {}),
     ".md": ("text", {}),
 }
+_PARQUET_ROWS = 1024
 _OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"sample_by": "document", "encoding": "utf-8-sig"},
     "csv": {"keep_default_na": False},  # keep the word "null" as text
@@ -94,7 +100,7 @@ def load_stream(data: DataConfig) -> datasets.IterableDataset:
             rows = _saved(data)
             stream = rows.to_iterable_dataset(num_shards=max(1, min(data.lanes, len(rows))))
         else:
-            builder = _builder(data)
+            builder = _builder(data, streams=True)
             _check_split(builder, data)
             stream = builder.as_streaming_dataset(split=data.source_split)
     assert isinstance(stream, library.IterableDataset)
@@ -166,6 +172,11 @@ def _explained(data: DataConfig) -> Iterator[None]:
     except FileNotFoundError as error:
         raise _at_source(f"there is nothing to load at {data.source}: {_said(error)}") from None
     except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, ConfigError):  # of a row, within the library
+                raise cause from None
+            cause = cause.__cause__
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
             raise ConfigError.one(_said(error), where="data.subset", key="data.subset") from None
         raise _at_source(f"{data.source} cannot be loaded: {_said(error)}") from None
@@ -201,21 +212,112 @@ def _saved(data: DataConfig) -> Any:
     return found
 
 
-def _builder(data: DataConfig) -> Any:
+def _builder(data: DataConfig, *, streams: bool = False) -> Any:
+    """Return the builder of the one column that is read, whatever others its files have.
+
+    Args:
+        streams: files are opened when they are read; only the first is looked at.
+    """
     load = _library().load_dataset_builder
     files = _files(data.source)
     if files:
         format_name, options = _format(files)
+        options = {**options, **_OPTIONS.get(format_name, {})}
+        if format_name == "parquet":
+            _check_parquet(files[:1] if streams else files, data)
+            options |= _of_parquet(data)
+        elif format_name == "json":
+            options["features"] = _features(data)
+            _check_first_row(files, data)
         names = {"train": [glob.escape(str(file.resolve())) for file in files]}
-        return load(format_name, data_files=names, **options, **_OPTIONS.get(format_name, {}))
+        builder = load(format_name, data_files=names, **options)
+        if format_name == "json":
+            builder._generate_tables = partial(_json_tables, data)
+        elif format_name == "csv":
+            builder._cast_table = partial(_known_columns, builder, builder._cast_table)
+        elif format_name == "parquet" and data.tokens_field is None:
+            builder._cast_table = partial(_as_text, data.text_field)
+        return builder
     # `datasets` reads a format's name, e.g. "csv", as all such files in the current folder
     if data.source in _library().packaged_modules._PACKAGED_DATASETS_MODULES:
         raise _nothing(data.source)
     builder = load(data.source, data.subset)
-    for format_name, options in _OPTIONS.items():
+    for format_name, options in {**_OPTIONS, "parquet": {"batch_size": _PARQUET_ROWS}}.items():
         if type(builder.config).__name__.lower() == f"{format_name}config":
             return load(data.source, data.subset, **options)
     return builder
+
+
+def _features(data: DataConfig) -> datasets.Features:
+    library = _library()
+    if data.tokens_field is None:
+        return library.Features({data.text_field: library.Value("large_string")})
+    return library.Features({data.tokens_field: library.List(library.Value("int64"))})
+
+
+def _check_parquet(files: Sequence[Path], data: DataConfig) -> None:
+    """Raise ConfigError if a file has no such column, or one of another type."""
+    import pyarrow.parquet as pq
+
+    for file in files:
+        with open_regular(file, follow=True) as opened:
+            schema = pq.read_schema(opened)
+        _check_schema(schema, data, str(file))
+
+
+def _of_parquet(data: DataConfig) -> dict[str, Any]:
+    """Return the options to read one column of Parquet files, some of which may be empty."""
+    name = data.tokens_field or data.text_field
+    options: dict[str, Any] = {"columns": [name], "batch_size": _PARQUET_ROWS}
+    return options if data.tokens_field else options | {"features": _features(data)}
+
+
+def _as_text(name: str, table: pa.Table) -> pa.Table:
+    """Return a column of text of any of Arrow's types as large strings."""
+    import pyarrow as pa
+
+    column = table.column(name)
+    if not is_text(column.type):
+        raise ConfigError.one(
+            f"the column {name!r} holds {column.type}, not text", key="data.text_field"
+        )
+    return pa.table({name: column.cast(pa.large_string())})
+
+
+def _known_columns(builder: Any, cast: Callable[[pa.Table], pa.Table], table: pa.Table) -> pa.Table:
+    """Return a table of CSV without the columns that the first file does not have."""
+    known = builder.info.features
+    return cast(
+        table if known is None else table.select([n for n in table.column_names if n in known])
+    )
+
+
+def _check_first_row(files: Sequence[Path], data: DataConfig) -> None:
+    """Raise ConfigError unless the first row of JSON files has what the config names."""
+    found = next(((file, *row) for file in files for row in json_rows(file)), None)
+    if found is None:
+        raise _at_source(f"{data.source} is empty")
+    ids = data.tokens_field is not None
+    value_of(*found, data.tokens_field or data.text_field, ids=ids)
+
+
+def _json_tables(
+    data: DataConfig, base_files: Sequence[str], **_: Any
+) -> Iterator[tuple[Any, pa.Table]]:
+    """Yield the column of JSON files, in the place of the library's reader: rows are those of kind tokens."""
+    import pyarrow as pa
+    from datasets.builder import Key
+
+    ids = data.tokens_field is not None
+    field = data.tokens_field or data.text_field
+    kind = pa.list_(pa.int64()) if ids else pa.large_string()
+    for shard, name in enumerate(base_files):
+        file = Path(name)
+        values = (value_of(file, *row, field, ids=ids) for row in json_rows(file))
+        number = 0
+        while some := [*islice(values, _PARQUET_ROWS)]:
+            yield Key(shard, number), pa.table({field: pa.array(some, kind)})
+            number += 1
 
 
 def _files(source: str) -> list[Path]:
@@ -290,21 +392,25 @@ def _no_split(data: DataConfig, known: Iterable[str]) -> ConfigError:
 
 
 def _check_column(features: datasets.Features, data: DataConfig) -> None:
+    _check_schema(features.arrow_schema, data, data.source)
+
+
+def _check_schema(schema: pa.Schema, data: DataConfig, place: str) -> None:
     key = "data.text_field" if data.tokens_field is None else "data.tokens_field"
     name = data.tokens_field or data.text_field
-    if name not in features:
+    if name not in schema.names:
         raise ConfigError.one(
-            f"{data.source} has no column {name!r} (columns: {', '.join(features)})",
+            f"{place} has no column {name!r} (columns: {', '.join(schema.names)})",
             where=key,
             hint="name the column of the text in data.text_field, or that of token ids in "
             "data.tokens_field",
             key=key,
         )
-    found = features.arrow_schema.field(name).type
+    found = schema.field(name).type
     if not (is_text(found) if data.tokens_field is None else is_ids(found)):
         wanted = "text" if data.tokens_field is None else "lists of token ids"
         raise ConfigError.one(
-            f"the column {name!r} of {data.source} holds {found}, not {wanted}",
+            f"the column {name!r} of {place} holds {found}, not {wanted}",
             where=key,
             hint="name another column",
             key=key,
@@ -314,7 +420,11 @@ def _check_column(features: datasets.Features, data: DataConfig) -> None:
 def is_text(found: pa.DataType) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_string(found) or pa.types.is_large_string(found))
+    if pa.types.is_dictionary(found):
+        found = found.value_type
+    of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    of_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+    return any(is_kind(found) for is_kind in (*of_text, *of_bytes))
 
 
 def is_ids(found: pa.DataType) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -133,8 +134,11 @@ class RowLanes:
                     passed += skipped
                     yield from self._of_column(place, passed, column.slice(skipped))
                     passed += len(column) - skipped
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            (problem,) = error.problems
+            if problem.place:
+                raise
+            raise ConfigError(replace(problem, place=place(passed))) from None
         except Exception as error:
             error.add_note(f"while reading {place(passed)} and what follows")
             raise
@@ -142,6 +146,13 @@ class RowLanes:
     def _of_column(
         self, place: Callable[[int], str], first: int, column: pa.Array
     ) -> Iterator[Items]:
+        """Yield a column's values; a null text is an empty one."""
+        import pyarrow as pa
+
+        if not self._ids and pa.types.is_null(column.type):  # of rows of nulls alone
+            column = column.cast(pa.string())
+        if not self._ids and is_text(column.type):
+            column = column.cast(pa.large_string()).fill_null("")
         whole = _before_null(column)
         if whole:
             if not (is_ids if self._ids else is_text)(column.type):
