@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from instar.checkpoint.inspect import read_header
 from instar.checkpoint.store import Checkpoint, load
-from instar.cli.describe import parameter_count
+from instar.cli.checkpoints.describe import parameter_count
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
 from instar.growth import proof

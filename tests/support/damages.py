@@ -108,11 +108,11 @@ class NoCheck(NamedTuple):
 
 CHECKS = (
     Check("src/instar/checkpoint/listing.py", "no whole checkpoint in", FALLBACK),
-    Check("src/instar/cli/checkpoint.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
-    Check("src/instar/cli/describe.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
+    Check("src/instar/cli/checkpoints/checkpoint.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
+    Check("src/instar/cli/checkpoints/describe.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
     Check("src/instar/cli/train.py", "from its latest whole checkpoint", FALLBACK),
     Check("src/instar/cli/data.py", "verified|check that it is whole", TOKENS),
-    Check("src/instar/cli/delta.py", "whole|intact", DELTA),
+    Check("src/instar/cli/checkpoints/delta.py", "whole|intact", DELTA),
     Check("src/instar/growth/live/grow.py", "^exact$", ANYWHERE),
     Check("src/instar/growth/offline.py", "^exact$", (*FOLDERS, *OFFLINE)),
     Check("src/instar/growth/proof.py", "^exact$", PROOF),

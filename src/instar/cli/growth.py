@@ -97,7 +97,7 @@ def grow(
         advice = f"AutoModelForCausalLM.from_pretrained({str(out)!r})"
     else:
         from instar.checkpoint.store import load
-        from instar.cli.checkpoint import checkpoint_at
+        from instar.cli.checkpoints.checkpoint import checkpoint_at
 
         path = checkpoint_at(where)
 

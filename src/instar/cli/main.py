@@ -42,11 +42,11 @@ COMMANDS = {
     "sample": ("instar.cli.find:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (
-        "instar.cli.checkpoint:checkpoint",
+        "instar.cli.checkpoints.checkpoint:checkpoint",
         "List, inspect, verify, compare and convert checkpoints.",
     ),
     "delta": (
-        "instar.cli.delta:delta",
+        "instar.cli.checkpoints.delta:delta",
         "Save weights as what changed, and rebuild them bit for bit.",
     ),
     "schedule": ("instar.cli.growth:schedule", "Check schedules, and predict what they save."),

@@ -33,7 +33,6 @@ from instar.models.module import check_shardable
 from instar.models.table import check_table
 from instar.record.system import torch_dtype
 from instar.run.lifecycle.preflight import Prepared
-from instar.run.lifecycle.sizes import sizes_to_come
 from instar.run.loop.generators import generator_states, restore_generators, seed_generators
 from instar.run.loop.optimizer import (
     check_states,
@@ -42,6 +41,7 @@ from instar.run.loop.optimizer import (
     task_optimizers,
 )
 from instar.run.loop.step import enter, to_device
+from instar.run.parallel.micro_batch_sizes import sizes_to_come
 from instar.schedule.lr_scaling import rate_factors
 from instar.tasks.logged import Logged, recording
 from instar.tasks.metrics import set_metrics, try_out

@@ -45,7 +45,7 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
     """
     from instar.checkpoint.line import line_of
     from instar.checkpoint.listing import checkpoints
-    from instar.cli.describe import print_rows
+    from instar.cli.checkpoints.describe import print_rows
 
     root = _root(run)
     line = line_of(root)
@@ -86,7 +86,7 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
 
     from instar.checkpoint.inspect import read_header
     from instar.checkpoint.manifest import SUFFIX, CheckpointError, read_manifest
-    from instar.cli.describe import parameter_count, print_headers, print_manifest
+    from instar.cli.checkpoints.describe import parameter_count, print_headers, print_manifest
 
     path = checkpoint_at(where)
     with _with_advice(path):
@@ -131,7 +131,7 @@ def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None
 def _inspect_pretrained(path: Path, tensors: bool, as_json: bool) -> None:
     import msgspec
 
-    from instar.cli.describe import pretrained_facts, print_headers
+    from instar.cli.checkpoints.describe import pretrained_facts, print_headers
     from instar.cli.output import print_named
     from instar.models.hf.pretrained_folder import open_folder
 
@@ -160,7 +160,7 @@ def verify(where: str, every: bool, as_json: bool) -> int:
     from instar.checkpoint.inspect import check
     from instar.checkpoint.listing import checkpoints, dangling_pointers
     from instar.checkpoint.manifest import MANIFEST, CheckpointError
-    from instar.cli.describe import print_check
+    from instar.cli.checkpoints.describe import print_check
 
     paths = checkpoints(_root(where)) if every else [checkpoint_at(where)]
     if not paths:
@@ -191,7 +191,7 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B (each a folder, or a run: its latest)."""
     from instar.checkpoint.compare import compare_facts, compare_tensors
     from instar.checkpoint.manifest import read_manifest
-    from instar.cli.describe import print_facts, print_tensors
+    from instar.cli.checkpoints.describe import print_facts, print_tensors
     from instar.config.fields import differing
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)
@@ -227,7 +227,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
     Reports effective ranks of matrices and adapters, attention entropy over held-out tokens if the
     data exist, and the change since an earlier checkpoint.
     """
-    from instar.cli.describe import print_analysis
+    from instar.cli.checkpoints.describe import print_analysis
 
     path = checkpoint_at(where)
     before = None if against is None else checkpoint_at(against)

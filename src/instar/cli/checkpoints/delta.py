@@ -261,7 +261,7 @@ def export(where: str, folder: Path, like: str, number: int | None, step: int | 
     else:
         from instar.checkpoint.delta.chain import load
         from instar.checkpoint.store import load as load_checkpoint
-        from instar.cli.checkpoint import checkpoint_at
+        from instar.cli.checkpoints.checkpoint import checkpoint_at
         from instar.models.hf.folder import export_folder
 
         export_folder(load_checkpoint(checkpoint_at(like)), folder, weights=load(chain, number))
