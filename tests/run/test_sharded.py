@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import science
+import states
 import tiny_run
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ from instar.run.lifecycle.preflight import (
     preflight,
     suggestion,
 )
-from instar.run.parallel.sharded import blocks
+from instar.run.parallel.sharded import blocks, check_groups
 
 STEPS = 6
 KEYS = (
@@ -299,6 +301,23 @@ def test_blocks_are_gathered_alone_unless_they_share_parameters() -> None:
     assert blocks(layers(nn.ModuleDict({"a": nn.Linear(2, 2)}), one)) == [one], (
         "a dict is not called"
     )
+
+
+NOT_SHARDED = {
+    "channels last": "blocks.0.conv.weight is not contiguous",
+    "transposed": "up.weight is not contiguous",
+    "empty": "odd is empty",
+    "a number": "odd has no dimension",
+    "mixed": "middle.bias is of torch.float32 and down.bias is of torch.float64",
+}
+
+
+@pytest.mark.parametrize("kind", [*NOT_SHARDED, "plain", "tied", "double", "contiguous"])
+def test_what_torch_does_not_shard_is_refused_by_name(kind: str) -> None:
+    message = NOT_SHARDED.get(kind)
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused:
+        check_groups(states.KINDS[kind](6))
 
 
 def test_a_sharded_rank_needs_its_share_of_the_memory(config: Callable[..., Loaded]) -> None:

@@ -173,12 +173,13 @@ WAYS: dict[str, Callable[[Place, str], bool]] = {
     "growth, sgd": grows_alike_under("sgd"),
 }
 NOT_SHARDED = {
+    "mixed": "and sharded models gather them together, as one type",
     "channels last": "blocks.0.conv.weight is not contiguous",
     "transposed": "up.weight is not contiguous",
     "with gaps": "up.weight is not contiguous",
-    "alternating": "the parameter blocks.0 is not contiguous",
+    "alternating": "scale is a single number",
     "empty": "the parameter odd is empty",
-    "a number": "the parameter odd has no dimension",
+    "a number": "odd is a single number",
 }
 TRIALS = [
     (kind, way)

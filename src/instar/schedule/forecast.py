@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.growth.operators import is_growth
-from instar.growth.plan import GrowthPlan, source_of
+from instar.growth.plan import GrowthPlan
 from instar.models.cost import FrozenParameters
 from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.branches import BRANCH, Branch, branch_of
@@ -35,13 +35,14 @@ from instar.schedule.operations import (
     planned,
     when_due,
 )
-from instar.schedule.settings import Settings, is_frozen
+from instar.schedule.settings import Settings
 from instar.schedule.timeline import (
     Clock,
     Leg,
     Pace,
     PartialStep,
     Timeline,
+    frozen_parameters,
     partial_steps,
     timeline,
 )
@@ -208,7 +209,7 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
                 _first_step(early, number),
                 _first_step(late, number),
                 world_size,
-                _frozen_parameters(legs, number, [n for n in range(number) if _has_steps(late, n)]),
+                frozen_parameters(legs, number, [n for n in range(number) if _has_steps(late, n)]),
                 stages[-1] if stages else None,
             )
         )
@@ -506,31 +507,6 @@ def _has_steps(timeline: Timeline, number: int) -> bool:
     """Whether a leg has steps, as far as is known."""
     begin, end = _first_step(timeline, number), _first_step(timeline, number + 1)
     return begin is None or end is None or begin < end
-
-
-def _frozen_parameters(
-    legs: Sequence[Leg], number: int, with_steps: Collection[int]
-) -> FrozenParameters:
-    """Return the frozen parameters of a leg, and those of them that were frozen in all `with_steps`
-    legs before it, under whatever name."""
-    state = legs[number].state
-    frozen = [n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)]
-    ever = {name for name in frozen if not _trained(legs[: number + 1], name, with_steps)}
-    return FrozenParameters(frozenset(frozen), frozenset(ever))
-
-
-def _trained(legs: Sequence[Leg], name: str, with_steps: Collection[int]) -> bool:
-    """Whether a parameter of the last leg, or its source, was trained in an earlier leg."""
-    for number in range(len(legs) - 1, 0, -1):
-        plan = legs[number].plan
-        source = name if plan is None else source_of(plan.tensors[name])
-        if source is None:
-            return False
-        name = source
-        before = legs[number - 1].state.settings
-        if number - 1 in with_steps and not is_frozen(before.frozen, name):
-            return True
-    return False
 
 
 def described(operation: Operation) -> str:

@@ -9,17 +9,19 @@ stays due, so its first step is found by bisection.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 
 from instar.config.budget import Budget
-from instar.growth.plan import GrowthPlan
+from instar.growth.plan import GrowthPlan, source_of
 from instar.models.architecture import mask_of
+from instar.models.cost import FrozenParameters
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import State, when_due
+from instar.schedule.settings import is_frozen
 from instar.schedule.triggers import Entry, Moment, due, losses_needed
 
 FAR = 1 << 62
@@ -332,3 +334,28 @@ def _interval(leg: Leg, epochs: int | None) -> int:
     """Return the steps between evaluations; approximate if a changed batch size cuts an epoch."""
     steps = leg.pace.steps_per_epoch
     return leg.state.settings.eval_interval if epochs is None or not steps else epochs * steps
+
+
+def frozen_parameters(
+    legs: Sequence[Leg], number: int, with_steps: Collection[int]
+) -> FrozenParameters:
+    """Return the frozen parameters of a leg, and those of them that were frozen in all `with_steps`
+    legs before it, under whatever name."""
+    state = legs[number].state
+    frozen = [n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)]
+    ever = {name for name in frozen if not _trained(legs[: number + 1], name, with_steps)}
+    return FrozenParameters(frozenset(frozen), frozenset(ever))
+
+
+def _trained(legs: Sequence[Leg], name: str, with_steps: Collection[int]) -> bool:
+    """Whether a parameter of the last leg, or its source, was trained in an earlier leg."""
+    for number in range(len(legs) - 1, 0, -1):
+        plan = legs[number].plan
+        source = name if plan is None else source_of(plan.tensors[name])
+        if source is None:
+            return False
+        name = source
+        before = legs[number - 1].state.settings
+        if number - 1 in with_steps and not is_frozen(before.frozen, name):
+            return True
+    return False

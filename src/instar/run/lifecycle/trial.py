@@ -29,7 +29,6 @@ from instar.data.split import SampleSet
 from instar.data.user_sets import StreamedSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
-from instar.models.module import check_shardable
 from instar.models.table import check_table
 from instar.record.system import torch_dtype
 from instar.run.lifecycle.preflight import Prepared
@@ -92,7 +91,9 @@ class _Trial:
             model = task.build()
             self._check_new(model)
             if self.config.parallel.shards_of(self.world.size) > 1:
-                check_shardable(model)
+                from instar.run.parallel.sharded import check_groups  # takes a while
+
+                check_groups(model)
             model = model.to(self.world.device)
         enter(model, 0)
         samples = self._training_samples()

@@ -245,6 +245,28 @@ class Sharded:
             self._root.reset_iter_state()
 
 
+def check_groups(model: Module) -> None:
+    """Check that `fully_shard` takes all parameters of a module, and those together that are gathered together.
+
+    Raises:
+        ValueError: it does not; names the parameters and what to write instead.
+    """
+    check_shardable(model)
+    seen: set[int] = set()
+    for module in (*blocks(model), model):
+        group = {
+            n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in seen
+        }
+        seen |= set(map(id, group.values()))
+        by_type = {parameter.dtype: name for name, parameter in group.items()}
+        if len(by_type) > 1:
+            types = " and ".join(f"{name} is of {dtype}" for dtype, name in by_type.items())
+            raise ValueError(
+                f"{types}, and sharded models gather them together, as one type: put those of each type into blocks of "
+                "their own in an nn.ModuleList, or set parallel.strategy: ddp"
+            )
+
+
 def blocks(model: Module) -> list[Module]:
     """Return the modules that are gathered one at a time: the outermost that a `ModuleList` lists and that are
     called, if no other module has one of their parameters."""
