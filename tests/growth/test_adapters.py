@@ -93,6 +93,24 @@ def test_adapters_grow_with_their_weights_and_train_on(
     assert torch.equal(logits(loaded), after)
 
 
+@pytest.mark.parametrize("begun", ["pissa", "pissa_niter_2", "olora", "orthogonal", "gaussian"])
+def test_adapters_that_began_as_a_part_of_the_base_load_beside_what_it_left(
+    begun: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saved as documented, and loaded by peft, which begins again as the config says."""
+    few = {"target_modules": ALL, "modules_to_save": None}
+    model = adapted("llama", init_lora_weights=begun, **few)
+    grow(model, EXACT["insert_layers"])
+    warned = "save the base with them" in caplog.text
+    assert warned is (begun not in ("orthogonal", "gaussian"))
+    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(model)
+    model.unload().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert (logits(again) - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
 def test_vocabularies_grow_with_their_adapters() -> None:
     model = adapted("llama")
     before = logits(model)

@@ -186,6 +186,25 @@ def test_a_state_that_is_not_known_is_refused_and_nothing_changes(
     assert optimizer.state == {}
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_an_optimizer_with_names_calls_its_parameters_by_them(prefix: str) -> None:
+    model = fresh("llama")
+    named = [(f"{prefix}{name}", p) for name, p in model.named_parameters()]
+    groups = [
+        {"params": [n for n in named if is_up is ("up_proj" in n[0])]} for is_up in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4)
+    train(model, optimizer, 0, 1)
+    grow(model, "insert_layers", 1, where="start", optimizer=optimizer)
+    grow(model, "widen_mlp", "x2", optimizer=optimizer)
+    names = {p: f"{prefix}{name}" for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        assert group["param_names"] == [names[p] for p in group["params"]]
+    optimizer.param_groups[0]["param_names"][0] = "mine"
+    with pytest.raises(GrowthError, match="'mine': its names of new parameters are not known"):
+        grow(model, "insert_layers", 1, optimizer=optimizer)
+
+
 @pytest.mark.parametrize("of", ["module", "averaged", "tensors"])
 def test_a_moving_average_grows_alike(of: str) -> None:
     model = fresh("mistral").eval()

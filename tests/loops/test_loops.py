@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from grown_loops import SCHEDULE, fresh, of_trainer
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from instar.config.errors import ConfigError
 from instar.growth import GrowthError
-from instar.loops import GrowthSchedule, TrainerGrowth
+from instar.loops import GrowthSchedule, TrainerGrowth, resume_across_growth
 
 
 def test_trainer_grows_at_a_validation_loss(tmp_path: Path) -> None:
@@ -22,6 +26,66 @@ def test_trainer_grows_at_a_validation_loss(tmp_path: Path) -> None:
     (change,) = growth.schedule.history
     assert (change.step, change.reason[:4]) == (4, "val ")
     assert len(trainer.model.model.layers) == 4
+
+
+def test_the_best_model_at_the_end_is_one_model(tmp_path: Path) -> None:
+    """The best checkpoint is that of step 1, of a smaller model, of which the larger one could load a part."""
+    grows = [{"name": "insert_layers", "value": 1, "where": "start", "when": {"at_step": 4}}]
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    kept = []
+
+    class Losses(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **live: Any) -> None:
+            del args, control
+            # a loss that only rises
+            live["metrics"]["eval_loss"] = float(state.global_step)
+
+        def on_save(self, args: Any, state: Any, control: Any, **live: Any) -> None:
+            del args, control, live
+            kept.append(state.best_model_checkpoint)
+
+    trainer = of_trainer(fresh(), tmp_path, TrainerGrowth(grows), Losses(), **best)
+    trainer.train()
+    assert kept[1].endswith("checkpoint-1")
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4").state_dict()
+    loaded = trainer.model.state_dict()
+    assert there.keys() == loaded.keys()
+    assert all(torch.equal(there[name], loaded[name]) for name in there)
+
+
+def test_a_smaller_state_of_accelerate_is_refused_and_the_history_stays(tmp_path: Path) -> None:
+    accelerator, schedule, model = Accelerator(cpu=True), GrowthSchedule(SCHEDULE), fresh()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    resume_across_growth(accelerator, schedule, optimizer)
+    schedule.step(model, 1)
+    accelerator.save_state(str(tmp_path / "small"))
+    for step in range(2, 5):
+        schedule.step(model, step, optimizer=optimizer)
+    before = schedule.state_dict()
+    assert len(before["history"]) == 2
+    with pytest.raises(GrowthError, match="models do not shrink; build it as for a new run"):
+        accelerator.load_state(str(tmp_path / "small"))
+    assert schedule.state_dict() == before
+    schedule.check(model)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), MemoryError(), ValueError("x")]
+)
+def test_what_fails_is_skipped_as_in_a_run(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    live = importlib.import_module("instar.growth.live.grow")  # the function has its name
+    monkeypatch.setattr(live, "_built", fails)
+    entry = {"name": "widen_mlp", "value": "x2", "when": {"at_step": 1}}
+    with pytest.raises(type(error)):
+        GrowthSchedule([entry]).step(fresh(), 1)
+    (change,) = GrowthSchedule([{**entry, "on_failure": "skip"}]).step(fresh(), 1)
+    assert change.skipped == (str(error) or "MemoryError")
 
 
 def test_a_model_that_did_not_grow_is_refused() -> None:

@@ -4,6 +4,7 @@ loaded too."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from instar.schedule.triggers import (
     next_entry,
     too_large,
 )
+
+logger = logging.getLogger(__name__)
 
 HISTORY = "growth.json"
 """Beside the states of `Accelerator.save_state`."""
@@ -110,8 +113,8 @@ class GrowthSchedule:
             wrapped: DDP around a module that has `model` inside it; by default `model` is passed with its wrappers.
 
         Raises:
-            GrowthError: an operation is not possible, or broke its label, and the entry's `on_failure` is not
-                `skip`. Model and optimizer are as before.
+            GrowthError, RuntimeError, MemoryError: an operation is not possible, broke its label, or lacks memory, and
+                the entry's `on_failure` is not `skip`. Model and optimizer are as before.
         """
         peers = peers_of(model if wrapped is None else wrapped)
         if loss is not None:
@@ -132,6 +135,11 @@ class GrowthSchedule:
     def replay(self, model: Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -> None:
         """Grows a model built as for a new run by the history, so that the tensors of a checkpoint fit it; and
         an optimizer."""
+        if self._parameters is not None and self._parameters < _count(model):
+            raise GrowthError(
+                f"after {len(self.history)} operations the model had {self._parameters:,} parameters, and this one has "
+                f"{_count(model):,}: models do not shrink; build it as for a new run, then load the state"
+            )
         if self._parameters != _count(model):
             for change in self.history:
                 if not change.skipped:
@@ -215,10 +223,12 @@ class GrowthSchedule:
             )
             if reason := too_large(entry, found.shape):
                 raise GrowthError(f"{entry.operation.name}: {reason}")
-        except GrowthError as error:
+        except (ValueError, RuntimeError, MemoryError) as error:
+            # as in a run: also where memory does not suffice for both models
             if entry.on_failure == "stop":
                 raise
-            return str(error)
+            logger.warning("%s is skipped: %s; the model is as before", entry.operation.name, error)
+            return str(error) or type(error).__name__
         self._swap(found)
         return ""
 
@@ -273,8 +283,13 @@ def resume_across_growth(accelerator: Any, schedule: GrowthSchedule, optimizer: 
             Path(folder, HISTORY).write_text(json.dumps(schedule.state_dict()), encoding="utf-8")
 
     def load(models: Any, folder: str) -> None:
+        kept = schedule.state_dict()
         schedule.load_state_dict(json.loads(read_regular(Path(folder, HISTORY))))
-        schedule.replay(models[0], optimizer)
+        try:
+            schedule.replay(models[0], optimizer)
+        except Exception:
+            schedule.load_state_dict(kept)  # the model is still that of this history
+            raise
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from instar.config.files import read_regular
 from instar.growth.plan import GrowthError
 from instar.loops.schedule import GrowthSchedule
 
+logger = logging.getLogger(__name__)
+
 
 class TrainerGrowth(TrainerCallback, ExportableState):
     """Grows the model of a `Trainer` when the triggers of a schedule fire; the loss is `eval_loss`.
@@ -26,6 +29,8 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
         trainer = Trainer(model, ..., callbacks=[TrainerGrowth("schedule.yaml")])
         trainer.train(resume_from_checkpoint=checkpoint)
+
+    With `load_best_model_at_end`, the best checkpoint is that of the last size: it begins anew with each growth.
 
     Args:
         schedule: path of a schedule file, or its entries.
@@ -62,12 +67,12 @@ class TrainerGrowth(TrainerCallback, ExportableState):
             self.schedule.check(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step(state, kwargs)
+        self._step(args, state, kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loss = (kwargs.get("metrics") or {}).get("eval_loss")
         if loss is not None and kwargs.get("optimizer") is not None:
-            self._step(state, kwargs, float(loss))
+            self._step(args, state, kwargs, float(loss))
 
     def replay(self, model: Module, checkpoint: str | Path) -> None:
         """Grows a model built as for a new run by the history of a checkpoint, which holds only adapters of peft, so that
@@ -92,11 +97,22 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         """Returns what `trainer_state.json` holds of the callback."""
         return {"args": self._arguments, "attributes": {"growth": self.growth}}
 
-    def _step(self, state: Any, live: Mapping[str, Any], loss: float | None = None) -> None:
-        self.schedule.step(
+    def _step(
+        self, args: Any, state: Any, live: Mapping[str, Any], loss: float | None = None
+    ) -> None:
+        done = self.schedule.step(
             live["model"] if self._wrapped is None else self._wrapped(),
             state.global_step,
             optimizer=live["optimizer"],
             loss=loss,
             probe=self._probe,
         )
+        if all(change.skipped for change in done) or not args.load_best_model_at_end:
+            return
+        if state.best_global_step is not None or state.best_model_checkpoint is not None:
+            # its tensors do not fit: the trainer would load what fits into the larger model
+            logger.warning(
+                "the best checkpoint, %s, is that of a smaller model: the best of the grown one begins anew",
+                state.best_model_checkpoint or f"of step {state.best_global_step}",
+            )
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None

@@ -8,6 +8,7 @@ those of the matrix, so that a plan for it is one for them too, and the ranks st
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,11 @@ from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import Kind, Parameter, axis_size, in_block, layer_of
 
+logger = logging.getLogger(__name__)
+
 _PREFIX = "base_model.model."
+_LEAVES_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""Values of `init_lora_weights` with which adapters do not change the weights that they begin beside."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,17 @@ class Adapted:
         for name, config in others:
             grown.add_adapter(name, config)
         for name, config in configs.items():
-            config.init_lora_weights = begun[name]
+            if begun[name] in _LEAVES_THE_BASE:
+                config.init_lora_weights = begun[name]
+                continue
+            # PiSSA, OLoRA and their like took a part out of the base. Who loads the adapters beside that base must not
+            # take it out again, and a larger base has other parts
+            logger.warning(
+                "init_lora_weights of the adapters %r is True from now on, no longer %r: save the base with them "
+                "(model.unload().save_pretrained), whose weights are not those that it was loaded with",
+                name,
+                begun[name],
+            )
         return grown
 
 

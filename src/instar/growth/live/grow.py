@@ -206,7 +206,8 @@ def prepare_with(
         _warn_if_frozen(asked.name, larger, made, new)
         mode = moments_mode(asked)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        steps = [prepare_optimizer(each, made, old, new, key, mode) for each in optimizers]
+        named = subject.names(), replace(subject, shape=larger).names(module)
+        steps = [prepare_optimizer(each, made, old, new, key, mode, named) for each in optimizers]
         if ema is not None:
             steps.append(_prepare_ema(ema, subject, larger, made, key, new, wrap))
 

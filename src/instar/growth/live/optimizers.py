@@ -46,11 +46,15 @@ def prepare_optimizer(
     new: Mapping[str, Parameter],
     key: Key,
     mode: Mode,
+    named: tuple[Mapping[str, str], Mapping[str, str]] | None = None,
 ) -> Callable[[], None]:
     """Returns a function that makes an optimizer that of the grown model.
 
     A parameter belongs to the group of the one that it is made from. Groups list their parameters in the
-    model's order, as an optimizer does that is built for the grown model.
+    model's order, as an optimizer does that is built for the grown model; `param_names` as well, if it was given names.
+
+    Args:
+        named: names in the old and in the new module, by those in the shape; by default these.
 
     Raises:
         GrowthError: a state is not known, so that no plan says how it grows; nothing has changed.
@@ -76,11 +80,23 @@ def prepare_optimizer(
             }
     names = {parameter: name for name, parameter in old.items()}
     home = homes(plan, old)
-    filled = []
+    filled, called = [], []
     for group in optimizer.param_groups:
+        given = dict(zip(group["params"], group.get("param_names", ()), strict=False))
         members = {names[each] for each in group["params"] if each in names}
         foreign = [each for each in group["params"] if each not in names]
-        filled.append([*foreign, *(new[name] for name in new if home[name] in members)])
+        theirs = [name for name in new if home[name] in members]
+        filled.append([*foreign, *(new[name] for name in theirs)])
+        if given:
+            prefix = _prefix(
+                {name: given[old[name]] for name in members}, named[0] if named else {}
+            )
+            of = named[1] if named else {}
+            called.append(
+                [*(given[each] for each in foreign), *(prefix + of.get(n, n) for n in theirs)]
+            )
+        else:
+            called.append([])
 
     def commit() -> None:
         for parameter in old.values():
@@ -88,10 +104,29 @@ def prepare_optimizer(
         for name, state in states.items():
             if state:
                 optimizer.state[new[name]] = state
-        for group, parameters in zip(optimizer.param_groups, filled, strict=True):
+        for group, parameters, theirs in zip(optimizer.param_groups, filled, called, strict=True):
             group["params"][:] = parameters
+            if theirs:
+                group["param_names"] = theirs
 
     return commit
+
+
+def _prefix(given: Mapping[str, str], named: Mapping[str, str]) -> str:
+    """Returns what an optimizer's names have before those in the module, as that of DDP.
+
+    Raises:
+        GrowthError: they are other names.
+    """
+    found = {given[name].removesuffix(named.get(name, name)) for name in given}
+    if len(found) > 1 or not all(text == "" or text.endswith(".") for text in found):
+        odd = (name for name in given if not given[name].endswith(named.get(name, name)))
+        name = next(odd, min(given))
+        raise GrowthError(
+            f"the optimizer calls {named.get(name, name)} {given[name]!r}: its names of new parameters are not known; "
+            "build it of named_parameters(), or without names"
+        )
+    return next(iter(found), "")
 
 
 def _grown(

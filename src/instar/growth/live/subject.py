@@ -41,6 +41,10 @@ class Subject:
         named = (module or self.module).named_parameters()
         return {self.name(name): parameter for name, parameter in named}
 
+    def names(self, module: Module | None = None) -> dict[str, str]:
+        """Returns the names of the parameters in a module of this family by those in the shape."""
+        return {self.name(name): name for name, _ in (module or self.module).named_parameters()}
+
 
 def subject_of(model: Module, shape: Growable | None = None, build: Build | None = None) -> Subject:
     """Returns the subject of a model, and checks that every parameter is named by its shape.
