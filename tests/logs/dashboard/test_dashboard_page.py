@@ -54,6 +54,22 @@ def test_the_latest_run_is_shown_with_its_losses(browser: Browser, address: str)
         expect(page.locator("#runs .badge").first).to_have_text("crashed")
 
 
+def test_a_run_that_nothing_was_trained_in_is_stopped_and_not_what_is_shown_first(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """As that of an imported model."""
+    make_run(tmp_path, "grow-aaaaa", steps=20)
+    imported = RunDir(tmp_path / "imported")
+    imported.path.mkdir()
+    imported.config.write_text("name: imported\n")
+    imported.await_start()
+    with served(tmp_path) as address, opened(browser, address) as seen:
+        expect(seen.page.locator("#chosen .name")).to_have_text("grow-aaaaa")
+        seen.page.locator("#runs").get_by_text("imported").first.click()
+        expect(seen.page.locator("#chosen .name")).to_have_text("imported")
+        expect(seen.page.locator("#chosen")).to_contain_text("nothing trained in it yet")
+
+
 def test_a_point_that_is_recorded_is_drawn_and_nothing_is_asked_for_again(
     browser: Browser, tmp_path: Path
 ) -> None:
