@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,12 @@ def theirs(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_every_command_is_known_to_read_or_to_run_code() -> None:
     assert set(leaves(commands)) == READING.keys() | TAKE_NO_RUN | RUN_ITS_CODE  # type: ignore[arg-type]
+
+
+def test_the_page_on_security_names_every_command_that_runs_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    text = page.partition("## Commands that run a folder's code")[2].partition(". So do")[0]
+    assert {*re.findall(r"`([a-z ]+)`", text)} == RUN_ITS_CODE
 
 
 def test_reading_a_foreign_run_imports_nothing_of_it(theirs: tuple[Path, Path]) -> None:

@@ -100,6 +100,18 @@ def test_another_users_fleet_is_not_resumed(
         folders.reopen(path)
 
 
+def test_another_users_fleet_file_is_not_run_unasked(place: FleetPlace) -> None:
+    path = place.write("name: f\njobs: {job: {command: [touch, was-run]}}\n")
+    os.chown(path, 23456, -1)
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 2
+    assert "it belongs to another user, user 23456" in output
+    assert not (place.path / "fleets").exists()
+    assert place.run("plan", "fleet.yaml")[0] == 0
+    assert place.run("up", "fleet.yaml", "--trust-code")[0] == 0
+    assert (place.path / "was-run").exists()
+
+
 def test_a_damaged_file_is_named(place: FleetPlace) -> None:
     path = _theirs(place)
     (path / "fleet.json").write_text('{"format": 1')

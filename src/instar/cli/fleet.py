@@ -128,9 +128,10 @@ def up(
     """
     from instar.fleet.engines.start import check
     from instar.fleet.engines.work import planned
-    from instar.fleet.folder import as_test, create
+    from instar.fleet.folder import as_test, check_own_file, create
     from instar.fleet.load import load_fleet
 
+    check_own_file(Path(file))
     loaded = load_fleet(file, _with_engine(overrides, engine))
     if max_steps is not None:
         loaded = as_test(loaded, max_steps)

@@ -17,7 +17,14 @@ from pydantic import ValidationError
 from instar.config.document import Document
 from instar.config.errors import ConfigError, SourceLocation, nearest, printable
 from instar.config.files import make_folder, of_bounded_depth, read_regular
-from instar.config.user_code import FLAG, TRUST_VARIABLE, check_trusted, foreign_owner, is_trusted
+from instar.config.user_code import (
+    FLAG,
+    TRUST_VARIABLE,
+    Untrusted,
+    check_trusted,
+    foreign_owner,
+    is_trusted,
+)
 from instar.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
 from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.lock import may_have_launcher
@@ -159,13 +166,27 @@ def check_own(path: Path) -> None:
     that other users' code is trusted.
 
     Raises:
-        ConfigError: they belong to another user.
+        Untrusted: they belong to another user.
     """
+    _check_owned(path, path / _FILE, path / SLURM, path / SLURM / JOBS)
+
+
+def check_own_file(file: Path) -> None:
+    """Check that a fleet file and its folder are this user's or root's, or that other users' code is
+    trusted.
+
+    Raises:
+        Untrusted: they belong to another user.
+    """
+    _check_owned(file, file.absolute().parent)
+
+
+def _check_owned(*paths: Path) -> None:
     if is_trusted():
         return
-    for each in (path, path / _FILE, path / SLURM, path / SLURM / JOBS):
+    for each in paths:
         if owner := foreign_owner(each):
-            raise ConfigError.one(
+            raise Untrusted.one(
                 f"this fleet runs commands and names jobs, and it belongs to another user, {owner}",
                 where=str(each),
                 hint=f"{FLAG}, or {TRUST_VARIABLE}=1, runs them as you",
