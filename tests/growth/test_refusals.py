@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from growing import operation
 from shapes import gpt2, llama
+from transformers import LlamaConfig
 
 from instar.config.sections import Operation
 from instar.growth.operators import OPERATORS, check, is_growth, plan
 from instar.growth.plan import GrowthError
 from instar.models.architecture import Architecture, Mask
+from instar.models.hf.pretrained import PretrainedShape
 
 GPT2 = gpt2(n_embd=16, n_mlp=12)
 LLAMA = llama(n_embd=16, n_mlp=12)
@@ -162,3 +164,14 @@ def test_a_request_is_not_changed_by_planning() -> None:
     op = operation("insert_layers", 2, where=[0, 2])
     plan(GPT2, op)
     assert op == operation("insert_layers", 2, where=[0, 2])
+
+
+def test_a_router_that_would_never_train_is_refused() -> None:
+    alone = operation("upcycle", 4, num_experts_per_tok=1, router_aux_loss_coef=0.0)
+    with pytest.raises(GrowthError, match=r"is 1 and router_aux_loss_coef is 0: .* 2 or more"):
+        plan(GPT2, alone)
+    plan(GPT2, operation("upcycle", 4, num_experts_per_tok=1))  # its balance trains the router
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    dense = PretrainedShape(LlamaConfig(**sizes).to_dict())
+    with pytest.raises(GrowthError, match=r"num_experts_per_tok is 1: .* whatever the router says"):
+        plan(dense, operation("upcycle", 4, num_experts_per_tok=1))

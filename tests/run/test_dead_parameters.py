@@ -8,7 +8,9 @@ import pytest
 import torch
 from growing import batch, grown, operation, random_gpt
 from shapes import gpt2, llama
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from instar.growth import prepare
 from instar.growth.plan import GrowthPlan
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
@@ -17,6 +19,7 @@ from instar.run.loop.gradient_stats import MAX_WATCHED_STEPS, GradientWatch
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 STYLES = pytest.mark.parametrize("base", [GPT2, LLAMA], ids=["gpt2", "llama"])
 
 
@@ -92,6 +95,29 @@ def test_new_units_that_are_zero_on_both_sides_are_noticed() -> None:
             model.get_parameter(f"blocks.0.mlp.{name}.weight")[15:].zero_()
     dead = watched(model, plan).unreached
     assert dead == {f"blocks.0.mlp.{name}.weight": 5 for name in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_a_router_whose_gradient_is_rounding_alone_is_noticed(per_token: int) -> None:
+    """A Mixtral gives a token's only expert the weight 1; what is left of its gradient is 1e-11, not 0."""
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SMALL))
+    grown = prepare(dense, "upcycle", 4, num_experts_per_tok=2)
+    model, plan = grown.model.train(), grown.plan
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = per_token
+    name_of = grown.shape.name  # type: ignore[attr-defined]
+    watch = GradientWatch(plan, "upcycle", grown.shape.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    while not watch.is_over:
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = {name_of(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+        watch.update(gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watch.dead is (per_token == 1)
+    assert any(new > 0.0 for _, new in watch.norms)
 
 
 def test_a_step_without_an_update_tells_nothing() -> None:

@@ -31,7 +31,8 @@ def upcycle(
 
     Raises:
         ArchitectureError: more experts per token than experts; a family of transformers without experts.
-        GrowthError: there are experts already, or adapters of MLPs, which have no counterpart.
+        GrowthError: there are experts already, or adapters of MLPs, which have no counterpart; or no gradient would reach
+            the router.
     """
     del step
     if "experts" in arch.sizes():
@@ -41,6 +42,13 @@ def upcycle(
         raise GrowthError(f"num_experts_per_tok: {per_token} of {value} experts; choose fewer")
     balance = float(options.get("router_aux_loss_coef", BALANCE))
     noise = float(options.get("noise", 0.0))
+    if per_token == 1 and not (isinstance(arch, Architecture) and balance > 0.0):
+        # the models of transformers add their load-balancing loss only where they are asked for it
+        more = " and router_aux_loss_coef is 0" if isinstance(arch, Architecture) else ""
+        raise GrowthError(
+            f"num_experts_per_tok is 1{more}: the weight of a token's only expert is 1 whatever the router says, so no "
+            "gradient would ever reach the router; choose num_experts_per_tok: 2 or more"
+        )
     if isinstance(arch, Architecture):
         grown: TransformerShape = _gpt(arch, value, per_token, balance)
     elif isinstance(arch, PretrainedShape):

@@ -138,9 +138,13 @@ MAX_WATCHED_STEPS = 5
 by one step. Parameters without a gradient by then are dead."""
 
 
+_ROUNDING = 2.0**-23
+"""Gradients below this, relative to the typical one, are what float32 leaves of a sum that is 0."""
+
+
 class GradientWatch:
     """Watches the gradients of the steps after an operation. New parameters whose gradients are
-    exactly 0 in all of them are dead: they will never get a gradient.
+    0 up to rounding in all of them are dead: they will never get a gradient.
 
     Rows and columns are checked one by one, except along an embedding's rows, whose gradients
     depend on which rows the samples look up.
@@ -170,12 +174,13 @@ class GradientWatch:
         if not all(map(math.isfinite, self.norms[-1])):
             return
         self._steps += 1
+        noise = _ROUNDING * typical_size(gradients)
         for name, gradient in gradients.items():
             for dim, new in new_slices(self.plan.tensors[name], gradient.shape):
                 if self._axes[name][dim] in self._embedding_axes:
                     continue
                 others = [each for each in range(gradient.ndim) if each != dim]
-                reached = gradient.ne(0).any(dim=others).cpu()
+                reached = gradient.abs().gt(noise).any(dim=others).cpu()
                 without_gradient = self._unreached.get((name, dim), new)
                 self._unreached[name, dim] = without_gradient & ~reached
 
@@ -184,12 +189,13 @@ class GradientWatch:
         """Whether the watch ends: after `WATCHED_STEPS`, or later if a parameter is unreached."""
         if self._steps < WATCHED_STEPS:
             return False
-        return self._steps >= MAX_WATCHED_STEPS or not (self.unreached or self._new_norm_is_zero)
+        return self._steps >= MAX_WATCHED_STEPS or not (self.unreached or self._new_norm_is_noise)
 
     @property
     def dead(self) -> bool:
         """Whether no new parameter had a gradient, although the kept ones had."""
-        return self.is_over and all(new == 0.0 and old > 0.0 for old, new in self.norms)
+        had = all(old > 0.0 for old, _ in self.norms)
+        return self.is_over and had and self._new_norm_is_noise
 
     @property
     def unreached(self) -> dict[str, int]:
@@ -200,8 +206,19 @@ class GradientWatch:
         return {name: count for name, count in found.items() if count}
 
     @property
-    def _new_norm_is_zero(self) -> bool:
-        return all(new == 0.0 for _, new in self.norms)
+    def _new_norm_is_noise(self) -> bool:
+        return all(new <= _ROUNDING * old for old, new in self.norms)
+
+
+def typical_size(gradients: Mapping[str, Tensor]) -> float:
+    """Return the median over the tensors of the root mean square of a gradient's elements; of those that are not 0."""
+    sizes = [
+        torch.linalg.vector_norm(each, dtype=torch.float64) / math.sqrt(each.numel())
+        for each in gradients.values()
+        if each.numel()
+    ]
+    found = sorted(size for size in (torch.stack(sizes).tolist() if sizes else []) if size > 0.0)
+    return found[len(found) // 2] if found else 0.0
 
 
 def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
