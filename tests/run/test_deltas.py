@@ -264,3 +264,16 @@ def test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole(
     assert main(["delta", "verify", "--json", str(folder)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["whole"], found["gaps"]) == (False, [[4, 4]])
+
+
+def test_export_refuses_the_state_of_another_shape_than_the_run_has(
+    trainer: Make, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    grow = json.dumps([{"name": "widen_mlp", "value": 160, "when": {"at_step": 2}}])
+    run = trained(trainer("checkpoint.delta.every=1", "train.until=[4it]", f"schedule={grow}"))
+    chain, root = str(folder_of(run)), str(run.parts.saver.root)
+    words = ["delta", "export", chain, str(tmp_path / "hf"), "--like", f"{root}/checkpoints/step-4"]
+    assert main([*words, "--step", "1"]) == 3
+    assert "the weights are not of the model of" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+    assert main([*words, "--step", "4"]) == 0

@@ -1,15 +1,19 @@
-"""Text of an operation: its changes for the display, and the block in rank 0's log."""
+"""Text of an operation: its event with its changes, and the block in rank 0's log."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from instar.growth.apply import moments_mode
 from instar.growth.proof import Proof
 from instar.models.architecture import AXES
 from instar.models.lora import Lora
-from instar.models.shape import Growable, streams_of
+from instar.models.shape import Growable, count_parameters, streams_of
+from instar.record.events import OperationEvent
+from instar.record.format import si
 from instar.schedule.operations import Change, State
 
 Differences = Mapping[str, tuple[Any, Any]]
@@ -18,6 +22,14 @@ _BOOKKEEPING = ("interval_factor", "unscaled_intervals", "births")
 """settings that only say how others came about, or what the operation's option says"""
 _UNTOLD = ("mask", "layer_types")
 """too long for a line"""
+
+
+_MEMORY = {
+    "asymmetric": "optimizer mapped",
+    "mapped": "optimizer mapped, copies alike",
+    "reset": "optimizer reset",
+}
+"""Effect of an operation on the optimizer's state, in words."""
 
 
 def differences(before: State, after: State) -> Differences:
@@ -64,6 +76,51 @@ def changed_text(changes: Differences) -> str:
     if len(texts) == 1:
         return next(iter(texts.values()))
     return ", ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def operation_event(
+    change: Change,
+    before: State,
+    after: State,
+    changes: Differences,
+    proof: Proof | None,
+    seconds: float,
+    folder: Path | None,
+) -> OperationEvent:
+    """Return the event of an operation between two steps.
+
+    Args:
+        changes: see `differences`.
+        proof: of an operation on the model.
+        folder: of a branch.
+    """
+    operation = change.operation
+    notes, measured = list[str](), dict[str, float]()
+    if proof is not None:
+        sizes = [count_parameters(state.architecture).total for state in (before, after)]
+        notes = ["→".join(map(si, sizes)), _MEMORY[moments_mode(operation)]]
+        measured = {
+            "max_logit_diff": proof.max_logit_diff,
+            "max_logit_diff_relative": proof.max_logit_diff_relative,
+            "delta_loss": proof.delta_loss,
+            "parameters_before": sizes[0],
+            "parameters_after": sizes[1],
+        }
+    elif not changes and folder is None:
+        notes = ["nothing changes"]
+    return OperationEvent(
+        step=change.step,
+        name=operation.name,
+        value=operation.value,
+        verb="SET" if proof is None else "GROW",
+        change=changed_text(changes) if folder is None else str(folder.name),
+        reason=change.reason,
+        notes=tuple(notes),
+        preserves=proof.label if proof else "",
+        proof=measured,
+        seconds=seconds,
+        architecture=dict(after.architecture.to_dict()) if proof else {},
+    )
 
 
 def log_block(

@@ -20,9 +20,7 @@ from instar.data.loader import StepBatch
 from instar.distributed.agree import gather, reduce_sums
 from instar.distributed.world import World
 from instar.growth.analysis import WeightAnalysis
-from instar.growth.apply import moments_mode
 from instar.growth.proof import Proof
-from instar.models.shape import count_parameters
 from instar.record.console import Console
 from instar.record.events import (
     AnalysisEvent,
@@ -41,7 +39,7 @@ from instar.record.events import (
     Warn,
     Wrote,
 )
-from instar.record.format import begins_anew_line, confusion_lines, gap_text, si
+from instar.record.format import begins_anew_line, confusion_lines, gap_text
 from instar.record.recorder import Sink
 from instar.record.system import PeakFlops, memory_bytes
 from instar.run.loop.early_stopping import RuleState
@@ -49,7 +47,7 @@ from instar.run.loop.evaluate import Evaluation, TestResult
 from instar.run.loop.gradient_stats import GradientWatch, GradNorm, LayerStats
 from instar.run.loop.state import Decision, Every, Progress, RunState
 from instar.run.loop.step import StepResult
-from instar.run.output.operation_text import changed_text, differences, log_block
+from instar.run.output.operation_text import differences, log_block, operation_event
 from instar.run.output.save import SaveResult
 from instar.run.parallel.strategy import RoundEnd
 from instar.schedule.operations import Change, State
@@ -62,13 +60,6 @@ LARGEST_TABLE = 12
 """maximum number of classes of a confusion matrix that is displayed"""
 
 P = TypeVar("P", bound=Placed)
-
-_MEMORY = {
-    "asymmetric": "optimizer mapped",
-    "mapped": "optimizer mapped, copies alike",
-    "reset": "optimizer reset",
-}
-"""Effect of an operation on the optimizer's state, in words."""
 
 
 class RunLogger:
@@ -387,33 +378,8 @@ class RunLogger:
     ) -> None:
         """Log an operation between two steps; `proof` is given for operations on the model, `folder`
         for a branch."""
-        operation, changes = change.operation, differences(before, after)
-        notes, measured = list[str](), dict[str, float]()
-        if proof is not None:
-            sizes = [count_parameters(state.architecture).total for state in (before, after)]
-            notes = ["→".join(map(si, sizes)), _MEMORY[moments_mode(operation)]]
-            measured = {
-                "max_logit_diff": proof.max_logit_diff,
-                "max_logit_diff_relative": proof.max_logit_diff_relative,
-                "delta_loss": proof.delta_loss,
-                "parameters_before": sizes[0],
-                "parameters_after": sizes[1],
-            }
-        elif not changes and folder is None:
-            notes = ["nothing changes"]
-        event = OperationEvent(
-            step=progress.step,
-            name=operation.name,
-            value=operation.value,
-            verb="SET" if proof is None else "GROW",
-            change=changed_text(changes) if folder is None else str(folder.name),
-            reason=change.reason,
-            notes=tuple(notes),
-            preserves=proof.label if proof else "",
-            proof=measured,
-            seconds=seconds,
-            architecture=dict(after.architecture.to_dict()) if proof else {},
-        )
+        changes = differences(before, after)
+        event = operation_event(change, before, after, changes, proof, seconds, folder)
         self.console.operated(self._write(progress, event))
         self.sink.sync()
         logger.info("%s", log_block(change, changes, loss, proof, ddp=self.world.size > 1))
