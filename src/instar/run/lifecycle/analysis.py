@@ -17,6 +17,7 @@ from instar.checkpoint.store import Checkpoint, load
 from instar.checkpoint.tensor_file import outlines
 from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
+from instar.config.fields import values
 from instar.config.language import LanguageConfig
 from instar.config.load import load as load_config
 from instar.data.text.dataset import open_data
@@ -32,6 +33,7 @@ from instar.models.gpt import load_gpt
 from instar.models.graph_shape import GraphShape
 from instar.models.shape import ArchitectureError, Fixed, Parameter
 from instar.record.rundir import RunDir
+from instar.record.start_folder import base_of
 from instar.run.lifecycle.resume import began_with, branch_of
 from instar.run.loop.step import to_device
 from instar.schedule.operations import effective, history_from_json
@@ -127,8 +129,10 @@ def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...],
             return (), NO_ATTENTION
         model = load_gpt(path)
         # the data's location may have changed since: take it from the current config
-        now = load_config(str(folder.config), checks=(), import_task=False).config.data.path
-        dataset = open_data(run.data.model_copy(update={"path": now}), run.data_seed)
+        config = load_config(str(folder.config), checks=(), import_task=False).config
+        base, now = base_of(folder, values(config)), config.data.path
+        place = str(base / now) if now and not base.samefile(".") else now
+        dataset = open_data(run.data.model_copy(update={"path": place}), run.data_seed)
         if manifest.data and dataset.fingerprint != manifest.data:
             return (), f"{dataset.path} is not the data that the run was trained on"
         windows = dataset.held_out("val", model.arch.context)

@@ -47,6 +47,7 @@ from instar.record.events import Failed, RecordError, RunStarted
 from instar.record.progress import Display, showing
 from instar.record.recorder import Recorder, Silent, Sink
 from instar.record.rundir import RunDir, create_run_dir, hold
+from instar.record.start_folder import note_start
 from instar.record.system import gpu_bytes, machine, versions
 from instar.record.trackers.configured import configured
 from instar.record.trackers.sink import TrackerSink
@@ -270,6 +271,7 @@ def _run_rank(
         with raise_on_all_ranks(world, "taking the run's folder"):
             if world.is_main:
                 record.enter_context(hold(run_dir, console.warn))
+                note_start(run_dir)
                 Inbox(run_dir.control).clear()
                 for folder in (run_dir.path, run_dir.checkpoints):
                     sweep(folder)

@@ -1,0 +1,98 @@
+"""A run goes on from any folder, and after its folder was moved."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from instar.record.rundir import RunDir
+from instar.record.start_folder import START_FILE, absolute, base_of, note_start, read_start
+
+Typed = Callable[..., str]
+
+
+@pytest.fixture
+def run(typed: Typed, place: Path) -> Path:
+    """A run in the folder `project`, which has its data too."""
+    project = place / "project"
+    project.mkdir()
+    for name in ("squares.txt", "tiny.yaml"):
+        (place / name).rename(project / name)
+    words = ("--set", "record.run_dir=runs/r", "--until", "2it", "--set", "data.path=null")
+    typed("train", "tiny.yaml", *words, where=project)
+    return project / "runs" / "r"
+
+
+def test_a_run_is_resumed_tested_and_analysed_from_another_folder(
+    typed: Typed, run: Path, place: Path
+) -> None:
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    said = typed("resume", run, "--until", "4it", where=elsewhere)
+    assert f"in {place / 'project'}, where the run was started" in said
+    assert "done  4 steps" in said
+    typed("test", "../project/runs/r", where=elsewhere)
+    two = ("--nproc", "2", "--until", "6it")
+    assert "done  6 steps" in typed("resume", "../project/runs/r", *two, where=elsewhere)
+    typed("sample", run, "--tokens", "3", where=elsewhere)
+    analysed = typed("checkpoint", "analyze", run, where=elsewhere)
+    assert "has no dataset.json" not in analysed
+    assert "is not there" not in analysed
+    assert not [path for path in elsewhere.iterdir() if not path.name.startswith("said-")]
+
+
+def test_a_project_that_was_moved_or_copied_goes_on_with_its_own_files(
+    typed: Typed, run: Path, place: Path
+) -> None:
+    shutil.copytree(place / "project", place / "copy")
+    said = typed("resume", place / "copy" / "runs" / "r", "--until", "3it")
+    assert f"in {place / 'copy'}, where the run was started" in said
+    (place / "project").rename(place / "moved")
+    assert "done  3 steps" in typed("resume", "moved/runs/r", "--until", "3it")
+    assert run.parent.parent.name == "project"
+
+
+def test_data_that_were_moved_are_named_once(typed: Typed, run: Path, place: Path) -> None:
+    (data,) = (place / "project" / "data").iterdir()
+    data.rename(place / "data-elsewhere")
+    (place / "project" / "squares.txt").unlink()
+    typed("resume", run, code=2)
+    moved = ("--set", "data.path=data-elsewhere")
+    assert "done  3 steps" in typed("resume", run, "--until", "3it", *moved)
+    said = typed("resume", run, "--until", "4it")
+    assert f"data.path: {place / 'data-elsewhere'}, as given before" in said
+    assert "done  4 steps" in said
+
+
+def test_the_folder_is_the_one_whose_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, here = tmp_path / "project", tmp_path / "here"
+    run = RunDir(project / "runs" / "r")
+    for folder in (run.path, here):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(project)
+    note_start(run)
+    monkeypatch.chdir(here)
+    note_start(run)
+    known = read_start(run)
+    assert known is not None
+    assert (known.folder, known.relative) == (str(project), "../..")
+    paths = {"data.path": "data/x", "task": "tasks:Mine", "data.source": "/absolute"}
+    assert base_of(run, paths) == here  # nothing is anywhere
+    (project / "tasks.py").touch()
+    assert base_of(run, paths) == project
+    (here / "tasks.py").touch()
+    (here / "data" / "x").mkdir(parents=True)
+    assert base_of(run, paths) == here
+    assert base_of(run, {"data.path": str(project)}) == here  # absolute paths hold anywhere
+    (run.path / START_FILE).write_text("damaged")
+    assert base_of(run, paths) == here
+    assert absolute(("data.path=data/x", "data.path=gone", "train.clip=1")) == (
+        f"data.path={here / 'data' / 'x'}",
+        "data.path=gone",
+        "train.clip=1",
+    )
