@@ -20,7 +20,9 @@ from instar.data.text.dataset import missing, open_data, prepare_data
 from instar.data.text.foreign.chat_template import PLAIN
 from instar.data.text.origin import default_path
 from instar.data.text.prepare import prepare
+from instar.data.text.shards import open_dataset
 from instar.data.text.tokenizer import train_bpe
+from instar.data.text.verify import verify_tokens
 
 TEXT = "some words of a text\n" * 60
 OTHER = "more words of a tale\n" * 60
@@ -201,9 +203,8 @@ def test_rows_decide_where_files_have_other_columns() -> None:
         prepare_data(data, 1)
 
 
-@pytest.mark.parametrize("change", ["lines", "template", "special"])
-def test_conversations_are_compared_with_their_template(tmp_path: Path, change: str) -> None:
-    tokenizer = tmp_path / "model"
+def conversation_set(tokenizer: Path) -> DataConfig:
+    """Write a tokenizer with its template, and conversations."""
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text(train_bpe([TEXT], 280).to_json())
     (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
@@ -212,7 +213,14 @@ def test_conversations_are_compared_with_their_template(tmp_path: Path, change: 
     messages = [{"role": role, "content": content} for role, content in roles.items()]
     line = json.dumps({"messages": messages})
     Path("chats.jsonl").write_text(f"{line}\n" * 90)
-    data = DataConfig(kind="chat", source="chats.jsonl", tokenizer=str(tokenizer), path="set")
+    return DataConfig(kind="chat", source="chats.jsonl", tokenizer=str(tokenizer), path="set")
+
+
+@pytest.mark.parametrize("change", ["lines", "template", "special"])
+def test_conversations_are_compared_with_their_template(tmp_path: Path, change: str) -> None:
+    tokenizer = tmp_path / "model"
+    data = conversation_set(tokenizer)
+    line = Path("chats.jsonl").read_text().splitlines()[0]
     prepare_data(data, 1)
     prepare_data(data, 1)
     if change == "lines":
@@ -229,3 +237,20 @@ def test_conversations_are_compared_with_their_template(tmp_path: Path, change: 
     )
     with pytest.raises(ConfigError, match=says):
         prepare_data(data, 1)
+
+
+@pytest.mark.parametrize("name", ["train-00000.safetensors", "marks/train-00000.safetensors"])
+def test_damaged_conversations_and_marks_are_found_whatever_their_times_say(
+    tmp_path: Path, name: str
+) -> None:
+    data = conversation_set(tmp_path / "model")
+    prepare_data(data, 1)
+    file = Path("set", name)
+    status, content = file.stat(), bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for check in (lambda: prepare_data(data, 1), lambda: verify_tokens(open_dataset("set"))):
+        with pytest.raises(ConfigError, match=rf"set/{name}: the tokens are not those that were"):
+            check()

@@ -15,13 +15,17 @@ import xxhash
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import cache_home, read_regular
 from instar.data.source import TokenArray
+from instar.data.text.chat import MARKS
 from instar.data.text.shards import Shard, TokenDataset, open_dataset
 from instar.record.atomic import atomic_file
 from instar.record.progress import progress
 
 
 def verify_tokens(dataset: TokenDataset) -> None:
-    """Read every token. Raises ConfigError with each shard that differs from what was written."""
+    """Read every token, and the marks of conversations. Raises ConfigError with each shard that differs from
+    what was written."""
+    if dataset.source.get("kind") == "chat" and dataset.path.name != MARKS:
+        verify_tokens(open_dataset(dataset.path / MARKS))
     with progress(f"verifying {dataset.path}") as advance:
         found = []
         for shard, tokens in _shards(dataset):
@@ -32,14 +36,16 @@ def verify_tokens(dataset: TokenDataset) -> None:
 
 
 def verify_changed(folder: str | Path) -> None:
-    """Verify the shards that have changed since their last verification.
+    """Verify the shards that have changed since their last verification, and those of marks.
 
-    Results are cached in the user's cache folder, by each file's size, time and inode.
+    Results are cached in the user's cache folder, by each file's size, times and inode.
 
     Raises:
         ConfigError: with each shard that differs from what was written.
     """
     dataset = open_dataset(folder)
+    if dataset.source.get("kind") == "chat" and dataset.path.name != MARKS:
+        verify_changed(dataset.path / MARKS)
     kept = _kept_in(dataset.path)
     verified = _verified(kept)
     stamps = {shard.file: _stamp(dataset.path, shard) for shard, _ in _shards(dataset, read=False)}
@@ -65,8 +71,8 @@ def verify_changed(folder: str | Path) -> None:
         raise ConfigError(*problems)
 
 
-Stamp = tuple[int, int, int, str]
-"""A shard's size in bytes, mtime in ns and inode, and the fingerprint of its tokens."""
+Stamp = tuple[int, int, int, int, str]
+"""A shard's size in bytes, mtime and ctime in ns, and inode, and the fingerprint of its tokens."""
 
 
 def _shards(
@@ -112,7 +118,8 @@ def _again(dataset: TokenDataset) -> str:
 
 def _stamp(folder: Path, shard: Shard) -> Stamp:
     status = (folder / shard.file).stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino, shard.fingerprint
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_size, *times, status.st_ino, shard.fingerprint
 
 
 def _kept_in(folder: Path) -> Path | None:
