@@ -148,7 +148,7 @@ def test_a_large_model_is_several_files(tmp_path: Path, most: int, files: int) -
     loaded, told = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told
     torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=0, atol=1e-5)
-    back = load(import_folder(folder, tmp_path / "again")).tensors()
+    back = load(import_folder(folder, tmp_path / "again", tokenizer="byte")).tensors()
     assert all(torch.equal(back[name], weight) for name, weight in model.named_parameters())
 
 
@@ -214,6 +214,11 @@ def test_what_transformers_saved_becomes_a_run(
 ) -> None:
     theirs.eval().save_pretrained(tmp_path / "hf", **shards)
     assert (tmp_path / "hf/model.safetensors").exists() == (not shards)
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json, and nothing says which tokens"):
+        import_folder(tmp_path / "hf", tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"byte: 256 tokens, but .* 90 rows"):
+        import_folder(tmp_path / "hf", tmp_path / "run", tokenizer="byte")
+    (tmp_path / "hf/tokenizer.json").write_text(to_fast(TOKENIZERS[1]))
     path = import_folder(tmp_path / "hf", tmp_path / "run")
     ours = load_gpt(path)
     tokens = torch.arange(20).reshape(2, 10) * 7 % 90
@@ -243,6 +248,40 @@ def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Toke
     data = load_config(str(tmp_path / "again/run.yaml")).config.data
     own = tmp_path / "again/tokenizer.json"
     assert data.tokenizer == ("byte" if tokenizer.kind == "byte" else str(own))
+
+
+def test_what_came_with_a_foreign_model_goes_with_its_export(tmp_path: Path) -> None:
+    """Ends that are not the tokenizer's, a template and the settings of generation."""
+    tokenizer = train_bpe([TEXT] * 4, 300)
+    config = LlamaConfig(
+        **{"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        num_attention_heads=2,
+        bos_token_id=7,
+        eos_token_id=[3, 9],
+        pad_token_id=5,
+    )
+    folder = tmp_path / "hf"
+    theirs = LlamaForCausalLM(config)
+    theirs.generation_config.temperature = 0.3
+    theirs.generation_config.do_sample = True
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json())
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "e", "bos_token": "Z"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    path = import_folder(folder, tmp_path / "run")
+    export_folder(load(path), tmp_path / "back")
+    names = {file.name for file in folder.iterdir()}
+    assert names == {file.name for file in (tmp_path / "back").iterdir()}
+    for name in names - {"config.json", "model.safetensors"}:
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+    there, back = (
+        json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "back")
+    )
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert back[key] == there[key]
+    fast = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert (fast.bos_token, fast.eos_token) == ("Z", "e")
 
 
 def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
@@ -310,7 +349,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_heads_of_another_width_are_those_of_the_run(tmp_path: Path) -> None:
     arch = replace(LLAMA, head_dim=12)
     export_folder(load(published(tmp_path / "run", random_model(arch))), tmp_path / "hf")
-    path = import_folder(tmp_path / "hf", tmp_path / "again")
+    path = import_folder(tmp_path / "hf", tmp_path / "again", tokenizer="byte")
     config = load_config(str(tmp_path / "again/run.yaml")).config
     assert resolve(config.model, 300) == load_gpt(path).arch == arch
 

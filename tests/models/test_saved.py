@@ -13,6 +13,9 @@ import pytest
 import torch
 from forks import Forks
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Fast
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer
 
 from instar.checkpoint.listing import latest
 from instar.checkpoint.manifest import CheckpointError
@@ -21,6 +24,7 @@ from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
 from instar.models.architecture import Mask, resolve
 from instar.models.gpt import GPT, load_gpt
+from instar.models.hf.companions import beside, with_chat
 from instar.models.lora import Lora
 
 ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
@@ -140,3 +144,42 @@ def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> 
         CheckpointError, match=r"final_norm\.weight, hold values that are not finite"
     ):
         load_gpt(path)
+
+
+@pytest.mark.parametrize("template", ["own", "plain"])
+@pytest.mark.parametrize("kind", ["chat", "tokens"])
+def test_a_model_of_chats_ends_its_answers_where_it_is_exported_to(
+    tmp_path: Path, kind: str, template: str
+) -> None:
+    """The token that ends an answer ends a generation, and the template goes along; other exports stay as they are."""
+    tokenizer = Fast(WordLevel({"<|end|>": 0, "<|im|>": 1, "a": 2}, "a"))
+    tokenizer.add_special_tokens(["<|end|>", "<|im|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    if template == "own":
+        (tmp_path / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role }} {{ m.content }}<|im|>{% endfor %}"
+        )
+    (tmp_path / "run.yaml").write_text(
+        f"name: chats\ntask: causal_lm\ndata: {{kind: {kind}, source: chats.jsonl}}\n"
+        "model: {config: {model_type: llama, max_position_embeddings: 16}}\n"
+    )
+    config = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": None}
+    files = {"config.json": json.dumps(config).encode(), **beside(tmp_path)}
+    found = with_chat(files, tmp_path)
+    if kind != "chat":
+        assert found == files
+        return
+    assert "chat_template.jinja" in found
+    if template == "own":
+        ends = json.loads(found["generation_config.json"])
+        assert ends == {"bos_token_id": 5, "eos_token_id": [0, 1]}
+        files["generation_config.json"] = json.dumps({"eos_token_id": [0, 1], "top_k": 3}).encode()
+        assert with_chat(files, tmp_path) == files
+    for name, content in found.items():
+        (tmp_path / name).write_bytes(content)
+    fast = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    text = fast.apply_chat_template(messages, tokenize=False)
+    assert text.strip().endswith("<|im|>" if template == "own" else "<|end|>")

@@ -288,12 +288,15 @@ def export(
 @checkpoint.command("import")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--to", "run_dir", type=NewFolder(), required=True, help="The new run's folder.")
-def import_(folder: Path, run_dir: Path) -> None:
+@click.option(
+    "--tokenizer", metavar="FILE", help="Of a FOLDER without tokenizer.json; or byte, for bytes."
+)
+def import_(folder: Path, run_dir: Path, tokenizer: str | None) -> None:
     """Create a run from the folder FOLDER, in which transformers saved a GPT-2 or a Llama."""
     from instar.models.hf.folder import import_folder
 
     with _checkpoint_errors():
-        path = import_folder(folder, run_dir)
+        path = import_folder(folder, run_dir, tokenizer=tokenizer)
     click.echo(str(path))
     click.echo(f"next: instar sample {shlex.quote(str(run_dir))}", err=True)
 

@@ -33,10 +33,12 @@ from instar.data.text.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
     load_tokenizer,
+    named_tokenizer,
     tokenizer_files,
 )
 from instar.models.architecture import Architecture, section_of
 from instar.models.hf import CONFIG
+from instar.models.hf.companions import exported, imported, with_chat
 from instar.models.hf.config import from_config, read_config, style_of, to_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.saved import PretrainedExport, is_of_transformers, pretrained_shape
@@ -163,13 +165,15 @@ class _GPTExport:
         return conversions(self.arch, weights)
 
     def files(self) -> dict[str, bytes]:
-        found = {}
-        if tokenizer := self._tokenizer:
+        found, ids = exported(self.run)
+        tokenizer = self._tokenizer
+        if tokenizer is not None and not found:
             about = _tokenizer_config(tokenizer, self.arch)
             found[TOKENIZER_FILE] = to_fast(tokenizer).encode()
             found[TOKENIZER_CONFIG] = encode(about)
         end = self._tokenizer.end_id if self._tokenizer else None
-        return {**found, CONFIG: encode(to_config(self.arch, end_id=end))}
+        config = {**to_config(self.arch, end_id=end), **ids}
+        return with_chat({**found, CONFIG: encode(config)}, self.run)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
@@ -187,28 +191,30 @@ def _gpt_of(checkpoint: Checkpoint) -> Architecture:
     return arch
 
 
-def import_folder(folder: Path, run_dir: Path) -> Path:
+def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) -> Path:
     """Creates a run with one checkpoint, at step 0, from a folder that transformers saved.
+
+    Args:
+        tokenizer: of a folder that has none: ``byte``, or the path of one.
 
     Returns:
         the path of the checkpoint.
 
     Raises:
-        CheckpointError: the folder holds no GPT-2 or Llama in safetensors.
+        CheckpointError: the folder holds no GPT-2 or Llama in safetensors, or no tokenizer and none is named.
         WriteError: `run_dir` cannot be written or is not empty.
         ConfigError: the tokenizer cannot be read.
     """
     check_new(run_dir)
-    arch = from_config(read_config(folder))
+    foreign = read_config(folder)
+    arch = from_config(foreign)
     try:
         model = section_of(arch)
     except ArchitectureError as error:
         raise CheckpointError(f"{CONFIG}: no run could have this shape: {error}") from error
     tensors = from_tensors(arch, read_weights(folder))
-    tokenizer = _read_tokenizer(folder, arch)
-    config = LanguageConfig(
-        name=_name(run_dir), model=model, data=_data_section(tokenizer, run_dir)
-    )
+    read = _read_tokenizer(folder, arch, tokenizer)
+    config = LanguageConfig(name=_name(run_dir), model=model, data=_data_section(read, run_dir))
     origins = {f"model.{field}": f"{folder.name}/{CONFIG}" for field in model.model_fields_set}
     size = sum(tensor.nbytes for tensor in tensors.values())
     with (
@@ -217,11 +223,11 @@ def import_folder(folder: Path, run_dir: Path) -> Path:
     ):
         run = RunDir(temporary)
         run.await_start()
-        for name, content in tokenizer_files(tokenizer).items() if tokenizer else ():
+        for name, content in (tokenizer_files(read) | imported(folder, foreign)).items():
             atomic.write_synced(temporary / name, content)
         atomic.write_synced(run.config, resolved(config, origins).encode())
         facts = Facts(
-            tokenizer=tokenizer.fingerprint if tokenizer else "",
+            tokenizer=read.fingerprint,
             reason=f"imported from {folder.name}",
             left_out=["optimizer", "rng"],
         )
@@ -249,21 +255,33 @@ def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any
     }
 
 
-def _read_tokenizer(folder: Path, arch: Architecture) -> Tokenizer | None:
-    if not (folder / TOKENIZER_FILE).is_file():
-        return None
-    tokenizer = from_fast(load_tokenizer(folder))
+def _read_tokenizer(folder: Path, arch: Architecture, named: str | None) -> Tokenizer:
+    file = folder / TOKENIZER_FILE
+    if file.is_file():
+        if named is not None:
+            raise CheckpointError(
+                f"{file}: the folder has a tokenizer; --tokenizer is for those without"
+            )
+        tokenizer = from_fast(load_tokenizer(folder))
+    elif named is None or (other := named_tokenizer(named)) is None:
+        raise CheckpointError(
+            f"{folder}: no {TOKENIZER_FILE}, and nothing says which tokens the model has learned; "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it, or name "
+            "one by --tokenizer (a file, or byte)"
+        )
+    else:
+        tokenizer = other
     if tokenizer.vocab_size > arch.vocab_size:
         raise CheckpointError(
-            f"{folder / TOKENIZER_FILE}: {tokenizer.vocab_size} tokens, but the model's table has "
-            f"{arch.vocab_size} rows; without this file the model is imported alone"
+            f"{file if named is None else named}: {tokenizer.vocab_size} tokens, but the model's table has "
+            f"{arch.vocab_size} rows"
         )
     return tokenizer
 
 
-def _data_section(tokenizer: Tokenizer | None, run_dir: Path) -> DataConfig:
+def _data_section(tokenizer: Tokenizer, run_dir: Path) -> DataConfig:
     """Returns the data section with the run's own tokenizer."""
-    if tokenizer is None or tokenizer.kind == "byte":
+    if tokenizer.kind == "byte":
         return DataConfig()
     return DataConfig(tokenizer=str(run_dir / TOKENIZER_FILE))
 

@@ -15,15 +15,13 @@ from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.checkpoint.store import Checkpoint, check_finite, load
 from instar.checkpoint.tensor_file import Outline
-from instar.config.files import read_regular
-from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf import CONFIG
+from instar.models.hf.companions import beside, with_chat
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel, class_name
 from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.tensors import merged_weight
-from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.hf.weights import encode
 from instar.models.shape import ArchitectureError
 
@@ -98,8 +96,7 @@ class PretrainedExport:
             "architectures": [class_name(self.arch)],
             "dtype": "float32",
         }
-        there = [name for name in (TOKENIZER_FILE, *COMPANIONS) if (self.run / name).is_file()]
-        return {CONFIG: encode(config), **{name: read_regular(self.run / name) for name in there}}
+        return with_chat({CONFIG: encode(config), **beside(self.run)}, self.run)
 
     def _slots(self) -> ItemsView[str, FilePart]:
         split = self.arch.family.single_experts is not None
