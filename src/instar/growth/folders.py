@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.checkpoint.tensor_file import Outline
+from instar.config.errors import InstarError
 from instar.config.files import read_regular
 from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
@@ -25,6 +27,7 @@ from instar.growth.live.twin import twin_of, write_twin
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.offline import (
     GrowthStage,
+    NotProven,
     OfflineGrowth,
     as_config_error,
     check_proof,
@@ -33,7 +36,7 @@ from instar.growth.offline import (
     verify_written,
 )
 from instar.growth.operators import plan
-from instar.growth.plan import VocabularyMap
+from instar.growth.plan import GrowthError, VocabularyMap
 from instar.growth.proof import Proof, prove
 from instar.models.hf import CONFIG
 from instar.models.hf.completed import written
@@ -43,7 +46,7 @@ from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, PretrainedFolder, file_parts, open_folder
 from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.hf.weights import MAX_SHARD_BYTES, encode, write_weights
-from instar.models.shape import count_parameters
+from instar.models.shape import ArchitectureError, Growable, count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
@@ -87,7 +90,12 @@ def grow_folder(
     size = 4 * (before + stages[-1].parameters)
     proof, warning, checked_on = None, "", ""
     too_large = check is None and size > PROOF_BYTES
-    if too_large or (check is False and source.shape.config["model_type"] not in BUILT_IN):
+    if not check:
+        try:
+            check_own_family(source.shape, operations)
+        except GrowthError as error:
+            raise NotProven(str(error)) from error
+    if too_large:
         proof, checked_on = _try_on_twin(source, planned, operations, out, seed)
         compared = f"instead, {checked_on} was" if proof else f"nothing was, for {checked_on}"
         warning = (
@@ -260,3 +268,47 @@ def _try_on_twin(
     about = f"a small model of the same config ({twin.about})"
     check_proof(proof, stages, out, f"random tokens, of {about},")
     return proof, about
+
+
+def check_own_family(shape: Growable, operations: Iterable[Operation]) -> None:
+    """Check that operations, one after the other, do to a model what the table of its family makes of their labels.
+
+    A table that is wrong in its axes, heads or scales gives wrong labels, or folders that do not load. A
+    narrow model of the same config is grown by each operation, written, loaded by transformers and compared.
+    Other models, and built-in families, whose tables have tests, are not tried.
+
+    Raises:
+        GrowthError: an operation did something else, or left files that transformers does not load.
+    """
+    if not isinstance(shape, PretrainedShape) or shape.config["model_type"] in BUILT_IN:
+        return
+    for operation in operations:
+        try:
+            larger, _ = plan(shape, operation)
+        except (ArchitectureError, GrowthError):
+            return  # refused where it is due, by its own name
+        if shape.config != larger.config and not isinstance(operation.value, VocabularyMap):
+            value: Any = [operation.name, operation.value, dict(operation.options)]
+            _try(
+                repr(shape.family),
+                *map(json.dumps, (dict(shape.config), dict(larger.config), value)),
+            )
+        shape = larger
+
+
+@lru_cache(maxsize=64)
+def _try(_table: str, before: str, after: str, operation: str) -> None:
+    """Try one operation. Arguments are texts, so that equal trials are made once."""
+    shapes = [PretrainedShape(json.loads(config)) for config in (before, after)]
+    tried = Operation(*json.loads(operation))
+    try:
+        twin = twin_of(shapes, [tried])
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place, "small")
+            write_twin(twin.shape, folder, single_experts=False)
+            grow_folder(open_folder(folder), Path(place, "grown"), twin.operations, check=True)
+    except InstarError as error:
+        raise GrowthError(
+            f"{tried.name}: the table of the family {shapes[0].family.name} does not fit its model: a small model of the same config "
+            f"was grown by it and compared: {error}"
+        ) from error

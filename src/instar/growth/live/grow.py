@@ -22,6 +22,7 @@ from instar.config.sections import Operation
 from instar.distributed.shards import Wholes, is_sharded, laid_out
 from instar.growth.apply import Key, Role, applied, grow_buffers, moments_mode
 from instar.growth.axes import Use
+from instar.growth.folders import check_own_family
 from instar.growth.live.build import Wrap, build_sharded, build_whole
 from instar.growth.live.modules import renew, take_over
 from instar.growth.live.optimizers import prepare_optimizer
@@ -183,6 +184,7 @@ def prepare_with(
         subject = subject_of(model, shape, build)
         exact = with_vocabulary(asked, _home(subject.module))
         larger, made = plan(subject.shape, exact)
+        check_own_family(subject.shape, [exact])
         key = (seed, sum(p.numel() for p in subject.module.parameters()))
         old = subject.parameters()
         if wrap is None and any(map(is_sharded, old.values())):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from instar.models.hf.families import BUILT_IN
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.layers import Linear
@@ -47,22 +48,26 @@ class PretrainedModel(nn.Module):
         cache: PretrainedCache | None = None,
     ) -> Tensor:
         """Computes logits or the loss; arguments and results are those of `GPT`."""
-        read = self.inner.base_model(
+        # what a family of one's own makes of its last states (a scale, say) only its class knows
+        own = self.arch.config["model_type"] not in BUILT_IN
+        read = (self.inner if own else self.inner.base_model)(
             input_ids=inputs_BT,
             use_cache=cache is not None,
             past_key_values=None if cache is None else cache.layers,
         )
-        x_BTD: Tensor = read.last_hidden_state
         if targets_BT is None:
-            return self._logits(x_BTD)
-        x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-        if self._cap is not None:
-            logits_NV = at_least_float32(self._logits(x_ND))
+            logits_BTV: Tensor = read.logits if own else self._logits(read.last_hidden_state)
+            return logits_BTV
+        targets_N = targets_BT.flatten()
+        if own or self._cap is not None:
+            logits_NV = (read.logits if own else self._logits(read.last_hidden_state)).flatten(0, 1)
             how = "none" if each else "sum"
-            losses = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction=how)
+            losses = F.cross_entropy(
+                at_least_float32(logits_NV), targets_N, ignore_index=IGNORED, reduction=how
+            )
         else:
             loss = each_cross_entropy if each else head_cross_entropy
-            losses = loss(x_ND, self._head.weight, targets_N)
+            losses = loss(read.last_hidden_state.flatten(0, 1), self._head.weight, targets_N)
         return losses.view(targets_BT.shape).sum(1, dtype=torch.float64) if each else losses
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from instar.models.hf.families import FAMILIES, JOINED, Family, TableEntry
+from instar.models.hf.families import BUILT_IN, FAMILIES, JOINED, Family, TableEntry
 from instar.models.hf.rope import base_of, pinned, problems_of, scaled
 from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem
 
@@ -46,6 +46,9 @@ class PretrainedShape:
             for key, allowed in self.family.must.items()
             if key in self.config and self.config[key] not in allowed
         ]
+        if kind not in BUILT_IN and self.family.eps not in self.config:
+            message = f"its config has no {self.family.eps}, the key that its family names for eps"
+            problems.append(problem("from", message))
         for axis, size in self._sizes():
             if type(size) is not int or size < 1:
                 key = self.family.axes.get(axis, axis)
@@ -141,7 +144,7 @@ class PretrainedShape:
         """Returns a copy with other sizes of some axes.
 
         Raises:
-            ArchitectureError: the config has no key for one.
+            ArchitectureError: the config has no key for one, or for one that would change with it.
         """
         axes = self.family.axes
         if unknown := [axis for axis in sizes if axis not in axes]:
@@ -152,7 +155,13 @@ class PretrainedShape:
         kept = {axis: size for axis, size in self._sizes() if axis in axes}
         changes = {axes[axis]: size for axis, size in {**kept, **sizes}.items()}
         config = pinned(self.config, self.context) if "context" in sizes else self.config
-        return replace(self, config={**config, **changes})
+        grown = replace(self, config={**config, **changes})
+        after = grown.sizes()
+        for axis, size in self._sizes():
+            if axis not in sizes and after[axis] != size:
+                message = f"{axis} would become {after[axis]}, not stay {size}: the config of {self.family.name} has no key for it"
+                raise ArchitectureError(problem("from", message))
+        return grown
 
     def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self:
         config = dict(self.config)

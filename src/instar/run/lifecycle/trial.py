@@ -29,6 +29,8 @@ from instar.data.split import SampleSet
 from instar.data.user_sets import StreamedSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
+from instar.growth.plan import GrowthError
+from instar.models.hf.pretrained import PretrainedShape
 from instar.models.table import check_table
 from instar.record.system import torch_dtype
 from instar.run.lifecycle.preflight import Prepared
@@ -42,6 +44,7 @@ from instar.run.loop.optimizer import (
 from instar.run.loop.step import enter, to_device
 from instar.run.parallel.micro_batch_sizes import sizes_to_come
 from instar.schedule.lr_scaling import rate_factors
+from instar.schedule.triggers import entries
 from instar.tasks.logged import Logged, recording
 from instar.tasks.metrics import set_metrics, try_out
 from instar.tasks.task import Batch, SampleSetSpec, Task
@@ -50,7 +53,8 @@ from instar.tasks.task import Batch, SampleSetSpec, Task
 def run_trial(prepared: Prepared, world: World) -> list[str]:
     """Run one micro-batch as in training, evaluation and growth.
 
-    Rank-local, without collectives. Tasks on text are built in and not tried.
+    Rank-local, without collectives. Tasks on text are built in and not tried, but for the schedule of a
+    family of models that is not.
 
     Returns:
         warnings.
@@ -59,6 +63,7 @@ def run_trial(prepared: Prepared, world: World) -> list[str]:
         ConfigError: the run would fail; says why in terms of the task.
     """
     if not isinstance(prepared.spec, SampleSetSpec):
+        _check_family(prepared)
         return []
     generators = generator_states(world.device)
     try:
@@ -67,6 +72,19 @@ def run_trial(prepared: Prepared, world: World) -> list[str]:
         restore_generators(generators, world.device)
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _check_family(prepared: Prepared) -> None:
+    if not isinstance(prepared.spec.architecture, PretrainedShape):
+        return
+    from instar.growth.folders import check_own_family  # imports transformers
+
+    try:
+        check_own_family(
+            prepared.spec.architecture, [entry.operation for entry in entries(prepared.config)]
+        )
+    except GrowthError as error:
+        raise ConfigError.one(str(error), where="schedule", key="schedule") from error
 
 
 @dataclass(frozen=True)
