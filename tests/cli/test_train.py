@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier, Thread
 
+import psutil
 import pytest
 
 from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
 from instar.logs.read.cache import load as load_columns
+from instar.processes.identity import ProcessName
 from instar.record.events import Warn, encode
 from instar.record.rundir import RunDir, check_run_dir, create_run_dir
 
@@ -225,7 +228,9 @@ def test_a_dry_run_of_generated_graphs_writes_nothing(instar: Instar, place: Pat
 def test_of_two_starts_on_one_folder_one_is_told_who_has_it(tmp_path: Path) -> None:
     record = RecordConfig(run_dir=str(tmp_path / "run"))
     run = create_run_dir(record, "first")
-    run.lock.write_text(f"{os.getppid()}\n")
+    parent = psutil.Process(os.getppid())
+    name = ProcessName(parent.pid, parent.create_time(), platform.node())
+    run.lock.write_text(f"{name}\n")
     for look in (create_run_dir, check_run_dir):
         with pytest.raises(ConfigError, match=f"process {os.getppid()} has started a run there"):
             look(record, "second")

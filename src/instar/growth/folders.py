@@ -32,12 +32,13 @@ from instar.growth.offline import (
     as_config_error,
     check_proof,
     expected_plan,
+    prove_offline,
     stage,
     verify_written,
 )
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, VocabularyMap
-from instar.growth.proof import Proof, prove
+from instar.growth.proof import Proof
 from instar.models.hf import CONFIG
 from instar.models.hf.completed import written
 from instar.models.hf.families import BUILT_IN
@@ -230,7 +231,7 @@ def _prove(
 ) -> Proof:
     """Compares both folders as transformers loads them, in float32: only the rounding of the weights remains."""
     batch = drawn(*shapes)
-    return prove(
+    return prove_offline(
         expected_plan(stages),
         lambda: (probed(load_published(before), batch), probed(load_published(after.path), batch)),
         {outline.dtype for outline in after.outlines.values()},

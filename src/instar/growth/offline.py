@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from instar.config.errors import ConfigError, InstarError
 from instar.config.sections import Operation
 from instar.growth.apply import Read, TensorReader
-from instar.growth.plan import GrowthPlan, Label
-from instar.growth.proof import Proof, differing
+from instar.growth.plan import GrowthError, GrowthPlan, Label
+from instar.growth.proof import Probe, Proof, differing, prove
 from instar.models.shape import Growable, count_parameters
 
 
@@ -75,6 +77,20 @@ def expected_plan(stages: Sequence[GrowthStage]) -> GrowthPlan:
     weakest: Label = max(labels, key=get_args(Label).index, default="exact")
     bound = sum(stage.bound_nats or 0.0 for stage in stages)
     return GrowthPlan({}, weakest, bound if weakest == "bounded" else None)
+
+
+def prove_offline(
+    expected: GrowthPlan, probed: Callable[[], tuple[Probe, Probe]], dtypes: Collection[torch.dtype]
+) -> Proof:
+    """Returns the proof of models on disk; arguments are those of `prove`.
+
+    Raises:
+        NotProven: outputs are not finite.
+    """
+    try:
+        return prove(expected, probed, dtypes)
+    except GrowthError as error:
+        raise NotProven(f"{error}; nothing was made") from error
 
 
 def check_proof(proof: Proof, stages: Sequence[GrowthStage], out: Path, checked_on: str) -> None:

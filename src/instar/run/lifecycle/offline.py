@@ -53,11 +53,12 @@ from instar.growth.offline import (
     as_config_error,
     check_proof,
     expected_plan,
+    prove_offline,
     stage,
     verify_written,
 )
 from instar.growth.plan import GrowthPlan
-from instar.growth.proof import Probe, Proof, prove
+from instar.growth.proof import Probe, Proof
 from instar.models.gpt import named_generator
 from instar.models.hf.saved import load_language_model
 from instar.models.hf.tokenizer import COMPANIONS
@@ -394,7 +395,7 @@ def _prove_on_samples(
             )
         return old, new
 
-    return prove(expected, probed, {torch.float32})
+    return prove_offline(expected, probed, {torch.float32})
 
 
 def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Module:
@@ -422,4 +423,4 @@ def _prove_on_tokens(before: Path, after: Path, expected: GrowthPlan) -> Proof:
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
         return Probe(logits_BTV, loss.item())
 
-    return prove(expected, lambda: (probe_of(old), probe_of(new)), {torch.float32})
+    return prove_offline(expected, lambda: (probe_of(old), probe_of(new)), {torch.float32})
