@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from instar.api import resume
 from instar.record.rundir import RunDir
 from instar.record.start_folder import START_FILE, absolute, base_of, note_start, read_start
 
@@ -53,6 +54,15 @@ def test_a_project_that_was_moved_or_copied_goes_on_with_its_own_files(
     (place / "project").rename(place / "moved")
     assert "done  3 steps" in typed("resume", "moved/runs/r", "--until", "3it")
     assert run.parent.parent.name == "project"
+
+
+def test_python_resumes_it_from_another_folder_too(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resume(run, ["train.until=3it"]) == run
+    assert (run / "checkpoints" / "step-3").is_dir()
+    assert Path.cwd() == tmp_path
 
 
 def test_data_that_were_moved_are_named_once(typed: Typed, run: Path, place: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,8 @@ def resume(
 ) -> Path:
     """Resume a run from a checkpoint, as `instar resume` does, and return its folder.
 
+    Meanwhile the current folder is the one that the run was started in, where its relative paths begin.
+
     Args:
         run: its folder, id or name, or `latest`.
         overrides: settings that change, such as "train.until=4000it"; they are recorded.
@@ -127,19 +130,23 @@ def resume(
         CheckpointError: there is no such checkpoint, or it is damaged.
         RunFailed, Interrupted: see `launch`.
     """
+    from instar.distributed.launch import say
     from instar.record.rundir import find_run
+    from instar.record.start_folder import begun_in
     from instar.run.lifecycle.resume import Resume, named_checkpoint
 
-    found = Resume(find_run(os.fspath(run)), start, tuple(allow), fresh=start == "latest")
-    named_checkpoint(found)
-    return _launch(
-        str(found.run.config),
-        overrides,
-        found,
-        world_size=world_size,
-        devices=devices,
-        max_restarts=max_restarts,
-    )
+    found, base, overrides = begun_in(find_run(os.fspath(run)), overrides, say)
+    resumed = Resume(found, start, tuple(allow), fresh=start == "latest")
+    named_checkpoint(resumed)
+    with chdir(base):
+        return _launch(
+            str(found.config),
+            overrides,
+            resumed,
+            world_size=world_size,
+            devices=devices,
+            max_restarts=max_restarts,
+        )
 
 
 def _file_and_overrides(

@@ -93,7 +93,12 @@ def train(
     from instar.run.lifecycle.load import load_config
 
     if resume is not None and cfg is None:
-        run, base, overrides = _begun_in(resume, overrides)
+        from instar.record.rundir import find_run
+        from instar.record.start_folder import begun_in
+
+        run, base, overrides = begun_in(
+            find_run(resume), overrides, lambda text: click.echo(text, err=True)
+        )
         if not base.samefile("."):
             click.echo(f"in {base}, where the run was started", err=True)
             with chdir(base):
@@ -148,35 +153,6 @@ def train(
     return _launch(
         loaded, resumed, argv, rank_count.ranks, devices, max_restarts, only_test, profile
     )
-
-
-def _begun_in(resume: str, overrides: tuple[str, ...]) -> tuple[RunDir, Path, tuple[str, ...]]:
-    """Return a run, the folder in which its relative paths begin, and `--set` texts that hold there.
-
-    A `data.path` that is given is remembered, and used by later starts if the run's own is gone.
-    """
-    from pathlib import Path
-
-    from instar.config.fields import values
-    from instar.config.load import load
-    from instar.record.rundir import RunDir, find_run
-    from instar.record.start_folder import absolute, base_of, read_start, remember_data
-
-    run = RunDir(find_run(resume).path.absolute())
-    overrides = absolute(overrides)
-    try:
-        known = values(load(str(run.config), checks=(), import_task=False).config)
-    except InstarError:  # said when it is loaded again
-        return run, Path.cwd(), overrides
-    base, start, key = base_of(run, known), read_start(run), "data.path"
-    given = [text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")]
-    own = known.get(key)
-    if given and Path(given[-1]).exists():
-        remember_data(run, given[-1])
-    elif start and start.data_path and isinstance(own, str) and not (base / own).exists():
-        click.echo(f"{key}: {start.data_path}, as given before", err=True)
-        overrides = (*overrides, f"{key}={start.data_path}")
-    return run, base, overrides
 
 
 def _launch(

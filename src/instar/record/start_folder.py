@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from instar.config.errors import InstarError
+from instar.config.fields import values
 from instar.config.files import read_regular
+from instar.config.load import load
 from instar.record.atomic import replace_file
 from instar.record.rundir import RunDir
 
@@ -98,3 +101,26 @@ def _modules(paths: Mapping[str, Any]) -> list[str]:
 def _write(run: RunDir, start: StartFolder) -> None:
     with suppress(OSError):
         replace_file(run.path / START_FILE, msgspec.json.encode(start) + b"\n")
+
+
+def begun_in(
+    run: RunDir, overrides: Sequence[str], say: Callable[[str], None]
+) -> tuple[RunDir, Path, tuple[str, ...]]:
+    """Return a run, the folder in which its relative paths begin, and `--set` texts that hold there.
+
+    A `data.path` that is given is remembered, and used by later starts if the run's own is gone.
+    """
+    run, overrides = RunDir(run.path.absolute()), absolute(overrides)
+    try:
+        known = values(load(str(run.config), checks=(), import_task=False).config)
+    except InstarError:  # said when it is loaded again
+        return run, Path.cwd(), overrides
+    base, start, key = base_of(run, known), read_start(run), "data.path"
+    paths = [text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")]
+    own = known.get(key)
+    if paths and Path(paths[-1]).exists():
+        remember_data(run, paths[-1])
+    elif start and start.data_path and isinstance(own, str) and not (base / own).exists():
+        say(f"{key}: {start.data_path}, as given before")
+        overrides = (*overrides, f"{key}={start.data_path}")
+    return run, base, overrides
