@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,13 @@ def test_adapters_do_not_stand_in_the_way() -> None:
         ),
         ({"model_type": "gpt2", "attn_pdrop": 0.2}, "embd_pdrop, attn_pdrop, resid_pdrop"),
         ({"model_type": "gpt2", "n_embd": "wide"}, "n_embd: 'wide' is not of type int"),
+        (
+            {"model_type": "gpt2", "n_embd": 10**400},
+            f"n_embd: 1{59 * chr(48)} is out of all bounds",
+        ),
+        ({"model_type": "gpt2", "embd_pdrop": 10**400}, f"embd_pdrop: 1{59 * chr(48)} is out of"),
+        ({"model_type": "llama", "rms_norm_eps": 10**400}, f"rms_norm_eps: 1{59 * chr(48)} is"),
+        ({"model_type": "llama", "rms_norm_eps": math.inf}, "rms_norm_eps: inf is out of all"),
         ({"model_type": "gpt2", "n_layer": True}, "n_layer: True is not of type int"),
         ({"model_type": "gpt2", "n_head": 7}, "n_embd: 768 cannot be divided into n_head = 7"),
         ({"model_type": "gpt2", "n_layer": -1}, "model.n_layer: must be a whole number from 0"),

@@ -139,7 +139,7 @@ def unclear(terminal: str, told: Sequence[str], trouble: Trouble) -> list[str]:
     return complaints
 
 
-DAMAGES = ("cut", "null", "zeros")[: figures.times(2, 3)]
+DAMAGES = ("cut", "numbers", "zeros")[: figures.times(2, 3)]
 STREAM = (
     "data.kind=stream",
     "data.source=documents-*.parquet",
@@ -153,11 +153,11 @@ STREAM = (
 def damage(folder: Path, how: str) -> None:
     """Three Parquet files, of which the last is damaged."""
     for shard in range(3):
-        texts: list[str | None] = [faulty.document(number) for number in range(faulty.WRONG)]
-        if how == "null" and shard == 2:
-            texts[-1] = None
+        texts = pa.array([faulty.document(number) for number in range(faulty.WRONG)])
+        if how == "numbers" and shard == 2:
+            texts = pa.array(range(faulty.WRONG))
         path = folder / f"documents-{shard}.parquet"
-        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path)
+        pq.write_table(pa.table({"text": texts}), path)
     content = bytearray(path.read_bytes())
     if how == "cut":
         del content[-300:]
