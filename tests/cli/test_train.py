@@ -30,6 +30,7 @@ def test_a_run_leaves_everything_it_should(instar: Instar, place: Path) -> None:
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert names == {
         "run.yaml",
+        "start.json",
         "tokenizer.json",
         "events.jsonl",
         "lock",

@@ -72,7 +72,7 @@ def base_of(run: RunDir, paths: Mapping[str, Any]) -> Path:
         Path(known.folder),
         here,
     ]
-    there = [sum((place / mark).exists() for mark in marks) for place in places]
+    there = [sum(_is_there(place / mark) for mark in marks) for place in places]
     return places[there.index(max(there))] if max(there) else here
 
 
@@ -81,9 +81,16 @@ def absolute(overrides: Sequence[str]) -> tuple[str, ...]:
     found = []
     for text in overrides:
         key, equals, value = text.partition("=")
-        is_path = equals and key.strip() in _PATHS and Path(value).exists()
+        is_path = equals and key.strip() in _PATHS and _is_there(Path(value))
         found.append(f"{key}={Path(value).absolute()}" if is_path else text)
     return tuple(found)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a schedule in JSON is too long for a path
+        return False
 
 
 def _relative(values: Iterable[Any]) -> list[str]:
@@ -118,9 +125,9 @@ def begun_in(
     base, start, key = base_of(run, known), read_start(run), "data.path"
     paths = [text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")]
     own = known.get(key)
-    if paths and Path(paths[-1]).exists():
+    if paths and _is_there(Path(paths[-1])):
         remember_data(run, paths[-1])
-    elif start and start.data_path and isinstance(own, str) and not (base / own).exists():
+    elif start and start.data_path and isinstance(own, str) and not _is_there(base / own):
         say(f"{key}: {start.data_path}, as given before")
         overrides = (*overrides, f"{key}={start.data_path}")
     return run, base, overrides
