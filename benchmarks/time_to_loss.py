@@ -240,7 +240,7 @@ def run_instar(
     if done.returncode:
         sys.exit(f"{NAMES[name]} failed:\n{done.stderr}")
     events = read_events(run_dir / "events.jsonl")
-    precision = load(run_dir / "run.yaml").config.precision
+    precision = load(str(run_dir / "run.yaml")).config.precision
     return Reached(
         tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)), precision
     )
