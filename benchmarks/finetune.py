@@ -120,6 +120,7 @@ def settings_of(effort: Effort, place: Path) -> list[str]:
         f"train.clip={CLIP}",
         f"optimizer.lr={LR}",
         f"optimizer.weight_decay={DECAY}",
+        'optimizer.no_decay=["*.bias", "*norm*"]',  # Trainer decays embeddings
         f"optimizer.beta1={BETAS[0]}",
         f"optimizer.beta2={BETAS[1]}",
         "learning_rate.shape=constant",

@@ -188,7 +188,7 @@ def test_only_layers_with_full_attention_are_scaled() -> None:
     ("kind", "times", "message"),
     [
         ("llama", 2, "RoPE is scaled already, by 'linear'"),
-        ("phi3", 1, "RoPE of Phi 3 is not scaled by 'linear'"),
+        ("phi3", 1, "RoPE is not scaled by 'linear'"),
         ("gpt2", 1, "models of transformers with RoPE only"),
     ],
 )

@@ -67,13 +67,15 @@ def base_of(run: RunDir, paths: Mapping[str, Any]) -> Path:
     marks = [*_relative(paths.get(key) for key in _PATHS), *_modules(paths)]
     if known is None or not marks:
         return here
-    places = [
-        Path(os.path.normpath(run.path.absolute() / known.relative)),
-        Path(known.folder),
-        here,
-    ]
-    there = [sum(_is_there(place / mark) for mark in marks) for place in places]
-    return places[there.index(max(there))] if max(there) else here
+    beside = Path(os.path.normpath(run.path.absolute() / known.relative))
+    recorded = Path(known.folder)
+
+    def count(place: Path) -> int:
+        return sum(_is_there(place / mark) for mark in marks)
+
+    # a copy of a project has files of its own, and never takes those of the original
+    start = beside if count(beside) else recorded
+    return start if 0 < count(start) >= count(here) else here
 
 
 def absolute(overrides: Sequence[str]) -> tuple[str, ...]:
