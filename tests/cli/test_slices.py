@@ -54,7 +54,7 @@ def test_slices_stop_and_change_where_one_go_does(typed: Typed, place: Path) -> 
     assert "for 3 evaluations" in said
     said = typed("resume", "parts", "--until", "24it")
     command = said[said.index("instar resume") :].split("\n")[0].split()
-    assert command == ["instar", "resume", "parts", "--set", "early_stopping.rules=[]"]
+    assert command == ["instar", "resume", "parts", "--set", "early_stopping=null"]
     typed(*command[1:], "--until", "20it")
     assert events(parts, "run_finished")[-1]["step"] == 20
 
