@@ -235,6 +235,13 @@ def test_a_growth_that_breaks_its_label_changes_nothing() -> None:
     assert len(model.model.layers) == 4
 
 
+def test_a_loss_of_routers_is_no_part_of_what_growth_keeps() -> None:
+    model: Any = model_of("mixtral")
+    model.config.output_router_logits = True
+    grow(model, "insert_layers", 1)
+    assert model(input_ids=batch(0), output_router_logits=True).aux_loss is not None
+
+
 def test_a_compiled_model_compiles_again() -> None:
     sizes = {"hidden_size": 48, "intermediate_size": 48, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)).eval()

@@ -16,14 +16,18 @@ from instar.models.hf.pretrained import PretrainedShape
 from instar.models.module import evaluating
 
 PROBE_TOKENS = 32
+_ROUTERS = "output_router_logits"
+"""key of configs with experts, and argument of their models"""
 
 
-def drawn(*shapes: PretrainedShape) -> dict[str, Tensor]:
-    """Returns a few drawn tokens, as arguments of models of transformers of any of these shapes."""
+def drawn(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
+    """Returns a few drawn tokens, as arguments of models of transformers of any of these shapes. The loss is
+    that of the tokens alone: the auxiliary one of routers changes with their number."""
     vocab, context = (min(shape.sizes()[axis] for shape in shapes) for axis in ("vocab", "context"))
     size = (2, min(PROBE_TOKENS, context))
     ids = torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
+    routed = all(_ROUTERS in shape.config for shape in shapes)
+    return {"input_ids": ids, "labels": ids} | ({_ROUTERS: False} if routed else {})
 
 
 def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
