@@ -95,6 +95,13 @@ def test_an_error_of_one_rank_ends_all_and_names_the_hook(place: Place) -> None:
     assert [event["step"] for event in events(run_dir, "train")] == [1, 2]
 
 
+def test_a_state_that_one_rank_alone_has_is_refused_before_it_hangs_a_save(place: Place) -> None:
+    children = place.train(place.path / "run", "task=hooked:SavingOnOne", *SETTINGS, ranks=2)
+    assert codes(children) == [2, 2], said(children)
+    assert "the ranks have different hooks" in said(children)
+    assert not (place.path / "run").exists()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_hook_can_end_the_run(place: Place, ranks: int) -> None:
     run_dir = place.path / "run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ class Noting(Halves):
 
     def on_growth_end(self, run: HookContext) -> None:
         Path(f"grown-{run.rank}").write_text(f"{run.operation} {run.step}")
+
+
+class SavingOnOne(Halves):
+    """Has a state on rank 1 only."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict") and os.environ.get("RANK") == "1":
+            return dict
+        raise AttributeError(name)
 
 
 class Failing(Halves):

@@ -90,7 +90,10 @@ def check_hooks(hooks: Sequence[object], world: World) -> None:
     with raise_on_all_ranks(world, "checking hooks"):
         for name, hook in named.items():
             _check(name, hook)
-    described = {name: [m for m in METHODS if hasattr(h, m)] for name, h in named.items()}
+    states = ("state_dict", "load_state_dict")  # saving one is a collective
+    described = {
+        name: [m for m in (*METHODS, *states) if hasattr(h, m)] for name, h in named.items()
+    }
     everyones = gather(world, described)
     if any(other != everyones[0] for other in everyones):
         shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyones))
