@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from fleets import FleetPlace, phase_of
+from fleets import FleetPlace, phase_of, starts
 
 from instar.fleet.engines import host
 from instar.fleet.engines.remote import HostStatus, follow
@@ -74,6 +74,7 @@ def test_each_instance_has_a_host_and_a_part_of_the_state(place: FleetPlace) -> 
         """
 name: parts
 matrix: {seed: [0, 1, 2]}
+stagger: {jobs: 2s}
 jobs:
   job:
     command: [sh, -c, "echo ${seed} >> ran; test ${seed} != 1 -o ${attempt} = 2"]
@@ -84,6 +85,8 @@ jobs:
     code, _ = finish(place, folder, said)
     assert code == 4
     assert said[0] == "parts-1 failed: job ended with exit code 1"
+    first, second, third = starts(folder, "job")
+    assert min(second - first, third - second) > 1.9  # the pauses are of all hosts together
     status = place.status("parts")
     assert [each["phase"] for each in status["instances"].values()] == [
         "succeeded",

@@ -75,8 +75,12 @@ STARTED = "fleet/test_launcher.py::test_jobs_start_when_their_server_answers_and
 REFUSED = "fleet/test_search.py::test_a_mistake_is_refused_with_its_line"
 SEARCHED = "fleet/test_search.py::test_a_sampler_learns_and_a_pruner_stops_what_falls_behind"
 GRID = "fleet/test_search.py::test_a_grid_is_every_combination_once"
+APART = (
+    "fleet/test_starts.py::test_a_service_is_ready_when_the_named_port_accepts_and_starts_are_apart"
+)
+RAY = "fleet/test_ray.py"
 NAMED: Mapping[str, str] = {
-    "FleetSpec.ray": "fleet/test_ray.py::test_without_ray_the_extra_is_named",
+    "FleetSpec.ray": f"{RAY}::test_without_ray_the_extra_is_named",
     "FleetSpec.search": SEARCHED,
     "FleetSpec.failure": "fleet/test_launcher.py::test_failures_beyond_the_policy_stop_the_rest",
     "FailurePolicy.policy": "fleet/test_launcher.py::test_failures_beyond_the_policy_stop_the_rest",
@@ -117,17 +121,15 @@ NAMED: Mapping[str, str] = {
     "test_a_killed_launcher_goes_on_with_the_same_values_and_runs_nothing_twice",
     "Search.pruner": SEARCHED,
     "Search.space": SEARCHED,
+    "RayCluster.address": f"{RAY}::test_what_no_node_has_is_refused_before_a_folder_is_made",
+    "RayCluster.restarts": f"{RAY}::"
+    "test_a_run_whose_worker_is_killed_begins_again_as_often_as_allowed_and_completes_once",
+    "Healthcheck.port": APART,
+    "Healthcheck.tcp": "fleet/test_starts.py::test_a_connection_is_what_tcp_asks_for",
+    "FleetSpec.stagger": APART,
+    "Stagger.services": APART,
+    "Stagger.jobs": APART,
 }
-NOT_SEEN: Mapping[str, str] = {
-    "RayCluster.address": "needs a second cluster",
-    "RayCluster.restarts": "needs the loss of a node; the torture runs lose one",
-    "Healthcheck.port": "which of several ports is asked",
-    "Healthcheck.tcp": "one call of connect",
-    "FleetSpec.stagger": "pauses",
-    "Stagger.services": "a pause",
-    "Stagger.jobs": "a pause",
-}
-"""Keys whose effect no test looks at, and why."""
 
 
 def planned(folder: Path, *overrides: str) -> Any:
@@ -183,7 +185,7 @@ def every_key() -> list[str]:
 
 
 def test_what_each_key_governs_is_seen_to_change() -> None:
-    known = {*PLAN, *SLURM, *NAMED, *NOT_SEEN, *(f"Pruner.{key}" for key in PRUNERS)}
+    known = {*PLAN, *SLURM, *NAMED, *(f"Pruner.{key}" for key in PRUNERS)}
     assert [key for key in every_key() if key not in known] == []
     assert sorted(known - {*every_key()}) == []
 

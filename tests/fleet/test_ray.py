@@ -48,8 +48,9 @@ def cluster() -> Iterator[ray_cluster.Cluster]:
         yield running
 
 
-def write(place: FleetPlace, cluster: ray_cluster.Cluster, text: str) -> None:
-    place.write(f"engine: ray\nray: {{address: '{cluster.address}'}}\n{text}")
+def write(place: FleetPlace, cluster: ray_cluster.Cluster, text: str, restarts: int = 3) -> None:
+    options = f"{{address: '{cluster.address}', restarts: {restarts}}}"
+    place.write(f"engine: ray\nray: {options}\n{text}")
     (place.path / "server.py").write_text(SERVER)
 
 
@@ -106,29 +107,41 @@ jobs:
 
 
 @pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
-def test_a_run_whose_worker_is_killed_completes_once(
+def test_a_run_whose_worker_is_killed_begins_again_as_often_as_allowed_and_completes_once(
     place: FleetPlace, cluster: ray_cluster.Cluster
 ) -> None:
     """The actor that starts the processes of a host."""
-    job = "trap 'exit 1' TERM; sleep 1 & wait $$!; trap '' TERM; echo ${seed} >> done"
     write(
         place,
         cluster,
-        f"""
+        """
 name: killed
-matrix: {{seed: [0]}}
+matrix: {seed: [0]}
 jobs:
   job:
-    command: [sh, -c, "{job}"]
-    resources: {{gpus: 2}}
-    stop: {{grace: 2s}}
+    command: [sh, -c, "until test -e go; do sleep 0.1; done; echo ${seed} >> done"]
+    resources: {gpus: 2}
+    stop: {grace: 2s}
 """,
+        restarts=1,
     )
     launcher = place.start("up", "fleet.yaml")
-    place.wait("killed", lambda status: phase_of(status, "job") == "running", 150)
-    assert cluster.kill_worker(random.Random(7))
+    for attempt in (1, 2):
+        place.wait(
+            "killed",
+            lambda status, attempt=attempt: (
+                phase_of(status, "job") == "running"
+                and status["instances"]["0"]["processes"]["job"]["attempt"] == attempt
+            ),
+            150,
+        )
+        assert cluster.kill_worker(random.Random(7))
     output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, output
+    assert launcher.returncode == 4, output
+    assert output.count("its host was lost, restart 1 of 1") == 1
+    (place.path / "go").touch()
+    code, output = place.run("resume", "killed")
+    assert code == 0, output
     assert (place.path / "done").read_text().split() == ["0"]
     assert not place.marked()
 

@@ -193,6 +193,20 @@ def phase_of(status: dict[str, Any], process: str, instance: int = 0) -> str:
     return str(processes.get(process, {}).get("phase", ""))
 
 
+def starts(folder: Path, process: str) -> list[float]:
+    """When a process was started, in all parts of a fleet's state."""
+    lines = [
+        json.loads(line)
+        for path in folder.glob("state*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    return sorted(
+        each["time"]
+        for each in lines
+        if (each.get("process"), each.get("phase")) == (process, "starting")
+    )
+
+
 MACHINE = Machine(gpus=8, cpus=64, memory=1 << 40)
 
 

@@ -103,6 +103,13 @@ def _process_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
         elif check.port is not None and check.port not in service.first_ports:
             hint = f"it has {', '.join(service.first_ports)}"
             yield loaded.problem((*path, "port"), f"{name} has no port '{check.port}'", hint)
+        elif check.port and check.command and not (check.http or check.tcp or check.probe):
+            message = f"{dotted(path)}: a command is not told the port"
+            hint = f"write ${{ports.{check.port}}} into the command"
+            yield loaded.problem((*path, "port"), message, hint)
+        if check.model is not None and check.probe is None:
+            message, hint = f"{dotted(path)}: only a probe names a model", "add probe: completion"
+            yield loaded.problem((*path, "model"), message, hint)
 
 
 def _command_problems(

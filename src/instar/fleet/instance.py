@@ -219,7 +219,7 @@ class InstanceRunner:
                 return ""
             due = max(due, time.monotonic())
             try:
-                await checker.check(health.timeout or 1.0, probe=False)
+                await checker.check(health.timeout, probe=False)
                 failures = 0
             except Unhealthy as error:
                 failures += 1

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from instar.fleet.instance import InstanceFailed, InstanceRunner, Surroundings
 from instar.fleet.nodes import Nodes
 from instar.fleet.placement import Gpu, Taken, holder_text, take
 from instar.fleet.plan import FleetPlan, Instance, Machine
+from instar.fleet.stagger import wait_for_turn
 from instar.fleet.state import (
     CONTROL,
     DONE,
@@ -133,8 +133,7 @@ class Launcher:
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         self._stopping = asyncio.Event()
-        self._last_start: dict[str, float] = {}
-        self._pauses = {name: asyncio.Lock() for name in ("services", "jobs")}
+        self._turns = {name: asyncio.Lock() for name in ("services", "jobs")}
         self._around = Surroundings(
             self.plan,
             self.folder,
@@ -245,13 +244,9 @@ class Launcher:
         return True
 
     async def _pause(self, role: str) -> None:
-        gap_s = getattr(self.plan.spec.stagger, role)
-        if not gap_s:
-            return
-        async with self._pauses[role]:
-            due = self._last_start.get(role, float("-inf")) + gap_s
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            self._last_start[role] = time.monotonic()
+        if gap_s := getattr(self.plan.spec.stagger, role):
+            async with self._turns[role]:  # in order
+                await wait_for_turn(self.folder, role, gap_s)
 
     def _conclude(self, instance: Instance, phase: Phase, reason: str, process: str = "") -> None:
         if self.trials is not None:

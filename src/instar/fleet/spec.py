@@ -38,6 +38,12 @@ def _seconds(given: Any) -> Any:
     return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
 
 
+def _positive(seconds: float) -> float:
+    if seconds <= 0:
+        raise ValueError("is longer than 0s")
+    return seconds
+
+
 def _signal(name: str) -> str:
     full = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
     if full not in signal_numbers.Signals.__members__:
@@ -65,6 +71,7 @@ def _pruner(given: Any) -> Any:
 
 
 Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e8)]
+PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 SignalName = Annotated[str, AfterValidator(_signal)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
 FleetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
@@ -157,8 +164,8 @@ class Healthcheck(Section):
     )
     tcp: bool = Field(False, description="the port must accept a connection")
     command: str | None = Field(None, description="a command that must end with 0")
-    interval: Duration = Field(2.0, description="time between checks")
-    timeout: Duration = Field(1.0, description="limit of one check, once the service is ready")
+    interval: PositiveDuration = Field(2.0, description="time between checks")
+    timeout: PositiveDuration = Field(1.0, description="limit of a check of a ready service")
     start_period: Duration = Field(300.0, description="time in which it must become ready")
     retries: Annotated[int, Field(gt=0, le=1000)] = Field(
         3, description="failed checks in a row after which a ready service is unhealthy"
