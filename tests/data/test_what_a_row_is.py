@@ -116,6 +116,7 @@ def test_kinds_read_the_same_rows(tmp_path: Path, files: str, kind: str) -> None
     (tmp_path / "in").mkdir()
     FILES[files](tmp_path / "in")
     assert READERS[kind](str(tmp_path / "in" / "p*")) == EXPECTED
+    assert READERS[kind](str(tmp_path / "in")) == EXPECTED
 
 
 @pytest.mark.parametrize("files", ["a byte order mark", "a JSON array", "gzip"])
@@ -149,9 +150,12 @@ def test_what_is_no_row_is_refused_by_every_kind_at_its_place(
     tmp_path: Path, case: str, kind: str
 ) -> None:
     name, content = BAD[case]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"{name}"):
-        READERS[kind](str(tmp_path / name))
+    file = tmp_path / "in" / name
+    file.parent.mkdir()
+    file.write_bytes(content)
+    for source in (file, file.parent):
+        with pytest.raises(ConfigError, match=rf"{name}"):
+            READERS[kind](str(source))
 
 
 @pytest.mark.parametrize("column", [{"body": ["x"]}, {"text": [1]}])

@@ -28,8 +28,8 @@ from instar.data.text.files import (
     standard_library,
     suffix_of,
 )
-from instar.data.text.hf import is_text
-from instar.data.text.json_rows import open_source, rows, value_of
+from instar.data.text.formats.columns import is_text
+from instar.data.text.formats.json_rows import open_source, rows, value_of
 from instar.record.progress import Advance, progress
 
 _PIECE_BYTES = 1 << 20

@@ -31,7 +31,7 @@ from instar.data.text.documents import (
     same_documents,
 )
 from instar.data.text.files import SourceFiles, named
-from instar.data.text.hf import load_rows
+from instar.data.text.hf import load_rows, unread_files
 from instar.data.text.origin import (
     NOTE,
     check_made_from,
@@ -186,9 +186,12 @@ def settle(
 
 
 def _say_left_out(sources: Mapping[str, SourceFiles], data: DataConfig, say: Say) -> None:
-    for key, files in sources.items():
-        if files.left_out:
-            say(f"left out of {getattr(data, key)}: {named(files.left_out)}")
+    left_out = {key: files.left_out for key, files in sources.items()}
+    if data.kind in ("rows", "stream"):
+        left_out["source"] = unread_files(data)
+    for key, names in left_out.items():
+        if names:
+            say(f"left out of {getattr(data, key)}: {named(names)}")
 
 
 def _write_survey(

@@ -19,7 +19,8 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.user_code import load_named
 from instar.data.columns import Ragged
-from instar.data.text.hf import is_ids, is_text, load_stream
+from instar.data.text.formats.columns import is_ids, is_text, other_columns
+from instar.data.text.hf import load_stream
 
 if TYPE_CHECKING:
     import datasets
@@ -140,6 +141,8 @@ class RowLanes:
                 raise
             raise ConfigError(replace(problem, place=place(passed))) from None
         except Exception as error:
+            if differs := other_columns(error, place(passed)):
+                raise differs from None
             error.add_note(f"while reading {place(passed)} and what follows")
             raise
 

@@ -1,0 +1,1 @@
+"""The formats that rows are read from."""
