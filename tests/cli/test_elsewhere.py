@@ -56,6 +56,37 @@ def test_a_project_that_was_moved_or_copied_goes_on_with_its_own_files(
     assert run.parent.parent.name == "project"
 
 
+def test_a_branch_that_was_only_made_is_trained_from_another_folder(
+    typed: Typed, run: Path, place: Path
+) -> None:
+    begun = "[{name: branch, value: b, when: {at_step: 3}, iters: 2, train: false}]"
+    typed("resume", run, "--until", "4it", "--set", f"schedule={begun}")
+    assert "done  5 steps" in typed("resume", f"{run}.b")
+    (place / "project").rename(place / "moved")
+    said = typed("resume", "moved/runs/r.b", "--until", "6it")
+    assert f"in {place / 'moved'}, where the run was started" in said
+
+
+def test_a_grown_run_goes_on_from_another_folder(typed: Typed, run: Path, place: Path) -> None:
+    typed("grow", run, "grown", "--op", "widen_mlp=x2", "--check")
+    assert "done  3 steps" in typed("resume", "grown", "--until", "3it")
+    assert not (place / "data").exists()
+
+
+def test_a_path_that_leads_somewhere_from_the_file_alone_is_told_with_that_folder(
+    typed: Typed, run: Path, place: Path
+) -> None:
+    config = place / "project" / "tiny.yaml"
+    for words in (("train", config), ("find", "lr", config), ("data", "prepare", config)):
+        said = typed(*words, code=2)
+        assert f"squares.txt is in {place / 'project'}, and relative paths begin in {place}" in said
+    again = typed("find", "batch", run / "run.yaml", "--max", "1", where=place / "project")
+    assert "fastest: 1 samples" in again
+    assert "no file matches squares.*" in typed(
+        "train", run / "run.yaml", "--set", "data.source=squares.*", code=2
+    )
+
+
 def test_python_resumes_it_from_another_folder_too(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,49 @@ def test_a_killed_fleet_goes_on_and_the_same_seed_gives_the_same_weights(
     assert "±" in compared.stdout
 
 
+def test_a_fleet_goes_on_from_another_folder_and_after_it_was_moved(place: FleetPlace) -> None:
+    """What was copied is run, also if the config that it was copied from has gone."""
+    code, output = place.run("up", "fleet.yaml", "--only", "0")
+    assert code == 0, output
+    (place.path / "run.yaml").unlink()
+    project = place.path / "project"
+    project.mkdir()
+    for each in [*place.path.iterdir()]:
+        if each.name in ("fleets", "runs", "squares.txt", "tokens"):
+            each.rename(project / each.name)
+    code, output = place.run("status", "project/fleets/seeds")
+    assert " 12 " in output  # the step of the run that was moved
+    code, output = place.run("resume", "project/fleets/seeds", "--only", "1")
+    assert code == 0, output
+    assert (project / "runs/s42b/checkpoints/step-12").is_dir()
+    assert not (place.path / "runs").exists()
+
+
+def test_a_job_with_a_working_directory_has_its_run_where_the_fleet_looks(
+    place: FleetPlace,
+) -> None:
+    inside = place.path / "inside"
+    inside.mkdir()
+    (place.path / "squares.txt").rename(inside / "squares.txt")
+    place.write(FLEET.replace("{run: run.yaml,", "{run: run.yaml, cwd: inside,"))
+    code, output = place.run("up", "fleet.yaml", "--only", "0")
+    assert code == 0, output
+    code, output = place.run("status", "seeds")
+    assert " 12 " in output
+    assert (place.path / "runs/s42a").is_dir()
+
+
+def test_paths_of_a_run_that_begin_elsewhere_are_told_before_the_start(place: FleetPlace) -> None:
+    project = place.path / "project"
+    project.mkdir()
+    for name in ("run.yaml", "fleet.yaml", "squares.txt"):
+        (place.path / name).rename(project / name)
+    code, output = place.run("up", "project/fleet.yaml")
+    assert code == 2
+    assert f"squares.txt is in {project}, and relative paths begin in {place.path}" in output
+    assert not (place.path / "fleets").exists()
+
+
 def test_a_quick_test_has_folders_of_its_own(place: FleetPlace) -> None:
     code, output = place.run("up", "fleet.yaml", "--only", "0", "--max-steps", "2")
     assert code == 0, output

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,9 +158,10 @@ def resume(name: str, only: str | None, wait: bool, detach: bool) -> int:
     from instar.fleet.folder import find, reopen
 
     started = reopen(find(name))
-    made, _ = planned(started.loaded, started.gpus)
-    _check_detach(made.spec.engine, detach)
-    return _run(started, _chosen(only, len(made.instances)), wait, detach)
+    with chdir(started.cwd):
+        made, _ = planned(started.loaded, started.gpus)
+        _check_detach(made.spec.engine, detach)
+        return _run(started, _chosen(only, len(made.instances)), wait, detach)
 
 
 @fleet.command(hidden=True)
@@ -390,7 +392,8 @@ def _summarize(started: FleetFolder, code: int) -> None:
     if view.best is not None:
         _say(view.best.text)
     if code:
-        _say(f"next: instar fleet resume {started.path.name}")
+        name = started.path if started.path.is_absolute() else started.path.name
+        _say(f"next: instar fleet resume {shlex.quote(str(name))}")
 
 
 def _chosen(only: str | None, count: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from instar.config.document import KeyPath, dotted
 from instar.config.errors import ConfigError, ConfigProblem, nearest
+from instar.config.schema import RunConfig
 from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.nodes import program_path
 from instar.fleet.plan import (
@@ -29,6 +30,7 @@ from instar.fleet.plan import (
 )
 from instar.fleet.search.checks import extremes, run_problems, search_problems
 from instar.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
+from instar.record.start_folder import misplaced
 
 _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
@@ -321,10 +323,13 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
         path: KeyPath = ("jobs", name, "run")
         file = str(resolve_beside(loaded, path, str(job.run)))
         try:
-            config = load(file, import_task=False).config
+            read = load(file, import_task=False)
         except ConfigError as error:
             yield from error.problems
             continue
+        config = read.config
+        if job.cwd is None and not _has_data(config):
+            yield from misplaced(read)
         root = plain_root_of(config.task)
         if search is not None:
             yield from run_problems(loaded, search, config)
@@ -354,6 +359,11 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
                 if search is None:
                     break
         yield from reported.values()
+
+
+def _has_data(config: RunConfig) -> bool:
+    path = getattr(config.data, "path", None)
+    return isinstance(path, str) and Path(path).exists()
 
 
 def _processes(spec: FleetSpec) -> Iterator[tuple[KeyPath, Process]]:

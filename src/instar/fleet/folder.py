@@ -107,7 +107,7 @@ def create(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
             if job.run is not None:
                 file = resolve_beside(loaded, ("jobs", name, "run"), job.run)
                 _check_run_trusted(file)
-                configs[name] = str(path / "configs" / f"{name}.yaml")
+                configs[name] = _copy_of(path, name)
                 copyfile(file, configs[name])
         kept = _Kept(
             FORMAT,
@@ -154,11 +154,32 @@ def reopen(path: Path) -> FleetFolder:
     file = path / _FILE
     check_own(path)
     whole = SourceLocation(str(file))
-    loaded = LoadedFleet(spec, (Document(kept.spec, {(): (whole, whole)}),))
-    cwd = Path(kept.cwd)
+    cwd = _cwd_of(path, kept)
     if cwd != Path.cwd():
         path = path.absolute()
-    return FleetFolder(path, loaded, kept.configs, kept.gpus, cwd)
+    # what was copied is run, and so it is what is checked
+    configs = {name: _copy_of(path, name) for name, job in spec.jobs.items() if job.run is not None}
+    jobs = {
+        name: job.model_copy(update={"run": configs[name]}) if name in configs else job
+        for name, job in spec.jobs.items()
+    }
+    spec = spec.model_copy(update={"jobs": jobs})
+    loaded = LoadedFleet(spec, (Document(kept.spec, {(): (whole, whole)}),))
+    return FleetFolder(path, loaded, configs, kept.gpus, cwd)
+
+
+def _copy_of(path: Path, job: str) -> str:
+    """Return the copy of a job's run config in a fleet's folder, which its process finds from any folder."""
+    return str((path / "configs" / f"{job}.yaml").absolute())
+
+
+def _cwd_of(path: Path, kept: _Kept) -> Path:
+    """Return the folder in which a fleet's relative paths begin: where it was started, wherever that is now."""
+    recorded = Path(kept.cwd)
+    with suppress(OSError):
+        if (recorded / FLEETS / path.name).samefile(path):
+            return recorded
+    return path.absolute().parent.parent  # the project was moved or copied
 
 
 def check_own(path: Path) -> None:
@@ -200,7 +221,7 @@ def describe(path: Path) -> tuple[FleetSpec, Path]:
         ConfigError: the file is damaged.
     """
     kept, spec = _read(path)
-    return spec, Path(kept.cwd)
+    return spec, _cwd_of(path, kept)
 
 
 def _read(path: Path) -> tuple[_Kept, FleetSpec]:

@@ -380,7 +380,8 @@ class InstanceRunner:
 
     def _variables(self, name: str, node_rank: int = 0) -> dict[str, Any]:
         own: dict[str, Any] = {f"ports.{p}": n for p, (n, _) in self.lease.ports[name].items()}
-        nodes = self.around.plan.spec.processes[name].resources.nodes
+        process = self.around.plan.spec.processes[name]
+        nodes = process.resources.nodes
         if nodes > 1 and self.around.nodes is not None:
             values = (nodes, node_rank, self.around.nodes.address, own[f"ports.{MASTER}"])
             own |= zip(NODE_VARIABLES, values, strict=True)
@@ -390,6 +391,8 @@ class InstanceRunner:
             **own,
             "gpus": self.lease.visible_gpus(name),
             "attempt": self.attempts.get(name, 1),
+            # a process of another working directory finds it too
+            **({"output_dir": self.instance.output_dir.absolute()} if process.cwd else {}),
         }
 
     def _cwd(self, process: Process, variables: Mapping[str, Any]) -> Path:

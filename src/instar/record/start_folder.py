@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from instar.config.errors import InstarError
+from instar.config.errors import ConfigError, ConfigProblem, InstarError, SourceLocation
 from instar.config.fields import values
 from instar.config.files import read_regular
-from instar.config.load import load
+from instar.config.load import Loaded, load
+from instar.config.origins import place_of
 from instar.record.atomic import replace_file
 from instar.record.rundir import RunDir
 
@@ -25,6 +27,8 @@ _PATHS = (
     *("data.path", "data.source", "data.val_source", "data.tokenizer", "data.chat_template"),
     *("data.val", "data.test", "schedule", "model.from"),
 )
+_NO_PATHS = ("stdlib", "byte", "char", "bpe")
+"""sources and tokenizers that are no files"""
 
 
 class StartFolder(msgspec.Struct, frozen=True):
@@ -35,11 +39,24 @@ class StartFolder(msgspec.Struct, frozen=True):
     data_path: str | None = None
 
 
-def note_start(run: RunDir) -> None:
-    """Record the current folder, unless one is recorded. A folder that cannot be written is left alone."""
+def note_start(run: RunDir, folder: Path | None = None, before: StartFolder | None = None) -> None:
+    """Record the folder in which a run's relative paths begin, the current one by default, unless one is
+    recorded. A folder that cannot be written is left alone.
+
+    Args:
+        before: of the run that it goes on from, whose data are used too.
+    """
     if not (run.path / START_FILE).exists():
-        here = Path.cwd()
-        _write(run, StartFolder(str(here), os.path.relpath(here, run.path)))
+        folder = (folder or Path()).absolute()
+        data_path = before.data_path if before else None
+        _write(run, StartFolder(str(folder), os.path.relpath(folder, run.path), data_path))
+
+
+def note_branch(trunk: RunDir, branch: RunDir) -> None:
+    """Record in the folder of a branch, which will lie beside its trunk's, where the trunk was started."""
+    known = read_start(trunk)
+    if known is not None:
+        _write(branch, known)
 
 
 def remember_data(run: RunDir, path: str) -> None:
@@ -71,7 +88,7 @@ def base_of(run: RunDir, paths: Mapping[str, Any]) -> Path:
     recorded = Path(known.folder)
 
     def count(place: Path) -> int:
-        return sum(_is_there(place / mark) for mark in marks)
+        return sum(_leads(place, mark) for mark in marks)
 
     # a copy of a project has files of its own, and never takes those of the original
     start = beside if count(beside) else recorded
@@ -86,6 +103,39 @@ def absolute(overrides: Sequence[str]) -> tuple[str, ...]:
         is_path = equals and key.strip() in _PATHS and _is_there(Path(value))
         found.append(f"{key}={Path(value).absolute()}" if is_path else text)
     return tuple(found)
+
+
+def misplaced(loaded: Loaded) -> Iterator[ConfigProblem]:
+    """Yield the paths of a config that lead nowhere from the current folder, where they begin, and somewhere
+    from the folder of the file that they are written in, or from that where its run was started."""
+    known = values(loaded.config)
+    for key in _PATHS:
+        for text in _relative([known.get(key)]):
+            place = place_of(loaded.places, key)
+            if not isinstance(place, SourceLocation) or text in _NO_PATHS or _leads(Path(), text):
+                continue
+            file = Path(os.path.normpath(Path(place.source).absolute()))
+            start = read_start(RunDir(file.parent))
+            folders = [Path(start.folder)] if start else []
+            for folder in (file.parent, *folders):
+                if file.is_file() and _leads(folder, text):
+                    message = f"{text} is in {folder}, and relative paths begin in {Path.cwd()}"
+                    yield loaded.problem(key, message, "call the command there")
+                    break
+
+
+def explained(loaded: Loaded, error: ConfigError) -> ConfigError:
+    """Return an error about the paths of a config, of which those that lead somewhere from another folder
+    are told with it."""
+    known = {problem.key: problem for problem in misplaced(loaded)}
+    return ConfigError(*(known.get(problem.key, problem) for problem in error.problems))
+
+
+def _leads(folder: Path, text: str) -> bool:
+    """Whether a path or a pattern leads somewhere from a folder."""
+    if glob.has_magic(text) and not _is_there(folder / text):
+        return any(glob.iglob(text, root_dir=folder, recursive=True))  # noqa: PTH207
+    return _is_there(folder / text)
 
 
 def _is_there(path: Path) -> bool:
@@ -113,7 +163,7 @@ def _write(run: RunDir, start: StartFolder) -> None:
 
 
 def begun_in(
-    run: RunDir, overrides: Sequence[str], say: Callable[[str], None]
+    run: RunDir, overrides: Sequence[str], say: Callable[[str], None] = lambda _: None
 ) -> tuple[RunDir, Path, tuple[str, ...]]:
     """Return a run, the folder in which its relative paths begin, and `--set` texts that hold there.
 

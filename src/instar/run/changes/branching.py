@@ -24,6 +24,7 @@ from instar.record import atomic
 from instar.record.events import Branched, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
+from instar.record.start_folder import note_branch
 from instar.run.lifecycle.load import load_config
 from instar.run.loop.checkpointing import snapshot
 from instar.run.loop.components import Components
@@ -78,6 +79,7 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
             with raise_on_all_ranks(world, "publishing the branch"):
                 if world.is_main:
                     _fill(RunDir(root), trunk.name, branch, first.name, parts, change)
+                    note_branch(RunDir(trunk), RunDir(root))
                     publishing.close()
     except atomic.WriteError as error:
         raise CheckpointError(str(error)) from error

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
 from instar.record.rundir import RunDir
+from instar.record.start_folder import begun_in, note_start, read_start
 from instar.run.changes.live_growth import probe, probe_samples
 from instar.run.lifecycle.resume import began_with
 from instar.run.loop.gradient_stats import dead_ranks
@@ -134,7 +135,10 @@ def grow(
             f"{source.path}: not in the folder of a run, whose {run.config.name} says from which "
             "seed new values are drawn"
         )
-    config = _with_task(run, source.manifest)
+    source = replace(source, path=source.path.absolute())
+    _, base, moved = begun_in(run, ())
+    with chdir(base):
+        config = _with_task(run, source.manifest)
     try:
         history = history_from_json(source.manifest.history)
     except ValueError as error:
@@ -147,6 +151,7 @@ def grow(
     ):
         new_run = RunDir(temporary)
         new_run.await_start()
+        note_start(new_run, base, read_start(run))
         for file in (
             run.config,
             *(run.path / name for name in (TOKENIZER_FILE, END_FILE, *COMPANIONS)),
@@ -161,12 +166,12 @@ def grow(
             if config.task in (LANGUAGE, CAUSAL_LM):
                 proof, checked_on = _prove_on_tokens(source.path, made, expected), "random tokens"
             else:
-                task = _task_of(run)
-                tasks = [
-                    task.at(each.architecture, each.settings.context)
-                    for each in (state, result.state)
-                ]
-                with _code_of(config.task):
+                with chdir(base), _code_of(config.task):
+                    task = _task_of(run, moved)
+                    tasks = [
+                        task.at(each.architecture, each.settings.context)
+                        for each in (state, result.state)
+                    ]
                     proof = _prove_on_samples(tasks, model.build, source, load(made), expected)
                 checked_on = "held-out samples"
             check_proof(proof, result.stages, out, checked_on)
@@ -190,9 +195,9 @@ def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
     return from_values(root_of(now.task), manifest.config) if manifest.config else now
 
 
-def _task_of(run: RunDir) -> Task:
+def _task_of(run: RunDir, overrides: Sequence[str]) -> Task:
     """Return the run's task with its data, to compare models on held-out samples."""
-    loaded = load_config(str(run.config), checks=())
+    loaded = load_config(str(run.config), overrides, checks=())
     return spec_class(loaded.config.task).open(loaded, 1).task(loaded.config)
 
 

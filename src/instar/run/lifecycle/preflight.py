@@ -24,6 +24,7 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
+from instar.record.start_folder import explained
 from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing
 from instar.schedule.branches import BRANCH, branch_of, folder_of
@@ -97,7 +98,10 @@ def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) ->
     """
     config = loaded.config
     _check_place(loaded, world_size)
-    spec_class(config.task).prepare(loaded, world_size, say)
+    try:
+        spec_class(config.task).prepare(loaded, world_size, say)
+    except ConfigError as error:
+        raise explained(loaded, error) from error
 
 
 def preflight(
