@@ -104,3 +104,57 @@ def test_eval_context_set_at_a_resume_makes_them_begin_anew(typed: Typed, place:
     typed("resume", "run", "--until", "4it", "--set", "eval.context=8")
     (anew,) = events(place / "run", "begins_anew")
     assert anew["reasons"] == ["tokens per sample 16 → 8"]
+
+
+def _trained(typed: Typed, name: str, *settings: str) -> None:
+    words = [
+        word for text in (f"record.run_dir=runs/{name}", *settings) for word in ("--set", text)
+    ]
+    typed("train", "tiny.yaml", "--until", "2it", *words)
+
+
+def test_runs_are_compared_by_what_they_were_evaluated_on_not_by_keys(
+    typed: Typed, place: Path
+) -> None:
+    """The same text under another name is comparable; another number of samples, which no key of the data says,
+    is not, and is named."""
+    _trained(typed, "a")
+    (place / "copy.txt").write_bytes((place / "squares.txt").read_bytes())
+    _trained(typed, "renamed", "data.source=copy.txt", "data.path=other")
+    _trained(typed, "fewer", "eval.eval_iters=1")
+    compared = json.loads(typed("logs", "compare", "runs/a", "runs/renamed", "--json"))
+    assert compared["warnings"] == [
+        "the runs differ in data.source: their training losses, which are measured on different data, are "
+        "not comparable"
+    ]
+    differs = "are not comparable with those of a: evaluated samples 44 → 4"
+    compared = json.loads(typed("logs", "compare", "runs/a", "runs/fewer", "--json"))
+    assert compared["warnings"] == [f"held-out losses of fewer {differs}"]
+    assert differs in typed("logs", "compare", "runs/a", "runs/fewer", "--at-loss", "4", code=2)
+    typed("logs", "compare", "runs/a", "runs/renamed", "--at-loss", "4")
+    listed = typed("logs", "list", "runs")
+    assert f"held-out values of fewer {differs}" in listed
+    assert "renamed are" not in listed
+    line = typed("logs", "list", "runs", "--json").splitlines()[0]
+    bases = {row["id"]: row["basis"] for row in json.loads(line)}
+    assert bases["a"] == bases["renamed"] != bases["fewer"]
+    (state,) = (place / "runs" / "fewer" / "checkpoints").glob("step-2/state.json")
+    state.write_text("damaged")
+    assert typed("logs", "compare", "runs/a", "runs/fewer").startswith("val/loss"), (
+        "no basis, no claim"
+    )
+
+
+@pytest.mark.usefixtures("place")
+def test_seeds_of_a_group_are_compared_with_the_same_seeds_of_another(typed: Typed) -> None:
+    for seed in (1, 2):
+        for name, rate, iters in (("slow", 1e-4, 2), ("fast", 1e-3, 2), ("few", 1e-4, 1)):
+            settings = (f"seed={seed}", f"optimizer.lr={rate}", f"eval.eval_iters={iters}")
+            _trained(typed, f"{name}{seed}", *settings)
+    words = ("logs", "compare", "runs/slow*", "--by", "seed", "--json")
+    same = json.loads(typed(*words, "runs/fast*").splitlines()[-1])
+    assert [len(arm["runs"]) for arm in same["arms"]] == [2, 2]
+    assert same["warnings"] == []
+    (told,) = json.loads(typed(*words, "runs/few*").splitlines()[-1])["warnings"]
+    expected = "few1, few2 are not comparable with those of slow1: evaluated samples 8 → 4"
+    assert expected in told

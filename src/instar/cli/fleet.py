@@ -389,8 +389,8 @@ def _summarize(started: FleetFolder, code: int) -> None:
 
     view = FleetReader(started.path).read(runs=False)
     _say(title(view))
-    if view.best is not None:
-        _say(view.best.text)
+    for text in view.best_lines:
+        _say(text)
     if code:
         name = started.path if started.path.is_absolute() else started.path.name
         _say(f"next: instar fleet resume {shlex.quote(str(name))}")
@@ -438,8 +438,8 @@ def _print_view(view: FleetView) -> None:
     print_table(HEADERS, rows, right=RIGHT, optional=OPTIONAL)
     for mean in view.means:
         click.echo(mean.text)
-    if view.best is not None:
-        click.echo(view.best.text)
+    for text in view.best_lines:
+        click.echo(text)
 
 
 def _watch(reader: FleetReader) -> int:

@@ -94,7 +94,7 @@ def list_(
 
     A DIR may also be a run, a name, or a pattern.
     """
-    from instar.logs.query.runs import faults, list_runs, runs_of, to_json
+    from instar.logs.query.runs import faults, list_runs, notes, runs_of, to_json
 
     runs = runs_of(folders, OUT_DIR)
     rows = list_runs(runs, state=state, name=name, tag=tag, archived=archived, last=last)
@@ -104,8 +104,8 @@ def list_(
         _print_rows(rows)
     else:
         deliver(_rows_as_text(rows, form), output, open_it=open_it)
-    for fault in faults(rows):
-        click.echo(fault, err=True)
+    for text in (*notes(rows), *faults(rows)):
+        click.echo(text, err=True)
 
 
 def _print_rows(rows: list[Row]) -> None:

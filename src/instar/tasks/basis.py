@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from instar.config.fields import values
 from instar.config.schema import FeedConfig, RunConfig, SamplesConfig
-from instar.data.source import Source
-from instar.tasks.task import Task
+
+if TYPE_CHECKING:
+    from instar.data.source import Source
+    from instar.tasks.task import Task
 
 Basis = Mapping[str, str]
 """What a metric depends on, by name."""
 
 SAMPLES = "held-out samples"
+_CHOICE = "seed of their choice"
 _HEADS = "model.heads"
 """The losses of a graph network, with their weights."""
 
@@ -40,7 +44,7 @@ def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = 
         SAMPLES: source.fingerprint,
         "tokens per sample": f"{task.held_out_context:,}",
         "evaluated samples": f"{limit if drawn else total:,}",
-        "seed of their choice": f"{config.data_seed}" if drawn else "",
+        _CHOICE: f"{config.data_seed}" if drawn else "",
         "tokenizer": task.spec.fingerprints.get("tokenizer", ""),
         "vocabulary": f"{task.architecture.sizes().get('vocab', 0):,}",
     }
@@ -57,12 +61,17 @@ def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
     told = tuple(
         f"{name} {before.get(name) or '-'} → {after.get(name) or '-'}"
         for name in changed
-        if name not in (SAMPLES, "tokenizer", "seed of their choice" if len(changed) > 1 else "")
+        if name not in (SAMPLES, "tokenizer", _CHOICE if len(changed) > 1 else "")
     )
     if "tokenizer" in changed:
         return (*told, "another tokenizer")
     # another length makes other samples of the same text
     return told or tuple(f"other {name}" for name in changed)
+
+
+def without_seed(basis: Basis) -> Basis:
+    """Return a basis without what a seed may decide."""
+    return {name: value for name, value in basis.items() if name not in (SAMPLES, _CHOICE)}
 
 
 def digest(basis: Basis) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from instar.config.errors import ConfigError, InstarError
@@ -17,6 +17,7 @@ from instar.fleet.plan import Instance, instances_of
 from instar.fleet.spec import Search
 from instar.fleet.state import FleetStatus, fold, read_events
 from instar.fleet.view.rows import FleetView, fleet_view, group_name
+from instar.logs.query.basis import notes_on_bases, recorded_basis
 from instar.logs.query.progress import ProgressReader, RunProgress
 from instar.record.rundir import RunDir
 
@@ -44,6 +45,9 @@ class FleetReader:
     _base: Path = Path()
     _runs: dict[int, ProgressReader] = field(default_factory=dict)
     _arrays: slurm.SlurmArrays | None = None
+    _compared: tuple[int, ...] = ()
+    """the best trial and the others, when it was last seen which of them can be compared"""
+    _differing: tuple[str, ...] = ()
 
     def read(self, *, runs: bool = True) -> FleetView:
         """Return the state of now.
@@ -59,7 +63,7 @@ class FleetReader:
         if (stamp := stamp_of(self.folder, "state")) != self._stamp:
             self._check(stamp)
             self.found, self._stamp = fold(read_events(self.folder)), stamp
-        return fleet_view(
+        view = fleet_view(
             self.folder.name,
             self.found,
             pid,
@@ -69,6 +73,9 @@ class FleetReader:
             self.search,
             self._hosts(),
         )
+        if view.best is None:
+            return view
+        return replace(view, best=replace(view.best, notes=self._notes(view.best.instance)))
 
     def _read_file(self) -> None:
         stamp = stamp_of(self.folder, "fleet.json")
@@ -103,6 +110,30 @@ class FleetReader:
             if run is not None and (progress := self._runs[index].read()) is not None:
                 found[index] = progress
         return found
+
+    def notes(self, best: int) -> list[str]:
+        """Return which trials that have succeeded were not evaluated on what the best one was."""
+        ended = self.found.instances.items()
+        others = [n for n, each in ended if each.phase == "succeeded" and n != best]
+        trials = [self.planned[n] for n in (best, *others) if n in self.planned]
+        return notes_on_bases(
+            {each.run_name: recorded_basis(self._as_written(each)) for each in trials}
+        )
+
+    def _notes(self, best: int) -> tuple[str, ...]:
+        """Return which trials that have succeeded were not evaluated on what the best one was."""
+        states = self.found.instances.items()
+        others = {n for n, each in states if each.phase == "succeeded"} - {best}
+        trials = (best, *sorted(others))
+        if self._compared != trials:
+            bases = {}
+            for index in trials:
+                trial = self.planned.get(index)
+                run = trial and (self.run_of or self._as_written)(trial)
+                if trial and run:
+                    bases[trial.run_name] = recorded_basis(run)
+            self._compared, self._differing = trials, tuple(notes_on_bases(bases))
+        return self._differing
 
     def _as_written(self, instance: Instance) -> RunDir:
         return RunDir(self._base / instance.output_dir)

@@ -80,6 +80,11 @@ class FleetView:
     """of a search"""
 
     @property
+    def best_lines(self) -> tuple[str, ...]:
+        """The best trial, and which others cannot be compared with it; empty if there is none."""
+        return (self.best.text, *self.best.notes) if self.best else ()
+
+    @property
     def counts(self) -> Mapping[str, int]:
         """Number of instances in each state."""
         return Counter(each.state for each in self.instances)
@@ -122,6 +127,8 @@ class BestTrial:
     metric: str
     value: float
     values: Mapping[str, Scalar]
+    notes: tuple[str, ...] = ()
+    """which other trials cannot be compared with it"""
 
     @property
     def text(self) -> str:

@@ -123,7 +123,7 @@ class FleetCatalog:
         keys = {each.index: self._key(each.output_dir) for each in view.instances}
         keys = {index: key for index, key in keys.items() if key in runs}
         best = view.best and {
-            "text": _text(view.best.text),
+            "text": _text("; ".join(view.best_lines)),
             "run": keys.get(view.best.instance, ""),
         }
         data: dict[str, Any] = to_words(

@@ -23,7 +23,8 @@ from instar.logs.query.alignment import (
     saving,
     values_at,
 )
-from instar.logs.query.groups import RunGroup, check_same_data, warnings_on_data
+from instar.logs.query.basis import comparability
+from instar.logs.query.groups import SAME_DATA, RunGroup, check_same_data, warnings_on_data
 from instar.logs.read.record import ALIASES, RunRecord, unknown_metric
 from instar.record.events import BeginsAnew, RunStarted, to_words
 
@@ -134,8 +135,13 @@ def compare(
             raise unknown_metric(name, tuple(known), where)
     configs = [config for group in groups for config in group.configs]
     anew = tuple(text for record in records if (text := _anew(record)))
+    evaluations = comparability(groups)
+    held_out = not evaluations.is_known
     if target is not None:
-        check_same_data(configs, goal)
+        if goal.startswith("val/") and evaluations.differing:
+            raise ConfigError.one(evaluations.differing[0], where="--at-loss", hint=SAME_DATA)
+        if held_out or not goal.startswith("val/"):
+            check_same_data(configs, goal)
         if anew and goal.startswith("val/"):
             raise ConfigError.one(anew[0], where="--at-loss", hint="leave --at-loss out")
     all_runs = [run for group in curves for run in group]
@@ -155,7 +161,7 @@ def compare(
             for name in names
         },
         config=differing([group.config() or None for group in groups]),
-        warnings=(*warnings_on_data(configs), *anew),
+        warnings=(*evaluations.differing, *warnings_on_data(configs, held_out=held_out), *anew),
         to_loss=None if target is None else _to_loss(groups, curves, goal, target),
     )
 

@@ -245,19 +245,26 @@ options of generated data are in a section named after their source"""
 _ALWAYS = ("task", "data.val_source", "data.tokenizer")
 
 
+SAME_DATA = "compare runs on the same data and tokenizer, or leave --at-loss out"
+
+
 def check_same_data(configs: Sequence[Config], metric: str) -> None:
     """Raises ConfigError unless the metric is measured on the same data and tokens in all runs."""
     if keys := _differing(configs, held_out=metric.startswith("val/")):
         raise ConfigError.one(
             f"the runs differ in {', '.join(keys)}: {metric} is measured on different data or tokens",
             where="--at-loss",
-            hint="compare runs on the same data and tokenizer, or leave --at-loss out",
+            hint=SAME_DATA,
         )
 
 
-def warnings_on_data(configs: Sequence[Config]) -> tuple[str, ...]:
-    """Returns one line if the losses of the runs are not comparable, else nothing."""
-    if keys := _differing(configs, held_out=True):
+def warnings_on_data(configs: Sequence[Config], *, held_out: bool = True) -> tuple[str, ...]:
+    """Returns one line if the losses of the runs are not comparable according to their configs, else nothing.
+
+    Args:
+        held_out: also those on held-out data, of which no basis is recorded.
+    """
+    if held_out and (keys := _differing(configs, held_out=True)):
         what = "losses, which are measured on different data or tokens, are not comparable"
     elif keys := _differing(configs, held_out=False):
         what = "training losses, which are measured on different data, are not comparable"

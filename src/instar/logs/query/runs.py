@@ -6,13 +6,14 @@ import glob
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
+from instar.logs.query.basis import notes_on_bases, recorded_basis
 from instar.logs.query.family import branched
 from instar.logs.query.labels import NONE, RunLabels, labels_of
 from instar.logs.query.state import STATES, RunStatus, run_status
@@ -20,6 +21,7 @@ from instar.logs.read.summary_cache import CachedSummary, cached_summary
 from instar.record.events import to_words
 from instar.record.progress import tracked
 from instar.record.rundir import RunDir, runs_in
+from instar.tasks.basis import Basis, digest
 
 _LATEST = "latest"
 
@@ -121,6 +123,8 @@ class Row:
     summary: CachedSummary
     status: RunStatus
     labels: RunLabels = NONE
+    basis: Basis = field(default_factory=dict)
+    """what its last evaluation was made on; empty if nothing is recorded"""
 
     @property
     def reason(self) -> str:
@@ -149,10 +153,11 @@ def to_json(row: Row) -> dict[str, Any]:
         "tags": row.labels.tags,
         "note": row.labels.note,
         "archived": row.labels.archived,
+        "basis": digest(row.basis),
     }
     if (first := branched(summary)) is not None:
         fixed["branch_of"] = {"run": first.parent, "step": first.step, "name": first.name}
-    names = [field.name for field in fields(summary) if field.name not in _INNER]
+    names = [each.name for each in fields(summary) if each.name not in _INNER]
     as_json: dict[str, Any] = to_words(fixed | {name: getattr(summary, name) for name in names})
     return as_json
 
@@ -212,6 +217,11 @@ def faults(rows: Sequence[Row]) -> Iterator[str]:
     return (row.summary.fault for row in rows if row.summary.fault)
 
 
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Returns which best values of a list cannot be compared with the first one."""
+    return notes_on_bases({row.summary.run.path.name: row.basis for row in rows})
+
+
 def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
     """Reads many runs in threads if they wait for the disk; others would only take turns."""
     first, rest = runs[:FEW], runs[FEW:]
@@ -233,7 +243,8 @@ def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
 
 def _row(run: RunDir, labels: RunLabels) -> Row:
     summary = cached_summary(run)
-    return Row(summary, run_status(run, summary.events, summary.seen or 0.0), labels)
+    status = run_status(run, summary.events, summary.seen or 0.0)
+    return Row(summary, status, labels, {} if summary.best is None else recorded_basis(run))
 
 
 def _matches(run: RunDir, name: str) -> bool:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from instar.config.errors import shortened
 from instar.config.fields import differing
 from instar.config.origins import plain
+from instar.logs.query.basis import comparability
 from instar.logs.query.config import config_values
-from instar.logs.query.groups import short_values, warnings_on_data
+from instar.logs.query.groups import RunGroup, short_values, warnings_on_data
 from instar.logs.query.labels import labels_of
 from instar.logs.query.stages import stages
 from instar.logs.query.summary import Summary, summarize
@@ -44,7 +45,16 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
     """Returns warnings if losses are not comparable, a table with a row for each run, and the keys in
     which the configs differ."""
     configs, faults = config_values([record.run for record in records])
-    warnings = [("Warning:", None, text) for text in warnings_on_data(configs)]
+    groups = [
+        RunGroup(record.run.path.name, (record.run,), (config,))
+        for record, config in zip(records, configs, strict=True)
+    ]
+    evaluations = comparability(groups)
+    texts = [
+        *evaluations.differing,
+        *warnings_on_data(configs, held_out=not evaluations.is_known),
+    ]
+    warnings = [("Warning:", None, text) for text in texts]
     differences = list[list[Cell]]()
     for key, values in differing([each or None for each in configs]).items():
         whole = [plain(each[key]) if key in each else "" for each in configs]
