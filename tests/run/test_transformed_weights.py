@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import ways
 from forks import INSTAR, Forks
 
 from instar.config.errors import ConfigError
+from instar.config.language import DataConfig
 from instar.config.schema import SamplesConfig
 from instar.data.arrays import InMemorySource
 from instar.data.source import WeightedSource
 from instar.data.targets import TokenTargets
+from instar.data.text.dataset import open_data, prepare_data, unread_targets
+from instar.data.text.tokenizer import train_bpe
 from instar.data.user_sets import sample_set
 from instar.run.loop.gradient_stats import part_of
 from instar.tasks.graph_spec import NodeCounts
@@ -51,13 +55,16 @@ device: cpu
 
 
 @pytest.fixture(scope="module")
-def steps(
-    tmp_path_factory: pytest.TempPathFactory, forks: Forks
-) -> Callable[..., list[dict[str, Any]]]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("masked")
     (place / "text.txt").write_text("".join(f"{n} squared is {n * n}\n" for n in range(400)))
     (place / "masks.py").write_text(TRANSFORMS)
     (place / "run.yaml").write_text(CONFIG)
+    return place
+
+
+@pytest.fixture(scope="module")
+def steps(place: Path, forks: Forks) -> Callable[..., list[dict[str, Any]]]:
     numbers = iter(range(99))
 
     def trained(*arguments: str) -> list[dict[str, Any]]:
@@ -85,6 +92,28 @@ def test_loss_and_tokens_are_those_of_the_targets_that_are_left(
     (whole, *_) = steps("--set", "data.transform=null", "--until", "1it")
     assert whole["tokens"] == 64
     assert 0.5 < half[0]["grad_norm"] / whole["grad_norm"] < 2
+
+
+def test_the_forecast_counts_the_targets_that_a_run_trains_on(
+    place: Path, steps: Callable[..., list[dict[str, Any]]], forks: Forks
+) -> None:
+    def forecast(*arguments: str) -> dict[str, Any]:
+        words = ["train", "run.yaml", "--dry-run", "--json", *arguments]
+        child = forks.start(INSTAR, words, place=place)
+        assert child.finish() == 0, child.output()
+        told = child.output()
+        return json.loads(told[told.index("{") :])
+
+    unread = forecast("--set", "data.path=not-prepared")
+    assert unread["weight_remark"].startswith("an upper bound: data.transform may leave fewer")
+    trained, half, budget = steps(), forecast(), ("--until", "150tok")
+    assert half["early"]["tokens"] == trained[-1]["tokens"] == unread["early"]["tokens"] // 2
+    assert "targets that data.transform leaves in 256 of the 463" in half["weight_remark"]
+    # ends of tokens, too
+    assert forecast(*budget)["early"]["steps"] == len(steps(*budget)) == 5
+    most = forecast("--set", "data.transform=masks:most", "--until", "50ep")
+    trained = steps("--set", "data.transform=masks:most", "--until", "50ep")
+    assert abs(most["early"]["tokens"] / trained[-1]["tokens"] - 1) < 0.2
 
 
 def test_ranks_agree_on_what_a_step_weighs(steps: Callable[..., list[dict[str, Any]]]) -> None:
@@ -117,6 +146,46 @@ def test_a_step_weighs_the_targets_of_its_samples(tmp_path: Path, kind: str, way
         counted = sum(int((part != -1).sum()) for part in targets)
         _, weight, _ = ways.told(batches)
         assert weight == counted
+
+
+@pytest.mark.parametrize("kind", [*ways.KINDS])
+def test_the_mean_targets_of_a_sample_are_those_of_an_epoch_or_said_to_be_a_bound(
+    tmp_path: Path, kind: str
+) -> None:
+    data = ways.config(ways.make_rows(tmp_path), kind, path=str(tmp_path / "set"))
+    prepare_data(data, 1)
+    opened, context = open_data(data, 1), ways.CONTEXT
+    count = opened.targets(context)
+    if opened.train_samples(context) is None:
+        bound = data.packing is False
+        assert (count.mean, "an upper bound" in count.remark) == (context, bound)
+        masked = replace(opened, data=data.model_copy(update={"transform": "feeds:masked"}))
+        assert masked.targets(context).remark.startswith("an upper bound: data.transform")
+        return
+    source, order = opened.train(context, 1)
+    every = source.read(order.indices(0, 0, order.samples_per_epoch))
+    mean = np.count_nonzero(every["targets"] != -1) / order.samples_per_epoch
+    assert abs(count.mean / mean - 1) < (0.12 if data.transform else 0.05 if data.mixture else 0.02)
+
+
+def test_of_conversations_the_assistant_s_tokens_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(train_bpe(["user assistant: a b c"], 260).to_json())
+    turns = [{"role": role, "content": f"{role} a b c"} for role in ("user", "assistant")]
+    rows = [json.dumps({"messages": turns * (1 + number % 3)}) for number in range(30)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    data = DataConfig(
+        kind="chat",
+        source=str(tmp_path / "chats.jsonl"),
+        path=str(tmp_path / "set"),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        packing=False,
+    )
+    prepare_data(data, 1)
+    opened = open_data(data, 1)
+    source, _ = opened.train(64, 1)
+    targets = source.read(np.arange(len(source)))["targets"]
+    assert opened.targets(64).mean == np.count_nonzero(targets != -1) / len(source) < 64
+    assert "only the assistant's tokens" in unread_targets(data, 64).remark
 
 
 def test_a_part_of_a_step_weighs_what_its_samples_do(tmp_path: Path) -> None:

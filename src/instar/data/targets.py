@@ -1,8 +1,8 @@
-"""The targets of text samples that a transform has changed: checked, and counted."""
+"""The targets of text samples: those that a transform has changed are checked; counted before a run begins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.data.columns import Columns
-from instar.data.source import IGNORED
+from instar.data.source import IGNORED, Source, TokenWindows, measure_of
+
+_COUNTED = 1 << 20
+_READ, _AT_ONCE = 256, 16
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,44 @@ class TokenTargets:
         """Return the targets of each sample, [samples]."""
         counts: NDArray[np.intp] = np.count_nonzero(columns["targets"] != IGNORED, axis=1)
         return counts.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class TargetCount:
+    """The mean number of targets of a training sample, and what is to be said of that number."""
+
+    mean: float
+    remark: str = ""
+
+
+def count_targets(source: Source, context: int) -> TargetCount:
+    """Return the targets of a source's samples: counted, or, where a transform decides, of samples that are read.
+
+    Raises what reading a sample raises.
+    """
+    measure, size = measure_of(source), len(source)
+    if measure is None:
+        if isinstance(source, TokenWindows):
+            return TargetCount(context)
+        numbers = np.linspace(0, size - 1, min(size, _COUNTED)).astype(np.int64)
+        return TargetCount(source.weights(numbers) / numbers.size)
+    numbers = np.linspace(0, size - 1, min(size, _READ)).astype(np.int64)
+    batches = (numbers[begin : begin + _AT_ONCE] for begin in range(0, numbers.size, _AT_ONCE))
+    total = sum(float(measure.weights(source.read(batch)).sum()) for batch in batches)
+    of = "all" if numbers.size == size else f"{numbers.size:,} of the {size:,}"
+    return TargetCount(
+        total / numbers.size, f"targets that data.transform leaves in {of} training samples"
+    )
+
+
+def together(counts: Sequence[TargetCount], shares: Sequence[float]) -> TargetCount:
+    """Return the mean over the parts of a mixture, by their shares of the samples."""
+    mean = sum(part.mean * share for part, share in zip(counts, shares, strict=True)) / sum(shares)
+    return TargetCount(
+        mean, "; ".join(dict.fromkeys(part.remark for part in counts if part.remark))
+    )
+
+
+def at_most(context: int, why: str) -> TargetCount:
+    """Return the count of samples whose targets are not known yet."""
+    return TargetCount(context, f"an upper bound: {why}")

@@ -73,8 +73,8 @@ class Stage:
     parameters: ParameterCount
     flops_per_token: int
     """FLOPs per token, or per other unit of weight."""
-    weight: int
-    """The weight of a sample: its tokens."""
+    weight: float
+    """The weight of a sample: its targets, on the mean."""
     memory: Mapping[Strategy, RankMemory]
     """Memory of a rank under each strategy that this number of ranks could use."""
     memory_bytes: Mapping[str, int]
@@ -123,6 +123,8 @@ class Forecast:
     world_size: int
     unit: str
     """The unit of samples' weights: tokens, graphs …"""
+    weight_remark: str
+    """What is to be said of the weights, such as that they are upper bounds; or empty."""
     dataset_tokens: int | None
     """The size of the training data in that unit; None if they are not prepared yet."""
     samples_per_epoch: int | None
@@ -217,6 +219,7 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         stages=tuple(stages),
         world_size=world_size,
         unit=spec.unit,
+        weight_remark=spec.weight_remark(config.context),
         dataset_tokens=spec.units(config.context),
         samples_per_epoch=legs[0].pace.samples_per_epoch,
         splits=spec.split_sizes(config.context),

@@ -143,7 +143,7 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
     count, memory = stage.parameters, stage.memory_bytes
     parts = [f"{name} {bytes_text(size)}" for name, size in memory.items() if size]
     settings = stage.settings
-    weight = settings.global_batch * stage.weight
+    weight = round(settings.global_batch * stage.weight)
     units = "" if unit == "sample" else f" {si(weight)} {unit}s,"
     ranks = f"{world_size} rank" + "s" * (world_size > 1)
     rows: list[Row] = [
@@ -216,6 +216,8 @@ def _totals(forecast: Forecast) -> list[Row]:
             f"{_total(forecast.late, forecast.unit)} at its latest",
         ]
     branches = [_branch(each, forecast.unit) for each in forecast.branches]
+    if forecast.weight_remark:
+        text_lines.append(f"{forecast.unit}s: {forecast.weight_remark}")
     return [*rows, ("total", text_lines), *([("branches", branches)] if branches else [])]
 
 

@@ -34,8 +34,8 @@ class Pace:
 
     global_batch: int
     """Samples per step; the last step of an epoch takes the rest, or leaves it out."""
-    weight: int
-    """The weight of a sample: its tokens."""
+    weight: float
+    """The weight of a sample: its targets, on the mean."""
     samples_per_epoch: int | None
     """None: unknown, assumed infinite."""
     flops_per_token: int
@@ -59,7 +59,7 @@ class Pace:
     @property
     def flops_per_step(self) -> int:
         """FLOPs of a step with a whole global batch."""
-        return self.global_batch * self.weight * self.flops_per_token
+        return round(self.global_batch * self.weight * self.flops_per_token)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Clock:
         """Return the clock after a number of steps."""
         samples = _passed(self.in_order, steps, pace)
         trained = steps * pace.global_batch if pace.drop_last else samples
-        tokens = trained * pace.weight
+        tokens = round(trained * pace.weight)
         return replace(
             self,
             step=self.step + steps,

@@ -156,6 +156,11 @@ class GraphSpec(SampleSetSpec):
     def weight(self, context: int) -> int:  # noqa: ARG002
         return round(self.survey.mean_nodes) if self.unit == "node" else 1
 
+    def weight_remark(self, context: int) -> str:  # noqa: ARG002
+        if self.unit != "node" or self.config.data.transform is None:
+            return ""
+        return "nodes of the graphs before data.transform, which may leave more or fewer"
+
     def flops(self, architecture: GraphShape, context: int) -> int:
         return round(self.flops_per_graph(architecture) / self.weight(context))
 

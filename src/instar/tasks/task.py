@@ -203,14 +203,18 @@ class TaskSpec(ABC):
                 sizes[split] = len(self.held_out(split, self.config.eval.context or context))
         return sizes
 
-    def weight(self, context: int) -> int:  # noqa: ARG002
+    def weight(self, context: int) -> float:  # noqa: ARG002
         """Loss weight of a sample; the mean if samples differ."""
         return 1
+
+    def weight_remark(self, context: int) -> str:  # noqa: ARG002
+        """What is to be said of `weight`, such as that it is an upper bound; or empty."""
+        return ""
 
     def units(self, context: int) -> int | None:
         """Weight of all training samples (for text: tokens, targets or not); None if unknown."""
         samples = self.samples(context)
-        return None if samples is None else samples * self.weight(context)
+        return None if samples is None else round(samples * self.weight(context))
 
     @abstractmethod
     def flops(self, architecture: Any, context: int) -> int:

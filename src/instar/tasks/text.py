@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -19,6 +19,7 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.order import Order
 from instar.data.source import IGNORED, Source, windows_of
+from instar.data.targets import TargetCount
 from instar.data.text import dataset as data
 from instar.data.text.dataset import DataSet
 from instar.data.text.token_bytes import token_bytes
@@ -57,6 +58,8 @@ class TextSpec(TaskSpec):
     if unknown"""
     dataset: DataSet | None = None
     """None: not prepared yet"""
+    _counts: dict[int, TargetCount] = field(default_factory=dict, repr=False)
+    """by context: they are asked for at every stage"""
 
     unit = "token"
 
@@ -180,8 +183,20 @@ class TextSpec(TaskSpec):
     def split_sizes(self, context: int) -> dict[str, int | None]:
         return {} if self.dataset is None else super().split_sizes(context)
 
-    def weight(self, context: int) -> int:
-        return context
+    def weight(self, context: int) -> float:
+        return self._targets(context).mean
+
+    def weight_remark(self, context: int) -> str:
+        return self._targets(context).remark
+
+    def _targets(self, context: int) -> TargetCount:
+        if context not in self._counts:
+            self._counts[context] = (
+                data.unread_targets(self.config.data, context)
+                if self.dataset is None
+                else self.dataset.targets(context)
+            )
+        return self._counts[context]
 
     def units(self, context: int) -> int | None:
         return self.tokens(context)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from instar.config.language import DataConfig
 from instar.config.user_code import load_named, what_happened
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
-from instar.data.targets import TokenTargets
+from instar.data.targets import TargetCount, TokenTargets, at_most, count_targets, together
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.origin import default_path, first_path, parameters, source_files
 from instar.data.text.prepare import prepare, settle
@@ -147,8 +148,24 @@ class DataSet(ABC):
         """Raise ConfigError if `data.transform` fails on a training sample. A stream is not read for it."""
         if self.data.transform is None or (samples := self.untransformed(context)) is None:
             return
-        try:
+        with self._transforming():
             self._transformed(samples, context, 0).read(np.zeros(1, dtype=np.int64))
+
+    def targets(self, context: int) -> TargetCount:
+        """Return the targets of a training sample of `context` tokens, on the mean.
+
+        Raises ConfigError if `data.transform` fails on one.
+        """
+        samples = self.untransformed(context)
+        if samples is None:
+            return unread_targets(self.data, context)
+        with self._transforming():
+            return count_targets(self._transformed(samples, context, 0), context)
+
+    @contextmanager
+    def _transforming(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             key, said = "data.transform", what_happened(error)
             raise ConfigError.one(f"{self.data.transform}: {said}", where=key, key=key) from error
@@ -217,6 +234,13 @@ class MixtureData(DataSet):
 
     def train_samples(self, context: int) -> int:
         return sum(part.train_samples(context) for part in self.parts)
+
+    def targets(self, context: int) -> TargetCount:
+        shares = [
+            part.train_samples(context) if weight is None else weight
+            for part, weight in self._weighed()
+        ]
+        return together([part.targets(context) for part in self.parts], shares)
 
     def untransformed(self, context: int) -> Source:
         return Concatenated([part.untransformed(context) for part in self.parts])
@@ -292,6 +316,17 @@ class StreamData(DataSet):
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         source, order = open_stream(self.data, self.path, context, seed, counted=self.counted)
         return self._transformed(source, context, seed), order
+
+
+def unread_targets(data: DataConfig, context: int) -> TargetCount:
+    """Return what can be said of the targets of samples that are not read before the run."""
+    if data.transform is not None:
+        return at_most(context, "data.transform may leave fewer targets")
+    if data.kind == "chat":
+        return at_most(context, "only the assistant's tokens will be targets")
+    if not data.packing:
+        return at_most(context, "documents may be shorter than the context")
+    return TargetCount(context)
 
 
 def hosted(source: Source, data: DataConfig, seed: int, context: int, order_seed: int) -> Source:
