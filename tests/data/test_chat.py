@@ -342,3 +342,42 @@ def test_answers_that_are_rendered_otherwise_later_are_trained_one_by_one(place:
     assert set(targets.split("|>\n|")) <= {one.removesuffix("|>\n") for one in expected} | expected
     (note,) = [line for line in told if line.startswith("note")]
     assert note.startswith("note: 20 conversations became 40, one for each answer")
+
+
+def test_conversations_that_leak_between_splits_are_counted_and_one_key_removes_them(
+    place: Path,
+) -> None:
+    rows = [{"messages": chat(number % 20), "id": number} for number in range(80)]
+    (place / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said: list[str] = []
+    prepare_data(config(place), 7, say=said.append)
+    (leaks,) = [text for text in said if "of val are trained on too, word for word" in text]
+    assert "conversations" in leaks
+    said = []
+    once = config(place, path=str(place / "once"), drop_duplicates=True)
+    prepare_data(once, 7, say=said.append)
+    assert "left out 60 of 80 conversations, which are there before" in said
+    assert not any("trained on too" in text for text in said)
+    opened = open_data(once, 7).dataset
+    texts = [
+        load_tokenizer(place / "model").decode(
+            opened.split(name).read(0, len(opened.split(name))).tolist()
+        )
+        for name in ("train", "val", "test")
+    ]
+    assert "".join(texts).count("squared?") == 20
+
+
+def test_conversations_of_val_source_are_not_trained_on(place: Path) -> None:
+    (place / "held.jsonl").write_text(
+        "".join(json.dumps({"messages": chat(n)}) + "\n" for n in range(30, 60))
+    )
+    held = {"val_source": str(place / "held.jsonl"), "test_fraction": 0.0}
+    said: list[str] = []
+    prepare_data(config(place, **held), 7, say=said.append)
+    assert any("10 of 30 conversations of val are trained on too" in text for text in said)
+    said = []
+    prepare_data(
+        config(place, **held, path=str(place / "once"), drop_duplicates=True), 7, say=said.append
+    )
+    assert "left out 10 of 40 conversations, which are there before or held out" in said

@@ -104,7 +104,7 @@ def test_what_takes_too_long_is_ended_and_its_tokenizer_goes_on() -> None:
 def test_a_request_has_a_gibibyte_at_most() -> None:
     one = Limited(saved(**AFFECTED))
     one.encode([TEXT])
-    most, _ = resource.prlimit(one._child.pid, resource.RLIMIT_DATA)
+    most, _ = resource.prlimit(one.process.pid, resource.RLIMIT_DATA)
     assert worker.LIMIT_BYTES < most < 1 << 30
 
 
@@ -171,12 +171,12 @@ def test_many_texts_are_several_requests(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_process_that_is_gone_is_started_anew_and_ends_with_its_tokenizer() -> None:
     one = Limited(saved(**AFFECTED, version="1.0"))
-    pid = one._child.pid
+    pid = one.process.pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ConfigError, match="its process was killed by SIGKILL"):
         one.decode([1])
     assert one.decode([65]) == from_json(saved()).decode([65])
-    pid = one._child.pid
+    pid = one.process.pid
     del one
     gc.collect()
     assert process_state(pid) == GONE
@@ -184,11 +184,11 @@ def test_a_process_that_is_gone_is_started_anew_and_ends_with_its_tokenizer() ->
 
 def test_signals_to_the_whole_job_leave_the_tokenizer_to_its_run() -> None:
     one = Limited(saved(**AFFECTED))
-    pid = one._child.pid
+    pid = one.process.pid
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, number)
     assert one.decode([65]) == from_json(saved()).decode([65])
-    assert one._child.pid == pid
+    assert one.process.pid == pid
 
 
 def test_a_fork_has_a_process_of_its_own() -> None:
@@ -196,6 +196,6 @@ def test_a_fork_has_a_process_of_its_own() -> None:
     expected = one.decode([65, 66])
     child = os.fork()
     if child == 0:
-        os._exit(not (one.decode([65, 66]) == expected and one._pid == os.getpid()))
+        os._exit(not (one.decode([65, 66]) == expected and one.process._owner == os.getpid()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert one.decode([65, 66]) == expected

@@ -148,7 +148,7 @@ class DataConfig(FeedConfig):
     )
     drop_duplicates: bool = Field(
         False,
-        description="tokens, rows: of documents that are equal, use the first, and none that is held out",
+        description="tokens, rows, chat: of documents that are equal, use the first, and none that is held out",
     )
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
     test_fraction: Fraction = Field(0.05, description="share kept for a final test")
@@ -344,7 +344,7 @@ def _source(data: DataConfig) -> Iterator[ConfigProblem]:
             f"data.tokens_field names a column of rows, and kind {kind} prepares text",
             "say data.kind: rows",
         )
-    if kind not in ("tokens", "rows") and data.drop_duplicates:
+    if kind not in ("tokens", "rows", "chat") and data.drop_duplicates:
         yield ConfigProblem(
             ("data.drop_duplicates", "data.kind"),
             f"data.drop_duplicates compares prepared documents, and kind {kind} has none",

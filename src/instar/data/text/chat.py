@@ -6,7 +6,7 @@ says that the token is a target, bit 1 that a conversation begins with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
@@ -28,6 +29,7 @@ from instar.data.text.foreign.chat_template import (
     Messages,
     Options,
     Rendering,
+    release,
     template_of,
 )
 from instar.data.text.foreign.engine import Places
@@ -48,6 +50,7 @@ MARKS = "marks"
 TARGET, BEGINS = 1, 2
 _BATCH = 256
 _SHARD_TOKENS = 1 << 23
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -122,29 +125,88 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def divided(data: DataConfig, seed: int) -> dict[str, tuple[str, Parts]]:
-    """Returns the source and the conversations of each split; all lines are read and checked."""
+@dataclass(frozen=True)
+class _Lines:
+    """What is known of all conversations of a source."""
 
-    def sizes(source: str) -> Int64Array:
-        return np.fromiter((size for size, _ in conversations(source)), np.int64)
+    sizes: Int64Array
+    """bytes of each line"""
+    digests: list[bytes]
+    """equal for conversations that a template is given alike"""
 
-    first = sizes(data.source)
-    if data.val_source is None and first.size:
-        parts = divide_whole(first, data.val_fraction, data.test_fraction, seed)
+    @classmethod
+    def of(cls, source: str) -> _Lines:
+        sizes, digests = [], []
+        for size, conversation in conversations(source):
+            content = msgspec.json.encode(
+                (conversation.messages, conversation.options), order="sorted"
+            )
+            sizes.append(size)
+            digests.append(xxhash.xxh3_128_digest(content))
+        return cls(np.array(sizes, np.int64), digests)
+
+
+def divided(data: DataConfig, seed: int, say: Say) -> dict[str, tuple[str, Parts]]:
+    """Returns the source and the conversations of each split; all lines are read and checked.
+
+    Args:
+        say: told how many held-out conversations are trained on too, and how many are left out.
+    """
+    lines = _Lines.of(data.source)
+    held_out = None if data.val_source is None else _Lines.of(data.val_source)
+    wanted = _once(lines, held_out, say) if data.drop_duplicates else lines.sizes
+    count = int(np.count_nonzero(wanted))
+    if held_out is None and count:
+        parts = divide_whole(wanted, data.val_fraction, data.test_fraction, seed)
         if parts is not None:
+            _say_leaks(parts, lines.digests, None, say)
             return {name: (data.source, rows) for name, rows in parts.items()}
-    elif data.val_source is not None and first.size:
-        held = sizes(data.val_source)
+    elif held_out is not None and data.val_source is not None and count:
+        every = np.arange(held_out.sizes.size)
+        parts = {
+            "train": whole(np.flatnonzero(wanted), wanted),
+            "val": whole(every, held_out.sizes),
+        }
+        _say_leaks(parts, lines.digests, held_out.digests, say)
         return {
-            "train": (data.source, whole(np.arange(first.size), first)),
-            "val": (data.val_source, whole(np.arange(held.size), held)),
+            "train": (data.source, parts["train"]),
+            "val": (data.val_source, parts["val"]),
         }
     raise ConfigError.one(
-        f"{data.source}: {first.size} conversations, too few or too unequal to hold out whole ones",
+        f"{data.source}: {count} conversations, too few or too unequal to hold out whole ones",
         where="data.val_source",
         hint="give conversations to hold out in data.val_source, or other fractions",
         key="data.val_source",
     )
+
+
+def _once(lines: _Lines, held_out: _Lines | None, say: Say) -> Int64Array:
+    """Return the sizes, 0 of conversations that are there before or held out."""
+    seen = set() if held_out is None else set(held_out.digests)
+    wanted = lines.sizes.copy()
+    for number, digest in enumerate(lines.digests):
+        if digest in seen:
+            wanted[number] = 0
+        seen.add(digest)
+    if count := int(np.count_nonzero(wanted == 0)):
+        of = "" if held_out is None else " or held out"
+        say(f"left out {count:,} of {wanted.size:,} conversations, which are there before{of}")
+    return wanted
+
+
+def _say_leaks(
+    parts: Mapping[str, Parts], digests: list[bytes], held_out: list[bytes] | None, say: Say
+) -> None:
+    """Say how many held-out conversations are trained on too; `held_out`: of another source."""
+    trained = {digests[number] for number in parts["train"][:, 0].tolist()}
+    theirs = digests if held_out is None else held_out
+    for name, rows in parts.items():
+        leaks = 0 if name == "train" else sum(theirs[n] in trained for n in rows[:, 0].tolist())
+        if leaks:
+            say(
+                f"warning: {leaks:,} of {len(rows):,} conversations of {name} are trained on too, word for "
+                "word; data.drop_duplicates: true takes each conversation once"
+            )
 
 
 @dataclass
@@ -174,13 +236,13 @@ class _Counts:
 
 
 def write_conversations(
-    aside: Path, data: DataConfig, seed: int, source: dict[str, Any], say: Callable[[str], None]
+    aside: Path, data: DataConfig, seed: int, source: dict[str, Any], say: Say
 ) -> dict[str, int]:
     """Writes a folder of prepared conversations; returns the tokens of each split.
 
     Args:
         source: what it is made from, for its record.
-        say: told what is not trained, or otherwise than it is written.
+        say: told what is not trained, or otherwise than it is written; see `divided`.
 
     Raises:
         ConfigError: a line is no conversation, or the template refuses it.
@@ -191,7 +253,7 @@ def write_conversations(
             f"data.kind chat needs a tokenizer.json, not {data.tokenizer}", key="data.tokenizer"
         )
     template = template_of(data, tokenizer)
-    splits = divided(data, seed)
+    splits = divided(data, seed, say)
     record = TokenizerRecord(tokenizer.kind, tokenizer.fingerprint)
     (aside / MARKS).mkdir()
     written: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
@@ -222,6 +284,7 @@ def write_conversations(
         write_record(folder, tokenizer=record, vocab_size=size, splits=found, source=source)
     for remark in filter(None, (template.remark, *counts.remarks())):
         say(f"note: {remark}")
+    release()
     return {name: sum(shard.count for shard in shards) for name, shards in written[0].items()}
 
 

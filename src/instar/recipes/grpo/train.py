@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instar.config.errors import InstarError
+from instar.config.errors import ConfigError, InstarError
 from instar.data.order import Shuffled
+from instar.data.text.foreign.chat_template import ChatTemplate
 from instar.distributed.failure import Interrupted, StoppedUnsaved, exit_code_of
 from instar.distributed.signals import StopSignal
 from instar.recipes.grpo.answers import final_answer_of_solution, is_correct
@@ -194,11 +195,12 @@ class _Run:
             return question.question
         text = "\n\n".join(filter(None, [question.question, self._questions.instruction]))
         messages = [{"role": "user", "content": text}]
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        name, special = self._options.model, self._tokenizer.special_tokens_map
+        template = ChatTemplate(self._tokenizer.get_chat_template(), special, origin=name)
+        try:
+            return template.prompt(messages)
+        except ValueError as error:
+            raise ConfigError.one(str(error), where=name) from None
 
     def _ids(self, texts: Sequence[str]) -> list[Ids]:
         special = self._tokenizer.chat_template is None

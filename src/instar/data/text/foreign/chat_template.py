@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
+from instar.data.text.foreign.limited import Failed, LimitedProcess
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json, special_tokens
 from instar.data.text.tokenizer import BPETokenizer, Tokenizer, folder_of
 
@@ -30,8 +32,14 @@ ASSISTANT = "assistant"
 _GENERATION = "endgeneration"
 _QUESTION, _ANSWER, _NEXT = "(question)", "(answer)", "(next)"
 
+LIMIT_S = 20
+"""for the texts of a conversation"""
+_TEXTS_BYTES = 4 << 20
+"""of conversations whose texts are asked for at once: they come with all that precedes each answer"""
+
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
+Spans = Sequence[tuple[int, int]]
 Options = Mapping[str, Any]
 """what else a template is given: `tools`, `documents`, and variables of its own"""
 
@@ -41,7 +49,7 @@ class Rendering:
     """Text of a conversation, and the characters [begin, end) of it that are trained."""
 
     text: str
-    spans: Sequence[tuple[int, int]]
+    spans: Spans
     of_template: bool = False
     """whether the template says the spans by `{% generation %}`"""
 
@@ -64,12 +72,17 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template of transformers, in jinja2's sandbox, and the special tokens that it may name."""
+    """A template of transformers, in jinja2's sandbox, and the special tokens that it may name.
+
+    It is rendered in a process with limits: what ends for no conversation, or fills the memory, raises ConfigError.
+    """
 
     text: str
     special: dict[str, Any]
     tokens: tuple[str, ...] = ()
     """all special tokens of the tokenizer"""
+    origin: str = ""
+    """file that has the template, for messages"""
 
     @property
     def marks_answers(self) -> bool:
@@ -84,17 +97,27 @@ class ChatTemplate:
             ValueError: the template refuses the conversation, or what an answer adds cannot be told apart.
         """
         options = options or {}
+        whole = len(messages)
         trained = [number for number, message in enumerate(messages) if _is_trained(message)]
         if self.marks_answers:
-            (text,), (spans,) = self._rendered(messages, options, return_assistant_tokens_mask=True)
-            kept = self._of_messages(messages, options, spans, trained)
-            return [Rendering(str(text), kept, of_template=True)]
+            ((text, marked),) = self._marked(messages, options, [whole])
+            kept = self._of_messages(messages, options, marked, trained)
+            return [Rendering(text, kept, of_template=True)]
         answers = [
             number for number, message in enumerate(messages) if message["role"] == ASSISTANT
         ]
-        added = {number: self._added(messages, number, options) for number in answers}
-        text = self._text_of(messages, options)
-        last = len(messages) - 1
+        prompts = [(number, True) for number in answers]
+        throughs = [(number + 1, False) for number in answers]
+        *parts, text = self._texts(messages, options, [*prompts, *throughs, (whole, False)])
+        pairs = zip(parts[: len(answers)], parts[len(answers) :], strict=True)
+        added = dict(zip(answers, pairs, strict=True))
+        if not all(through.startswith(prompt) for prompt, through in added.values()):
+            raise ValueError(
+                "the chat template renders the prompt for an answer otherwise when the answer follows, so that "
+                "the assistant's tokens cannot be told apart; give a data.chat_template with "
+                "{% generation %} around them"
+            )
+        last = whole - 1
         spans = {}
         for number, (prompt, through) in added.items():
             stays = through if number == last else through.removesuffix(self.end.only_last)
@@ -112,18 +135,6 @@ class ChatTemplate:
                     ends[number] = (begin, end + upto)
         return [Rendering(text, [ends[number] for number in trained])]
 
-    def _added(self, messages: Messages, number: int, options: Options) -> tuple[str, str]:
-        """Return the prompt for an answer, and the text that begins with it and ends with the answer."""
-        prompt = self._text_of(messages[:number], options, add_generation_prompt=True)
-        through = self._text_of(messages[: number + 1], options)
-        if not through.startswith(prompt):
-            raise ValueError(
-                "the chat template renders the prompt for an answer otherwise when the answer follows, so that "
-                "the assistant's tokens cannot be told apart; give a data.chat_template with "
-                "{% generation %} around them"
-            )
-        return prompt, through
-
     def _alone(self, prompt: str, through: str) -> Rendering:
         text = through + self.end.appended
         return Rendering(text, [(len(prompt), len(text))])
@@ -132,9 +143,9 @@ class ChatTemplate:
         self,
         messages: Messages,
         options: Options,
-        spans: Sequence[tuple[int, int]],
+        spans: Spans,
         trained: list[int],
-    ) -> Sequence[tuple[int, int]]:
+    ) -> Spans:
         """Return those of a template's spans that belong to the trained messages."""
         answers = [
             number for number, message in enumerate(messages) if message["role"] == ASSISTANT
@@ -143,12 +154,8 @@ class ChatTemplate:
             return spans
         if len(spans) == len(answers):
             return [span for number, span in zip(answers, spans, strict=True) if number in trained]
-        counts = [0]
-        for number in answers:  # several of one message
-            _, (before,) = self._rendered(
-                messages[: number + 1], options, return_assistant_tokens_mask=True
-            )
-            counts.append(len(before))
+        through = self._marked(messages, options, [number + 1 for number in answers])
+        counts = [0, *(len(before) for _, before in through)]  # several of one message
         if counts != sorted(counts) or counts[-1] != len(spans):
             raise ValueError(
                 "which of the template's {% generation %} are of the messages with weight 0 cannot be told"
@@ -164,8 +171,16 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the conversation.
         """
-        text = self._text_of([_message("user", said)], {}, add_generation_prompt=True)
+        text = self.prompt([_message("user", said)])
         return text, self.end.token or self.end.text or str(self.special.get("eos_token", ""))
+
+    def prompt(self, messages: Messages) -> str:
+        """Return the text of messages, up to where the assistant's answer begins.
+
+        Raises:
+            ValueError: the template refuses them.
+        """
+        return self._texts(messages, {}, [(len(messages), True)])[0]
 
     @cached_property
     def end(self) -> AnswerEnd:
@@ -177,14 +192,14 @@ class ChatTemplate:
         """
         said = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
         try:
-            whole = self._text_of(said, {})
+            (whole,) = self._texts(said, {}, [(2, False)])
         except ValueError:
             return AnswerEnd()
         if _ANSWER not in whole:
             raise ValueError("the chat template leaves out what the assistant says")
         tail = whole.rpartition(_ANSWER)[2]
         try:
-            longer = self._text_of([*said, _message("user", _NEXT)], {})
+            (longer,) = self._texts([*said, _message("user", _NEXT)], {}, [(3, False)])
             opening = longer.rpartition(_ANSWER)[2].partition(_NEXT)[0]
         except ValueError:  # it takes one question only
             opening = tail
@@ -194,7 +209,8 @@ class ChatTemplate:
                 return AnswerEnd(text=opening.strip(), is_learnt=False)
             return AnswerEnd(opening[begin:end], opening[:end].removeprefix(tail))
         begin, end = self._first_token(tail)
-        common = next(n for n in range(len(tail), -1, -1) if opening.startswith(tail[:n]))
+        alike = map(operator.eq, tail, opening)
+        common = next((n for n, same in enumerate(alike) if not same), min(len(tail), len(opening)))
         for first, last in (*self._places(tail), *self._places(opening)):
             if first < common < last:
                 common = first
@@ -224,8 +240,8 @@ class ChatTemplate:
         if not (self.marks_answers and self.end.token):
             return ""
         said = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
-        (text,), (spans,) = self._rendered(said, {}, return_assistant_tokens_mask=True)
-        rest = str(text)[max((end for _, end in spans), default=0) :]
+        ((text, spans),) = self._marked(said, {}, [2])
+        rest = text[max((end for _, end in spans), default=0) :]
         if not (self.end.appended or self.end.token in rest):
             return ""
         return (
@@ -233,22 +249,61 @@ class ChatTemplate:
             "learn to end an answer"
         )
 
-    def _text_of(self, messages: Messages, options: Options, **more: Any) -> str:
-        return str(self._rendered(messages, options, **more)[0][0])
+    def _texts(
+        self, messages: Messages, options: Options, parts: Sequence[tuple[int, bool]]
+    ) -> list[str]:
+        """Return the texts of first messages, each with a prompt for an answer if that is said."""
+        return [text for text, _ in self._rendered(messages, options, parts, spans=False)]
 
-    def _rendered(self, messages: Messages, options: Options, **more: Any) -> Any:
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def _marked(
+        self, messages: Messages, options: Options, counts: Sequence[int]
+    ) -> list[tuple[str, Spans]]:
+        """Return the texts of first messages, and their places of `{% generation %}`."""
+        return self._rendered(messages, options, [(count, False) for count in counts], spans=True)
 
+    def _rendered(
+        self,
+        messages: Messages,
+        options: Options,
+        parts: Sequence[tuple[int, bool]],
+        *,
+        spans: bool,
+    ) -> list[tuple[str, Spans]]:
+        """Raises ValueError if the template refuses, ConfigError if it takes too much."""
+        variables = {**self.special, **options}
         try:
-            return render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=self.text,
-                **{**self.special, **options, **more},
-            )
-        except ImportError:
-            raise
-        except Exception as error:  # a template of anyone's: whatever jinja2 makes of it
-            raise ValueError(f"the chat template refuses it: {error}") from error
+            request = json.dumps({"messages": list(messages), "variables": variables}).encode()
+        except (RecursionError, ValueError) as error:
+            raise ValueError(f"a chat template cannot be given it: {error}") from error
+        some = max(1, _TEXTS_BYTES // len(request))
+        found: list[tuple[str, Spans]] = []
+        for first in range(0, len(parts), some):
+            asked = {"ask": "render", "texts": parts[first : first + some], "spans": spans}
+            try:
+                reply, _ = _process(self.text).ask(asked, request)
+            except Failed as error:
+                raise ConfigError.one(
+                    f"the chat template cannot be rendered: {error}",
+                    where=self.origin,
+                    hint="give a template that ends, as a file, in data.chat_template",
+                ) from None
+            if "missing" in reply:
+                raise ImportError(reply["missing"])
+            if "refused" in reply:
+                raise ValueError(f"the chat template refuses it: {reply['refused']}")
+            places = [[(begin, end) for begin, end in each] for each in reply["spans"]]
+            found += zip(reply["texts"], places, strict=True)
+        return found
+
+
+@lru_cache(maxsize=1)
+def _process(text: str) -> LimitedProcess:
+    return LimitedProcess("template", text.encode("utf-8", "surrogatepass"), LIMIT_S)
+
+
+def release() -> None:
+    """End the process that renders, which would stay; the next rendering starts another."""
+    _process.cache_clear()
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
@@ -281,21 +336,21 @@ def template_beside(
     special |= special_tokens(beside, follow=follow)
     tokens = tokenizer.special if isinstance(tokenizer, BPETokenizer) else ()
 
-    def template(text: str) -> ChatTemplate:
-        return ChatTemplate(text, special, tokens)
+    def template(text: str, origin: Path) -> ChatTemplate:
+        return ChatTemplate(text, special, tokens, str(origin))
 
     if given is not None:
-        return template(_text(given, follow=True))
-    if (beside / "chat_template.jinja").is_file():
-        return template(_text(beside / "chat_template.jinja", follow=follow))
+        return template(_text(given, follow=True), given)
+    if (file := beside / "chat_template.jinja").is_file():
+        return template(_text(file, follow=follow), file)
     found = config.get("chat_template")
     if isinstance(found, list):  # of several by name
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
     if isinstance(found, str):
-        return template(found)
+        return template(found, beside / TOKENIZER_CONFIG)
     begin = tokenizer.decode(tokenizer.before.tolist())
-    return template(f"{{{{- {json.dumps(begin)} -}}}}\n{PLAIN}" if begin else PLAIN)
+    return template(f"{{{{- {json.dumps(begin)} -}}}}\n{PLAIN}" if begin else PLAIN, beside)
 
 
 def _text(path: Path, *, follow: bool) -> str:

@@ -7,14 +7,8 @@ memory or never end.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import sys
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -24,16 +18,13 @@ from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 
 from instar.config.errors import ConfigError
-from instar.data.text.foreign import worker
-from instar.processes.child import Child, exit_text
+from instar.data.text.foreign.limited import Failed, LimitedProcess
 
 TokenIds = NDArray[np.uint32]
 Places = NDArray[np.int64]
 """for each token the characters [begin, end) that it stands for, [n, 2]"""
 
 LIMIT_S = 50
-_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""signals that reach a process of this one's too; it ends when this one does"""
 _REQUEST_BYTES = 2 << 20
 _BYTE_LEVEL_MODEL = {
     "type": "BPE",
@@ -128,20 +119,15 @@ class Local:
 
 
 class Limited:
-    """An engine in a process that may take `limit_s` and `worker.LIMIT_BYTES` for a request.
-
-    The process is started when it is asked something, anew after it has failed, and apart in a fork.
-    """
+    """An engine in a process with limits."""
 
     def __init__(self, saved: str, limit_s: int = LIMIT_S) -> None:
         """Load the JSON. Raises ConfigError if that fails."""
-        self._saved, self._limit_s = saved, limit_s
-        self._lock = threading.Lock()
-        self._link: Any = None
-        self._end: Any = None
-        self._pid = 0
-        with self._lock:
-            self._start()
+        self.process = LimitedProcess("tokenizer", saved.encode("utf-8", "replace"), limit_s)
+        try:
+            self.process.start()
+        except Failed as error:
+            raise _failed("load", str(error)) from None
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         return [ids for some in _in_requests(texts) for ids in self._rows("encode", some)]
@@ -169,67 +155,15 @@ class Limited:
         return np.split(np.frombuffer(packed, dtype=np.uint32), np.cumsum(reply["counts"])[:-1])
 
     def _ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
-        with self._lock:
-            if self._link is None or self._pid != os.getpid():
-                self._start()
-            return self._exchange(request, content)
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
-            argv = [sys.executable, "-P", worker.__file__, str(descriptor), str(self._limit_s)]
-            child = Child(
-                argv, env=os.environ, silent=True, pass_fds=[descriptor], blocked=_OF_GROUPS
-            )
-        with ours:  # the file keeps it open
-            self._link = ours.makefile("rwb")
-        self._pid = os.getpid()
-        self._child = child
-        self._end = weakref.finalize(self, _end, self._link, child, self._pid)
-        self._exchange({"ask": "load"}, self._saved.encode("utf-8", "replace"))
-
-    def _exchange(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
         try:
-            worker.send(self._link, request, content)
-            reply = worker.receive(self._link)
-        except OSError:
-            reply = None
-        except BaseException:  # an interrupt in the middle of a message
-            self._stop()
-            raise
-        if reply is None:
-            raise _failed(request["ask"], self._cause(self._stop()))
-        if "error" in reply[0]:
-            raise _failed(request["ask"], reply[0]["error"])
-        return reply
-
-    def _stop(self) -> int:
-        """End the process; return its status."""
-        status = self._child.wait(1)
-        self._link = None
-        self._end()
-        return status
-
-    def _cause(self, status: int) -> str:
-        if status == -signal.SIGALRM:
-            return f"it takes more than {self._limit_s} s"
-        if status == -signal.SIGABRT:
-            return f"it takes more than {worker.LIMIT_BYTES >> 20} MiB of memory, or aborts"
-        return f"its process {exit_text(status)}"
+            return self.process.ask(request, content)
+        except Failed as error:
+            raise _failed(request["ask"], str(error)) from None
 
 
 @lru_cache(maxsize=8)
 def _limited(saved: str) -> Limited:
     return Limited(saved)
-
-
-def _end(link: Any, child: Child, pid: int) -> None:
-    if os.getpid() == pid:
-        child.kill()
-        child.wait(1)
-    with suppress(OSError):
-        link.close()
 
 
 _TASKS = {"load": "loaded", "vocabulary": "read", "decode": "used to decode tokens"}

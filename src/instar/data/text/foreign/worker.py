@@ -1,6 +1,7 @@
-"""The process that runs a tokenizer of someone else's file; it needs the tokenizers library only.
+"""The process that runs a tokenizer or a chat template of someone else's file; it needs the tokenizers library, or
+transformers and jinja2, only.
 
-Run as `python -P worker.py FD LIMIT_S`, it answers requests on the socket FD until the other end is closed. A message
+Run as `python -P worker.py KIND FD LIMIT_S`, it answers requests on the socket FD until the other end is closed. A message
 is two sizes, JSON, and bytes. A request that takes too long or too much memory ends the process by a signal, whatever the
 library does meanwhile; so does a fault of the library. Signals to a whole group, which the other end handles, are blocked
 when it starts. Its panics and errors are answers.
@@ -14,7 +15,10 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -22,39 +26,95 @@ LIMIT_BYTES = 832 << 20
 """of memory beyond what the process has when a request comes, and the following"""
 _PER_BYTE = 24
 """for each byte of a request: vocabularies and tokens take more than their text"""
+TOO_LARGE = f"it takes more than {LIMIT_BYTES >> 20} MiB of memory"
+_TEXT_BYTES, _TEXT_PER_BYTE = 16 << 20, 64
+"""of a rendered text, and for each byte of its request: texts are kept, and tokenized elsewhere"""
+_LIBRARIES = {"template": "transformers.utils.chat_template_utils", "tokenizer": "tokenizers"}
 SIZES = struct.Struct("<IQ")
+
+Reply = tuple[dict[str, Any], bytes]
+Answer = Callable[[dict[str, Any], bytes], Reply]
 
 
 def main() -> None:
     """Answer requests."""
-    from tokenizers import Tokenizer
-
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    link = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
-    tokenizer: Any = None
+    kind, descriptor, limit_s = sys.argv[1:]
+    loader = _template if kind == "template" else _tokenizer
+    with suppress(ImportError):  # is said when it is used; the time that it takes is no file's
+        import_module(_LIBRARIES[kind])
+    link = socket.socket(fileno=int(descriptor)).makefile("rwb")
+    answer: Any = None
     while (message := receive(link)) is not None:
         request, content = message
         _limit_memory(len(content) * _PER_BYTE)
-        signal.alarm(int(sys.argv[2]))
+        signal.alarm(int(limit_s))
         try:
             if request["ask"] == "load":
-                tokenizer = Tokenizer.from_str(content.decode())
-                tokenizer.no_truncation()
-                tokenizer.no_padding()
-                tokenizer.post_processor = None  # what it adds is added elsewhere
-                reply: tuple[dict[str, Any], bytes] = {}, b""
+                answer = loader(content)
+                reply: Reply = {}, b""
             else:
-                reply = _answered(tokenizer, request, content)
+                reply = answer(request, content)
+        except MemoryError:
+            reply = {"error": TOO_LARGE}, b""
         except BaseException as error:  # panics are no Exception
             reply = {"error": (str(error) or type(error).__name__).splitlines()[0]}, b""
         signal.alarm(0)
         send(link, *reply)
 
 
-def _answered(
-    tokenizer: Any, request: dict[str, Any], content: bytes
-) -> tuple[dict[str, Any], bytes]:
+def _template(saved: bytes) -> Answer:
+    """Return what renders conversations with this template, as transformers does.
+
+    Of the first `count` messages of each of `texts`, with a prompt for an answer if that is asked; `spans` are
+    the places of `{% generation %}` in each text.
+    """
+    template = saved.decode("utf-8", "surrogatepass")
+
+    def answer(request: dict[str, Any], content: bytes) -> Reply:
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError as error:
+            return {"missing": str(error)}, b""
+        given = json.loads(content)
+        texts, spans = [], []
+        for count, prompt in request["texts"]:
+            more = {"return_assistant_tokens_mask": True} if request["spans"] else {}
+            if prompt:
+                more["add_generation_prompt"] = True
+            try:
+                rendered: Any = render_jinja_template(
+                    conversations=[given["messages"][:count]],
+                    chat_template=template,
+                    **{**given["variables"], **more},
+                )
+            except MemoryError:
+                raise
+            except ImportError as error:
+                return {"missing": str(error)}, b""
+            except Exception as error:  # whatever jinja2 makes of it
+                return {"refused": str(error)}, b""
+            texts.append(str(rendered[0][0]))
+            spans.append(rendered[1][0] if request["spans"] else [])
+            if len(texts[-1]) > _TEXT_BYTES + _TEXT_PER_BYTE * len(content):
+                return {"error": f"it makes a text of {len(texts[-1]):,} characters"}, b""
+        return {"texts": texts, "spans": spans}, b""
+
+    return answer
+
+
+def _tokenizer(saved: bytes) -> Answer:
+    from tokenizers import Tokenizer
+
+    tokenizer: Any = Tokenizer.from_str(saved.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = None  # what it adds is added elsewhere
+    return partial(_answered, tokenizer)
+
+
+def _answered(tokenizer: Any, request: dict[str, Any], content: bytes) -> Reply:
     match request["ask"]:
         case "vocabulary":
             return {}, json.dumps(tokenizer.get_vocab(with_added_tokens=True)).encode()
