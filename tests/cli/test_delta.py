@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -231,12 +232,18 @@ def test_export_refuses_a_state_that_is_not_of_the_model_beside_whose_config_it_
     }
     for name, state in states.items():
         append(Path(name), 0, state, None)
+    # weights that fit beside a config that does not: the config is what will load the state
+    shutil.copytree("model", "edited")
+    LlamaConfig(
+        hidden_size=16, architectures=["LlamaForCausalLM"], **(sizes | {"intermediate_size": 64})
+    ).save_pretrained("edited")
     for chain, like, reason in (
         ("grown", "model", "has the shape (32, 32), not (32, 16)"),
         ("grown", "config", "has the shape (32, 32), not (32, 16)"),
         ("adapter", "model", "model.embed_tokens.weight is missing"),
         ("tied", "model", "is tied to model.embed_tokens.weight, and separate in model"),
         ("good", "tied-model", "lm_head.weight is not in tied-model"),
+        ("good", "edited", "has the shape (32, 16), not (64, 16)"),
     ):
         assert reason in refused(capsys, "export", chain, "exported", "--like", like)
     for like in ("model", "config"):

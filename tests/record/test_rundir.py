@@ -11,10 +11,10 @@ from power import crashes, recording
 
 import instar
 from instar.config.errors import ConfigError
+from instar.config.files import RUN_FOLDERS
 from instar.config.sections import RecordConfig
 from instar.record.lock import lock_owner
 from instar.record.rundir import (
-    FOLDERS,
     LETTERS_AND_DIGITS,
     RunDir,
     RunDirBusy,
@@ -299,7 +299,7 @@ def test_of_a_stopped_process_that_trains_it_is_said_what_ends_it(tmp_path: Path
         pass
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", RUN_FOLDERS)
 def test_a_run_whose_folder_is_a_link_is_not_trained(tmp_path: Path, name: str) -> None:
     """What is deleted or written there would be another run's."""
     mine, run = tmp_path / "mine", RunDir(tmp_path / "theirs")

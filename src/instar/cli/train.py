@@ -398,7 +398,7 @@ def _saved_on_request(latest: Path) -> bool:
     from instar.record.control import REQUESTED
 
     try:
-        name = latest.read_text("utf-8", "replace").strip()
+        name = read_regular(latest).decode("utf-8", "replace").strip()
         return REQUESTED in (read_manifest(latest.with_name(name)).reason)
     except (OSError, ValueError, CheckpointError):
         return False

@@ -15,6 +15,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,13 @@ from instar.config.errors import ConfigError, ConfigProblem, printable, redacted
 
 _SAFE = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _Text = TypeVar("_Text", bytes, str)
+_NOT_FOLLOWED = "a symbolic link, which is not followed"
+RUN_FOLDERS = ("checkpoints", "deltas", "logs", "control", "columns", "test", "profile", "media")
+"""The folders in a run's, which hold nothing of anything else."""
+_OF_FLEETS = ("configs", "control", "logs", "results", "slurm", "hosts")
+_RUN_FILES = ("events.jsonl", "run.yaml")
+_DEEPEST = 6
+"""folders between a run's and a file of it, at most"""
 MOST_NESTED = 200
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 """of JSON, and its texts, which may hold brackets"""
@@ -35,8 +43,8 @@ def open_regular(
     """Open a regular file for reading.
 
     Args:
-        follow: whether the path itself may be a symbolic link; links among its parents are always
-            followed.
+        follow: whether the path itself may be a symbolic link, and folders of a run on the way to it; other
+            links among its parents are always followed.
         folder: descriptor of the folder that a relative path begins in.
 
     Raises:
@@ -113,8 +121,7 @@ def check_inside(folder: Path, names: Iterable[str]) -> None:
         with suppress(FileNotFoundError):
             kind = (folder / name).lstat().st_mode
             if stat.S_ISLNK(kind):
-                text = "a symbolic link, which is not followed"
-                raise OSError(errno.ELOOP, text, str(folder / name))
+                raise OSError(errno.ELOOP, _NOT_FOLLOWED, str(folder / name))
             if not stat.S_ISDIR(kind):
                 raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder / name))
 
@@ -154,17 +161,35 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def _link_on_the_way(path: Path) -> Path | None:
+    """Return the symbolic link, if any, among the folders from a folder of a run or a fleet to a file in it.
+    Whoever wrote the run's folder may have planted it; the run's folder itself may be a link."""
+    above = list(islice(path.parents, _DEEPEST))
+    own = [number for number, folder in enumerate(above) if _is_of_run(folder)]
+    return next((each for each in above[: own[-1] + 1] if each.is_symlink()), None) if own else None
+
+
+def _is_of_run(folder: Path) -> bool:
+    """Whether a folder is one of those in a run's or a fleet's, of which its files tell."""
+    name, parent = folder.name, folder.parent
+    return (
+        name == "checkpoints"
+        or (name in RUN_FOLDERS and any((parent / run).exists() for run in _RUN_FILES))
+        or (name in _OF_FLEETS and (parent / "fleet.json").exists())
+    )
+
+
 def _opened(
     path: Path | str, flags: int, follow: bool, folder: int | None, mode: int = 0o644
 ) -> int:
     flags |= _SAFE | (0 if follow else os.O_NOFOLLOW)
+    if not follow and folder is None and (link := _link_on_the_way(Path(path))) is not None:
+        raise OSError(errno.ELOOP, _NOT_FOLLOWED, str(link))
     try:
         descriptor = os.open(path, flags, mode, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
-            raise OSError(
-                errno.ELOOP, "a symbolic link, which is not followed", str(path)
-            ) from error
+            raise OSError(errno.ELOOP, _NOT_FOLLOWED, str(path)) from error
         if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a FIFO without a reader
             raise OSError(error.errno, "not a regular file", str(path)) from error
         raise

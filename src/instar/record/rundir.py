@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.config.errors import ConfigError, InstarError
-from instar.config.files import check_inside, check_path, make_folder, open_regular, sync_name
+from instar.config.files import (
+    RUN_FOLDERS,
+    check_inside,
+    check_path,
+    make_folder,
+    open_regular,
+    sync_name,
+)
 from instar.processes.child import STATUS_STOPPED, process_state
 from instar.processes.identity import ProcessName
 from instar.record.atomic import TMP
@@ -37,8 +44,6 @@ LETTERS = "abcdefghjkmnpqrstuvwxyz"
 LETTERS_AND_DIGITS = LETTERS + "23456789"
 LOCK_WAIT_S = 0.1
 """How long to wait for a lock that another process may hold just to read who trains there."""
-FOLDERS = ("checkpoints", "deltas", "logs", "control", "columns", "test", "profile")
-"""The folders in a run's, which hold nothing of anything else."""
 _ID = re.compile(rf"[{LETTERS}][{LETTERS_AND_DIGITS}]{{4}}")
 
 
@@ -160,7 +165,7 @@ def check_folders(run: RunDir) -> None:
         ConfigError: one is a symbolic link, or no folder.
     """
     try:
-        check_inside(run.path, FOLDERS)
+        check_inside(run.path, RUN_FOLDERS)
     except OSError as error:
         raise ConfigError.one(
             str(error.strerror),

@@ -32,9 +32,22 @@ def export(chain: Path, number: int | None, like: Path, folder: Path) -> list[st
     """
     atomic.check_new(folder)
     end, replay = replay_to(chain, number)
-    expected = _tensors_of(like)
     where = f"{chain}: the state of step {end.step:,}"
-    check_same_tensors(where, replay.outline, end.aliases, expected, str(like))
+    notes, expected = list[str](), dict[str, TensorEntry]()
+    if any(like.glob(f"*{SUFFIX}*")):
+        expected = outline(open_state(like))
+        check_same_tensors(where, replay.outline, end.aliases, expected, str(like))
+    try:
+        # the config is what will load the tensors, whatever lies beside it
+        described = _described_by(like)
+    except CheckpointError as error:
+        if not expected:
+            raise
+        notes.append(f"the tensors were compared with the weights of {like} alone: {error}")
+    else:
+        about = f"the config of {like}" if expected else str(like)
+        check_same_tensors(where, replay.outline, end.aliases, described, about)
+        expected = expected or described
     with atomic.atomic_dir(folder) as temporary:
         replay.write(temporary / f"model{SUFFIX}")
         for path in sorted(like.iterdir()):
@@ -47,17 +60,20 @@ def export(chain: Path, number: int | None, like: Path, folder: Path) -> list[st
     kinds = [
         sorted({entry.dtype for entry in each.values()}) for each in (replay.outline, expected)
     ]
-    if kinds[0] == kinds[1]:
-        return []
-    ours, theirs = map(", ".join, kinds)
-    return [f"the tensors are {ours}, those of {like} are {theirs}: config.json names the latter"]
+    if kinds[0] != kinds[1]:
+        ours, theirs = map(", ".join, kinds)
+        notes.append(
+            f"the tensors are {ours}, those of {like} are {theirs}: config.json names the latter"
+        )
+    return notes
 
 
-def _tensors_of(like: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of a folder of transformers: those of its files, or without any those of the
-    model that its config describes."""
-    if any(like.glob(f"*{SUFFIX}*")):
-        return outline(open_state(like))
+def _described_by(like: Path) -> dict[str, TensorEntry]:
+    """Returns the tensors of the model that the config of a folder of transformers describes.
+
+    Raises:
+        CheckpointError: transformers is not installed, or cannot build the model.
+    """
     try:
         import torch
         import transformers
@@ -65,8 +81,8 @@ def _tensors_of(like: Path) -> dict[str, TensorEntry]:
         from instar.checkpoint.tensor_file import DTYPES
     except ImportError as error:
         raise CheckpointError(
-            f"{like} has no weights, whose tensors the state's could be compared with; without them "
-            "transformers must be installed: pip install 'instar[finetune]'"
+            f"to build the model of the config of {like}, transformers must be installed: "
+            "pip install 'instar[finetune]'"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(like, local_files_only=True)
@@ -75,7 +91,7 @@ def _tensors_of(like: Path) -> dict[str, TensorEntry]:
             model = kind(config)
     except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{like} has no weights, and the model of its config cannot be built: {error}"
+            f"{like}: the model of its config cannot be built: {error}"
         ) from error
     names = {dtype: word for word, dtype in DTYPES.items()}
     saved = {id(each): name for name, each in reversed(model.state_dict(keep_vars=True).items())}
