@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -245,6 +246,14 @@ jobs:
     place.wait("part", lambda each: phase_of(each, "trainer", 1) == "running")
     assert place.run("stop", "part", "0")[0] == 0
     place.wait("part", lambda each: each["instances"]["0"]["phase"] == "stopped")
+    folder = place.path / "fleets/part"
+    shutil.copytree(folder, folder.with_name("copy"))
+    for words in (["stop", "copy", "1"], ["down", "copy"], ["down", "copy", "--kill"]):
+        assert "fleet copy is not running" in place.run(*words)[1]
+    folder.rename(moved := folder.with_name("moved"))
+    assert "part-1" not in place.run("reap", "--dry-run")[1]  # its launcher is not gone
+    moved.rename(folder)
+    assert phase_of(place.status("part"), "trainer", 1) == "running"
     (place.path / "go").touch()
     assert launcher.wait(60) == 4
     assert place.status("part")["instances"]["1"]["phase"] == "succeeded"

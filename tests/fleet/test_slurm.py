@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from fleets import FleetPlace
 
 from instar.fleet.checks import make_plan
-from instar.fleet.engines.slurm import script
+from instar.fleet.engines.slurm import SlurmArrays, script
 from instar.fleet.load import load_fleet
 from instar.fleet.plan import ANY_MACHINE
 
@@ -97,6 +98,19 @@ def test_only_slurm_goes_on_without_its_launcher(place: FleetPlace) -> None:
     assert code == 2
     assert "the engine local cannot go on alone" in output
     assert not (place.path / "fleets").exists()
+
+
+def test_the_jobs_in_a_copy_of_a_fleet_are_those_of_the_original(tmp_path: Path) -> None:
+    """Which is what `stop` and `down` cancel; a fleet whose folder was moved keeps its jobs."""
+    folder = tmp_path / "grpo"
+    (folder / "slurm").mkdir(parents=True)
+    place = SlurmArrays(folder)._place()
+    lines = [{"job": "7", "instances": [0, 1], **place}, {"job": "8", "instances": [1], **place}]
+    (folder / "slurm/jobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert SlurmArrays(folder).jobs() == {0: "7", 1: "8"}
+    assert SlurmArrays(Path(shutil.copytree(folder, tmp_path / "copy"))).jobs() == {}
+    moved = folder.rename(tmp_path / "moved")
+    assert SlurmArrays(moved).jobs() == {0: "7", 1: "8"}
 
 
 def test_a_cluster_that_is_not_there_is_named(

@@ -30,6 +30,7 @@ from instar.fleet.load import LoadedFleet, resolve_beside
 from instar.fleet.lock import may_have_launcher
 from instar.fleet.spec import FleetSpec
 from instar.fleet.state import FLEETS, JOBS, SLURM, STATE_FILE
+from instar.processes import shim
 from instar.record.atomic import replace_file
 
 FORMAT = "instar-fleet/1"
@@ -252,6 +253,12 @@ class Leftover:
             self.process.kill()
 
 
+def _has_shim(process: psutil.Process) -> bool:
+    """Whether a shim still watches it, and so its launcher: its folder was moved, or is another host's or
+    container's."""
+    return any(shim.__file__ in parent.cmdline() for parent in process.parents())
+
+
 def leftovers() -> list[Leftover]:
     """Return this user's processes that carry the mark of a fleet whose launcher does not run.
 
@@ -272,7 +279,7 @@ def leftovers() -> list[Leftover]:
                 running[folder, part] = may_have_launcher(
                     Path(folder), int(part) if part.isdecimal() else None
                 )
-            if not running[folder, part]:
+            if not (running[folder, part]):
                 command = printable(" ".join(process.cmdline())[:200])
                 found.append(
                     Leftover(

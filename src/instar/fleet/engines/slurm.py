@@ -101,18 +101,26 @@ class SlurmArrays:
         file.write_text(script(self._plan, self._folder.parent, self._gpus, indices))
         job = _slurm("sbatch", "--parsable", str(file)).partition(";")[0].strip()
         with (self._folder / JOBS).open("a") as jobs:
-            jobs.write(json.dumps({"job": job, "instances": indices}) + "\n")
+            jobs.write(json.dumps({"job": job, "instances": indices, **self._place()}) + "\n")
         self._due = 0.0
 
     def jobs(self) -> dict[int, str]:
-        """Return the id of the latest job array of each instance."""
+        """Return the id of the latest job array of each instance; those in a copy of a fleet's folder are of the
+        original."""
         found: dict[int, str] = {}
         with suppress(OSError):
+            here = self._place().items()
             for line in read_regular(self._folder / JOBS).splitlines():
                 with suppress(ValueError, KeyError, TypeError):
                     array = json.loads(of_bounded_depth(line))
+                    if not any(array.get(key) == value for key, value in here):
+                        continue
                     found |= {int(i): str(int(array["job"])) for i in array["instances"]}
         return found
+
+    def _place(self) -> dict[str, str | int]:
+        """Return what tells this folder from a copy: if it was moved, its number stays."""
+        return {"folder": str(self._folder.resolve()), "inode": self._folder.stat().st_ino}
 
     def hosts(self) -> Mapping[int, HostStatus]:
         """Return what SLURM knows of the tasks, at most a few seconds old."""
