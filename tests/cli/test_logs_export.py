@@ -6,7 +6,10 @@ import csv
 import io
 import json
 import math
+import os
+import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,3 +166,37 @@ def test_a_mistake_is_told_in_a_sentence(instar: Instar, arguments: list[str], s
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == "" or "--json" in arguments
+
+
+def test_the_command_that_is_told_opens_what_mlflow_was_given(run: Path, instar: Instar) -> None:
+    """MLflow's own client refuses a folder without the variable that the command sets."""
+    done = instar("logs", "export", str(run), "--to", "mlflow")
+    (line,) = [each for each in done.stderr.splitlines() if each.startswith("open it with: ")]
+    words = shlex.split(line.removeprefix("open it with: "))
+    variable, _, value = words[0].partition("=")
+    assert words[1:4] == ["mlflow", "ui", "--backend-store-uri"]
+    counted = (
+        "import sys\n"
+        "from mlflow.tracking import MlflowClient\n"
+        "client = MlflowClient(tracking_uri=sys.argv[1])\n"
+        "experiments = [each.experiment_id for each in client.search_experiments()]\n"
+        "print(len(client.search_runs(experiments)))\n"
+    )
+    plain = {key: text for key, text in os.environ.items() if key != variable}
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", counted, words[4]],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        for environment in (plain | {variable: value}, plain)
+    ]
+    assert runs[0].stdout.split() == ["1"], runs[0].stderr
+    assert runs[1].returncode != 0, "then the command may be told without it"
+    assert (
+        "open it with"
+        not in instar("logs", "export", str(run), "--to", "csv", "-o", "a.csv").stderr
+    )

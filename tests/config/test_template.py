@@ -13,7 +13,7 @@ from instar.config.fields import ROOTS, keys
 from instar.config.graph import GraphConfig, HeadConfig
 from instar.config.language import LanguageConfig
 from instar.config.load import load
-from instar.config.origins import in_yaml
+from instar.config.origins import in_yaml, plain
 from instar.config.presets.growing import DIVISORS
 from instar.config.schema import RunConfig, Watch
 
@@ -178,3 +178,12 @@ def test_the_template_names_the_next_commands_whatever_the_path() -> None:
     assert "instar sample latest" in text
     assert "instar test latest" in starter("graph", "graph.yaml")
     assert all(line.startswith("#") for line in text.split("\n\n")[0].splitlines())
+
+
+def test_a_table_quotes_only_texts_that_look_like_other_values() -> None:
+    assert plain("imgs:Img") == "imgs:Img"
+    assert plain(["a: b", "#c"]) == "[a: b, #c]"
+    for text in ("null", "~", "True", "1e-3", "-.5", ".inf", ".nan", "[1]", "{a", "", " a", "a\nb"):
+        assert plain(text) == in_yaml(text)
+        assert plain(text)[0] in "\"'", text
+    assert (plain(None), plain(1e-3), plain(True)) == ("null", in_yaml(1e-3), "true")

@@ -87,6 +87,27 @@ def test_json_has_what_was_recorded_and_what_the_runs_have_reached() -> None:
     }
 
 
+def test_runs_that_differ_in_their_seed_alone_have_a_mean() -> None:
+    """Of each value of the matrix, over those that have succeeded."""
+    losses = {0: 1.0, 1: 2.0, 2: 9.0, 3: 4.0, 4: 5.0}
+    planned = [
+        Instance(n, {"seed": n % 3, "model.n_layer": n // 3}, f"r{n}", Path(f"runs/r{n}"), {})
+        for n in losses
+    ]
+    ended: list[FleetEvent] = [
+        InstanceChanged(2.0, n, "failed" if n == 2 else "succeeded") for n in losses
+    ]
+    progress = {n: RunProgress(10, loss, 0, None) for n, loss in losses.items()}
+    found = fold([Started(1.0, 7, "here", "", tuple(losses)), *ended])
+    view = fleet_view("seeds", found, None, planned, (), progress)
+    assert [each.text for each in view.means] == [
+        "seeds n_layer=0: loss 1.5000 ±0.71 over 2 runs",
+        "seeds n_layer=1: loss 4.5000 ±0.71 over 2 runs",
+    ]
+    assert to_json(view, found, 9.0)["means"][0]["loss"] == 1.5
+    assert _view(99).means == ()
+
+
 def _folder(path: Path, spec: dict[str, object]) -> Path:
     folder = path / "fleets" / "two"
     folder.mkdir(parents=True)
@@ -128,6 +149,36 @@ def test_a_run_is_read_again_when_its_record_grows(
         last = reader.read().instances[0].progress
         assert last is not None
         assert last.ends_at is None
+
+
+def test_trials_that_cannot_be_ranked_with_the_best_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    space = {"eval.eval_iters": {"choices": [1, 2]}}
+    spec = {**SPEC, "search": {"trials": 3, "space": space}, "run_name": "t${index}"}
+    del spec["matrix"]
+    folder = _folder(tmp_path, spec)
+    with (folder / "state.jsonl").open("a") as file:
+        for index, samples in enumerate(("4", "4", "8")):
+            saved = tmp_path / "runs" / f"t{index}" / "checkpoints"
+            (saved / "step-4").mkdir(parents=True)
+            (saved / "latest").write_text("step-4\n")
+            basis = {"evaluated samples": samples, "vocabulary": "26"}
+            (saved / "step-4" / "state.json").write_text(json.dumps({"basis": basis}))
+            events = (
+                {"kind": "trial", "values": {"eval.eval_iters": 1}},
+                {"kind": "evaluation", "step": 4, "value": 3.0 - index},
+                {"kind": "instance", "phase": "succeeded"},
+            )
+            lines = (json.dumps({"time": 2.0, "instance": index, **each}) for each in events)
+            file.writelines(f"{line}\n" for line in lines)
+    view = FleetReader(folder).read(runs=False)
+    assert view.best is not None
+    assert view.best.instance == 2
+    assert view.best_lines[1:] == (
+        "held-out values of t0, t1 are not comparable with those of t2: evaluated samples 8 → 4",
+    )
 
 
 @pytest.mark.parametrize(

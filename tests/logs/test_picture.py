@@ -180,6 +180,10 @@ def test_the_legend_is_below_its_curves_with_short_names(tmp_path):
     ("names", "short"),
     [
         (["run-a", "run-b"], ["a", "b"]),
+        # a number alone names nothing
+        (["grid-seed-1", "grid-seed-2"], ["seed-1", "seed-2"]),
+        (["runs/seeds 1", "runs/seeds 2 x"], ["seeds 1", "seeds 2 x"]),
+        (["seed 1", "seed 2"], ["seed 1", "seed 2"]),
         (["lr1e-3-x", "lr1e-4-x"], ["lr1e-3-x", "lr1e-4-x"]),
         (["demo", "demo-2"], ["demo", "demo-2"]),
         (["alone-in-the-world"], ["alone-in-the-world"]),

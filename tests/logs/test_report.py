@@ -425,6 +425,7 @@ def test_the_final_test_is_drawn(told: RunDir, shown: Shown) -> None:
     said = words(page)
     assert "5,000 samples, weights of step 40 (best)" in said
     assert "kind/accuracy 0.9750 0.0025" in said
+    assert "true ↓ predicted → 0 1 0 90 10 1 0 100" in said, "which axis of the matrix is which"
     share = "(cell) => [cell.textContent, cell.style.getPropertyValue('--share')]"
     cells = page.locator(".tested td").all()
     assert [cell.evaluate(share) for cell in cells[:2]] == [["90", "90%"], ["10", "10%"]]

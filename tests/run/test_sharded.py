@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import science
@@ -95,6 +96,26 @@ def saved(
     }
 
 
+def analysed(run_dir: Path) -> dict[str, float]:
+    """Every number that the analyses of a run's weights have found, by its place, but of biases of keys: they
+    change no output, so that their gradients are rounding, which AdamW makes steps of."""
+    numbers: dict[str, float] = {}
+
+    def collect(place: str, value: Any) -> None:
+        if isinstance(value, dict) and str(value.get("name")).endswith(".attn.key.bias"):
+            return
+        if isinstance(value, dict | list):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                collect(f"{place}.{key}", each)
+        elif isinstance(value, int | float):
+            numbers[place] = value
+
+    for event in tiny_run.events(run_dir, "analysis"):
+        collect(str(event["step"]), event["findings"])
+    assert len(numbers) > 20
+    return numbers
+
+
 def share_of(run_dir: Path, rank: int, ranks: int) -> float:
     """The share of all that a run saved of its tensors that one rank saved, and so holds."""
     saved = load_checkpoint(run_dir / "checkpoints" / f"step-{STEPS}").manifest.files
@@ -123,6 +144,7 @@ def test_sharded_ranks_are_the_same_run_up_to_rounding(place: tiny_run.Place) ->
     for kind in ("layers", "analysis"):
         one, other = (tiny_run.events(run, kind) for run in (whole, sharded))
         assert [event["step"] for event in other] == [event["step"] for event in one] != []
+    assert analysed(sharded) == pytest.approx(analysed(whole), rel=1e-3, abs=1e-6)
 
 
 def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
@@ -138,6 +160,7 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
         run_dir = others["in turn"]
         children = place.resume(run_dir, "--until", f"{until}it", *keys, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+    assert analysed(others["fsdp"]) == pytest.approx(analysed(alone), rel=1e-6)
     wanted = saved(alone)
     assert [len(each) for each in wanted.values()] == [55, 165, 55]
     for name, other in others.items():

@@ -147,7 +147,7 @@ def plain(value: Any) -> str:
         return f"[{', '.join(map(plain, value))}]"
     if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not value:
         return in_yaml(value)
-    other = re.fullmatch(r"null|~|true|false|[-+.]?\d.*", value, re.IGNORECASE)
+    other = re.fullmatch(r"null|~|true|false|[-+]?(\.?\d.*|\.inf)|\.nan", value, re.IGNORECASE)
     return in_yaml(value) if other or value[0] in "[{" else value
 
 
