@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pretrained import write_model
+from tokenizer_layouts import write_tokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from instar.config.errors import ConfigError
-from instar.recipes.grpo.models import Sampling, end_ids, load_model, sample
+from instar.recipes.grpo.models import (
+    Sampling,
+    TextEncoder,
+    chat_prompt,
+    end_ids,
+    load_model,
+    sample,
+)
+from instar.recipes.grpo.serve import ModelService
 
 
 @pytest.fixture
@@ -48,6 +61,45 @@ def test_a_model_without_an_end_is_refused_by_name(folder: Path) -> None:
     message = f"{re.escape(str(folder))} has no token that ends a text"
     with pytest.raises(ConfigError, match=message):
         load_model(str(folder), "arithmetic")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "llama", "llama2"])
+def test_texts_and_chats_become_what_transformers_makes_of_them(kind: str, tmp_path: Path) -> None:
+    write_tokenizer(kind, tmp_path)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["the words", "", "  naïve 再见 ✓\n", str(theirs.eos_token)]
+    assert TextEncoder(theirs)(texts) == theirs(texts)["input_ids"]
+    messages = [{"role": "user", "content": "2?"}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat_prompt(theirs, "name", messages) == expected
+    theirs.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ConfigError, match="name: the chat template refuses it: no"):
+        chat_prompt(theirs, "name", messages)
+
+
+def test_a_text_that_a_tokenizer_fails_on_is_an_answer_and_the_server_goes_on() -> None:
+    model, tokenizer = load_model("tiny", "arithmetic")
+    saved = json.loads(tokenizer.backend_tokenizer.to_str())
+    doubled = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    saved["normalizer"] = {"type": "Sequence", "normalizers": [doubled] * 40}
+    hostile = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(saved)), eos_token="<eos>", pad_token="<pad>"
+    )
+    app = ModelService("tiny", model, hostile).app()
+
+    async def asked(prompts: list[Any]) -> list[tuple[int, str]]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            bodies = [json.dumps({"prompt": each, "max_tokens": 1}) for each in prompts]
+            bodies.append(" " * ((32 << 20) + 1))
+            answers = [await client.post("/v1/completions", content=each) for each in bodies]
+        return [(answer.status_code, answer.text) for answer in answers]
+
+    failed, encoded, ids, large = asyncio.run(asked(["a", "1+2=", [3, 4]]))
+    assert failed[0] == 400
+    assert "the tokenizer cannot be used to encode text: it takes more than" in failed[1]
+    assert (encoded[0], ids[0]) == (200, 200)
+    assert large == (413, '{"error":"more than 33,554,432 bytes"}')
 
 
 def test_a_tokenizer_that_fails_is_refused_before_transformers_uses_it(folder: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
+from instar.data.text.foreign.chat_template import ChatTemplate, Messages
+from instar.data.text.foreign.engine import engine_of
+from instar.data.text.foreign.special_tokens import added_to_text
 from instar.data.text.tokenizer import TOKENIZER_FILE, load_tokenizer
 from instar.recipes.grpo.data import load_questions, texts
 
@@ -73,6 +77,43 @@ def _try_tokenizer(folder: Path, questions: list[str]) -> None:
     tokenizer = load_tokenizer(folder)
     tokenizer.encode_batch(questions)
     tokenizer.decode(range(min(tokenizer.vocab_size, _TRIED_TOKENS)))
+
+
+def chat_prompt(tokenizer: Any, name: str, messages: Messages) -> str:
+    """Return what `apply_chat_template` makes of messages, rendered within limits.
+
+    Args:
+        name: of the model, for messages.
+
+    Raises:
+        ConfigError: the template refuses them, or takes too much.
+    """
+    template = ChatTemplate(
+        tokenizer.get_chat_template(), tokenizer.special_tokens_map, origin=name
+    )
+    try:
+        return template.prompt(messages)
+    except ValueError as error:
+        raise ConfigError.one(str(error), where=name) from None
+
+
+class TextEncoder:
+    """The ids that a tokenizer of transformers makes of texts, by the library in a process with limits.
+
+    Raises:
+        ValueError: it does more than put ids around a text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        saved = tokenizer.backend_tokenizer.to_str()
+        content = json.loads(saved)
+        self._before, self._after = added_to_text(content["post_processor"])
+        self._engine = engine_of(saved, content)
+
+    def __call__(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text. Raises ConfigError if the library fails."""
+        parsed = self._engine.parse(texts)
+        return [[*self._before, *ids.tolist(), *self._after] for ids, _ in parsed]
 
 
 def _agree_on_end(model: Any, tokenizer: Any, name: str) -> None:

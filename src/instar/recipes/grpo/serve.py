@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import msgspec
 
 from instar.cli.main import run_command
+from instar.config.errors import ConfigError
 from instar.config.files import of_bounded_depth
-from instar.recipes.grpo.models import Ids, Sampling, end_ids, load_model, sample
+from instar.recipes.grpo.models import Ids, Sampling, TextEncoder, end_ids, load_model, sample
 from instar.recipes.grpo.options import check_installed
 from instar.recipes.grpo.weights import INITIAL, Unfit, put_weights, size_bytes
 
@@ -34,6 +36,8 @@ _MOST_COMPLETIONS = 4096
 LEAST_TEMPERATURE = 1e-6
 """logits divided by less are infinite"""
 _HEADER_BYTES = 1 << 20
+_REQUEST_BYTES = 32 << 20
+"""of a request for completions: as many prompts as it may have, of some thousand ids each"""
 
 
 class _Completions(msgspec.Struct):
@@ -84,10 +88,14 @@ class ModelService:
         return _answer({"object": "list", "data": [listed]})
 
     async def _completions(self, request: Request) -> Response:
+        body = await _body(request, _REQUEST_BYTES)
+        if body is None:
+            return _too_large(_REQUEST_BYTES)
         try:
-            asked = _decoder.decode(of_bounded_depth(await request.body()))
-            prompts = self._ids(asked)
-        except (msgspec.MsgspecError, ValueError) as error:
+            asked = _decoder.decode(of_bounded_depth(body))
+            # in a thread: the tokenizer of a folder may take long to fail
+            prompts = await asyncio.to_thread(self._ids, asked)
+        except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             return _answer({"error": str(error)}, 400)
         if asked.model not in (None, self._name):
             return _answer({"error": f"this server has {self._name}, not {asked.model}"}, 404)
@@ -123,14 +131,12 @@ class ModelService:
 
     async def _put_weights(self, request: Request) -> Response:
         limit = size_bytes(self._model) + _HEADER_BYTES
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                return _answer({"error": f"more than {limit:,} bytes"}, 413)
+        body = await _body(request, limit)
+        if body is None:
+            return _too_large(limit)
         async with self._lock:
             try:
-                self._weights = await asyncio.to_thread(put_weights, self._model, bytes(body))
+                self._weights = await asyncio.to_thread(put_weights, self._model, body)
             except Unfit as error:
                 return _answer({"error": str(error)}, 422)
         return _answer({"weights": self._weights})
@@ -142,7 +148,9 @@ class ModelService:
         if ids and len(ids) < len(given):
             raise ValueError("prompts are texts or lists of ids")
         given = [ids] if ids else given
-        prompts = [self._tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in given]
+        texts = [each for each in given if isinstance(each, str)]
+        of_texts = iter(self._encoder(texts) if texts else ())
+        prompts = [next(of_texts) if isinstance(each, str) else each for each in given]
         most = self._model.config.max_position_embeddings
         known = self._model.config.vocab_size
         if not prompts or not all(prompts):
@@ -155,6 +163,10 @@ class ModelService:
             raise ValueError(f"ids are below {known}")
         return prompts
 
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        return TextEncoder(self._tokenizer)
+
     def _choice(self, index: int, prompt: Ids, ids: Ids, most: int) -> dict[str, Any]:
         ended = bool(ids) and ids[-1] in end_ids(self._model)
         return {
@@ -165,6 +177,20 @@ class ModelService:
             "prompt_token_ids": prompt,
             "token_ids": ids,
         }
+
+
+async def _body(request: Request, limit: int) -> bytes | None:
+    """Return the body of a request; None if it has more than so many bytes."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            return None
+    return bytes(body)
+
+
+def _too_large(limit: int) -> Response:
+    return _answer({"error": f"more than {limit:,} bytes"}, 413)
 
 
 def _answer(content: Any, status: int = 200) -> Response:

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instar.config.errors import ConfigError, InstarError
+from instar.config.errors import InstarError
 from instar.data.order import Shuffled
-from instar.data.text.foreign.chat_template import ChatTemplate
 from instar.distributed.failure import Interrupted, StoppedUnsaved, exit_code_of
 from instar.distributed.signals import StopSignal
 from instar.recipes.grpo.answers import final_answer_of_solution, is_correct
@@ -29,7 +28,7 @@ from instar.recipes.grpo.checkpoints import (
 )
 from instar.recipes.grpo.data import Question, Questions, load_questions
 from instar.recipes.grpo.evaluate import PassRates, evaluate, reference_loss
-from instar.recipes.grpo.models import Ids, Sampling, load_model
+from instar.recipes.grpo.models import Ids, Sampling, chat_prompt, load_model
 from instar.recipes.grpo.options import Options, check_options
 from instar.recipes.grpo.record import GrpoRecord
 from instar.recipes.grpo.samplers import (
@@ -195,12 +194,7 @@ class _Run:
             return question.question
         text = "\n\n".join(filter(None, [question.question, self._questions.instruction]))
         messages = [{"role": "user", "content": text}]
-        name, special = self._options.model, self._tokenizer.special_tokens_map
-        template = ChatTemplate(self._tokenizer.get_chat_template(), special, origin=name)
-        try:
-            return template.prompt(messages)
-        except ValueError as error:
-            raise ConfigError.one(str(error), where=name) from None
+        return chat_prompt(self._tokenizer, self._options.model, messages)
 
     def _ids(self, texts: Sequence[str]) -> list[Ids]:
         special = self._tokenizer.chat_template is None
