@@ -122,23 +122,49 @@ def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int)
     assert weights(run_dir, 6) == weights(place.path / "whole", 6)
 
 
-def test_a_run_that_fails_at_such_a_step_says_what_helps_and_that_does(
-    place: Place, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("late", [False, True])
+def test_a_size_that_a_resume_brings_is_tried_before_it_goes_on(
+    place: Place, capfd: pytest.CaptureFixture[str], late: bool
 ) -> None:
-    """Its batch is changed at a resume, where nothing is tried."""
-    words = [word for key in NORMED for word in ("--set", key)]
-    run_dir = str(place.path / "run")
-    first = ["--set", "train.batch_size=11", "--until", "2it", "--set", f"record.run_dir={run_dir}"]
-    smaller = ["--set", "train.batch_size=5", "--until", "2ep"]
+    """A loss that fails later only ends the run at that step, and says what helps."""
+    run = place.path / "run"
+    keys = [*NORMED, *(["task=drop_last:Late"] if late else [])]
+    words = [word for key in keys for word in ("--set", key)]
+    first = ["--set", "train.batch_size=11", "--until", "2it", "--set", f"record.run_dir={run}"]
 
     def typed(*argv: str) -> Any:
         code = main(argv)
         return code, capfd.readouterr().err
 
     assert typed("train", "run.yaml", *words, *first)[0] == 0
-    code, told = typed("resume", run_dir, *smaller)
-    assert code == 4
+    before = (run / "events.jsonl").read_bytes()
+    # of the 11 samples that are left of the epoch, the last would be alone
+    smaller = ("--set", "train.batch_size=5", "--until", "2ep")
+    code, told = typed("resume", str(run), *smaller)
     assert "Expected more than 1 value per channel" in told
-    assert "an epoch's last 1 of 5 samples, which data.drop_last: true leaves out" in told
-    assert typed("resume", run_dir, "--set", "data.drop_last=true")[0] == 0
-    assert [event["tokens"] for event in events(place.path / "run", "train")][-2:] == [57, 62]
+    if late:
+        assert code == 4
+        assert "an epoch's last 1 of 5 samples, which data.drop_last: true leaves out" in told
+    else:
+        assert code == 2
+        assert "a micro-batch of 1 sample, as in an epoch's last step, of 1 of 5 samples" in told
+        assert "data.drop_last: true leaves out" in told
+        assert (run / "events.jsonl").read_bytes() == before
+        # such a step does not come
+        assert typed("resume", str(run), *smaller[:2], "--until", "4it")[0] == 0
+    drop = ("--set", "data.drop_last=true", *(() if late else smaller))
+    code, told = typed("resume", str(run), *drop)
+    assert code == 0, told
+    assert [event["tokens"] for event in events(run, "train")][-2:] == [57, 62]
+
+
+def test_a_size_that_the_rest_of_the_schedule_makes_of_a_changed_one_is_tried(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = place.path / "run"
+    schedule = "schedule=[{name: change_batch_size, value: 0.5, when: {at_step: 4}}]"
+    words = [word for key in (*NORMED, schedule) for word in ("--set", key)]
+    keys = ["--set", "train.batch_size=8", "--set", "data.drop_last=true", "--until", "2it"]
+    assert main(["train", "run.yaml", *words, *keys, "--set", f"record.run_dir={run}"]) == 0
+    assert main(["resume", str(run), "--set", "train.batch_size=2", "--until", "8it"]) == 2
+    assert "a micro-batch of 1 sample, as in steps of 1 on 1 rank" in capfd.readouterr().err

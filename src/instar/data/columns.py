@@ -250,3 +250,25 @@ def _array(name: str, value: Any, number: int) -> NDArray[Any]:
     raise ValueError(
         f"sample {number}: {name} is {value!r:.60}, which is no array of numbers{hint}"
     )
+
+
+def not_finite(samples: Columns) -> str:
+    """Describe the first column with values that are not finite; an empty string if there is none."""
+    for name, column in leaves(samples):
+        values = column.flat if isinstance(column, Ragged) else column
+        if values.dtype.kind != "f" or np.isfinite(values).all():
+            continue
+        wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
+        if isinstance(column, Ragged):
+            starts = column.offsets - column.offsets[0]
+            wrong = np.unique(np.searchsorted(starts, wrong, side="right") - 1)
+        return (
+            f"{name} holds values that are not finite in {wrong.size:,} of {len(column):,} samples, "
+            f"first in sample {wrong[0]}"
+        )
+    return ""
+
+
+def dtype_of(column: NDArray[Any] | Ragged) -> np.dtype[Any]:
+    """Return the type of a column's values."""
+    return column.values.dtype if isinstance(column, Ragged) else column.dtype

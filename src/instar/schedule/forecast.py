@@ -189,7 +189,7 @@ def decay_end(config: RunConfig, steps: int | None) -> int | None:
 
 def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     began = initial_state(config, spec.architecture, spec.facts)
-    legs = _all_legs(config, began, spec, world_size)
+    legs = legs_of(entries(config), began, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (
         timeline(
@@ -246,15 +246,17 @@ def checked_forecast(loaded: Loaded, spec: TaskSpec, world_size: int) -> Forecas
     raise ConfigError(*problems)
 
 
-def _all_legs(config: RunConfig, initial: State, spec: TaskSpec, world_size: int) -> list[Leg]:
-    """Return the legs of a run; the effects of operations do not depend on when they fire.
+def legs_of(
+    schedule: Sequence[Entry], initial: State, spec: TaskSpec, world_size: int
+) -> list[Leg]:
+    """Return the legs of a run from a state on; the effects of operations do not depend on when they fire.
 
     Raises ScheduleError with all problems up to the first impossible growth: later operations would
     apply to a model that does not exist.
     """
     legs = [Leg(None, initial, _pace(initial, spec))]
     problems: list[ConfigProblem] = []
-    for entry in entries(config):
+    for entry in schedule:
         try:
             legs.append(_leg(legs[-1].state, entry, spec, world_size))
         except ScheduleError as error:
@@ -317,7 +319,7 @@ def _branch_legs(
     changes = branch.changes(step)
     state = carried_out(leg.state, override(changes, {}), step)
     _check_data(state, leg.entry, spec, world_size)
-    return _all_legs(with_values(config, changes), state, spec, world_size)
+    return legs_of(entries(with_values(config, changes)), state, spec, world_size)
 
 
 def _own_totals(

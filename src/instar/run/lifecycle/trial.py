@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.config.user_code import what_happened
 from instar.data.arrays import InMemorySource
-from instar.data.columns import Columns, Ragged, cut, leaves
+from instar.data.columns import Columns, Ragged, cut, dtype_of, leaves, not_finite
 from instar.data.loader import OpenEnded
 from instar.data.split import SampleSet
 from instar.data.user_sets import StreamedSet
@@ -42,7 +42,7 @@ from instar.run.loop.optimizer import (
     task_optimizers,
 )
 from instar.run.loop.step import enter, to_device
-from instar.run.parallel.micro_batch_sizes import sizes_to_come
+from instar.run.parallel.micro_batch_sizes import Comes, sizes_to_come
 from instar.schedule.lr_scaling import rate_factors
 from instar.schedule.triggers import entries
 from instar.tasks.logged import Logged, recording
@@ -65,9 +65,33 @@ def run_trial(prepared: Prepared, world: World) -> list[str]:
     if not isinstance(prepared.spec, SampleSetSpec):
         _check_family(prepared)
         return []
+    with _undone(world):
+        return _Trial(prepared, world, prepared.spec.data).run()
+
+
+def try_sizes(prepared: Prepared, world: World, sizes: Mapping[int, Comes]) -> list[str]:
+    """Run micro-batches of the sizes that a resumed run comes to; as `run_trial`.
+
+    Raises:
+        ConfigError: one fails.
+    """
+    if not isinstance(prepared.spec, SampleSetSpec):
+        return []
+    with _undone(world):
+        trial, task = (
+            _Trial(prepared, world, prepared.spec.data),
+            prepared.spec.task(prepared.config),
+        )
+        samples = trial.training_samples(max(sizes))
+        return trial.try_sizes(task, trial.model_of(task), samples, sizes)
+
+
+@contextmanager
+def _undone(world: World) -> Iterator[None]:
+    """Restore the generators afterwards, and free the device's memory."""
     generators = generator_states(world.device)
     try:
-        return _Trial(prepared, world, prepared.spec.data).run()
+        yield
     finally:
         restore_generators(generators, world.device)
         if world.device.type == "cuda":
@@ -105,6 +129,24 @@ class _Trial:
 
     def run(self) -> list[str]:
         task = self.prepared.spec.task(self.config)
+        model = self.model_of(task)
+        samples = self.training_samples(self.config.train.batch_size)
+        batch = to_device(samples, self.world.device)
+        warnings = self._train(task, model, samples, batch)
+        sizes = sizes_to_come(self.config, self.prepared.forecast, self.world.size)
+        most = len(next(leaves(samples))[1])
+        smaller = {size: comes for size, comes in sizes.items() if size < most}
+        warnings += self.try_sizes(task, model, samples, smaller)
+        held_out = self._held_out()
+        model.zero_grad(set_to_none=True)
+        self._evaluate(task, model, held_out)
+        self._grow(task, model, held_out)
+        self._optimize(task, model)
+        found = not_finite(self._in_memory())
+        return [*warnings, *([f"{self.config.task}: {found}"] if found else [])]
+
+    def model_of(self, task: Task) -> Module:
+        """Return the task's model on the device, in training mode."""
         with self._task_errors("module"):
             model = task.build()
             self._check_new(model)
@@ -114,17 +156,7 @@ class _Trial:
                 check_groups(model)
             model = model.to(self.world.device)
         enter(model, 0)
-        samples = self._training_samples()
-        batch = to_device(samples, self.world.device)
-        warnings = self._train(task, model, samples, batch)
-        warnings += self._try_sizes(task, model, samples)
-        held_out = self._held_out()
-        model.zero_grad(set_to_none=True)
-        self._evaluate(task, model, held_out)
-        self._grow(task, model, held_out)
-        self._optimize(task, model)
-        found = _not_finite(self._in_memory())
-        return [*warnings, *([f"{self.config.task}: {found}"] if found else [])]
+        return model
 
     def _in_memory(self) -> Columns:
         """Return all samples if they are in memory, otherwise nothing."""
@@ -142,12 +174,12 @@ class _Trial:
                     "at every call, or copy.deepcopy one that is kept"
                 )
 
-    def _training_samples(self) -> Columns:
+    def training_samples(self, count: int) -> Columns:
+        """Return the first samples of the order: `count`, or all if there are fewer."""
         # do not start workers for one micro-batch
         single_process = replace(self.data, data=self.data.data.model_copy(update={"workers": 0}))
         with self._task_errors("samples"):
             source, order = single_process.train(self.config.seed)
-            count = self.config.train.batch_size
             if isinstance(order, OpenEnded):
                 order.explore(0, count)
             count = min(count, order.samples_per_epoch)
@@ -211,18 +243,17 @@ class _Trial:
             )
         return warnings
 
-    def _try_sizes(self, task: Task, model: Module, samples: Columns) -> list[str]:
-        """Run the micro-batches of other sizes that the run comes to: those of a rank's share of every step, and of the
-        last step of an epoch. Return warnings.
+    def try_sizes(
+        self, task: Task, model: Module, samples: Columns, sizes: Mapping[int, Comes]
+    ) -> list[str]:
+        """Run micro-batches of sizes that the run comes to: those of a rank's share of every step, and of the last step
+        of an epoch. Return warnings.
 
         Raises:
             ConfigError: the loss of one fails; says when it comes, and how to do without it.
         """
-        most, warnings = len(next(leaves(samples))[1]), []
-        sizes = sizes_to_come(self.config, self.prepared.forecast, self.world.size)
+        warnings = []
         for size, comes in sorted(sizes.items()):
-            if size >= most:
-                continue
             seed_generators(self.config.seed, 0, 0, self.world.device)
             some = cut(samples, 0, size)
             batch = to_device(some, self.world.device)
@@ -246,7 +277,7 @@ class _Trial:
                 "numpy() and torch.no_grad() between the model and the loss"
             )
         if not math.isfinite(value := loss.item()):
-            found = _not_finite(self._in_memory()) or _not_finite(samples)
+            found = not_finite(self._in_memory()) or not_finite(samples)
             cause = f": {found}" if found else ""
             raise ValueError(f"the loss of the first micro-batch is {value}{cause}")
 
@@ -375,7 +406,7 @@ def _hint(samples: Columns | None, model: Module | None) -> str:
         return ""
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         return ""
-    double = [name for name, column in leaves(samples) if _dtype(column) == np.float64]
+    double = [name for name, column in leaves(samples) if dtype_of(column) == np.float64]
     if not double:
         return ""
     return f"the model is not in float64: return {double[0]}.astype('float32') from samples()"
@@ -386,7 +417,7 @@ def _described(samples: Columns) -> str:
     for name, column in leaves(samples):
         shape = column.flat.shape if isinstance(column, Ragged) else column.shape
         ragged = "ragged " if isinstance(column, Ragged) else ""
-        columns.append(f"{name} {ragged}{_dtype(column)}{list(shape)}")
+        columns.append(f"{name} {ragged}{dtype_of(column)}{list(shape)}")
     return ", ".join(columns)
 
 
@@ -404,27 +435,6 @@ def _bytes(column: NDArray[Any] | Ragged) -> tuple[bytes, ...]:
     if isinstance(column, Ragged):
         return column.flat.tobytes(), column.sizes.tobytes()
     return (column.tobytes(),)
-
-
-def _not_finite(samples: Columns) -> str:
-    """Describe the first column with values that are not finite; an empty string if there is none."""
-    for name, column in leaves(samples):
-        values = column.flat if isinstance(column, Ragged) else column
-        if values.dtype.kind != "f" or np.isfinite(values).all():
-            continue
-        rows = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
-        if isinstance(column, Ragged):
-            starts = column.offsets - column.offsets[0]
-            rows = np.unique(np.searchsorted(starts, rows, side="right") - 1)
-        return (
-            f"{name} holds values that are not finite in {rows.size:,} of {len(column):,} samples, "
-            f"first in sample {rows[0]}"
-        )
-    return ""
-
-
-def _dtype(column: NDArray[Any] | Ragged) -> np.dtype[Any]:
-    return column.values.dtype if isinstance(column, Ragged) else column.dtype
 
 
 def _listed(names: list[str], most: int = 5) -> str:

@@ -77,7 +77,7 @@ from instar.run.lifecycle.resume import (
 )
 from instar.run.lifecycle.start import starting_weights
 from instar.run.lifecycle.test_phase import final_test, is_tested
-from instar.run.lifecycle.trial import run_trial
+from instar.run.lifecycle.trial import run_trial, try_sizes
 from instar.run.lifecycle.weights import OpenedWeights, open_weights
 from instar.run.loop.checkpointing import finish_deltas
 from instar.run.loop.components import Components
@@ -87,6 +87,7 @@ from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import shape_text
 from instar.run.output.profile import StepProfiler
+from instar.run.parallel.micro_batch_sizes import sizes_ahead
 from instar.schedule.operations import Change, State, initial_state, keeps_training_loss_comparable
 from instar.schedule.settings import early_end_of_decay
 from instar.tasks.task import spec_class
@@ -262,7 +263,13 @@ def _run_rank(
         compare_inputs(prepared, world)
         world.at("trying one micro-batch")
         with raise_on_all_ranks(world, "trying one micro-batch"):
-            start_warnings = [] if resume else [*prepared.warnings, *run_trial(prepared, world)]
+            if resumed is None or initial is None:
+                start_warnings = [*prepared.warnings, *run_trial(prepared, world)]
+            else:
+                saved = start.state.get("progress", {}) if start is not None else {}
+                past = resumed.history, resumed.operation, saved
+                ahead = sizes_ahead(initial, *past, prepared.spec, world.size)
+                start_warnings = try_sizes(prepared, world, ahead)
         check_hooks([*prepared.spec.task(prepared.config).hooks(), *hooks], world)
         if SyncPoint(world, signal).sync():
             raise stopped_before_start(resumable=signal.resumable)

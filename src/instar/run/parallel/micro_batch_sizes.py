@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from instar.config.budget import parse_budget
 from instar.config.schema import RunConfig
+from instar.config.sections import Operation
 from instar.data.plan import StepPlan, micro_slices, shares
 from instar.run.parallel.slices import slices
-from instar.schedule.forecast import Forecast
+from instar.schedule.forecast import Forecast, legs_of
+from instar.schedule.operations import Change, History, State, fold
+from instar.schedule.settings import Settings
+from instar.schedule.timeline import Clock, PartialStep, partial_steps, timeline
+from instar.schedule.triggers import entries, remaining
+from instar.tasks.task import TaskSpec
 
 
 @dataclass(frozen=True)
@@ -19,7 +28,52 @@ class Comes:
 
 
 def sizes_to_come(config: RunConfig, forecast: Forecast, world_size: int) -> dict[int, Comes]:
-    """Return the sizes of the micro-batches of all stages, and of the last steps of their epochs.
+    """Return the sizes of the micro-batches of all stages, and of the last steps of their epochs."""
+    stages = (stage.settings for stage in forecast.stages)
+    return _sizes(config, stages, forecast.partial_steps, world_size)
+
+
+def sizes_ahead(
+    initial: State,
+    history: History,
+    override: Operation | None,
+    progress: Mapping[str, Any],
+    spec: TaskSpec,
+    world_size: int,
+) -> dict[int, Comes]:
+    """Return the sizes of the micro-batches that a resumed run comes to.
+
+    Args:
+        initial: at step 0.
+        override: the settings that the resume changes.
+        progress: as saved; {}: at step 0.
+    """
+    step, samples, tokens = (progress.get(name, 0) for name in ("step", "samples", "tokens"))
+    if override is not None:
+        history = (*history, Change(override, step, samples))
+    state = fold(initial, history)
+    config, clock = state.config, Clock(step, samples, tokens, in_order=samples)
+    legs = legs_of(remaining(entries(config), history), state, spec, world_size)
+    budgets = [parse_budget(text) for text in config.train.until]
+    lines = [
+        timeline(
+            legs,
+            budgets,
+            evaluated_at_start=True,
+            optimistic=optimistic,
+            eval_epochs=config.eval.eval_epochs,
+            clock=clock,
+        )
+        for optimistic in (True, False)
+    ]
+    partial = [step for line in lines for step in partial_steps(line, legs)]
+    return _sizes(config, (leg.state.settings for leg in legs), partial, world_size)
+
+
+def _sizes(
+    config: RunConfig, stages: Iterable[Settings], partial: Iterable[PartialStep], world_size: int
+) -> dict[int, Comes]:
+    """Return the sizes of the micro-batches of whole and of partial steps.
 
     A slice without samples runs one that does not count, where ranks exchange something in every pass.
     """
@@ -38,11 +92,11 @@ def sizes_to_come(config: RunConfig, forecast: Forecast, world_size: int) -> dic
                 if end > first:
                     sizes.setdefault(end - first, comes)
 
-    for stage in forecast.stages:
-        batch = stage.settings.global_batch
+    for settings in stages:
+        batch = settings.global_batch
         instead = "raise train.batch_size or gradient_accumulation_steps, or start fewer ranks"
-        add(batch, stage.settings.batch_size, Comes(f"as in steps of {batch} on {ranks}", instead))
-    for step in forecast.partial_steps:
+        add(batch, settings.batch_size, Comes(f"as in steps of {batch} on {ranks}", instead))
+    for step in partial:
         when = f"as in an epoch's last step, of {step.samples} of {step.global_batch} samples on {ranks}"
         instead = (
             f"data.drop_last: true leaves out these {step.samples}, or choose another batch size"
