@@ -2,7 +2,7 @@
 
 Two evaluations of a run can be compared only if their bases are equal. Best values, early stopping,
 plateaus and triggers begin anew at the first evaluation on another basis, whatever has changed it: an
-operation, a value that a resume sets, or other data.
+operation, a value that a resume sets, other data, or an edit of a custom task.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import xxhash
 
 from instar.config.fields import values
 from instar.config.schema import FeedConfig, RunConfig, SamplesConfig
+from instar.tasks.sources import digest_of_sources
 
 if TYPE_CHECKING:
     from instar.data.source import Source
@@ -25,6 +26,8 @@ Basis = Mapping[str, str]
 
 SAMPLES = "held-out samples"
 _CHOICE = "seed of their choice"
+_SOURCE = "source of the task"
+_UNTOLD = (SAMPLES, "tokenizer", _SOURCE)
 _HEADS = "model.heads"
 """The losses of a graph network, with their weights."""
 
@@ -47,6 +50,7 @@ def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = 
         _CHOICE: f"{config.data_seed}" if drawn else "",
         "tokenizer": task.spec.fingerprints.get("tokenizer", ""),
         "vocabulary": f"{task.architecture.sizes().get('vocab', 0):,}",
+        _SOURCE: digest_of_sources(config.task),
     }
     return basis | {key: json.dumps(value) for key, value in _loss_keys(config).items()}
 
@@ -61,8 +65,10 @@ def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
     told = tuple(
         f"{name} {before.get(name) or '-'} → {after.get(name) or '-'}"
         for name in changed
-        if name not in (SAMPLES, "tokenizer", _CHOICE if len(changed) > 1 else "")
+        if name not in (*_UNTOLD, _CHOICE if len(changed) > 1 else "")
     )
+    if _SOURCE in changed:
+        told = (*told, "the source of the task has changed")
     if "tokenizer" in changed:
         return (*told, "another tokenizer")
     # another length makes other samples of the same text

@@ -26,6 +26,7 @@ from instar.models.module import check_trainable, persistent_buffers
 from instar.models.shape import Fixed, Growable, ModuleFacts
 from instar.models.table import check_buffers, check_table
 from instar.tasks.custom import NEEDED, CustomTask
+from instar.tasks.sources import digest_of_sources
 from instar.tasks.task import SampleSetSpec, SavedModel
 
 
@@ -44,6 +45,7 @@ class CustomSpec(SampleSetSpec):
     @classmethod
     def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
         config = loaded.config
+        digest_of_sources(config.task)  # before anyone edits what has been imported
         own, shape = _instance(config)
         with _telling(f"{config.task}.module() failed"):
             module = made(own, shape, config.seed)
