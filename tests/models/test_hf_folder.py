@@ -27,6 +27,7 @@ from transformers import (
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load, publish
+from instar.cli.main import main
 from instar.config.language import ModelConfig
 from instar.config.load import load as load_config
 from instar.data.text.tokenizer import (
@@ -250,7 +251,9 @@ def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Toke
     assert data.tokenizer == ("byte" if tokenizer.kind == "byte" else str(own))
 
 
-def test_what_came_with_a_foreign_model_goes_with_its_export(tmp_path: Path) -> None:
+def test_what_came_with_a_foreign_model_goes_with_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ends that are not the tokenizer's, a template and the settings of generation."""
     tokenizer = train_bpe([TEXT] * 4, 300)
     config = LlamaConfig(
@@ -282,6 +285,22 @@ def test_what_came_with_a_foreign_model_goes_with_its_export(tmp_path: Path) -> 
         assert back[key] == there[key]
     fast = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert (fast.bos_token, fast.eos_token) == ("Z", "e")
+    # also from a run that starts from either
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT * 30)
+    common = ("model.context=16", "data.source=text.txt", "train.until=[1it]", "train.batch_size=2",
+              "eval.eval_iters=1", "record.report=false", "record.sample_tokens=0", "device=cpu")  # fmt: skip
+    for begins in ("hf", "run"):
+        keys = (*common, f"model.from={begins}", f"record.run_dir=of-{begins}")
+        assert main(["train", *(word for key in keys for word in ("--set", key))]) == 0
+        out = tmp_path / f"back-of-{begins}"
+        assert main(["checkpoint", "export", f"of-{begins}", str(out), "--to", "hf"]) == 0
+        assert names == {file.name for file in out.iterdir()}
+        for name in names - {"config.json", "model.safetensors"}:
+            assert (out / name).read_bytes() == (folder / name).read_bytes()
+        trained = json.loads((out / "config.json").read_text())
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            assert trained[key] == there[key]
 
 
 def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:

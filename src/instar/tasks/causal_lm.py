@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.data.text.tokenizer import folder_of
 from instar.models.hf.lora_shape import LoraShape
-from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import SavedModel
 from instar.tasks.text import TextSpec, TextTask
@@ -71,14 +68,6 @@ class CausalLMSpec(TextSpec):
     @property
     def derived(self) -> dict[str, object]:
         return {**super().derived, "model.context": self.config.full_context}
-
-    @property
-    def kept(self) -> dict[str, Path]:
-        beside = folder_of(self.config.data.tokenizer)
-        files = {} if beside is None else {name: beside / name for name in COMPANIONS}
-        if self.config.data.chat_template is not None:
-            files[CHAT_TEMPLATE] = Path(self.config.data.chat_template)
-        return {**super().kept, **{name: file for name, file in files.items() if file.is_file()}}
 
     @property
     def refuses_shards(self) -> str:

@@ -25,12 +25,15 @@ from instar.data.text.dataset import DataSet
 from instar.data.text.token_bytes import token_bytes
 from instar.data.text.tokenizer import (
     Tokenizer,
+    folder_of,
     load_tokenizer,
     named_tokenizer,
     prompt_tokens,
     tokenizer_files,
 )
 from instar.models.cost import bf16_pays, flops_per_token
+from instar.models.hf import CONFIG
+from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS, SPECIAL_IDS
 from instar.models.shape import TransformerShape
 from instar.record.system import has_bf16_units
 from instar.tasks.task import Batch, Measured, Say, Tally, Task, TaskSpec
@@ -161,9 +164,18 @@ class TextSpec(TaskSpec):
 
     @property
     def kept(self) -> dict[str, Path]:
-        """The tokenizer's files."""
+        """The tokenizer's files, and those beside it that belong to an export."""
         names = tokenizer_files(load_tokenizer(self.opened.path))
-        return {name: self.opened.path / name for name in names}
+        of_tokenizer = {name: self.opened.path / name for name in names}
+        folder, files = folder_of(self.config.data.tokenizer), dict[str, Path]()
+        if folder is not None:
+            files = {name: folder / name for name in COMPANIONS}
+            # of an imported run, or of a folder of transformers
+            ids = folder / SPECIAL_IDS
+            files[SPECIAL_IDS] = ids if ids.is_file() else folder / CONFIG
+        if self.config.data.chat_template is not None:
+            files[CHAT_TEMPLATE] = Path(self.config.data.chat_template)
+        return of_tokenizer | {name: file for name, file in files.items() if file.is_file()}
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         return self.opened.train(context, seed)

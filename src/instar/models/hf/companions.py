@@ -13,13 +13,11 @@ from instar.config.files import read_regular
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import TOKENIZER_FILE, BPETokenizer, load_tokenizer
 from instar.models.hf import CONFIG
-from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS
+from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS, SPECIAL_IDS
 from instar.models.hf.weights import encode
 from instar.record.rundir import RunDir
 
 GENERATION = "generation_config.json"
-SPECIAL_IDS = "special_ids.json"
-"""In an imported run: ids of special tokens as the config of its folder has them."""
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -41,11 +39,12 @@ def imported(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def exported(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Returns the files of an imported run for its export, and the ids of special tokens for its config; nothing
-    for any other run."""
+    """Returns the files of a run for its export, and the ids of special tokens for its config, as they came with an
+    imported model; nothing for any other run."""
     if not (run / SPECIAL_IDS).is_file():
         return {}, {}
-    return beside(run), read_json(run / SPECIAL_IDS)
+    ids = read_json(run / SPECIAL_IDS)
+    return beside(run), {key: ids[key] for key in _IDS if key in ids}
 
 
 def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:

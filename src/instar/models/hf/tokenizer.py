@@ -17,6 +17,8 @@ from instar.data.text.tokenizer import (
 )
 
 CHAT_TEMPLATE = "chat_template.jinja"
+SPECIAL_IDS = "special_ids.json"
+"""In a run of an imported model: ids of special tokens as the config of its folder has them, perhaps among others."""
 COMPANIONS = (
     TOKENIZER_CONFIG,
     "generation_config.json",
