@@ -14,7 +14,7 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
-from instar.data.text.foreign.limited import Failed, LimitedProcess
+from instar.data.text.foreign.limited import LimitedProcess, RequestFailed
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json, special_tokens
 from instar.data.text.tokenizer import BPETokenizer, Tokenizer, folder_of
 
@@ -281,7 +281,7 @@ class ChatTemplate:
             asked = {"ask": "render", "texts": parts[first : first + some], "spans": spans}
             try:
                 reply, _ = _process(self.text).ask(asked, request)
-            except Failed as error:
+            except RequestFailed as error:
                 raise ConfigError.one(
                     f"the chat template cannot be rendered: {error}",
                     where=self.origin,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 
 from instar.config.errors import ConfigError
-from instar.data.text.foreign.limited import Failed, LimitedProcess
+from instar.data.text.foreign.limited import LimitedProcess, RequestFailed
 
 TokenIds = NDArray[np.uint32]
 Places = NDArray[np.int64]
@@ -126,7 +126,7 @@ class Limited:
         self.process = LimitedProcess("tokenizer", saved.encode("utf-8", "replace"), limit_s)
         try:
             self.process.start()
-        except Failed as error:
+        except RequestFailed as error:
             raise _failed("load", str(error)) from None
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -157,7 +157,7 @@ class Limited:
     def _ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
         try:
             return self.process.ask(request, content)
-        except Failed as error:
+        except RequestFailed as error:
             raise _failed(request["ask"], str(error)) from None
 
 

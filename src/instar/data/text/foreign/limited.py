@@ -18,7 +18,7 @@ _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """signals that reach a process of this one's too; it ends when this one does"""
 
 
-class Failed(Exception):  # noqa: N818
+class RequestFailed(Exception):  # noqa: N818
     """What was asked took too much, or failed; the message says how in one line."""
 
 
@@ -40,14 +40,14 @@ class LimitedProcess:
         self._owner = 0
 
     def ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
-        """Return the reply to a request. Raises Failed if there is none."""
+        """Return the reply to a request. Raises RequestFailed if there is none."""
         with self._lock:
             if self._link is None or self._owner != os.getpid():
                 self._start()
             return self._exchange(request, content)
 
     def start(self) -> None:
-        """Load the content, unless that is done. Raises Failed if it cannot be loaded."""
+        """Load the content, unless that is done. Raises RequestFailed if it cannot be loaded."""
         with self._lock:
             if self._link is None:
                 self._start()
@@ -82,9 +82,9 @@ class LimitedProcess:
             self._stop()
             raise
         if reply is None:
-            raise Failed(self._cause(self._stop()))
+            raise RequestFailed(self._cause(self._stop()))
         if "error" in reply[0]:
-            raise Failed(reply[0]["error"])
+            raise RequestFailed(reply[0]["error"])
         return reply
 
     def _stop(self) -> int:
