@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forks import Forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -69,10 +70,11 @@ def test_a_suite_without_time_names_what_it_leaves_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["throughput", "scaling", "graphs", "loading", "time_to_loss", "dashboard"]
 )
-def test_the_options_of_the_suite_exist(runner: ModuleType, name: str) -> None:
+def test_the_options_of_the_suite_exist(runner: ModuleType, forks: Forks, name: str) -> None:
+    """In processes that have imported everything, which else is all that they would do."""
     (benchmark,) = runner.asked([name])
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / f"{name}.py", *benchmark.options, "--help"],
+        [forks.python, BENCHMARKS / f"{name}.py", *benchmark.options, "--help"],
         capture_output=True,
         text=True,
         check=False,

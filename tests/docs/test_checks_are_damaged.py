@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,8 +65,10 @@ def sentences_of(path: Path) -> Iterator[Message]:
             sentence = f"{sentence} {line.strip()}"
 
 
+@cache
 def messages() -> list[Message]:
-    """Every message with one of the words."""
+    """Every message with one of the words. Parsing all of the source takes seconds, which each worker
+    that collects this file would spend if they were made when it is imported."""
     source = [text for path in (ROOT / "src").rglob("*.py") for text in texts_of(path)]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     said = [
@@ -75,9 +78,6 @@ def messages() -> list[Message]:
         for each in sentences_of(path)
     ]
     return sorted(each for each in [*source, *said] if WORDS.search(each.text))
-
-
-MESSAGES = messages()
 
 
 def claims(row: damages.Check | damages.NoCheck, message: Message) -> bool:
@@ -94,13 +94,13 @@ def claims(row: damages.Check | damages.NoCheck, message: Message) -> bool:
 
 def test_every_check_has_a_row() -> None:
     rows = (*damages.CHECKS, *damages.NO_CHECKS)
-    missing = [str(each) for each in MESSAGES if not any(claims(row, each) for row in rows)]
+    missing = [str(each) for each in messages() if not any(claims(row, each) for row in rows)]
     assert missing == []
 
 
 def test_every_row_has_a_check() -> None:
     rows = (*damages.CHECKS, *damages.NO_CHECKS)
-    assert [row for row in rows if not any(claims(row, each) for each in MESSAGES)] == []
+    assert [row for row in rows if not any(claims(row, each) for each in messages())] == []
 
 
 def test_every_test_that_a_row_names_exists() -> None:
