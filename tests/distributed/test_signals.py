@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from instar.distributed.signals import STOP_SIGNALS, StopSignal
+from instar.distributed.signals import StopSignal
+from instar.processes.child import STOP_SIGNALS
 
 Python = Callable[..., "subprocess.Popen[str]"]
 

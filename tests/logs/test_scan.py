@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from records import lines
 
-from instar.data import workers as data_workers
 from instar.logs.read import scan as scanning
 from instar.logs.read.columns import ABSENT, MetricTable
 from instar.logs.read.record import AXES, read
 from instar.logs.read.scan import MAX_FAULTS, Content, pieces, scan
+from instar.processes import pool
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
@@ -126,7 +126,7 @@ def in_all_ways(path: Path, text: bytes, block: int, piece: int) -> Iterator[Con
         yield Content().then(*pieces(path, workers=1))
         patch.setattr(scanning, "WORTH_BYTES", 0)
         patch.setattr(scanning, "PIECE_BYTES", piece)
-        patch.setattr(data_workers, "Workers", Here)
+        patch.setattr(pool, "Workers", Here)
         yield Content().then(*pieces(path, workers=3))
 
 

@@ -12,13 +12,13 @@ import pytest
 from read_alike import same
 from records import lines, make_run
 
-from instar.data import workers as data_workers
-from instar.data.workers import Workers
 from instar.logs.read import cache
 from instar.logs.read import scan as scanning
 from instar.logs.read.record import RunRecord, read
 from instar.logs.read.scan import MAX_FAULTS, pieces, scan
 from instar.logs.read.sidecar import cache_folder
+from instar.processes import pool
+from instar.processes.pool import Workers
 from instar.record.events import RecordError, Train, encode
 from instar.record.rundir import RunDir
 
@@ -94,14 +94,14 @@ def test_without_its_helpers_a_process_reads_all_by_itself(
                 os.kill(self.processes[0], signal.SIGKILL)
             return answer
 
-    monkeypatch.setattr(data_workers, "Workers", Lost)
+    monkeypatch.setattr(pool, "Workers", Lost)
     same(read(long), alone(long))
 
     def refused(*_: object) -> None:
         raise BlockingIOError("no more processes")
 
     cache.discard(cache_of(long))
-    monkeypatch.setattr(data_workers, "Workers", refused)
+    monkeypatch.setattr(pool, "Workers", refused)
     same(read(long), alone(long))
 
 
@@ -122,7 +122,7 @@ def test_a_record_that_is_replaced_meanwhile_is_read_anew(
             return super().call(worker, method, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_workers, "Workers", Replacing)
+        patch.setattr(pool, "Workers", Replacing)
         found = read(long)
     same(found, alone(long))
     same(read(long), alone(long))
@@ -137,7 +137,7 @@ def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
 
     before = long.events.stat().st_size
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_workers, "Workers", Growing)
+        patch.setattr(pool, "Workers", Growing)
         found = read(long)
     assert found.end == long.events.stat().st_size > before
     same(found, alone(long))

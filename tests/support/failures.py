@@ -231,7 +231,7 @@ def counts_workers(argv: Sequence[str]) -> int:
     """Say, in the first step, how many worker processes were started and how many are there."""
     import psutil
 
-    from instar.data.workers import Workers
+    from instar.processes.pool import Workers
 
     started = [0]
     start, step = Workers.__init__, Trainer.step

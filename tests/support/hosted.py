@@ -99,7 +99,7 @@ def open_nothing() -> Thing:
 
 def hold(workers: int) -> None:
     """Have workers, one of them busy, say their process ids, and wait."""
-    from instar.data.workers import Workers
+    from instar.processes.pool import Workers
 
     held = Workers(open_thing, workers)
     held.call(0, "sleep_for_ever")

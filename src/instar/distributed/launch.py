@@ -28,8 +28,8 @@ from instar.distributed.failure import (
     stopped_before_start,
 )
 from instar.distributed.placement import DEVICES_VARIABLE, Placement, usable_cores
-from instar.distributed.signals import STOP_SIGNALS, StopSignal
-from instar.processes.child import exit_text
+from instar.distributed.signals import StopSignal
+from instar.processes.child import GROUP_SIGNALS, exit_text
 
 if TYPE_CHECKING:
     from instar.distributed.supervisor import RankExit
@@ -129,9 +129,7 @@ def run_ranks(
     if devices is not None:
         extra[DEVICES_VARIABLE] = ",".join(map(str, devices))
     with (
-        StopSignal(
-            on_repeat=lambda: None, signals=(*STOP_SIGNALS, signal.SIGQUIT), last=last
-        ) as stop,
+        StopSignal(on_repeat=lambda: None, signals=GROUP_SIGNALS, last=last) as stop,
         tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as work_dir,
     ):
         if config:

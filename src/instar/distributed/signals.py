@@ -27,16 +27,8 @@ from instar.distributed.failure import (
     StoppedUnsaved,
     remove_orphaned,
 )
-from instar.processes.child import die_with_parent
+from instar.processes.child import STOP_SIGNALS, die_with_parent
 
-STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,  # the terminal was closed
-    signal.SIGUSR1,  # batch systems' warnings: SLURM's --signal, SGE's, LSF's
-    signal.SIGUSR2,
-    signal.SIGXCPU,
-)
 _INTERACTIVE = (signal.SIGINT, signal.SIGQUIT)
 _leaving = threading.RLock()
 _training = threading.Event()

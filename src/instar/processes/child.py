@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Self
 
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,  # the terminal was closed
+    signal.SIGUSR1,  # batch systems' warnings: SLURM's --signal, SGE's, LSF's
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+"""signals that ask a run to stop"""
+GROUP_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
+"""signals that a terminal or a batch system sends to all processes of a group"""
 GONE = "gone"
 STATUS_STOPPED = "stopped"
 """psutil's name of the state"""
@@ -71,6 +83,26 @@ class Child:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid = self._process.pid
 
+    @classmethod
+    def connected(
+        cls,
+        argv: Sequence[str],
+        kind: socket.SocketKind = socket.SOCK_STREAM,
+        **options: Any,
+    ) -> tuple[Self, socket.socket]:
+        """Start a process whose last argument is the descriptor of its end of a new pair of sockets;
+        return it and the other end."""
+        near, far = socket.socketpair(socket.AF_UNIX, kind)
+        with far:  # once it is closed here, the near end is told of the process's end
+            try:
+                descriptor = far.fileno()
+                argv = [*argv, str(descriptor)]
+                child = cls(argv, stdin=subprocess.DEVNULL, pass_fds=[descriptor], **options)
+            except BaseException:
+                near.close()
+                raise
+        return child, near
+
     def poll(self) -> int | None:
         """Return the exit status; None while the process runs."""
         return self._process.poll()
@@ -87,7 +119,7 @@ class Child:
         else:
             self._process.kill()
 
-    def wait(self, grace_s: float) -> int:
+    def wait(self, grace_s: float | None = None) -> int:
         """Wait until the process ends, kill it after `grace_s` seconds; return the exit status."""
         try:
             return self._process.wait(grace_s)

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.processes import shim
+from instar.processes.child import Child
 
 _PACKET_BYTES = 1 << 16
 
@@ -114,7 +114,7 @@ class Spawner:
     """
 
     def __init__(self) -> None:
-        self._helper: subprocess.Popen[bytes] | None = None
+        self._helper: Child | None = None
         self._control: socket.socket | None = None
 
     def start(self, command: Command, locks: Sequence[int] = ()) -> Tree:
@@ -177,16 +177,12 @@ class Spawner:
                 self._control = None
 
     def _start_helper(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._helper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(shim.__file__)), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={},
-            )
-        self._control = ours
+        self._helper, self._control = Child.connected(
+            [sys.executable, "-I", "-S", str(Path(shim.__file__))],
+            socket.SOCK_SEQPACKET,
+            env={},
+            new_session=True,
+        )
 
 
 class RunningProcess:

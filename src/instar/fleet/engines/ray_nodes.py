@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,6 +16,7 @@ from instar.fleet.engines.node_process import NodeProcess, init, ray_library
 from instar.fleet.instance import INSTANCE_VARIABLE
 from instar.fleet.nodes import NODE_VARIABLE, RAY_VARIABLE, NodeCommand
 from instar.fleet.state import log_path
+from instar.processes.child import Child
 from instar.processes.spawner import Command
 
 _POLL_S = 0.2
@@ -30,7 +31,7 @@ def main(words: list[str]) -> int:
     ray = ray_library()
     init(os.environ[RAY_VARIABLE].split()[0])
     with StopSignal(on_repeat=lambda: None) as stop:
-        here = subprocess.Popen(words, env={**os.environ, NODE_VARIABLE: "0"})
+        here = Child(words, env={**os.environ, NODE_VARIABLE: "0"})
         others = _start(words)  # they end with this process
         left, failed, stopping = list(others), 0, False
         while left or here.poll() is None:
@@ -40,7 +41,7 @@ def main(words: list[str]) -> int:
             failed = failed or next((end for end in ends if end), 0)
             if (failed or stop.requested) and not stopping:
                 stopping = True
-                here.terminate()
+                here.send_signal(signal.SIGTERM)
                 for actor in others.values():
                     actor.stop.remote(kill=False)
         return failed

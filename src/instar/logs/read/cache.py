@@ -37,7 +37,6 @@ import xxhash
 import instar
 from instar.config.errors import InstarError
 from instar.config.files import open_regular, own_regular
-from instar.data.workers import WorkerLost, Workers
 from instar.distributed.placement import usable_cores
 from instar.logs.read.columns import AXIS_TYPES, CELLS, LazyColumns, MetricTable, absent
 from instar.logs.read.scan import AT_ONCE_BYTES, MAX_FAULTS, Content, pieces, scan
@@ -52,6 +51,7 @@ from instar.logs.read.sidecar import (
     stamp_of,
     write_checked,
 )
+from instar.processes.pool import WorkerLost, Workers
 from instar.record.progress import tracked
 from instar.record.rundir import RunDir
 

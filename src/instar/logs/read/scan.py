@@ -312,7 +312,7 @@ def _spread(path: Path, after: Content, most: int, until: int | None) -> Iterato
     count = min(most, MOST_WORKERS, (size - after.end) // PIECE_BYTES)
     if count < 2 or size - after.end < WORTH_BYTES:
         return
-    from instar.data.workers import WorkerLost, Workers
+    from instar.processes.pool import WorkerLost, Workers
 
     lines, begin = after.lines, after.end
     pending: deque[tuple[int, Future[Content]]] = deque()

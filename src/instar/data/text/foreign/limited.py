@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import socket
-import sys
 import threading
 import weakref
-from contextlib import suppress
 from typing import Any, Literal
 
 from instar.data.text.foreign import worker
-from instar.processes.child import Child, exit_text
-
-_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""signals that reach a process of this one's too; it ends when this one does"""
+from instar.processes.child import exit_text
+from instar.processes.connection import AnsweringProcess, ProcessLost
 
 
 class RequestFailed(Exception):  # noqa: N818
@@ -33,66 +29,49 @@ class LimitedProcess:
     ) -> None:
         self._kind, self._content, self._limit_s = kind, content, limit_s
         self._lock = threading.Lock()
-        self._link: Any = None
-        self._end: Any = None
-        self.pid = 0
-        """of the process"""
-        self._owner = 0
+        self._process: AnsweringProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0: it is not started."""
+        return self._process.pid if self._process else 0
 
     def ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
         """Return the reply to a request. Raises RequestFailed if there is none."""
         with self._lock:
-            if self._link is None or self._owner != os.getpid():
-                self._start()
-            return self._exchange(request, content)
+            return self._exchange(self._started(), request, content)
 
     def start(self) -> None:
         """Load the content, unless that is done. Raises RequestFailed if it cannot be loaded."""
         with self._lock:
-            if self._link is None:
-                self._start()
+            self._started()
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
-            limits = [str(descriptor), str(self._limit_s)]
-            child = Child(
-                [sys.executable, "-P", worker.__file__, self._kind, *limits],
-                env=os.environ,
-                silent=True,
-                pass_fds=[descriptor],
-                blocked=_OF_GROUPS,
+    def _started(self) -> AnsweringProcess:
+        process = self._process
+        if process is None or process.is_inherited:
+            process = AnsweringProcess(
+                worker.__name__, self._kind, self._limit_s, env=os.environ, silent=True
             )
-        with ours:  # the file keeps it open
-            self._link = ours.makefile("rwb")
-        self._owner = os.getpid()
-        self._child = child
-        self.pid = child.pid
-        self._end = weakref.finalize(self, _end, self._link, child, self._owner)
-        self._exchange({"ask": "load"}, self._content)
+            self._process = process
+            self._end = weakref.finalize(self, process.end, 0.0)
+            self._exchange(process, {"ask": "load"}, self._content)
+        return process
 
-    def _exchange(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+    def _exchange(
+        self, process: AnsweringProcess, request: dict[str, Any], content: bytes
+    ) -> tuple[dict[str, Any], bytes]:
         try:
-            worker.send(self._link, request, content)
-            reply = worker.receive(self._link)
-        except OSError:
-            reply = None
-        except BaseException:  # an interrupt in the middle of a message
-            self._stop()
+            head, reply = process.exchange([json.dumps(request).encode(), content])
+        except BaseException as error:  # also an interrupt in the middle of a message
+            self._process = None
+            self._end()
+            if isinstance(error, ProcessLost):
+                raise RequestFailed(self._cause(error.status)) from None
             raise
-        if reply is None:
-            raise RequestFailed(self._cause(self._stop()))
-        if "error" in reply[0]:
-            raise RequestFailed(reply[0]["error"])
-        return reply
-
-    def _stop(self) -> int:
-        """End the process; return its status."""
-        status = self._child.wait(1)
-        self._link = None
-        self._end()
-        return status
+        header: dict[str, Any] = json.loads(bytes(head))
+        if "error" in header:
+            raise RequestFailed(header["error"])
+        return header, bytes(reply)
 
     def _cause(self, status: int) -> str:
         if status == -signal.SIGALRM:
@@ -100,11 +79,3 @@ class LimitedProcess:
         if status == -signal.SIGABRT:
             return f"{worker.TOO_LARGE}, or aborts"
         return f"its process {exit_text(status)}"
-
-
-def _end(link: Any, child: Child, pid: int) -> None:
-    if os.getpid() == pid:
-        child.kill()
-        child.wait(1)
-    with suppress(OSError):
-        link.close()

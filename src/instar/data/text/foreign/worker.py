@@ -1,10 +1,7 @@
-"""The process that runs a tokenizer or a chat template of someone else's file; it needs the tokenizers library, or
-transformers and jinja2, only.
+"""The process that runs a tokenizer or a chat template of someone else's file.
 
-Run as `python -P worker.py KIND FD LIMIT_S`, it answers requests on the socket FD until the other end is closed. A message
-is two sizes, JSON, and bytes. A request that takes too long or too much memory ends the process by a signal, whatever the
-library does meanwhile; so does a fault of the library. Signals to a whole group, which the other end handles, are blocked
-when it starts. Its panics and errors are answers.
+Messages are JSON and bytes. A request that takes too long or too much memory ends the process by a signal, whatever the
+library does meanwhile; so does a fault of the library. Its panics and errors are answers.
 """
 
 import array
@@ -13,14 +10,14 @@ import os
 import resource
 import signal
 import socket
-import struct
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any
+
+from instar.processes.connection import receive_parts, send_parts
 
 LIMIT_BYTES = 832 << 20
 """of memory beyond what the process has when a request comes, and the following"""
@@ -30,38 +27,39 @@ TOO_LARGE = f"it takes more than {LIMIT_BYTES >> 20} MiB of memory"
 _TEXT_BYTES, _TEXT_PER_BYTE = 16 << 20, 64
 """of a rendered text, and for each byte of its request: texts are kept, and tokenized elsewhere"""
 _LIBRARIES = {"template": "transformers.utils.chat_template_utils", "tokenizer": "tokenizers"}
-SIZES = struct.Struct("<IQ")
 
 Reply = tuple[dict[str, Any], bytes]
 Answer = Callable[[dict[str, Any], bytes], Reply]
 
 
-def main() -> None:
-    """Answer requests."""
+def serve(connection: socket.socket, kind: str, limit_s: int) -> None:
+    """Answer requests until the connection is closed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kind, descriptor, limit_s = sys.argv[1:]
     loader = _template if kind == "template" else _tokenizer
     with suppress(ImportError):  # is said when it is used; the time that it takes is no file's
         import_module(_LIBRARIES[kind])
-    link = socket.socket(fileno=int(descriptor)).makefile("rwb")
     answer: Any = None
-    while (message := receive(link)) is not None:
-        request, content = message
-        _limit_memory(len(content) * _PER_BYTE)
-        signal.alarm(int(limit_s))
-        try:
-            if request["ask"] == "load":
-                answer = loader(content)
-                reply: Reply = {}, b""
-            else:
-                reply = answer(request, content)
-        except MemoryError:
-            reply = {"error": TOO_LARGE}, b""
-        except BaseException as error:  # panics are no Exception
-            reply = {"error": (str(error) or type(error).__name__).splitlines()[0]}, b""
-        signal.alarm(0)
-        send(link, *reply)
+    try:
+        while True:
+            head, content = map(bytes, receive_parts(connection))
+            request = json.loads(head)
+            _limit_memory(len(content) * _PER_BYTE)
+            signal.alarm(limit_s)
+            try:
+                if request["ask"] == "load":
+                    answer = loader(content)
+                    reply: Reply = {}, b""
+                else:
+                    reply = answer(request, content)
+            except MemoryError:
+                reply = {"error": TOO_LARGE}, b""
+            except BaseException as error:  # panics are no Exception
+                reply = {"error": (str(error) or type(error).__name__).splitlines()[0]}, b""
+            signal.alarm(0)
+            send_parts(connection, [json.dumps(reply[0]).encode(), reply[1]])
+    finally:  # also at the end of the connection: what a library does at the end is not waited for
+        os._exit(0)
 
 
 def _template(saved: bytes) -> Answer:
@@ -144,29 +142,3 @@ def _limit_memory(more: int) -> None:
             held = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (held + LIMIT_BYTES + more, most))
-
-
-def send(link: Any, header: dict[str, Any], content: bytes) -> None:
-    """Send a message."""
-    head = json.dumps(header).encode()
-    link.write(SIZES.pack(len(head), len(content)) + head)
-    link.write(content)
-    link.flush()
-
-
-def receive(link: Any) -> tuple[dict[str, Any], bytes] | None:
-    """Return the next message; None at the end. Raises OSError if it is cut short."""
-    sizes = link.read(SIZES.size)
-    if len(sizes) < SIZES.size:
-        return None
-    head, content = (link.read(size) for size in SIZES.unpack(sizes))
-    if len(sizes) + len(head) + len(content) < SIZES.size + sum(SIZES.unpack(sizes)):
-        raise OSError("a message was cut short")
-    return json.loads(head), content
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        os._exit(0)

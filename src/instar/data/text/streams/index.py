@@ -42,7 +42,7 @@ from instar.data.text.streams.source import (
     no_samples,
 )
 from instar.data.text.tokenizer import load_tokenizer
-from instar.data.workers import WorkerLost, Workers
+from instar.processes.pool import WorkerLost, Workers
 from instar.record.atomic import replace_file
 from instar.record.progress import tracked
 
