@@ -279,7 +279,7 @@ def leftovers() -> list[Leftover]:
                 running[folder, part] = may_have_launcher(
                     Path(folder), int(part) if part.isdecimal() else None
                 )
-            if not (running[folder, part]):
+            if not (running[folder, part] or _has_shim(process)):
                 command = printable(" ".join(process.cmdline())[:200])
                 found.append(
                     Leftover(
