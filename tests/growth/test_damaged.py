@@ -15,7 +15,7 @@ from small_models import EXACT, OTHER, REFUSED, model_of
 from spoilt import DAMAGES, spoilt
 from torch import Tensor, nn
 
-from instar.growth import GrowthError, grow, prepare, proof
+from instar.growth import GrowthError, Operation, grow, prepare, proof
 from instar.growth import folders as on_disk
 from instar.growth.offline import NotProven
 from instar.growth.proof import TOLERANCE, Probe, verify_parameters
@@ -23,6 +23,7 @@ from instar.models.hf.pretrained_folder import open_folder
 from instar.models.table import Shape, Table
 
 live = importlib.import_module("instar.growth.live.grow")  # the function has its name
+optimizers = importlib.import_module("instar.growth.live.optimizers")
 
 
 def damaging(monkeypatch: pytest.MonkeyPatch, damage: Callable[[nn.Module], None]) -> None:
@@ -120,6 +121,44 @@ def test_buffers_and_averages_are_compared_too(
     monkeypatch.setattr(live, "build_whole", spoilt_average)
     with pytest.raises(GrowthError, match=r"up\.weight is not what the plan makes"):
         grow(model, *operation, ema=average)
+
+
+@pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq", "row_var", "average"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_states_of_optimizers_and_averages_by_name_are_compared_too(
+    kind: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(model_of("llama"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    rule: Any = torch.optim.Adafactor if field == "row_var" else torch.optim.AdamW
+    optimizer = rule(model.parameters(), lr=1e-3)
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    average = {n: p.detach().clone() for n, p in model.named_parameters()}
+    old = model.get_parameter(name)
+    kept = optimizer.state[old], average[name]
+    module, function = (live, "laid_out") if field == "average" else (optimizers, "_grown")
+    real, damaged = getattr(module, function), []
+
+    def spoilt_state(*arguments: Any) -> Any:
+        made = real(*arguments)
+        if arguments[1] == f"blocks.1.mlp.down_proj.weight/{field}" or (
+            field == "average" and made.shape[1:] == (2 * old.shape[1],) and not damaged
+        ):
+            damaged.append(made)
+            return DAMAGES[kind](made)
+        return made
+
+    monkeypatch.setattr(module, function, spoilt_state)
+    operation = Operation("widen_mlp", "x2", {"how": "split", "moments": "mapped"})
+    with pytest.raises(GrowthError, match=r"down_proj\.weight.* is not what the plan makes"):
+        grow(model, operation, optimizer=optimizer, ema=average)
+    assert len(damaged) == 1
+    assert model.get_parameter(name) is old
+    assert (optimizer.state[old], average[name]) == kept
+    monkeypatch.setattr(module, function, real)
+    grow(model, operation, optimizer=optimizer, ema=average)
+    assert average[name].shape == model.get_parameter(name).shape != old.shape
 
 
 @pytest.mark.parametrize("operation", ["widen_mlp_split", "stack_layers", "resize_vocab"])

@@ -261,15 +261,20 @@ def verify_states(
     key: Key,
     mode: Mode,
     peers: Peers | None = None,
+    grown: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Does the same for optimizer states, named ``<parameter>/<state>``."""
+    """Does the same for optimizer states, named ``<parameter>/<state>``.
+
+    Args:
+        grown: makes a state that is not of the parameter's shape; default: `grow_state`.
+    """
     wholes = Wholes(old)
     names = grown_states(plan, old, mode)
 
     def make(name: str) -> Tensor:
         return grow_state(plan, name, wholes.__getitem__, key, mode)
 
-    _check_all(plan, names, make, old, new, peers or Alone())
+    _check_all(plan, names, grown or make, old, new, peers or Alone())
 
 
 def _check_all(

@@ -25,7 +25,7 @@ from instar.growth.axes import Use
 from instar.growth.folders import check_own_family
 from instar.growth.live.build import Wrap, build_sharded, build_whole
 from instar.growth.live.modules import renew, take_over
-from instar.growth.live.optimizers import prepare_optimizer
+from instar.growth.live.optimizers import Companion, prepare_optimizer
 from instar.growth.live.peers import peers_of
 from instar.growth.live.probe import drawn, moved, probed, reshard
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
@@ -209,9 +209,11 @@ def prepare_with(
         mode = moments_mode(asked)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         named = subject.names(), replace(subject, shape=larger).names(module)
-        steps = [prepare_optimizer(each, made, old, new, key, mode, named) for each in optimizers]
+        beside = [prepare_optimizer(each, made, old, new, key, mode, named) for each in optimizers]
         if ema is not None:
-            steps.append(_prepare_ema(ema, subject, larger, made, key, new, wrap))
+            beside.append(_prepare_ema(ema, subject, larger, made, key, new, wrap))
+    for companion in beside:
+        companion.verify(peers)
 
     def commit() -> Module:
         if type(module) is not type(subject.module):
@@ -221,8 +223,8 @@ def prepare_with(
             )
         for parameter in (*old.values(), *new.values()):
             parameter.grad = None
-        for step in steps:
-            step()
+        for companion in beside:
+            companion.commit()
         _set_special_ids(module if wrap else subject.module, exact)
         if wrap is not None:
             return module
@@ -298,8 +300,8 @@ def _prepare_ema(
     key: Key,
     parameters: Mapping[str, Parameter],
     wrap: Wrap | None,
-) -> Callable[[], None]:
-    """Returns a function that makes a moving average that of the grown model, which has these parameters."""
+) -> Companion:
+    """Returns a moving average's part of a growth, for a grown model of these parameters."""
     if isinstance(ema, Module):
         if wrap is not None:
             raise GrowthError(
@@ -309,19 +311,22 @@ def _prepare_ema(
         if old.parameters().keys() != subject.parameters().keys():
             raise GrowthError("the moving average has other parameters than the model")
         new = build_whole(old, larger, made, key)
-        verify_parameters(made, old.parameters(), replace(old, shape=larger).parameters(new), key)
-        return lambda: take_over(old.module, new)
+        averages = old.parameters(), replace(old, shape=larger).parameters(new)
+        return Companion(
+            lambda peers: verify_parameters(made, *averages, key, peers),
+            lambda: take_over(old.module, new),
+        )
     tensors = {subject.name(name): tensor for name, tensor in ema.items()}
     if odd := tensors.keys() ^ subject.parameters().keys():
         raise GrowthError(f"the moving average has other names than the model: {min(odd)}")
-    averages = applied(made, Wholes(tensors), Role.PARAMETER, key)
-    grown = {name: laid_out(tensor, parameters[name]) for name, tensor in averages}
+    made_of = applied(made, Wholes(tensors), Role.PARAMETER, key)
+    grown = {name: laid_out(tensor, parameters[name]) for name, tensor in made_of}
 
     def commit() -> None:
         ema.clear()
         ema.update({subject.module_name(name): tensor for name, tensor in grown.items()})
 
-    return commit
+    return Companion(lambda peers: verify_parameters(made, tensors, grown, key, peers), commit)
 
 
 def _warn_if_frozen(

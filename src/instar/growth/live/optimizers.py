@@ -4,7 +4,8 @@ wrappers of it keep working."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from instar.distributed.shards import is_sharded, laid_out, whole
 from instar.growth.apply import Key, Mode, grow_state, nearest_source, neighbours
 from instar.growth.plan import GrowthError, GrowthPlan, sources_of
+from instar.growth.proof import Peers, verify_states
 
 _KNOWN = frozenset(
     {
@@ -33,6 +35,15 @@ _FACTORS = {"row_var": -1, "exp_avg_sq_row": -1, "col_var": -2, "exp_avg_sq_col"
 """Means of squared gradients over one dimension, in torch's Adafactor and in transformers'."""
 
 
+class Companion(NamedTuple):
+    """What grows beside a module: an optimizer, or a moving average."""
+
+    verify: Callable[[Peers], None]
+    """raises a GrowthError if a grown tensor is not what the plan makes of the old ones; a collective of the peers"""
+    commit: Callable[[], None]
+    """makes it that of the grown model"""
+
+
 def homes(plan: GrowthPlan, old: Mapping[str, Parameter]) -> dict[str, str]:
     """Returns the old parameter that each new one is made from, or else the one next to it."""
     neighbour = neighbours(old)
@@ -47,8 +58,8 @@ def prepare_optimizer(
     key: Key,
     mode: Mode,
     named: tuple[Mapping[str, str], Mapping[str, str]] | None = None,
-) -> Callable[[], None]:
-    """Returns a function that makes an optimizer that of the grown model.
+) -> Companion:
+    """Returns an optimizer's part of a growth.
 
     A parameter belongs to the group of the one that it is made from. Groups list their parameters in the
     model's order, as an optimizer does that is built for the grown model; `param_names` as well, if it was given names.
@@ -79,6 +90,7 @@ def prepare_optimizer(
                 if all(field in state for state in found.values())
             }
     names = {parameter: name for name, parameter in old.items()}
+    before = {name: optimizer.state.get(parameter, {}) for name, parameter in old.items()}
     home = homes(plan, old)
     filled, called = [], []
     for group in optimizer.param_groups:
@@ -109,7 +121,39 @@ def prepare_optimizer(
             if theirs:
                 group["param_names"] = theirs
 
-    return commit
+    return Companion(partial(_verify, plan, before, states, old, key, mode), commit)
+
+
+def _verify(
+    plan: GrowthPlan,
+    before: Mapping[str, Mapping[str, Any]],
+    after: Mapping[str, Mapping[str, Any]],
+    parameters: Mapping[str, Parameter],
+    key: Key,
+    mode: Mode,
+    peers: Peers,
+) -> None:
+    """Checks the states of the grown parameters, by their names, against those of the old ones."""
+
+    def factor(name: str) -> Tensor:
+        parameter, _, field = name.rpartition("/")
+        sources = sources_of(plan.tensors[parameter])
+        values = {source: before[source][field] for source in sources}
+        return _grown_factor(plan, name, values, parameters[sources[0]], key, mode)
+
+    for factored in (False, True):
+        old, new = (_tensors(each, factored=factored) for each in (before, after))
+        verify_states(plan, old, new, key, mode, peers, grown=factor if factored else None)
+
+
+def _tensors(states: Mapping[str, Mapping[str, Any]], *, factored: bool) -> dict[str, Tensor]:
+    """Returns the states that are tensors, as ``<parameter>/<state>``: means over one dimension, or all others."""
+    return {
+        f"{name}/{field}": value
+        for name, state in states.items()
+        for field, value in state.items()
+        if isinstance(value, Tensor) and (field in _FACTORS and value.ndim > 0) is factored
+    }
 
 
 def _prefix(given: Mapping[str, str], named: Mapping[str, str]) -> str:
