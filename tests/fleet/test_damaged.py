@@ -20,8 +20,8 @@ from instar.fleet.spec import Healthcheck
 from instar.fleet.state import (
     InstanceChanged,
     StateLog,
-    fold,
-    read_events,
+    fold_events,
+    read_fleet_events,
     read_result,
     result_path,
 )
@@ -73,7 +73,7 @@ def test_a_damaged_line_of_the_state_says_nothing(tmp_path: Path) -> None:
     log.close()
     path = tmp_path / "state.jsonl"
     before, last = path.read_bytes().splitlines(keepends=True)
-    assert fold(read_events(tmp_path)).instances[0].phase == "succeeded"
+    assert fold_events(read_fleet_events(tmp_path)).instances[0].phase == "succeeded"
     damaged = [last[:end] for end in range(len(last) - 1)]
     damaged += [
         last.replace(b"succeeded", word) for word in (b"Succeeded", b"succeeded ", b"", b"\xff")
@@ -89,7 +89,7 @@ def test_a_damaged_line_of_the_state_says_nothing(tmp_path: Path) -> None:
     ]
     for line in damaged:
         path.write_bytes(before + line)
-        assert fold(read_events(tmp_path)).instances[0].phase == "running", line
+        assert fold_events(read_fleet_events(tmp_path)).instances[0].phase == "running", line
 
 
 @contextmanager

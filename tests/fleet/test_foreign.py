@@ -29,8 +29,8 @@ from instar.fleet.state import (
     Started,
     StateLog,
     boot_id,
-    fold,
-    read_events,
+    fold_events,
+    read_fleet_events,
     read_result,
     result_path,
 )
@@ -64,7 +64,7 @@ def _theirs(place: FleetPlace) -> Path:
 
 
 def test_a_foreign_state_is_read_as_far_as_it_makes_sense(place: FleetPlace) -> None:
-    found = fold(read_events(_theirs(place)))
+    found = fold_events(read_fleet_events(_theirs(place)))
     assert found.instances[0].phase == "running"
     assert found.instances[0].processes["job"].attempt == 1
     code, output = place.run("status", "theirs")
@@ -97,7 +97,7 @@ def test_another_users_fleet_is_not_resumed(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     os.chown(path / "fleet.json", 23456, -1)
     with pytest.raises(ConfigError, match="it belongs to another user"):
-        folders.reopen(path)
+        folders.reopen_fleet(path)
 
 
 def test_another_users_fleet_file_is_not_run_unasked(place: FleetPlace) -> None:
@@ -227,7 +227,7 @@ def test_files_of_a_fleet_that_are_nested_too_deep_are_refused(
     path = _theirs(place)
     (path / "fleet.json").write_text(content)
     with pytest.raises(ConfigError, match="nested more than 200 levels deep"):
-        folders.reopen(path)
+        folders.reopen_fleet(path)
     (path / "results" / "theirs-0").mkdir(parents=True)
     result = result_path(path, "theirs-0", "job", 1)
     result.write_text(content)

@@ -13,7 +13,7 @@ from fleets import FleetPlace
 from forks import forks_for_grpo
 
 from instar.checkpoint.delta.folder import links
-from instar.fleet.state import ProcessChanged, read_events
+from instar.fleet.state import ProcessChanged, read_fleet_events
 from instar.record.events import RunStarted, Train
 from instar.record.events import read_events as read_record
 
@@ -44,7 +44,7 @@ def test_a_server_killed_mid_run_is_restarted_with_its_training_which_goes_on(
 
     changes = [
         each
-        for each in read_events(place.path / "fleets/grpo-cpu")
+        for each in read_fleet_events(place.path / "fleets/grpo-cpu")
         if isinstance(each, ProcessChanged)
     ]
     noticed = next(each for each in changes if each.process == "server" and each.phase == "exited")

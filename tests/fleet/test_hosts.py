@@ -13,9 +13,9 @@ import pytest
 from fleets import FleetPlace, phase_of, starts
 
 from instar.fleet.engines import host
-from instar.fleet.engines.remote import HostStatus, follow
-from instar.fleet.engines.work import left
-from instar.fleet.folder import create, reopen
+from instar.fleet.engines.remote import HostStatus, follow_hosts
+from instar.fleet.engines.work import remaining_work
+from instar.fleet.folder import create_fleet_folder, reopen_fleet
 from instar.fleet.load import load_fleet
 from instar.fleet.placement import given_gpus
 from instar.fleet.plan import Instance
@@ -40,7 +40,7 @@ class Processes:
 
     def submit(self, instances: Sequence[Instance]) -> None:
         for each in instances:
-            words = host.command(self._folder, each.index)
+            words = host.host_command(self._folder, each.index)
             self.processes[each.index] = subprocess.Popen(words, env=self._env)
 
     def hosts(self) -> Mapping[int, HostStatus]:
@@ -59,13 +59,15 @@ def _here(place: FleetPlace, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(place: FleetPlace, text: str) -> Path:
     """The folder of a new fleet of the engine slurm."""
-    return create(load_fleet(str(place.write(f"engine: slurm\n{text}"))), "3").path
+    return create_fleet_folder(load_fleet(str(place.write(f"engine: slurm\n{text}"))), "3").path
 
 
 def finish(place: FleetPlace, folder: Path, said: list[str]) -> tuple[int, Processes]:
     """Run what is left of it."""
     scheduler = Processes(place, folder.name)
-    return follow(left(reopen(folder), (), -1), scheduler, said.append), scheduler
+    return follow_hosts(
+        remaining_work(reopen_fleet(folder), (), -1), scheduler, said.append
+    ), scheduler
 
 
 def test_each_instance_has_a_host_and_a_part_of_the_state(place: FleetPlace) -> None:
@@ -124,8 +126,8 @@ jobs: {job: {command: [sh, -c, "test -e go || sleep 100"], stop: {grace: 1s}}}
             return super().hosts()
 
     said: list[str] = []
-    work = left(reopen(folder), (), -1)
-    assert follow(work, Lost(place, "lost"), said.append) == 4
+    work = remaining_work(reopen_fleet(folder), (), -1)
+    assert follow_hosts(work, Lost(place, "lost"), said.append) == 4
     assert "ended before it (exit code -9)" in said[0]
     assert place.status("lost")["instances"]["0"]["phase"] == "failed"
     (place.path / "go").touch()

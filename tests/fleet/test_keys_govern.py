@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from instar.fleet import spec as schema
 from instar.fleet.checks import make_plan
-from instar.fleet.engines.slurm import script
+from instar.fleet.engines.slurm import batch_script
 from instar.fleet.load import load_fleet
 from instar.fleet.plan import ANY_MACHINE
 from instar.fleet.search.study import _pruner
@@ -150,7 +150,7 @@ def test_each_key_changes_the_plan(tmp_path: Path) -> None:
 
 def test_each_key_changes_the_batch_script(tmp_path: Path) -> None:
     def rendered(*overrides: str) -> str:
-        return script(planned(tmp_path, "engine=slurm", *overrides), tmp_path, None)
+        return batch_script(planned(tmp_path, "engine=slurm", *overrides), tmp_path, None)
 
     before = rendered()
     assert before == rendered()

@@ -17,7 +17,7 @@ from instar.fleet.state import (
     InstanceStatus,
     ProcessChanged,
     Started,
-    fold,
+    fold_events,
 )
 from instar.fleet.view import live, logs
 from instar.fleet.view.reader import FleetReader
@@ -50,7 +50,7 @@ def test_without_a_terminal_a_change_is_a_line(running: RunningFleet) -> None:
             return super().write(text)
 
     stream = Listener()
-    live.watch(FleetReader(running.folder), PlainScreen(stream, "utf-8"))
+    live.watch_fleet(FleetReader(running.folder), PlainScreen(stream, "utf-8"))
     assert stream.getvalue().splitlines() == [
         "two: running (1 running, 1 waiting)",
         "s1: running",
@@ -114,7 +114,7 @@ jobs:
 
 
 def test_a_table_that_is_too_long_shows_what_runs() -> None:
-    found = fold([Started(1.0, 1, "h", "", ())])
+    found = fold_events([Started(1.0, 1, "h", "", ())])
     phases = ["succeeded"] * 50 + ["running"] * 2 + ["waiting"] * 48
     status = {i: InstanceStatus(phase=phase) for i, phase in enumerate(phases)}  # type: ignore[arg-type]
     view = fleet_view("many", type(found)(status, found.started), 1)
@@ -130,7 +130,7 @@ def _lines(found: Iterator[tuple[logs.ProcessLog, str]], count: int) -> list[str
 
 def test_logs_are_followed_until_the_fleet_has_ended(running: RunningFleet) -> None:
     path = running.log("job.log", "one\ntwo\nthree\nfo")
-    found = logs.tail(running.folder, lambda _: True, 2, follow=True)
+    found = logs.tail_logs(running.folder, lambda _: True, 2, follow=True)
     assert _lines(found, 2) == ["two", "three"]
     running.log("job.log", "ur\n10%\r20%\r30%\r\n")
     assert _lines(found, 2) == ["four", "30%"]
@@ -152,9 +152,9 @@ def test_of_a_large_log_only_the_end_is_read(running: RunningFleet) -> None:
         file.seek(0, 2)
         file.write(b"\nlast but one\nlast\n")
     running.end()
-    found = [line for _, line in logs.tail(running.folder, lambda _: True, 2, follow=False)]
+    found = [line for _, line in logs.tail_logs(running.folder, lambda _: True, 2, follow=False)]
     assert found == ["last but one", "last"]
     with path.open("r+b") as file:
         file.truncate(1 << 36)  # one line
-    found = [line for _, line in logs.tail(running.folder, lambda _: True, 2, follow=False)]
+    found = [line for _, line in logs.tail_logs(running.folder, lambda _: True, 2, follow=False)]
     assert max(map(len, found)) <= 6 * logs.MAX_LINE_BYTES

@@ -14,7 +14,15 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.fleet import placement
-from instar.fleet.placement import Gpu, Lock, Taken, find_gpus, lock_gpus, lock_port, try_lock
+from instar.fleet.placement import (
+    Gpu,
+    Lock,
+    Taken,
+    find_gpus,
+    lock_gpus,
+    lock_port,
+    try_lock_resource,
+)
 
 GPUS = tuple(Gpu(index, str(index), f"pretended-{index}") for index in range(8))
 
@@ -25,14 +33,14 @@ def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_holder_is_named_and_its_text_cannot_reach_the_terminal() -> None:
-    held = try_lock("gpu-0", "a run\x1b[31m of fleet f")
+    held = try_lock_resource("gpu-0", "a run\x1b[31m of fleet f")
     assert isinstance(held, Lock)
-    holder = try_lock("gpu-0", "another")
+    holder = try_lock_resource("gpu-0", "another")
     assert isinstance(holder, str)
     assert "of fleet f" in holder
     assert "\x1b" not in holder
     held.close()
-    assert isinstance(try_lock("gpu-0", "another"), Lock)
+    assert isinstance(try_lock_resource("gpu-0", "another"), Lock)
 
 
 def test_gpus_that_others_compute_on_are_not_taken() -> None:

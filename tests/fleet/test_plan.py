@@ -90,7 +90,7 @@ def test_a_disk_that_holds_locks_and_outputs_needs_room(
     plan = planned(
         tmp_path, "name: x\noutput_dir: outputs/${index}\njobs: {job: {command: [ls]}}\n"
     )
-    disks = [each for each in doctor.diagnose(plan, (), ()) if each.what.startswith("disk")]
+    disks = [each for each in doctor.diagnose_fleet(plan, (), ()) if each.what.startswith("disk")]
     assert [each.ok for each in disks] == [ok]
 
 

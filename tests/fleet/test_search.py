@@ -27,9 +27,9 @@ from instar.fleet.state import (
     Phase,
     StateLog,
     TrialDrawn,
-    fold,
+    fold_events,
     now,
-    read_events,
+    read_fleet_events,
 )
 from instar.fleet.view.rows import best_trial
 from instar.record.events import Eval, Train, encode
@@ -71,7 +71,7 @@ class Player:
         return replace(self.plan.instances[index], output_dir=self.folder / f"runs/{index}")
 
     def events(self) -> list[FleetEvent]:
-        return read_events(self.folder) if (self.folder / "state.jsonl").exists() else []
+        return read_fleet_events(self.folder) if (self.folder / "state.jsonl").exists() else []
 
     def launch(self, todo: range | list[int], play: Callable[..., float] = bowl) -> None:
         """Run these trials as a launcher does."""
@@ -104,16 +104,16 @@ class Player:
         log.write(InstanceChanged(now(), instance.index, phase, reason))
 
     def values(self) -> dict[int, Any]:
-        return {i: dict(each.values) for i, each in fold(self.events()).instances.items()}
+        return {i: dict(each.values) for i, each in fold_events(self.events()).instances.items()}
 
     def phases(self) -> list[Phase]:
-        return [each.phase for _, each in sorted(fold(self.events()).instances.items())]
+        return [each.phase for _, each in sorted(fold_events(self.events()).instances.items())]
 
 
 def test_a_sampler_learns_and_a_pruner_stops_what_falls_behind(tmp_path: Path) -> None:
     player = Player(tmp_path / "tpe", "search.trials=40", "search.seed=1")
     player.launch(range(40))
-    best = best_trial(player.search, fold(player.events()))
+    best = best_trial(player.search, fold_events(player.events()))
     assert best is not None
     assert best.value < 0.2 + 1 / EVALUATIONS
     assert best.value == pytest.approx(bowl(dict(best.values)))
@@ -204,7 +204,7 @@ def test_a_pruned_trial_that_is_run_again_is_not_pruned_again(tmp_path: Path) ->
     index = player.phases().index("pruned")
     player.launch([index])
     assert player.phases()[index] == "succeeded"
-    assert fold(player.events()).instances[index].metric == bowl(player.values()[index])
+    assert fold_events(player.events()).instances[index].metric == bowl(player.values()[index])
 
 
 def test_a_trial_without_a_number_has_failed_and_the_search_goes_on(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_trial_without_a_number_has_failed_and_the_search_goes_on(tmp_path: Pa
     player.launch([1])
     player.search = player.search.model_copy(update={"metric": "val/loss"})
     player.launch([2])
-    found = fold(player.events()).instances
+    found = fold_events(player.events()).instances
     assert [found[index].phase for index in range(3)] == ["failed", "failed", "succeeded"]
     assert found[0].reason == "val/loss is not a number at step 40"
     assert found[1].reason == "it recorded no val/accuracy, only val/loss"

@@ -11,7 +11,7 @@ import pytest
 from fleets import FleetPlace
 
 from instar.fleet.checks import make_plan
-from instar.fleet.engines.slurm import SlurmArrays, script
+from instar.fleet.engines.slurm import SlurmArrays, batch_script
 from instar.fleet.load import load_fleet
 from instar.fleet.plan import ANY_MACHINE
 
@@ -43,7 +43,7 @@ def options_of(text: str) -> dict[str, str]:
 def rendered(folder: Path, text: str = FLEET, gpus: str | None = None) -> str:
     (folder / "fleet.yaml").write_text(text)
     plan = make_plan(load_fleet(str(folder / "fleet.yaml")), ANY_MACHINE)
-    return script(plan, folder / "fleets/grpo", gpus, [0, 1, 3])
+    return batch_script(plan, folder / "fleets/grpo", gpus, [0, 1, 3])
 
 
 def test_an_array_of_the_instances_with_what_all_processes_of_one_need(tmp_path: Path) -> None:

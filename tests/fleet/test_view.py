@@ -16,11 +16,11 @@ from instar.fleet.state import (
     InstanceChanged,
     ProcessChanged,
     Started,
-    fold,
+    fold_events,
 )
 from instar.fleet.view.reader import FleetReader
-from instar.fleet.view.rows import FleetView, fleet_view, overview, to_json
-from instar.fleet.view.table import table, title
+from instar.fleet.view.rows import FleetView, fleet_json, fleet_overview, fleet_view
+from instar.fleet.view.table import fleet_table, title
 from instar.logs.query.progress import RunProgress
 from instar.record.events import OperationEvent, Stop
 from instar.record.recorder import Recorder
@@ -41,7 +41,7 @@ EVENTS: list[FleetEvent] = [
 
 def _view(launcher: int | None, *more: FleetEvent) -> FleetView:
     progress = {0: RunProgress(1200, 3.21, 2, 100.0)}
-    found = fold([*EVENTS, *more])
+    found = fold_events([*EVENTS, *more])
     return fleet_view("grpo", found, launcher, PLANNED, ("server",), progress)
 
 
@@ -50,7 +50,7 @@ def test_rows_show_each_instance_and_its_processes() -> None:
     assert [each.state for each in view.instances] == ["running", "failed", "waiting"]
     assert [each.is_service for each in view.instances[0].processes] == [True, False]
     assert title(view) == "grpo: running (1 running, 1 failed, 1 waiting)"
-    assert list(table(view, 40.0)) == [
+    assert list(fleet_table(view, 40.0)) == [
         ("0", "seed0", "running", "1,200", "3.210", "1m00", "2", "1", ""),
         ("", "  server", "healthy", "", "", "", "", "", "GPU 3, http 8000, attempt 2"),
         ("", "  train", "running", "", "", "", "", "", ""),
@@ -70,14 +70,14 @@ def test_nothing_runs_without_a_launcher() -> None:
 
 
 def test_json_has_what_was_recorded_and_what_the_runs_have_reached() -> None:
-    data = to_json(_view(99), fold(EVENTS), 40.0)
+    data = fleet_json(_view(99), fold_events(EVENTS), 40.0)
     json.dumps(data)
     assert list(data["instances"]) == ["0", "1", "2"]
     first = data["instances"]["0"]
     assert (first["phase"], first["step"], first["eta_s"]) == ("running", 1200, 60.0)
     assert first["processes"]["server"]["ports"] == {"http": 8000}
     assert data["instances"]["2"]["phase"] == "waiting"
-    assert overview(_view(99)) == {
+    assert fleet_overview(_view(99)) == {
         "fleet": "grpo",
         "state": "running",
         "instances": 3,
@@ -98,13 +98,13 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean() -> None:
         InstanceChanged(2.0, n, "failed" if n == 2 else "succeeded") for n in losses
     ]
     progress = {n: RunProgress(10, loss, 0, None) for n, loss in losses.items()}
-    found = fold([Started(1.0, 7, "here", "", tuple(losses)), *ended])
+    found = fold_events([Started(1.0, 7, "here", "", tuple(losses)), *ended])
     view = fleet_view("seeds", found, None, planned, (), progress)
     assert [each.text for each in view.means] == [
         "seeds n_layer=0: loss 1.5000 ±0.71 over 2 runs",
         "seeds n_layer=1: loss 4.5000 ±0.71 over 2 runs",
     ]
-    assert to_json(view, found, 9.0)["means"][0]["loss"] == 1.5
+    assert fleet_json(view, found, 9.0)["means"][0]["loss"] == 1.5
     assert _view(99).means == ()
 
 

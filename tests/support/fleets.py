@@ -117,11 +117,11 @@ class FleetPlace:
 
     def status(self, name: str) -> dict[str, Any]:
         from instar.fleet.lock import launcher_pid
-        from instar.fleet.state import as_json, fold, read_events
+        from instar.fleet.state import as_json, fold_events, read_fleet_events
 
         folder = self.path / "fleets" / name
         pid = launcher_pid(folder)  # first: a launcher that has ended has written all
-        return {**as_json(fold(read_events(folder))), "launcher": pid}
+        return {**as_json(fold_events(read_fleet_events(folder))), "launcher": pid}
 
     def wait(
         self, name: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60

@@ -66,17 +66,17 @@ def plan(
 ) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
     from instar.fleet.checks import missing_commands
-    from instar.fleet.engines.start import requested
-    from instar.fleet.engines.work import planned
+    from instar.fleet.engines.start import scheduler_request
+    from instar.fleet.engines.work import plan_and_gpus
     from instar.fleet.load import load_fleet
     from instar.fleet.view.table import cell, plan_row
 
     loaded = load_fleet(file, _with_engine(overrides, engine))
-    made, _ = planned(loaded, gpus, here=False)
+    made, _ = plan_and_gpus(loaded, gpus, on_this_machine=False)
     for problem in missing_commands(loaded):
         click.echo(f"{problem.where}: {problem.message}; `up` needs it: {problem.hint}", err=True)
     rows = [plan_row(made, instance) for instance in made.instances]
-    requests = requested(made, gpus)
+    requests = scheduler_request(made, gpus)
     if as_json:
         print_json({"parallel": made.parallel, **requests, "instances": rows})
         return
@@ -127,20 +127,20 @@ def up(
     Exit code 0 if every instance succeeded or was pruned, 4 if one failed, 75 if stopped: `instar
     fleet resume` then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
     """
-    from instar.fleet.engines.start import check
-    from instar.fleet.engines.work import planned
-    from instar.fleet.folder import as_test, check_own_file, create
+    from instar.fleet.engines.start import check_engine
+    from instar.fleet.engines.work import plan_and_gpus
+    from instar.fleet.folder import as_test, check_own_file, create_fleet_folder
     from instar.fleet.load import load_fleet
 
     check_own_file(Path(file))
     loaded = load_fleet(file, _with_engine(overrides, engine))
     if max_steps is not None:
         loaded = as_test(loaded, max_steps)
-    made, _ = planned(loaded, gpus)
+    made, _ = plan_and_gpus(loaded, gpus)
     chosen = _chosen(only, len(made.instances))
     _check_detach(made.spec.engine, detach)
-    check(made.spec, gpus, _say)
-    return _run(create(loaded, gpus), chosen, wait, detach)
+    check_engine(made.spec, gpus, _say)
+    return _run(create_fleet_folder(loaded, gpus), chosen, wait, detach)
 
 
 @fleet.command()
@@ -154,12 +154,12 @@ def resume(name: str, only: str | None, wait: bool, detach: bool) -> int:
 
     Pruned trials of a search are run if --only names them, and not pruned again.
     """
-    from instar.fleet.engines.work import planned
-    from instar.fleet.folder import find, reopen
+    from instar.fleet.engines.work import plan_and_gpus
+    from instar.fleet.folder import find_fleet, reopen_fleet
 
-    started = reopen(find(name))
+    started = reopen_fleet(find_fleet(name))
     with chdir(started.cwd):
-        made, _ = planned(started.loaded, started.gpus)
+        made, _ = plan_and_gpus(started.loaded, started.gpus)
         _check_detach(made.spec.engine, detach)
         return _run(started, _chosen(only, len(made.instances)), wait, detach)
 
@@ -172,7 +172,7 @@ def host(folder: Path, index: int) -> int:
     """Run instance INDEX of the fleet in FOLDER on this host, for the engine that placed it here."""
     from instar.fleet.engines import host, slurm
 
-    code, stopped_by = host.run(folder, index, _say)
+    code, stopped_by = host.run_on_host(folder, index, _say)
     slurm.requeue(stopped_by, _say)
     return code
 
@@ -183,27 +183,27 @@ def host(folder: Path, index: int) -> int:
 @json_option
 def status(name: str | None, watch: bool, as_json: bool) -> int:
     """Print the state of fleet NAME, or list all fleets; also after its launcher has died."""
-    from instar.fleet.folder import find
+    from instar.fleet.folder import find_fleet
     from instar.fleet.state import FLEETS, STATE_FILE
     from instar.fleet.view.reader import FleetReader
-    from instar.fleet.view.rows import overview, to_json
+    from instar.fleet.view.rows import fleet_json, fleet_overview
     from instar.fleet.view.table import cell
 
     if name is None:
         folders = sorted(path.parent for path in FLEETS.glob(f"*/{STATE_FILE}"))
-        rows = [overview(FleetReader(folder).read(runs=False)) for folder in folders]
+        rows = [fleet_overview(FleetReader(folder).read(runs=False)) for folder in folders]
         if as_json:
             print_json(rows)
         else:
             cells = [[cell(value) for value in row.values()] for row in rows]
             print_table(["FLEET", "STATE", "INSTANCES", "SUCCEEDED", "FAILED", "LAUNCHER"], cells)
         return 0
-    reader = FleetReader(find(name))
+    reader = FleetReader(find_fleet(name))
     if watch and not as_json:
         return _watch(reader)
     view = reader.read()
     if as_json:
-        print_json(to_json(view, reader.found, time.time()))
+        print_json(fleet_json(view, reader.status, time.time()))
     else:
         _print_view(view)
     return 0
@@ -227,12 +227,12 @@ def logs(
     as_json: bool,
 ) -> None:
     """Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS."""
-    from instar.fleet.folder import find
-    from instar.fleet.view.logs import ProcessLog, process_logs, tail
+    from instar.fleet.folder import find_fleet
+    from instar.fleet.view.logs import ProcessLog, process_logs, tail_logs
 
     if as_json and follow:
         raise ConfigError.one("--json cannot be combined with -f", hint="leave one of them out")
-    folder = find(name)
+    folder = find_fleet(name)
     indices = _indices(folder)
 
     def wanted(log: ProcessLog) -> bool:
@@ -244,7 +244,7 @@ def logs(
         root = folder / "logs"
         raise ConfigError.one("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
     if as_json:
-        found = tail(folder, wanted, lines, follow=False)
+        found = tail_logs(folder, wanted, lines, follow=False)
         names = ("instance", "process", "line")
         print_json(
             [
@@ -254,7 +254,7 @@ def logs(
         )
         return
     is_only = len(there) == 1 and not (follow and process is None)
-    for log, line in tail(folder, wanted, lines, follow=follow):
+    for log, line in tail_logs(folder, wanted, lines, follow=follow):
         mark = "" if is_only else f"{log.instance}/{log.process} | "
         click.echo(f"{mark}{line}")
 
@@ -265,12 +265,12 @@ def logs(
 def stop(name: str, instances: tuple[str, ...]) -> None:
     """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
     from instar.fleet.engines import slurm
-    from instar.fleet.folder import check_own, find
+    from instar.fleet.folder import check_own, find_fleet
     from instar.fleet.state import CONTROL
     from instar.record.control import put_request
 
-    folder = find(name)
-    arrays = slurm.find(folder)
+    folder = find_fleet(name)
+    arrays = slurm.find_job_arrays(folder)
     if arrays is None:
         _running_launcher(folder)
     else:
@@ -297,12 +297,12 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""
     from instar.fleet.engines import slurm
-    from instar.fleet.folder import find, reopen
+    from instar.fleet.folder import find_fleet, reopen_fleet
     from instar.fleet.lock import launcher_pid, signal_launcher
 
-    folder = find(name)
-    if slurm.find(folder) is not None:
-        slurm.cancel(reopen(folder), _say, kill=kill)
+    folder = find_fleet(name)
+    if slurm.find_job_arrays(folder) is not None:
+        slurm.cancel(reopen_fleet(folder), _say, kill=kill)
         return 0
     pid = _running_launcher(folder)
     signal_launcher(folder, signal.SIGINT)
@@ -343,13 +343,13 @@ def reap(dry_run: bool) -> int:
 def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
     """Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits."""
     from instar.fleet.checks import missing_commands
-    from instar.fleet.doctor import diagnose
-    from instar.fleet.engines.work import planned
+    from instar.fleet.doctor import diagnose_fleet
+    from instar.fleet.engines.work import plan_and_gpus
     from instar.fleet.load import load_fleet
 
     loaded = load_fleet(file, overrides)
-    made, found_gpus = planned(loaded, gpus, here=False)
-    findings = diagnose(made, found_gpus, [*missing_commands(loaded)])
+    made, found_gpus = plan_and_gpus(loaded, gpus, on_this_machine=False)
+    findings = diagnose_fleet(made, found_gpus, [*missing_commands(loaded)])
     if as_json:
         print_json([vars(each) for each in findings])
     else:
@@ -369,11 +369,11 @@ def _check_detach(engine: str, detach: bool) -> None:
 
 
 def _run(started: FleetFolder, only: Collection[int], wait: bool, detach: bool) -> int:
-    from instar.fleet.engines.start import run
+    from instar.fleet.engines.start import run_fleet
     from instar.fleet.view.live import shown_below
 
     with shown_below(started.path, sys.stderr) as say:
-        code = run(started, only, say, wait=wait, detach=detach)
+        code = run_fleet(started, only, say, wait=wait, detach=detach)
     _summarize(started, code)
     return code
 
@@ -418,11 +418,11 @@ def _running_launcher(folder: Path) -> int:
 
 def _indices(folder: Path) -> dict[str, str]:
     """Return the index of each instance by its name."""
-    from instar.fleet.folder import describe
+    from instar.fleet.folder import describe_fleet
     from instar.fleet.plan import instances_of
 
     with suppress(ConfigError, ValueError):
-        return {each.run_name: str(each.index) for each in instances_of(describe(folder)[0])}
+        return {each.run_name: str(each.index) for each in instances_of(describe_fleet(folder)[0])}
     return {}
 
 
@@ -431,10 +431,10 @@ def _there(root: Path) -> str:
 
 
 def _print_view(view: FleetView) -> None:
-    from instar.fleet.view.table import HEADERS, OPTIONAL, RIGHT, table, title
+    from instar.fleet.view.table import HEADERS, OPTIONAL, RIGHT, fleet_table, title
 
     click.echo(title(view))
-    rows = list(table(view, time.time()))
+    rows = list(fleet_table(view, time.time()))
     print_table(HEADERS, rows, right=RIGHT, optional=OPTIONAL)
     for mean in view.means:
         click.echo(mean.text)
@@ -443,12 +443,12 @@ def _print_view(view: FleetView) -> None:
 
 
 def _watch(reader: FleetReader) -> int:
-    from instar.fleet.view.live import watch
+    from instar.fleet.view.live import watch_fleet
     from instar.record.console import LiveScreen, open_screen
 
     screen = open_screen(sys.stdout)
     try:
-        last = watch(reader, screen)
+        last = watch_fleet(reader, screen)
     finally:
         screen.close()
     if isinstance(screen, LiveScreen):

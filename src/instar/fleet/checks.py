@@ -24,8 +24,8 @@ from instar.fleet.plan import (
     combinations_of,
     each_of,
     instances_from,
-    names_in,
     sets_of,
+    variables_in,
     variables_of,
 )
 from instar.fleet.search.checks import extremes, run_problems, search_problems
@@ -36,11 +36,11 @@ _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
 
 
-def make_plan(loaded: LoadedFleet, machine: Machine, *, here: bool = True) -> FleetPlan:
+def make_plan(loaded: LoadedFleet, machine: Machine, *, on_this_machine: bool = True) -> FleetPlan:
     """Expand the matrix and check everything that can be known before the start.
 
     Args:
-        here: it is about to be started, so that its commands must be installed.
+        on_this_machine: it is about to be started here, so that its commands must be installed.
 
     Raises:
         ConfigError: with all problems: unknown variables, collisions, missing commands, …
@@ -48,7 +48,7 @@ def make_plan(loaded: LoadedFleet, machine: Machine, *, here: bool = True) -> Fl
     spec = loaded.spec
     problems = [
         *_process_problems(loaded),
-        *(missing_commands(loaded) if here else ()),
+        *(missing_commands(loaded) if on_this_machine else ()),
         *_dependency_problems(loaded),
         *_combinations(loaded),
         *search_problems(loaded, _used(spec)),
@@ -60,8 +60,8 @@ def make_plan(loaded: LoadedFleet, machine: Machine, *, here: bool = True) -> Fl
         message = f"{len(combinations):,} instances, more than {MOST_INSTANCES:,}"
         raise ConfigError(*problems, loaded.problem(("matrix",), message))
     problems += _variable_problems(loaded, combinations)
-    parallel, found = _parallel(loaded, machine, len(combinations))
-    problems += found
+    parallel, refused = _parallel(loaded, machine, len(combinations))
+    problems += refused
     if problems:
         raise ConfigError(*problems)
     plan = FleetPlan(spec, tuple(instances_from(spec, combinations)), parallel)
@@ -85,11 +85,11 @@ def _process_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
         elif process.command is not None:
             yield from _command_problems(loaded, (*path, "command"), process)
         if process.resources.nodes > 1 and (path[0] == "services" or spec.engine == "local"):
-            there, hint = (*path, "resources", "nodes"), "engine: ray or engine: slurm has more"
+            place, hint = (*path, "resources", "nodes"), "engine: ray or engine: slurm has more"
             message = f"{dotted(path)} needs {process.resources.nodes} nodes, and there is one"
             if path[0] == "services":
                 message, hint = "a service runs on one node", "only jobs run on several"
-            yield loaded.problem(there, message, hint)
+            yield loaded.problem(place, message, hint)
         if isinstance(process, Job) and run is None and (process.set or process.nproc):
             yield loaded.problem(path, f"{dotted(path)}: set and nproc belong to a run")
     for name, service in spec.services.items():
@@ -153,44 +153,46 @@ def _dependency_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
     every = spec.processes
     for path, process in _processes(spec):
         for name, condition in process.depends_on.items():
-            there = (*path, "depends_on", name)
+            place = (*path, "depends_on", name)
             if name not in every:
-                meant = nearest(name, every)
-                hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(every)}"
-                yield loaded.problem(there, f"{dotted(path)} depends on '{name}'", hint)
+                similar = nearest(name, every)
+                hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(every)}"
+                yield loaded.problem(place, f"{dotted(path)} depends on '{name}'", hint)
             elif name in spec.jobs and condition != "completed":
-                yield loaded.problem(there, f"'{name}' is a job", "write completed")
+                yield loaded.problem(place, f"'{name}' is a job", "write completed")
             elif name in spec.services and condition == "completed":
-                yield loaded.problem(there, f"'{name}' is a service", "write service_healthy")
+                yield loaded.problem(place, f"'{name}' is a service", "write service_healthy")
     # remove processes without open dependencies until none is left
-    left = {name: set(process.depends_on) & every.keys() for name, process in every.items()}
-    while ready := [name for name, needs in left.items() if not needs & left.keys()]:
+    unmet = {name: set(process.depends_on) & every.keys() for name, process in every.items()}
+    while ready := [name for name, needs in unmet.items() if not needs & unmet.keys()]:
         for name in ready:
-            del left[name]
-    if left:
-        section = "services" if next(iter(left)) in spec.services else "jobs"
-        path = (section, next(iter(left)), "depends_on")
-        yield loaded.problem(path, f"circular dependency between {', '.join(left)}")
+            del unmet[name]
+    if unmet:
+        section = "services" if next(iter(unmet)) in spec.services else "jobs"
+        path = (section, next(iter(unmet)), "depends_on")
+        yield loaded.problem(path, f"circular dependency between {', '.join(unmet)}")
 
 
 def _combinations(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
     spec = loaded.spec
-    known = {*spec.matrix, *(key for each in spec.include for key in each)}
+    keys_in_use = {*spec.matrix, *(key for combination in spec.include for key in combination)}
     for number, excluded in enumerate(spec.exclude):
-        for key in excluded.keys() - known:
-            meant = nearest(key, known)
+        for key in excluded.keys() - keys_in_use:
+            similar = nearest(key, keys_in_use)
             hint = (
-                f"did you mean '{meant}'?" if meant else f"it has {', '.join(known) or 'no keys'}"
+                f"did you mean '{similar}'?"
+                if similar
+                else f"it has {', '.join(keys_in_use) or 'no keys'}"
             )
             path = ("exclude", number, key)
             yield loaded.problem(path, f"'{key}' is no key of the matrix", hint)
-    every = set(spec.matrix) or known
+    every = set(spec.matrix) or keys_in_use
     for number, included in enumerate(spec.include):
         if included.keys() != every:
             hint = f"give it {', '.join(sorted(every))}"
             yield loaded.problem(("include", number), "not the keys of the others", hint)
-    known |= {*(spec.search.space if spec.search else ())}
-    for key in known & {*_BASE, *_OF_INSTANCE, *spec.vars}:
+    keys_in_use |= {*(spec.search.space if spec.search else ())}
+    for key in keys_in_use & {*_BASE, *_OF_INSTANCE, *spec.vars}:
         yield loaded.problem(
             (*_varied_in(spec), key), f"'{key}' has a meaning of its own", "rename it"
         )
@@ -203,18 +205,23 @@ def _varied_in(spec: FleetSpec) -> KeyPath:
 def _used(spec: FleetSpec) -> set[str]:
     """Return the variables that occur in texts."""
     texts = [text for process in spec.processes.values() for _, text in _texts(process)]
-    found: set[str] = set()
+    names: set[str] = set()
     for text in (*texts, spec.run_name, spec.output_dir):
         with suppress(ValueError):  # reported by `_unknown`
-            found |= set(names_in(text))
-    return found
+            names |= set(variables_in(text))
+    return names
 
 
 def _variable_problems(
     loaded: LoadedFleet, combinations: list[dict[str, Scalar]]
 ) -> Iterator[ConfigProblem]:
     spec = loaded.spec
-    base = {*_BASE, *spec.vars, *spec.matrix, *(key for each in combinations for key in each)}
+    base = {
+        *_BASE,
+        *spec.vars,
+        *spec.matrix,
+        *(key for combination in combinations for key in combination),
+    }
     yield from _unknown(loaded, ("run_name",), spec.run_name, base)
     yield from _unknown(loaded, ("output_dir",), spec.output_dir, base | {"run_name"})
     servers = {
@@ -223,26 +230,26 @@ def _variable_problems(
         for what in ("gpus", *(f"ports.{port}" for port in service.first_ports))
     }
     for path, process in _processes(spec):
-        own = {"gpus", "attempt", *(f"ports.{port}" for port in process.first_ports)}
-        own |= NODE_VARIABLES.keys() if process.resources.nodes > 1 else set()
+        process_names = {"gpus", "attempt", *(f"ports.{port}" for port in process.first_ports)}
+        process_names |= NODE_VARIABLES.keys() if process.resources.nodes > 1 else set()
         for place, text in _texts(process):
             yield from _unknown(
-                loaded, (*path, *place), text, base | {*_OF_INSTANCE} | servers | own
+                loaded, (*path, *place), text, base | {*_OF_INSTANCE} | servers | process_names
             )
 
 
 def _unknown(
-    loaded: LoadedFleet, path: KeyPath, text: str, known: Iterable[str]
+    loaded: LoadedFleet, path: KeyPath, text: str, variables: Iterable[str]
 ) -> Iterator[ConfigProblem]:
-    known = set(known)
+    variables = set(variables)
     try:
-        for name in names_in(text):
-            if name not in known:
-                meant = nearest(name, known)
+        for name in variables_in(text):
+            if name not in variables:
+                similar = nearest(name, variables)
                 hint = (
-                    f"did you mean '${{{meant}}}'?"
-                    if meant
-                    else f"there are {', '.join(sorted(known))}"
+                    f"did you mean '${{{similar}}}'?"
+                    if similar
+                    else f"there are {', '.join(sorted(variables))}"
                 )
                 yield loaded.problem(path, f"unknown variable ${{{name}}} in {dotted(path)}", hint)
     except ValueError as error:
@@ -271,20 +278,24 @@ def _parallel(loaded: LoadedFleet, machine: Machine, count: int) -> tuple[int, l
     """Return how many instances fit next to each other; a problem if none does."""
     spec, problems = loaded.spec, list[ConfigProblem]()
     fits = [spec.max_parallel or count, count]
-    for what, there in (("gpus", machine.gpus), ("cpus", machine.cpus), ("memory", machine.memory)):
-        needs = sum(getattr(each.resources, what) or 0 for each in spec.processes.values())
-        if needs > there:
+    for what, available in (
+        ("gpus", machine.gpus),
+        ("cpus", machine.cpus),
+        ("memory", machine.memory),
+    ):
+        needs = sum(getattr(process.resources, what) or 0 for process in spec.processes.values())
+        if needs > available:
             path = next(
                 (*place, "resources", what)
-                for place, each in _processes(spec)
-                if getattr(each.resources, what)
+                for place, process in _processes(spec)
+                if getattr(process.resources, what)
             )
             unit = "bytes of memory" if what == "memory" else what
-            message = f"an instance needs {needs:,} {unit}, and there are {there:,}"
-            hint = "--gpus 0-7 names pretended ones" if what == "gpus" and not there else ""
+            message = f"an instance needs {needs:,} {unit}, and there are {available:,}"
+            hint = "--gpus 0-7 names pretended ones" if what == "gpus" and not available else ""
             problems.append(loaded.problem(path, message, hint))
         elif needs:
-            fits.append(there // needs)
+            fits.append(available // needs)
     return max(1, min(fits)), problems
 
 
@@ -336,26 +347,26 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
         unknown = [key for key in varied if key not in keys(root)]
         for key in unknown:
             if key not in used:
-                meant = suggest_key(root, key) or nearest(key, keys(root)) or ""
-                hint = f"did you mean '{meant}'?" if meant else "use it as ${…} somewhere"
+                similar = suggest_key(root, key) or nearest(key, keys(root)) or ""
+                hint = f"did you mean '{similar}'?" if similar else "use it as ${…} somewhere"
                 message = f"'{key}' is no key of {file}, and no text uses it"
                 yield loaded.problem((*_varied_in(spec), key), message, hint)
-        seen: set[tuple[str, Scalar]] = set()
+        checked: set[tuple[str, Scalar]] = set()
         reported: dict[str, ConfigProblem] = {}
         for instance in instances:
             pairs = set(instance.values.items())
-            if instance.index and pairs <= seen:
+            if instance.index and pairs <= checked:
                 continue
-            seen |= pairs
+            checked |= pairs
             variables = variables_of(instance, keys(root))
             try:
                 load(file, sets_of(job, variables), import_task=False)
             except ConfigError as error:
-                for each in error.problems:
-                    if each.key in varied:
-                        place = loaded.place((*_varied_in(spec), each.key))
-                        each = replace(each, place=place)
-                    reported.setdefault(str(each), each)
+                for problem in error.problems:
+                    if problem.key in varied:
+                        place = loaded.place((*_varied_in(spec), problem.key))
+                        problem = replace(problem, place=place)
+                    reported.setdefault(str(problem), problem)
                 if search is None:
                     break
         yield from reported.values()

@@ -31,7 +31,7 @@ class Finding:
     text: str
 
 
-def diagnose(
+def diagnose_fleet(
     plan: FleetPlan, gpus: Sequence[Gpu], missing: Sequence[ConfigProblem]
 ) -> list[Finding]:
     """Check disk and keys of trackers, and what this machine has for the engine `local`: GPUs, ports,
@@ -40,10 +40,10 @@ def diagnose(
     Args:
         missing: commands that are not installed, see `checks.missing_commands`.
     """
-    found = [*_commands(missing), *_disk(plan), *_keys(plan)]
+    findings = [*_commands(missing), *_disk(plan), *_keys(plan)]
     if plan.spec.engine == "local":
-        found = [*_gpus(plan, gpus), *_ports(plan), *found, *_limits(plan)]
-    return found
+        findings = [*_gpus(plan, gpus), *_ports(plan), *findings, *_limits(plan)]
+    return findings
 
 
 def _commands(missing: Sequence[ConfigProblem]) -> Iterator[Finding]:
@@ -54,51 +54,53 @@ def _commands(missing: Sequence[ConfigProblem]) -> Iterator[Finding]:
 def _gpus(plan: FleetPlan, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if not plan.uses_gpus:
         return
-    count = plan.parallel * sum(len(each) for each in plan.slot(0).gpus.values())
+    count = plan.parallel * sum(
+        len(gpus_of_process) for gpus_of_process in plan.slot(0).gpus.values()
+    )
     try:
-        held = lock_gpus(gpus, count, (), "a check of instar fleet doctor")
+        locks = lock_gpus(gpus, count, (), "a check of instar fleet doctor")
     except Taken as error:
         yield Finding("GPUs", False, str(error))
         return
-    for _, lock in held:
+    for _, lock in locks:
         lock.close()
-    names = sorted({gpu.name or "pretended" for gpu, _ in held})
+    names = sorted({gpu.name or "pretended" for gpu, _ in locks})
     yield Finding("GPUs", True, f"{count} free ({', '.join(names)})")
 
 
 def _ports(plan: FleetPlan) -> Iterator[Finding]:
-    wanted = [
+    numbers = [
         number
         for place in range(plan.parallel)
         for ports in plan.slot(place).ports.values()
         for number in ports.values()
     ]
-    if not wanted:
+    if not numbers:
         return
-    moved: list[str] = []
-    with ExitStack() as held:
-        for number in wanted:
+    moves: list[str] = []
+    with ExitStack() as locks:
+        for number in numbers:
             try:
-                port, lock = lock_port(number, "a check of instar fleet doctor", moved.append)
+                port, lock = lock_port(number, "a check of instar fleet doctor", moves.append)
             except Taken as error:
                 yield Finding("ports", False, str(error))
                 return
-            held.enter_context(closing(lock))
+            locks.enter_context(closing(lock))
             if port != number:
-                moved.append(f"{number} is taken, {port} would be used")
-    yield Finding("ports", True, "; ".join(moved) or f"{len(wanted)} free from {min(wanted)}")
+                moves.append(f"{number} is taken, {port} would be used")
+    yield Finding("ports", True, "; ".join(moves) or f"{len(numbers)} free from {min(numbers)}")
 
 
 def _disk(plan: FleetPlan) -> Iterator[Finding]:
-    outputs = {*(each.output_dir for each in plan.instances), Path("fleets")}
+    outputs = {*(instance.output_dir for instance in plan.instances), Path("fleets")}
     disks: dict[int, list[Path]] = {}
     for folder in (
         *sorted(outputs),
         locks_folder(),
     ):  # which needs no room, but its disk may be theirs
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        on_disk = disks.setdefault(there.stat().st_dev, [])
-        on_disk += [there] if there not in on_disk else []
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        on_disk = disks.setdefault(existing.stat().st_dev, [])
+        on_disk += [existing] if existing not in on_disk else []
     for folders in disks.values():
         free = shutil.disk_usage(folders[0]).free
         enough = free >= _LITTLE_DISK_BYTES or folders == [locks_folder()]
@@ -131,6 +133,6 @@ def _keys(plan: FleetPlan) -> Iterator[Finding]:
     for tracker, (variable, file) in _KEYS.items():
         if tracker not in text:
             continue
-        there = bool(os.environ.get(variable)) or (file and Path(file).expanduser().is_file())
-        message = f"{variable} is set" if there else f"{variable} is not set"
-        yield Finding(f"key of {tracker}", bool(there), message)
+        has_key = bool(os.environ.get(variable)) or (file and Path(file).expanduser().is_file())
+        message = f"{variable} is set" if has_key else f"{variable} is not set"
+        yield Finding(f"key of {tracker}", bool(has_key), message)

@@ -74,18 +74,18 @@ def as_test(loaded: LoadedFleet, max_steps: int) -> LoadedFleet:
         for key, job in spec.jobs.items()
     }
     mark = "test" if number == 1 else f"test{number}"
-    own = "${run_name}" in spec.output_dir
+    has_own_output = "${run_name}" in spec.output_dir
     changed = {
         "name": name,
         "vars": {**spec.vars, "max_steps": max_steps},
         "run_name": f"{mark}_{spec.run_name}",
-        "output_dir": spec.output_dir if own else f"{spec.output_dir}-{mark}",
+        "output_dir": spec.output_dir if has_own_output else f"{spec.output_dir}-{mark}",
         "jobs": jobs,
     }
     return replace(loaded, spec=spec.model_copy(update=changed))
 
 
-def create(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
+def create_fleet_folder(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
     """Create the folder of a new fleet; run configs are copied, so that a later edit changes none of
     its instances.
 
@@ -110,14 +110,14 @@ def create(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
                 _check_run_trusted(file)
                 configs[name] = _copy_of(path, name)
                 copyfile(file, configs[name])
-        kept = _Kept(
+        saved = _Kept(
             FORMAT,
             spec.model_dump(mode="json"),
             configs,
             gpus,
             str(Path.cwd()),
         )
-        replace_file(path / _FILE, json.dumps(msgspec.to_builtins(kept), indent=2).encode())
+        replace_file(path / _FILE, json.dumps(msgspec.to_builtins(saved), indent=2).encode())
     except OSError as error:
         raise ConfigError.one(f"cannot be written: {error.strerror}", where=str(path)) from None
     return FleetFolder(path, loaded, configs, gpus, Path.cwd())
@@ -130,7 +130,7 @@ def _check_run_trusted(file: Path) -> None:
     check_trusted(str(file), [document.data] if document else [])
 
 
-def find(text: str) -> Path:
+def find_fleet(text: str) -> Path:
     """Return the folder of a fleet, named by path or by name.
 
     Raises:
@@ -139,23 +139,23 @@ def find(text: str) -> Path:
     for path in (FLEETS / text, Path(text)):
         if (path / STATE_FILE).exists() or (path / _FILE).exists():
             return path
-    there = sorted(each.name for each in FLEETS.glob("*")) if FLEETS.is_dir() else []
-    meant = nearest(text, there)
-    hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(there) or 'none'}"
+    names = sorted(path.name for path in FLEETS.glob("*")) if FLEETS.is_dir() else []
+    similar = nearest(text, names)
+    hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(names) or 'none'}"
     raise ConfigError.one(f"no fleet '{text}'", where=str(FLEETS), hint=hint)
 
 
-def reopen(path: Path) -> FleetFolder:
+def reopen_fleet(path: Path) -> FleetFolder:
     """Read what was started in a folder, to run it again.
 
     Raises:
         ConfigError: the file is damaged, or the folder belongs to another user: it names commands.
     """
-    kept, spec = _read(path)
+    saved, spec = _read(path)
     file = path / _FILE
     check_own(path)
-    whole = SourceLocation(str(file))
-    cwd = _cwd_of(path, kept)
+    location = SourceLocation(str(file))
+    cwd = _cwd_of(path, saved)
     if cwd != Path.cwd():
         path = path.absolute()
     # what was copied is run, and so it is what is checked
@@ -165,8 +165,8 @@ def reopen(path: Path) -> FleetFolder:
         for name, job in spec.jobs.items()
     }
     spec = spec.model_copy(update={"jobs": jobs})
-    loaded = LoadedFleet(spec, (Document(kept.spec, {(): (whole, whole)}),))
-    return FleetFolder(path, loaded, configs, kept.gpus, cwd)
+    loaded = LoadedFleet(spec, (Document(saved.spec, {(): (location, location)}),))
+    return FleetFolder(path, loaded, configs, saved.gpus, cwd)
 
 
 def _copy_of(path: Path, job: str) -> str:
@@ -174,9 +174,9 @@ def _copy_of(path: Path, job: str) -> str:
     return str((path / "configs" / f"{job}.yaml").absolute())
 
 
-def _cwd_of(path: Path, kept: _Kept) -> Path:
+def _cwd_of(path: Path, saved: _Kept) -> Path:
     """Return the folder in which a fleet's relative paths begin: where it was started, wherever that is now."""
-    recorded = Path(kept.cwd)
+    recorded = Path(saved.cwd)
     with suppress(OSError):
         if (recorded / FLEETS / path.name).samefile(path):
             return recorded
@@ -206,30 +206,30 @@ def check_own_file(file: Path) -> None:
 def _check_owned(*paths: Path) -> None:
     if is_trusted():
         return
-    for each in paths:
-        if owner := foreign_owner(each):
+    for path in paths:
+        if owner := foreign_owner(path):
             raise Untrusted.one(
                 f"this fleet runs commands and names jobs, and it belongs to another user, {owner}",
-                where=str(each),
+                where=str(path),
                 hint=f"{FLAG}, or {TRUST_VARIABLE}=1, runs them as you",
             )
 
 
-def describe(path: Path) -> tuple[FleetSpec, Path]:
+def describe_fleet(path: Path) -> tuple[FleetSpec, Path]:
     """Return the spec of a fleet that was started, and in which folder: to show it, whosever it is.
 
     Raises:
         ConfigError: the file is damaged.
     """
-    kept, spec = _read(path)
-    return spec, _cwd_of(path, kept)
+    saved, spec = _read(path)
+    return spec, _cwd_of(path, saved)
 
 
 def _read(path: Path) -> tuple[_Kept, FleetSpec]:
     file = path / _FILE
     try:
-        kept = msgspec.json.decode(of_bounded_depth(read_regular(file)), type=_Kept)
-        return kept, FleetSpec.model_validate_json(json.dumps(kept.spec))
+        saved = msgspec.json.decode(of_bounded_depth(read_regular(file)), type=_Kept)
+        return saved, FleetSpec.model_validate_json(json.dumps(saved.spec))
     except (OSError, ValueError, msgspec.MsgspecError, ValidationError) as error:
         raise ConfigError.one(f"not a fleet that was started: {error}", where=str(file)) from None
 
@@ -264,7 +264,7 @@ def leftovers() -> list[Leftover]:
 
     The mark is an environment variable, so a process that clears its environment is not found.
     """
-    found = []
+    processes = []
     running: dict[tuple[str, str], bool] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -281,7 +281,7 @@ def leftovers() -> list[Leftover]:
                 )
             if not (running[folder, part] or _has_shim(process)):
                 command = printable(" ".join(process.cmdline())[:200])
-                found.append(
+                processes.append(
                     Leftover(
                         process,
                         printable(Path(folder).name),
@@ -289,4 +289,4 @@ def leftovers() -> list[Leftover]:
                         command,
                     )
                 )
-    return found
+    return processes

@@ -37,7 +37,7 @@ class Checker:
         self._command = None if health.command is None else expand(health.command, variables)
         self._client: httpx.AsyncClient | None = None
         if self._path is not None or health.probe:
-            self._client = http_client(f"http://127.0.0.1:{port}")
+            self._client = health_client(f"http://127.0.0.1:{port}")
 
     async def close(self) -> None:
         if self._client is not None:
@@ -110,14 +110,14 @@ def _is_completion(answer: Any) -> bool:
         isinstance(choices, list)
         and bool(choices)
         and all(
-            isinstance(each, dict)
-            and (isinstance(each.get("text"), str) or isinstance(each.get("message"), dict))
-            for each in choices
+            isinstance(choice, dict)
+            and (isinstance(choice.get("text"), str) or isinstance(choice.get("message"), dict))
+            for choice in choices
         )
     )
 
 
-def http_client(address: str) -> httpx.AsyncClient:
+def health_client(address: str) -> httpx.AsyncClient:
     """Return a client that uses no proxy.
 
     Raises:

@@ -17,7 +17,14 @@ from instar.fleet.nodes import NodeCommand, Nodes, on_all, program_path
 from instar.fleet.placement import Lease
 from instar.fleet.plan import NODE_VARIABLES, FleetPlan, Instance, argv_of, expand, variables_of
 from instar.fleet.spec import MASTER, Job, Process, Service
-from instar.fleet.state import ProcessChanged, ProcessPhase, StateLog, log_path, now, result_path
+from instar.fleet.state import (
+    ProcessChanged,
+    ProcessPhase,
+    StateLog,
+    now,
+    process_log_path,
+    result_path,
+)
 from instar.processes.child import exit_text
 from instar.processes.spawner import Command, RunningProcess, Spawner
 
@@ -41,7 +48,7 @@ class InstanceFailed(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class FleetContext:
     """What all instances of a fleet share."""
 
     plan: FleetPlan
@@ -66,7 +73,7 @@ class Surroundings:
 class _ServiceState:
     started: bool = False
     healthy: bool = False
-    lost: str = ""
+    loss: str = ""
     """why it is down, after it was healthy or has failed to become so"""
     failed: bool = False
     """whether it will not be restarted"""
@@ -76,7 +83,7 @@ class _ServiceState:
 class InstanceRunner:
     """Runs one instance once."""
 
-    around: Surroundings
+    context: FleetContext
     instance: Instance
     lease: Lease
     holder: str
@@ -89,7 +96,7 @@ class InstanceRunner:
     """a job that ends is not retried"""
 
     def __post_init__(self) -> None:
-        spec = self.around.plan.spec
+        spec = self.context.plan.spec
         self._services = {name: _ServiceState() for name in spec.services}
         self._done = set(self.completed)
         self._changed = asyncio.Event()
@@ -100,10 +107,10 @@ class InstanceRunner:
         Raises:
             InstanceFailed: a job failed for good, or a service that jobs need.
         """
-        spec = self.around.plan.spec
+        spec = self.context.plan.spec
         services = [asyncio.create_task(self._serve(n, s)) for n, s in spec.services.items()]
-        left = {name: job for name, job in spec.jobs.items() if name not in self.completed}
-        jobs = [asyncio.create_task(self._work(name, job)) for name, job in left.items()]
+        remaining = {name: job for name, job in spec.jobs.items() if name not in self.completed}
+        jobs = [asyncio.create_task(self._work(name, job)) for name, job in remaining.items()]
         try:
             # a fleet without jobs serves until it is stopped
             tasks = jobs or ([] if spec.jobs else services)
@@ -125,7 +132,7 @@ class InstanceRunner:
         try:
             await self._keep_up(name, service, state)
         except Exception as error:
-            state.lost, state.failed = state.lost or str(error), True
+            state.loss, state.failed = state.loss or str(error), True
             self._notify()
             raise
 
@@ -133,16 +140,16 @@ class InstanceRunner:
         restarts, pause_s = 0, service.restart.backoff
         while True:
             await self._dependencies(name, service)
-            await self.around.pause("services")
+            await self.context.pause("services")
             reason, failed = await self._watch(name, service, state)
             state.started = state.healthy = False
-            state.lost = reason
-            wanted = service.restart.policy
+            state.loss = reason
+            policy = service.restart.policy
             paired = any(
                 job.on_dependency_failure == "restart_pair" and name in job.depends_on
-                for job in self.around.plan.spec.jobs.values()
+                for job in self.context.plan.spec.jobs.values()
             )
-            again = wanted == "always" or ((wanted == "on-failure" or paired) and failed)
+            again = policy == "always" or ((policy == "on-failure" or paired) and failed)
             state.failed = not again or restarts >= service.restart.max
             self._notify()
             if state.failed:
@@ -155,7 +162,7 @@ class InstanceRunner:
         """Run a service once; return why it has ended, and whether that is a failure."""
         process = self._start(name, service)
         health, checker = service.healthcheck, None
-        state.started, state.lost = True, ""
+        state.started, state.loss = True, ""
         self._notify()
         try:
             if health is not None:
@@ -175,7 +182,7 @@ class InstanceRunner:
                     await asyncio.wait([process.exited])
                 elif problem := await self._unhealthy(process, checker, service):
                     state.healthy = False
-                    state.lost = problem
+                    state.loss = problem
                     self._write(name, "unhealthy", reason=problem)
                     self._notify()
                     return problem, True
@@ -232,15 +239,17 @@ class InstanceRunner:
         retries, pause_s = 0, job.retry.backoff
         while True:
             await self._dependencies(name, job)
-            await self.around.pause("jobs")
-            reason, lost = await self._attempt(name, job)
+            await self.context.pause("jobs")
+            reason, lost_service = await self._attempt(name, job)
             if reason is None:
                 self._done.add(name)
                 self._notify()
                 return
-            if lost:
+            if lost_service:
                 if job.on_dependency_failure == "fail":
-                    raise InstanceFailed(self._lost_service(job), f"{name} was stopped: {lost}")
+                    raise InstanceFailed(
+                        self._lost_service(job), f"{name} was stopped: {lost_service}"
+                    )
                 continue
             if retries >= job.retry.max or self.given_up:
                 raise InstanceFailed(name, f"{name} {reason}")
@@ -253,19 +262,19 @@ class InstanceRunner:
         process = self._start(name, job)
         try:
             while True:
-                lost = asyncio.create_task(self._loss(job))
-                await _first(process.exited, lost)
+                loss = asyncio.create_task(self._loss(job))
+                await _first(process.exited, loss)
                 if process.exited.done():
                     if process.exited.result().status == 0:
-                        await _cancelled([lost])
+                        await _cancelled([loss])
                         return None, ""
                     # it may have failed because of a server whose end is heard of a moment later
-                    await asyncio.wait([lost], timeout=_LATE_NEWS_S if job.depends_on else 0)
-                    what = lost.result() if lost.done() else ""
-                    await _cancelled([lost])
+                    await asyncio.wait([loss], timeout=_LATE_NEWS_S if job.depends_on else 0)
+                    what = loss.result() if loss.done() else ""
+                    await _cancelled([loss])
                     return self._end_text(process), what
                 if job.on_dependency_failure != "wait":
-                    return f"was stopped: {lost.result()}", lost.result()
+                    return f"was stopped: {loss.result()}", loss.result()
                 await self._until(lambda: self._lost(job) == "" or self._lost_for_good(job))
                 if self._lost_for_good(job):
                     raise InstanceFailed(
@@ -281,13 +290,13 @@ class InstanceRunner:
 
     def _lost(self, process: Process) -> str:
         name = self._lost_service(process)
-        return f"{name} {self._services[name].lost or 'is not ready'}" if name else ""
+        return f"{name} {self._services[name].loss or 'is not ready'}" if name else ""
 
     def _lost_service(self, process: Process) -> str:
         """Return the first service it depends on that is not there; "" if all are."""
         needs = process.depends_on.items()
-        lost = [name for name, condition in needs if not self._is_met(name, condition)]
-        return next((name for name in lost if name in self._services), "")
+        services = [name for name, condition in needs if not self._is_met(name, condition)]
+        return next((name for name in services if name in self._services), "")
 
     def _lost_for_good(self, process: Process) -> bool:
         return any(n in self._services and self._services[n].failed for n in process.depends_on)
@@ -324,7 +333,7 @@ class InstanceRunner:
     def _start(self, name: str, process: Process) -> RunningProcess:
         self.attempts[name] = attempt = self.attempts.get(name, 0) + 1
         self.lease.renew_ports(name, self.holder)
-        around, run = self.around, self.instance.run_name
+        around, run = self.context, self.instance.run_name
         variables = self._variables(name)
         argv = argv_of(name, process, variables, around.configs.get(name, ""))
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -336,7 +345,7 @@ class InstanceRunner:
             tuple(argv),
             self._env(name, process),
             self._cwd(process, variables),
-            log_path(around.folder, run, name),
+            process_log_path(around.folder, run, name),
             result,
             f"--- attempt {attempt}, {stamp}: {shlex.join(argv)}\n",
             process.stop.number,
@@ -367,7 +376,7 @@ class InstanceRunner:
 
     def _on_nodes(self, name: str, process: Process, file: Path) -> list[str]:
         """Return the command that starts a job on each of its nodes."""
-        around, count, commands = self.around, process.resources.nodes, []
+        around, count, commands = self.context, process.resources.nodes, []
         assert around.nodes is not None, "refused by the plan of the engine local"
         for rank in range(count):
             variables = self._variables(name, rank)
@@ -379,16 +388,18 @@ class InstanceRunner:
         return on_all(around.nodes, commands, file)
 
     def _variables(self, name: str, node_rank: int = 0) -> dict[str, Any]:
-        own: dict[str, Any] = {f"ports.{p}": n for p, (n, _) in self.lease.ports[name].items()}
-        process = self.around.plan.spec.processes[name]
+        variables: dict[str, Any] = {
+            f"ports.{p}": n for p, (n, _) in self.lease.ports[name].items()
+        }
+        process = self.context.plan.spec.processes[name]
         nodes = process.resources.nodes
-        if nodes > 1 and self.around.nodes is not None:
-            values = (nodes, node_rank, self.around.nodes.address, own[f"ports.{MASTER}"])
-            own |= zip(NODE_VARIABLES, values, strict=True)
+        if nodes > 1 and self.context.nodes is not None:
+            values = (nodes, node_rank, self.context.nodes.address, variables[f"ports.{MASTER}"])
+            variables |= zip(NODE_VARIABLES, values, strict=True)
         return {
-            **variables_of(self.instance, self.around.config_keys),
+            **variables_of(self.instance, self.context.config_keys),
             **self.lease.variables(),
-            **own,
+            **variables,
             "gpus": self.lease.visible_gpus(name),
             "attempt": self.attempts.get(name, 1),
             # a process of another working directory finds it too
@@ -399,14 +410,14 @@ class InstanceRunner:
         return Path(expand(process.cwd, variables)) if process.cwd else Path.cwd()
 
     def _env(self, name: str, process: Process) -> dict[str, str]:
-        threads = str(process.resources.cpus or self.around.threads)
-        given = child_environment(os.environ)
-        env = {"OMP_NUM_THREADS": threads, **given, "PATH": program_path(given)}
+        threads = str(process.resources.cpus or self.context.threads)
+        environment = child_environment(os.environ)
+        env = {"OMP_NUM_THREADS": threads, **environment, "PATH": program_path(environment)}
         return env | self._own_env(name, process)
 
     def _own_env(self, name: str, process: Process, node_rank: int = 0) -> dict[str, str]:
         """Return what is added to the launcher's environment."""
-        around, run = self.around, self.instance.run_name
+        around, run = self.context, self.instance.run_name
         cache = str((around.folder / "cache" / run / name).absolute())
         env = {
             **dict.fromkeys(_CACHES, cache),
@@ -419,7 +430,7 @@ class InstanceRunner:
             env.pop("CUDA_VISIBLE_DEVICES")
         variables = self._variables(name, node_rank)
         if process.resources.nodes > 1:
-            env |= {key: str(variables[each]) for each, key in NODE_VARIABLES.items()}
+            env |= {key: str(variables[variable]) for variable, key in NODE_VARIABLES.items()}
         return env | {key: expand(text, variables) for key, text in process.env.items()}
 
     def _write(self, name: str, phase: ProcessPhase, **values: Any) -> None:
@@ -429,7 +440,7 @@ class InstanceRunner:
         event = ProcessChanged(
             now(), self.instance.index, name, phase, self.attempts[name], **values
         )
-        self.around.log.write(event, durable=phase == "exited")
+        self.context.log.write(event, durable=phase == "exited")
 
     def _end_text(self, process: RunningProcess) -> str:
         return process.error or exit_text(process.exited.result().status)

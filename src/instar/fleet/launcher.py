@@ -19,9 +19,9 @@ import psutil
 from instar.config.errors import InstarError, printable
 from instar.distributed.failure import Interrupted
 from instar.distributed.placement import usable_cores
-from instar.fleet.instance import InstanceFailed, InstanceRunner, Surroundings
+from instar.fleet.instance import FleetContext, InstanceFailed, InstanceRunner
 from instar.fleet.nodes import Nodes
-from instar.fleet.placement import Gpu, Taken, holder_text, take
+from instar.fleet.placement import Gpu, Taken, acquire_lease, holder_text
 from instar.fleet.plan import FleetPlan, Instance, Machine
 from instar.fleet.stagger import wait_for_turn
 from instar.fleet.state import (
@@ -36,9 +36,9 @@ from instar.fleet.state import (
     Started,
     StateLog,
     boot_id,
-    log_path,
     now,
     part_name,
+    process_log_path,
     read_result,
     result_path,
 )
@@ -122,7 +122,7 @@ class Launcher:
                 self.trials.close()
 
     def _code(self, todo: Sequence[Instance]) -> int:
-        if all(self._outcomes.get(each.index) in DONE for each in todo):
+        if all(self._outcomes.get(instance.index) in DONE for instance in todo):
             return 0
         if self.requested:
             return Interrupted.exit_code
@@ -134,19 +134,7 @@ class Launcher:
             loop.add_signal_handler(number, self._on_signal, number)
         self._stopping = asyncio.Event()
         self._turns = {name: asyncio.Lock() for name in ("services", "jobs")}
-        self._around = Surroundings(
-            self.plan,
-            self.folder,
-            self._spawner,
-            self.trees,
-            self._log,
-            max(1, usable_cores() // (self.plan.parallel * max(1, len(self.plan.spec.processes)))),
-            self.configs,
-            self.config_keys,
-            self._pause,
-            self.part,
-            self.nodes,
-        )
+        self._context = self._fleet_context()
         control = [asyncio.create_task(self._obey())]
         if self.trials is not None:
             control.append(asyncio.create_task(self._prune(self.trials)))
@@ -154,33 +142,59 @@ class Launcher:
         waiting = list(reversed(todo))
         try:
             while waiting or self._running:
-                while waiting and places and not self._stopping.is_set():
-                    if not self._begin(waiting[-1], heapq.heappop(places), places):
-                        break
-                    waiting.pop()
+                self._begin_waiting(waiting, places)
                 if self._stopping.is_set() and not self._running:
                     break
-                tasks = [task for task, _ in self._running.values()]
-                stop = asyncio.ensure_future(self._stopping.wait())
-                await asyncio.wait(
-                    [*tasks, stop],
-                    timeout=_RETRY_S if waiting and places else None,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                stop.cancel()
-                for each in control:
-                    if each.done():
-                        each.result()  # raises
+                await self._wait_for_a_change(_RETRY_S if waiting and places else None)
+                for task in control:
+                    if task.done():
+                        task.result()  # raises
                 if self._stopping.is_set():
-                    for task, _ in self._running.values():
-                        if not task.cancelling():
-                            task.cancel()
-                    await asyncio.wait(tasks) if tasks else None
+                    await self._cancel_all()
         finally:
-            for each in control:
-                each.cancel()
+            for task in control:
+                task.cancel()
         for instance in waiting:
             self._conclude(instance, "stopped", "not started")
+
+    def _fleet_context(self) -> FleetContext:
+        processes = self.plan.parallel * max(1, len(self.plan.spec.processes))
+        return FleetContext(
+            self.plan,
+            self.folder,
+            self._spawner,
+            self.trees,
+            self._log,
+            max(1, usable_cores() // processes),
+            self.configs,
+            self.config_keys,
+            self._pause,
+            self.part,
+            self.nodes,
+        )
+
+    def _begin_waiting(self, waiting: list[Instance], places: list[int]) -> None:
+        """Start instances from the end of `waiting` while there is room for them."""
+        while waiting and places and not self._stopping.is_set():
+            if not self._begin(waiting[-1], heapq.heappop(places), places):
+                break
+            waiting.pop()
+
+    async def _wait_for_a_change(self, timeout_s: float | None) -> None:
+        """Wait until an instance has ended or all are to stop."""
+        tasks = [task for task, _ in self._running.values()]
+        stop = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait([*tasks, stop], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+
+    async def _cancel_all(self) -> None:
+        """Stop all instances, each once, and wait until they have ended."""
+        tasks = [task for task, _ in self._running.values()]
+        for task in tasks:
+            if not task.cancelling():
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _begin(self, instance: Instance, place: int, places: list[int]) -> bool:
         """Start an instance; False if the GPUs it needs are held elsewhere and are waited for."""
@@ -190,7 +204,7 @@ class Launcher:
             return True
         holder = holder_text(self.plan.spec.name, instance.run_name)
         try:
-            lease = take(self.plan.slot(place), self.gpus, holder, self.say)
+            lease = acquire_lease(self.plan.slot(place), self.gpus, holder, self.say)
         except Taken as error:
             heapq.heappush(places, place)
             if self.wait_for_gpus:
@@ -204,9 +218,9 @@ class Launcher:
         if self.trials is not None:
             instance = self.trials.begin(instance)
         was = self._before.instances.get(instance.index)
-        attempts = {name: each.attempt for name, each in was.processes.items()} if was else {}
+        attempts = {name: process.attempt for name, process in was.processes.items()} if was else {}
         runner = InstanceRunner(
-            self._around,
+            self._context,
             instance,
             lease,
             holder,
@@ -258,7 +272,7 @@ class Launcher:
         if phase == "failed":
             for line in failure_text(self.folder, instance, reason, process):
                 self.say(line)
-            failed = sum(each == "failed" for each in self._outcomes.values())
+            failed = sum(phase == "failed" for phase in self._outcomes.values())
             if (why := too_many_failed(self.plan, failed)) and not self._stopping.is_set():
                 self.say(why)
                 self._stopping.set()
@@ -288,8 +302,8 @@ class Launcher:
                 if reason:
                     self.say(f"{runner.instance.run_name} is pruned: {reason}")
                     runner.given_up = True
-                    asked = runner.running and trials.ask_to_stop(runner.instance)
-                    asyncio.get_running_loop().call_later(_SAVE_S if asked else 0, task.cancel)
+                    is_saving = runner.running and trials.ask_to_stop(runner.instance)
+                    asyncio.get_running_loop().call_later(_SAVE_S if is_saving else 0, task.cancel)
 
     async def _obey(self) -> None:
         """Carry out requests to stop an instance, but those of before the start."""
@@ -299,9 +313,9 @@ class Launcher:
             await asyncio.sleep(_POLL_S)
             if self._log.refused != refused:
                 refused = self._log.refused
-                held = f"cannot be written: {refused}; its lines are held in memory"
+                refusal = f"cannot be written: {refused}; its lines are held in memory"
                 file = self.folder / part_name(STATE_FILE, self.part)
-                self.say(f"{file} {held if refused else 'is written again'}")
+                self.say(f"{file} {refusal if refused else 'is written again'}")
             for index in self._requests() & self._running.keys():
                 task, runner = self._running[index]
                 self.say(f"stopping {runner.instance.run_name}, as requested")
@@ -309,18 +323,18 @@ class Launcher:
 
     def _requests(self) -> set[int]:
         """Take the requests to stop an instance: files INDEX.stop in the folder `control`."""
-        found = set()
+        indices = set()
         with suppress(OSError):
             for path in (self.folder / CONTROL).glob("*.stop"):
                 if path.stem.isdecimal() and self.part in (None, int(path.stem)):
                     path.unlink()
-                    found.add(int(path.stem))
-        return found
+                    indices.add(int(path.stem))
+        return indices
 
 
 def started_now(todo: Sequence[Instance]) -> Started:
     """Return the event that this process begins to run instances."""
-    indices = tuple(each.index for each in todo)
+    indices = tuple(instance.index for instance in todo)
     return Started(now(), os.getpid(), socket.gethostname(), boot_id(), indices)
 
 
@@ -336,7 +350,7 @@ def failure_text(folder: Path, instance: Instance, reason: str, process: str) ->
     """Yield why an instance failed, and the last lines of the process at fault."""
     yield f"{instance.run_name} failed: {reason}"
     if process:
-        path = log_path(folder, instance.run_name, process)
+        path = process_log_path(folder, instance.run_name, process)
         with suppress(OSError), path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
@@ -360,10 +374,10 @@ def completed_jobs(
 def is_full(folder: Path) -> bool:
     """Return whether a folder's disk has no room for another page."""
     try:
-        found = os.statvfs(folder)
+        disk = os.statvfs(folder)
     except OSError:
         return False
-    return found.f_bavail * found.f_frsize < resource.getpagesize()
+    return disk.f_bavail * disk.f_frsize < resource.getpagesize()
 
 
 def _raise_file_limit() -> None:

@@ -59,25 +59,25 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     documents = [document]
     data: dict[str, Any] = document.data
     for text in overrides:
-        option, found = parse_option(text, "max_parallel=2")
-        problems += found
+        option, mistakes = parse_option(text, "max_parallel=2")
+        problems += mistakes
         if option is not None:
             documents.append(option)
             data = merged(data, option.data)
-    unreadable = {each for document in documents for each in document.unreadable}
+    unreadable = {path for document in documents for path in document.unreadable}
     try:
         spec = FleetSpec.model_validate(data)
     except ValidationError as error:
         reading = LoadedFleet(FleetSpec(name="unread"), tuple(documents))
         for item in error.errors(include_url=False):
             location = _written(tuple(item["loc"]), data)
-            if not any(location[: len(each)] == each for each in unreadable):
+            if not any(location[: len(path)] == path for path in unreadable):
                 problems.append(_explained(reading, location, item, data))
         raise ConfigError(*_sorted(problems)) from None
     loaded = LoadedFleet(spec, tuple(documents))
     for place, address in addresses(data):
-        named = (key for key in place if isinstance(key, str))
-        if not any(key in FLEET or key.startswith(WEB) for key in named):
+        keys = (key for key in place if isinstance(key, str))
+        if not any(key in FLEET or key.startswith(WEB) for key in keys):
             problems.append(loaded.problem(place, message_of(address), HINT))
     if problems:
         raise ConfigError(*_sorted(problems))
@@ -106,13 +106,13 @@ def _explained(
     if item["type"] == "extra_forbidden":
         message, hint, _ = unknown_key(FleetSpec, path)
         return problem_at(reading.place(path, key=True), message, hint)
-    given: Any = data
+    value: Any = data
     for step in path[:-1] if item["type"] == "missing" else path:
-        given = given[step]
+        value = value[step]
     # of a word in place of a section, pydantic names the key that the word is the value of
     field = tuple(item["loc"]) if item["type"] == "literal_error" else path
     field = field if choices(FleetSpec, field) else path
-    return reading.problem(path, *wrong_value(FleetSpec, field, given, item["type"], item["msg"]))
+    return reading.problem(path, *wrong_value(FleetSpec, field, value, item["type"], item["msg"]))
 
 
 def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:
@@ -132,6 +132,6 @@ def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:
 def resolve_beside(reading: LoadedFleet, path: KeyPath, name: str) -> Path:
     """Return a path that is written in the file, relative to where the command was typed, or else to
     the file."""
-    here = Path(name)
-    beside = Path(reading.place(path).source).parent / name
-    return beside if not here.exists() and beside.exists() else here
+    path_here = Path(name)
+    path_beside = Path(reading.place(path).source).parent / name
+    return path_beside if not path_here.exists() and path_beside.exists() else path_here

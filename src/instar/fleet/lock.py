@@ -14,7 +14,14 @@ import psutil
 
 from instar.config.errors import ConfigError
 from instar.config.files import check_inside
-from instar.fleet.state import FOLDERS, STATE_FILE, boot_id, fold, part_name, read_events
+from instar.fleet.state import (
+    FOLDERS,
+    STATE_FILE,
+    boot_id,
+    fold_events,
+    part_name,
+    read_fleet_events,
+)
 from instar.processes.identity import SAME_PROCESS_S, NotHolder
 from instar.record.lock import (
     NO_LOCKS,
@@ -133,7 +140,7 @@ def seen_launcher(folder: Path) -> int | None:
     pid, lock = launcher_pid(folder), folder / _LOCK_FILE
     if pid is not None or not lock.exists() or os.access(lock, os.R_OK):
         return pid
-    status = fold(read_events(folder))
+    status = fold_events(read_fleet_events(folder))
     started = status.started
     if started is None or status.ended is not None:
         return None

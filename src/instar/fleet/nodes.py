@@ -58,9 +58,9 @@ def nodes_of(engine: str, environ: Mapping[str, str]) -> Nodes | None:
 
 def on_all(nodes: Nodes, commands: Sequence[NodeCommand], file: Path) -> list[str]:
     """Write the commands to a file that all nodes read; return the words that start them."""
-    file.write_text(json.dumps([asdict(each) for each in commands]), encoding="utf-8")
-    here = [sys.executable, "-m", "instar.fleet.nodes", str(file.absolute())]
-    return [*nodes.launcher(len(commands)), *here]
+    file.write_text(json.dumps([asdict(command) for command in commands]), encoding="utf-8")
+    words = [sys.executable, "-m", "instar.fleet.nodes", str(file.absolute())]
+    return [*nodes.launcher(len(commands)), *words]
 
 
 def program_path(environ: Mapping[str, str]) -> str:
@@ -71,7 +71,7 @@ def program_path(environ: Mapping[str, str]) -> str:
     return os.pathsep.join((str(Path(sys.executable).parent), environ.get("PATH", os.defpath)))
 
 
-def main() -> None:
+def run_on_node() -> None:
     """Become the command of this node."""
     rank = int(os.environ.get(NODE_VARIABLE) or os.environ["SLURM_NODEID"])
     command = NodeCommand(**json.loads(Path(sys.argv[1]).read_bytes())[rank])
@@ -79,8 +79,8 @@ def main() -> None:
     if not Path(env.get("TMPDIR", "/")).is_dir():  # that of the first node
         del env["TMPDIR"]
     if rank and command.gpus:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(given[: command.gpus])
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: command.gpus])
     os.chdir(command.cwd)
     try:
         os.execvpe(command.argv[0], list(command.argv), env)
@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_on_node()

@@ -92,7 +92,7 @@ def locks_folder() -> Path:
     return folder
 
 
-def try_lock(name: str, holder: str) -> Lock | str:
+def try_lock_resource(name: str, holder: str) -> Lock | str:
     """Acquire a lock, or return who holds it.
 
     Args:
@@ -160,7 +160,7 @@ def holder_text(fleet: str, instance: str) -> str:
     return f"{instance} of fleet {fleet} ({user}, launcher {os.getpid()})"
 
 
-def find_gpus(given: str | None, environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
+def find_gpus(text: str | None, environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
     """Return the GPUs of this machine, or those that `given` selects ("0-3,6" or a number).
 
     Without a driver, `given` names pretended GPUs, so that a fleet can be tried anywhere.
@@ -173,17 +173,17 @@ def find_gpus(given: str | None, environ: Mapping[str, str] | None = None) -> tu
     """
     real = _real_gpus()
     visible = real if environ is None or not real else _visible(real, environ)
-    if given is None:
+    if text is None:
         return visible
-    wanted = numbers_in(given, "--gpus")
+    indices = numbers_in(text, "--gpus")
     if not real:
-        return tuple(Gpu(number, str(number), f"pretended-{number}") for number in wanted)
-    if missing := [number for number in wanted if number >= len(visible)]:
+        return tuple(Gpu(number, str(number), f"pretended-{number}") for number in indices)
+    if missing := [number for number in indices if number >= len(visible)]:
         hint = f"there are {len(visible)}"
         if len(visible) < len(real):
             hint += f" of {len(real)} that {_variable(environ or {})} leaves visible"
         raise ConfigError.one(f"there is no GPU {missing[0]}", where="--gpus", hint=hint)
-    return tuple(visible[number] for number in wanted)
+    return tuple(visible[number] for number in indices)
 
 
 def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, ...]:
@@ -220,20 +220,20 @@ def _is_gpu(name: str) -> bool:
     return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
-def numbers_in(given: str, option: str) -> list[int]:
+def numbers_in(text: str, option: str) -> list[int]:
     """Parse "0-3,6", or the first numbers of a count."""
-    found: list[int] = []
-    text = given.replace(" ", "")
-    if text.isdecimal() and len(text) < 5:
-        return list(range(int(text)))
-    for part in text.split(","):
+    numbers: list[int] = []
+    compact = text.replace(" ", "")
+    if compact.isdecimal() and len(compact) < 5:
+        return list(range(int(compact)))
+    for part in compact.split(","):
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
         if match is None:
-            raise ConfigError.one(f"cannot read {given!r}", where=option, hint="e.g. 0-7 or 8")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if len(set(found)) < len(found):
-        raise ConfigError.one(f"a number is given twice in {given!r}", where=option)
-    return found
+            raise ConfigError.one(f"cannot read {text!r}", where=option, hint="e.g. 0-7 or 8")
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError.one(f"a number is given twice in {text!r}", where=option)
+    return numbers
 
 
 def _real_gpus() -> tuple[Gpu, ...]:
@@ -254,7 +254,7 @@ def _real_gpus() -> tuple[Gpu, ...]:
             pids: tuple[int, ...] = ()
             with suppress(pynvml.NVMLError):
                 running = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
-                pids = tuple(int(each.pid) for each in running)
+                pids = tuple(int(process.pid) for process in running)
             gpus.append(Gpu(index, str(uuid), str(uuid), str(name), memory, pids))
         return tuple(gpus)
     finally:
@@ -270,28 +270,28 @@ def lock_gpus(
         Taken: fewer are free; nothing is held then.
     """
     preferred = [gpu for gpu in gpus if gpu.index in first]
-    held: list[tuple[Gpu, Lock]] = []
-    taken: list[str] = []
+    locks: list[tuple[Gpu, Lock]] = []
+    holders: list[str] = []
     for gpu in [*preferred, *(gpu for gpu in gpus if gpu not in preferred)]:
-        if len(held) == count:
+        if len(locks) == count:
             break
         if gpu.processes:
-            taken.append(f"GPU {gpu.index}: used by process {gpu.processes[0]}")
+            holders.append(f"GPU {gpu.index}: used by process {gpu.processes[0]}")
             continue
         try:
-            lock = try_lock(f"gpu-{gpu.key}", holder)
+            lock = try_lock_resource(f"gpu-{gpu.key}", holder)
         except LockUnusable as error:
-            taken.append(f"GPU {gpu.index}: {error}")
+            holders.append(f"GPU {gpu.index}: {error}")
             continue
         if isinstance(lock, Lock):
-            held.append((gpu, lock))
+            locks.append((gpu, lock))
         else:
-            taken.append(f"GPU {gpu.index}: held by {lock}")
-    if len(held) < count:
-        for _, lock in held:
+            holders.append(f"GPU {gpu.index}: held by {lock}")
+    if len(locks) < count:
+        for _, lock in locks:
             lock.close()
-        raise Taken(f"{count} GPUs are needed and {len(held)} are free; {'; '.join(taken)}")
-    return held
+        raise Taken(f"{count} GPUs are needed and {len(locks)} are free; {'; '.join(holders)}")
+    return locks
 
 
 def lock_port(
@@ -310,7 +310,7 @@ def lock_port(
         if not is_bindable(port):
             continue
         try:
-            lock = try_lock(f"port-{port}", holder)
+            lock = try_lock_resource(f"port-{port}", holder)
         except LockUnusable as error:
             unusable = str(error)
             say(f"port {port} is left out: {error}")
@@ -366,11 +366,11 @@ class Lease:
 
     def variables(self) -> dict[str, Any]:
         """Return `services.NAME.ports.PORT` and `services.NAME.gpus` of every process."""
-        found: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         for name, ports in self.ports.items():
-            found[f"services.{name}.gpus"] = self.visible_gpus(name)
-            found |= {f"services.{name}.ports.{port}": n for port, (n, _) in ports.items()}
-        return found
+            variables[f"services.{name}.gpus"] = self.visible_gpus(name)
+            variables |= {f"services.{name}.ports.{port}": n for port, (n, _) in ports.items()}
+        return variables
 
     def visible_gpus(self, process: str) -> str:
         return ",".join(gpu.id for gpu, _ in self.gpus[process])
@@ -383,7 +383,7 @@ class Lease:
                 lock.close()
 
 
-def take(
+def acquire_lease(
     slot: Slot, gpus: Sequence[Gpu], holder: str, say: Callable[[str], None] = lambda _: None
 ) -> Lease:
     """Acquire the GPUs and ports of a slot, or others in their place.
@@ -397,9 +397,11 @@ def take(
     """
     lease = Lease({name: [] for name in slot.gpus}, {name: {} for name in slot.ports}, say)
     try:
-        for name, wanted in slot.gpus.items():
-            first = [gpus[number].index for number in wanted]  # the slot has positions in `gpus`
-            lease.gpus[name] = lock_gpus(gpus, len(wanted), first, holder)
+        for name, gpus_of_process in slot.gpus.items():
+            first = [
+                gpus[number].index for number in gpus_of_process
+            ]  # the slot has positions in `gpus`
+            lease.gpus[name] = lock_gpus(gpus, len(gpus_of_process), first, holder)
         for name, ports in slot.ports.items():
             for port, number in ports.items():
                 lease.ports[name][port] = lock_port(number, holder, say)

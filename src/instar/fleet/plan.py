@@ -62,12 +62,12 @@ class FleetPlan:
 
     @property
     def uses_gpus(self) -> bool:
-        return any(each.resources.gpus for each in self.spec.processes.values())
+        return any(process.resources.gpus for process in self.spec.processes.values())
 
     def slot(self, place: int) -> Slot:
         """Return the first choice of GPUs and ports of the instance in one of `parallel` places;
         instance i is in place i % parallel if no earlier one ends before another."""
-        gpu = place * sum(each.resources.gpus for each in self.spec.processes.values())
+        gpu = place * sum(process.resources.gpus for process in self.spec.processes.values())
         gpus: dict[str, tuple[int, ...]] = {}
         ports: dict[str, dict[str, int]] = {}
         number = self.spec.first_port
@@ -102,13 +102,13 @@ def instances_of(spec: FleetSpec) -> tuple[Instance, ...]:
     """
     if math.prod(map(len, spec.matrix.values())) > _MOST_COMBINATIONS:
         raise ValueError(f"more than {_MOST_COMBINATIONS:,} combinations")
-    found, characters = [], 0
+    instances, characters = [], 0
     for instance in instances_from(spec, combinations_of(spec)):
-        found.append(instance)
+        instances.append(instance)
         characters += len(instance.run_name) + len(str(instance.output_dir))
-        if len(found) > MOST_INSTANCES or characters > _MOST_CHARACTERS:
+        if len(instances) > MOST_INSTANCES or characters > _MOST_CHARACTERS:
             raise ValueError(f"more than {MOST_INSTANCES:,} instances, or names too long")
-    return tuple(found)
+    return tuple(instances)
 
 
 class UnknownVariable(ValueError):  # noqa: N818
@@ -119,7 +119,7 @@ class UnknownVariable(ValueError):  # noqa: N818
         self.name = name
 
 
-def names_in(text: str) -> Iterator[str]:
+def variables_in(text: str) -> Iterator[str]:
     """Yield the names of the variables in a text.
 
     Raises:
@@ -203,11 +203,11 @@ def _of_set(value: object, variables: Mapping[str, Any]) -> str:
 
 def overrides_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
     """Return the `--set` texts of a run, but for its folder."""
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for key, value in job.set.items():
-        texts = [_of_set(each, variables) for each in each_of(value)]
-        given[key] = f"[{', '.join(texts)}]" if isinstance(value, tuple) else texts[0]
-    return [f"{key}={value}" for key, value in given.items()]
+        texts = [_of_set(item, variables) for item in each_of(value)]
+        overrides[key] = f"[{', '.join(texts)}]" if isinstance(value, tuple) else texts[0]
+    return [f"{key}={value}" for key, value in overrides.items()]
 
 
 def each_of(value: Any) -> Iterable[Any]:
@@ -246,9 +246,9 @@ def combinations_of(spec: FleetSpec) -> Iterator[dict[str, Scalar]]:
         return
     keys = list(spec.matrix)
     for values in itertools.product(*spec.matrix.values()):
-        found = dict(zip(keys, values, strict=True))
-        if not any(excluded.items() <= found.items() for excluded in spec.exclude):
-            yield found
+        combination = dict(zip(keys, values, strict=True))
+        if not any(excluded.items() <= combination.items() for excluded in spec.exclude):
+            yield combination
     yield from map(dict, spec.include)
 
 
@@ -276,5 +276,5 @@ def instances_from(
 
 def variables_of(instance: Instance, config_keys: Iterable[str]) -> dict[str, Any]:
     """Return an instance's variables, with the matrix keys that are keys of a run's config."""
-    known = set(config_keys)
-    return {**instance.variables, "matrix_keys": [key for key in instance.values if key in known]}
+    keys = set(config_keys)
+    return {**instance.variables, "matrix_keys": [key for key in instance.values if key in keys]}

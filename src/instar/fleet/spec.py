@@ -29,11 +29,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT])(i)?B?", re.ASCII)
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _seconds(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    parts = _DURATION.findall(given.replace(" ", ""))
-    if not parts or "".join(number + unit for number, unit in parts) != given.replace(" ", ""):
+def _seconds(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    parts = _DURATION.findall(value.replace(" ", ""))
+    if not parts or "".join(number + unit for number, unit in parts) != value.replace(" ", ""):
         raise ValueError("a duration is written like 500ms, 2s, 5m or 1h30m")
     return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
 
@@ -51,23 +51,23 @@ def _signal(name: str) -> str:
     return full
 
 
-def _size(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    match = _SIZE.fullmatch(given.replace(" ", ""))
+def _size(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.replace(" ", ""))
     if match is None:
         raise ValueError("a size is written like 500MB, 16GB or 16GiB")
     power, base = " KMGT".index(match[2]), 1024 if match[3] else 1000
     return int(float(match[1]) * base**power)
 
 
-def _choice(given: Any) -> Any:
+def _choice(value: Any) -> Any:
     """A list becomes its YAML text, which is what `--set` reads and Optuna can store."""
-    return json.dumps(given) if isinstance(given, list | tuple) else given
+    return json.dumps(value) if isinstance(value, list | tuple) else value
 
 
-def _pruner(given: Any) -> Any:
-    return {"name": given or "none"} if isinstance(given, str | None) else given
+def _pruner(value: Any) -> Any:
+    return {"name": value or "none"} if isinstance(value, str | None) else value
 
 
 Duration = Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=1e8)]
@@ -205,9 +205,9 @@ class Process(Section):
     @property
     def first_ports(self) -> dict[str, int | None]:
         """The names of its ports, with the first number to try."""
-        own: dict[str, int | None] = {} if self.resources.nodes == 1 else {MASTER: None}
-        given = self.ports
-        return own | (dict(given) if isinstance(given, Mapping) else dict.fromkeys(given))
+        master: dict[str, int | None] = {} if self.resources.nodes == 1 else {MASTER: None}
+        ports = self.ports
+        return master | (dict(ports) if isinstance(ports, Mapping) else dict.fromkeys(ports))
 
 
 class Service(Process):
@@ -279,9 +279,9 @@ class Dimension(Section):
         return self
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Whether it is a range of whole numbers."""
-        return all(isinstance(each, int) for each in (self.low, self.high, self.step or 1))
+        return all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
 
     def bounds(self) -> tuple[Scalar, ...]:
         """Return its choices, or the ends of its range."""
@@ -291,20 +291,20 @@ class Dimension(Section):
         """Return all its values; none of a range without steps."""
         if self.choices is not None or self.low is None or self.high is None:
             return self.choices or ()
-        step = self.step or (1 if self.whole else None)
+        step = self.step or (1 if self.is_integer else None)
         if step is None or self.high - self.low > step * MOST_INSTANCES:
             return ()
         count = int((self.high - self.low) / step + 1e-9) + 1
         return tuple(
-            self.low + i * step if self.whole else round(self.low + i * step, 12)
+            self.low + i * step if self.is_integer else round(self.low + i * step, 12)
             for i in range(count)
         )
 
     def holds(self, value: Scalar) -> bool:
         """Whether a value is one of these."""
         if self.choices is not None:
-            return any(value == each and type(value) is type(each) for each in self.choices)
-        low, high, kinds = self.low, self.high, int if self.whole else int | float
+            return any(value == choice and type(value) is type(choice) for choice in self.choices)
+        low, high, kinds = self.low, self.high, int if self.is_integer else int | float
         assert low is not None
         assert high is not None
         return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
@@ -338,10 +338,12 @@ class Pruner(Section):
 
     @model_validator(mode="after")
     def _own_settings(self) -> Self:
-        own = _PRUNER_SETTINGS[self.name]
+        allowed = _PRUNER_SETTINGS[self.name]
         for setting in self.settings:
-            if setting not in own:
-                raise ValueError(f"{self.name} has no {setting}, only {', '.join(own) or 'a name'}")
+            if setting not in allowed:
+                raise ValueError(
+                    f"{self.name} has no {setting}, only {', '.join(allowed) or 'a name'}"
+                )
         if self.max_resource is not None and self.max_resource < (self.min_resource or 1):
             raise ValueError("max_resource is smaller than min_resource")
         return self
@@ -390,7 +392,7 @@ class Search(Section):
     @property
     def combinations(self) -> int:
         """The number of combinations of a grid."""
-        return math.prod(len(each.grid()) for each in self.space.values())
+        return math.prod(len(dimension.grid()) for dimension in self.space.values())
 
     @property
     def count(self) -> int:
@@ -399,9 +401,9 @@ class Search(Section):
         return min(self.trials or every, every)
 
     def __str__(self) -> str:
-        drawn = "; ".join(f"{key}: {each}" for key, each in self.space.items())
+        dimensions = "; ".join(f"{key}: {dimension}" for key, dimension in self.space.items())
         goal = f"{self.direction} {self.metric}, pruner {self.pruner.name}"
-        return f"{self.sampler} draws {drawn} ({goal})"
+        return f"{self.sampler} draws {dimensions} ({goal})"
 
 
 class FleetSpec(Section):

@@ -27,7 +27,7 @@ async def wait_for_turn(folder: Path, role: str, gap_s: float) -> None:
     try:
         while not try_lock(descriptor, fcntl.LOCK_EX):
             await asyncio.sleep(min(gap_s, _POLL_S))
-        await asyncio.sleep(pause_s(os.pread(descriptor, 64, 0), gap_s, now()))
+        await asyncio.sleep(stagger_pause_s(os.pread(descriptor, 64, 0), gap_s, now()))
         with suppress(OSError):  # on a full disk the next start does not wait
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, repr(now()).encode(), 0)
@@ -35,7 +35,7 @@ async def wait_for_turn(folder: Path, role: str, gap_s: float) -> None:
         os.close(descriptor)
 
 
-def pause_s(last_start: bytes, gap_s: float, now_s: float) -> float:
+def stagger_pause_s(last_start: bytes, gap_s: float, now_s: float) -> float:
     """Return how long to wait after a start at the time written in a file; 0 if there is none.
 
     No longer than `gap_s`, whatever the file says: clocks are set, and files are damaged.

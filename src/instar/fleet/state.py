@@ -148,7 +148,7 @@ class FleetStatus:
     ended: Ended | None = None
 
 
-def fold(events: Iterable[FleetEvent]) -> FleetStatus:
+def fold_events(events: Iterable[FleetEvent]) -> FleetStatus:
     """Return what the events add up to."""
     instances: dict[int, InstanceStatus] = {}
     started: Started | None = None
@@ -206,7 +206,7 @@ def part_name(name: str, part: int | None) -> str:
     return name if part is None else f"{stem}.{part}{dot}{suffix}"
 
 
-def read_events(folder: Path) -> list[FleetEvent]:
+def read_fleet_events(folder: Path) -> list[FleetEvent]:
     """Read a fleet's events and those of its parts by time; an incomplete or damaged line is skipped.
 
     Raises:
@@ -221,7 +221,7 @@ def read_events(folder: Path) -> list[FleetEvent]:
     for path in parts:
         with suppress(OSError):
             events += read_file(path)
-    return sorted(events, key=lambda each: each.time) if parts else events
+    return sorted(events, key=lambda event: event.time) if parts else events
 
 
 def read_file(path: Path, offset: int = 0) -> list[FleetEvent]:
@@ -286,7 +286,7 @@ def result_path(folder: Path, instance: str, process: str, attempt: int) -> Path
     return folder / "results" / instance / f"{process}.{attempt}.json"
 
 
-def log_path(folder: Path, instance: str, process: str) -> Path:
+def process_log_path(folder: Path, instance: str, process: str) -> Path:
     """Return the file that receives a process's output."""
     return folder / "logs" / instance / f"{process}.log"
 
@@ -302,7 +302,7 @@ def read_result(path: Path) -> Exit | None:
 def as_json(status: FleetStatus) -> dict[str, Any]:
     """Return the status as plain data."""
     return {
-        "instances": {str(index): asdict(each) for index, each in status.instances.items()},
+        "instances": {str(index): asdict(instance) for index, instance in status.instances.items()},
         "started": None if status.started is None else msgspec.to_builtins(status.started),
         "ended": None if status.ended is None else msgspec.to_builtins(status.ended),
     }

@@ -13,21 +13,21 @@ from instar.config.errors import ConfigError
 from instar.config.user_code import FLAG, is_trusted
 from instar.fleet.checks import make_plan
 from instar.fleet.engines.work import Work, patience_s, status_before
-from instar.fleet.folder import reopen
+from instar.fleet.folder import reopen_fleet
 from instar.fleet.launcher import this_machine
 from instar.fleet.lock import FolderLock
 from instar.fleet.nodes import nodes_of
 from instar.fleet.placement import given_gpus
 
 
-def command(folder: Path, index: int | str) -> list[str]:
-    """Return the command that calls `run` on a host."""
+def host_command(folder: Path, index: int | str) -> list[str]:
+    """Return the command that calls `run_on_host` on a host."""
     trust = [FLAG] if is_trusted() else []
     words = ["-m", "instar.cli.main", "fleet", "host", str(folder.absolute()), str(index)]
     return [sys.executable, *words, *trust]
 
 
-def run(folder: Path, index: int, say: Callable[[str], None]) -> tuple[int, str]:
+def run_on_host(folder: Path, index: int, say: Callable[[str], None]) -> tuple[int, str]:
     """Run one instance of a fleet on this host; return the exit code, and the signal that stopped it
     or "".
 
@@ -38,7 +38,7 @@ def run(folder: Path, index: int, say: Callable[[str], None]) -> tuple[int, str]
     if not folder.is_dir():
         hint = "a fleet's folder is on a file system that all hosts see"
         raise ConfigError.one("there is no such folder on this host", where=str(folder), hint=hint)
-    started = reopen(folder)
+    started = reopen_fleet(folder)
     try:
         os.chdir(started.cwd)
     except OSError as error:
@@ -52,7 +52,7 @@ def run(folder: Path, index: int, say: Callable[[str], None]) -> tuple[int, str]
             return 0, ""
         gpus = given_gpus(os.environ, started.gpus)
         plan = replace(make_plan(started.loaded, this_machine(gpus)), parallel=1)
-        todo = tuple(each for each in plan.instances if each.index == index)
+        todo = tuple(instance for instance in plan.instances if instance.index == index)
         if not todo:
             raise ConfigError.one(f"there is no instance {index}", where=str(folder))
         work = Work(started, plan, gpus, before, todo, lock.trees)

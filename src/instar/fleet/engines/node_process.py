@@ -32,7 +32,7 @@ def ray_library() -> Any:
     return ray
 
 
-def init(address: str, **options: Any) -> None:
+def connect_to_ray(address: str, **options: Any) -> None:
     """Join a cluster quietly; raises what `ray.init` raises."""
     ray_library().init(
         address=address,

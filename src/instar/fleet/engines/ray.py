@@ -14,8 +14,8 @@ from typing import Any
 
 from instar.config.errors import ConfigError
 from instar.fleet.engines import host
-from instar.fleet.engines.node_process import NodeProcess, init, ray_library
-from instar.fleet.engines.remote import HostStatus, follow
+from instar.fleet.engines.node_process import NodeProcess, connect_to_ray, ray_library
+from instar.fleet.engines.remote import HostStatus, follow_hosts
 from instar.fleet.engines.work import Work
 from instar.fleet.plan import Instance
 from instar.fleet.spec import FleetSpec
@@ -37,25 +37,25 @@ _NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
 """not the driver's on other nodes"""
 
 
-def run(work: Work, say: Callable[[str], None]) -> int:
-    """Run what there is to do in a Ray cluster; see `start.run`.
+def run_on_ray(work: Work, say: Callable[[str], None]) -> int:
+    """Run what there is to do in a Ray cluster; see `run_fleet`.
 
     Raises:
-        ConfigError: see `join`.
+        ConfigError: see `join_cluster`.
     """
     folder = work.started.path / HOSTS
     folder.mkdir(exist_ok=True)
-    join(work.plan.spec, work.started.gpus, say)
+    join_cluster(work.plan.spec, work.started.gpus, say)
     # Ray prints what its daemons report to stdout, whatever it is told about logs
     with (
         (folder / "ray.log").open("a") as messages,
         redirect_stdout(messages),
         closing(Placements(work)) as placements,
     ):
-        return follow(work, placements, say)
+        return follow_hosts(work, placements, say)
 
 
-def join(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
+def join_cluster(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
     """Join the cluster, unless that is done.
 
     Args:
@@ -73,7 +73,7 @@ def join(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
         address = os.environ.get("RAY_ADDRESS") or address
     try:
         if address != LOCAL:
-            init(address)
+            connect_to_ray(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address != "auto":
             raise ConfigError.one(
@@ -83,8 +83,10 @@ def join(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
             ) from None
     if not ray.is_initialized():
         say("a Ray cluster of this machine is started for this fleet")
-        init(LOCAL, include_dashboard=False, object_store_memory=_LEAST_OBJECT_STORE_BYTES)
-    nodes = [each["Resources"] for each in ray.nodes() if each["Alive"]]
+        connect_to_ray(
+            LOCAL, include_dashboard=False, object_store_memory=_LEAST_OBJECT_STORE_BYTES
+        )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if problem := misfit(bundles(spec, gpus), nodes):
         raise ConfigError.one(
             problem, where="resources", hint="ask for less, or name another cluster in ray.address"
@@ -101,16 +103,16 @@ def bundles(spec: FleetSpec, gpus: str | None) -> list[dict[str, int]]:
         gpus: those of each node that are used without asking Ray for them.
     """
     processes = spec.processes.values()
-    found = []
-    for rank in range(max(each.resources.nodes for each in processes)):
-        here = [each.resources for each in processes if each.resources.nodes > rank]
+    amounts = []
+    for rank in range(max(process.resources.nodes for process in processes)):
+        on_node = [process.resources for process in processes if process.resources.nodes > rank]
         needs = {
-            "CPU": max(1, sum(each.cpus or 0 for each in here)),
-            "GPU": sum(each.gpus for each in here) if gpus is None else 0,
-            "memory": sum(each.memory or 0 for each in here),
+            "CPU": max(1, sum(need.cpus or 0 for need in on_node)),
+            "GPU": sum(need.gpus for need in on_node) if gpus is None else 0,
+            "memory": sum(need.memory or 0 for need in on_node),
         }
-        found.append({name: amount for name, amount in needs.items() if amount})
-    return found
+        amounts.append({name: amount for name, amount in needs.items() if amount})
+    return amounts
 
 
 def strategy(spread: Sequence[Mapping[str, float]]) -> str:
@@ -118,17 +120,17 @@ def strategy(spread: Sequence[Mapping[str, float]]) -> str:
     return "STRICT_SPREAD" if len(spread) > 1 else "STRICT_PACK"
 
 
-def misfit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
+def misfit(needed: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return which bundle finds no node of its own, and what the nodes have; "" if all find one."""
-    left = sorted(nodes, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
-    for bundle in wanted:  # the first is the largest
-        fitting = [node for node in left if all(node.get(k, 0) >= n for k, n in bundle.items())]
+    free = sorted(nodes, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
+    for bundle in needed:  # the first is the largest
+        fitting = [node for node in free if all(node.get(k, 0) >= n for k, n in bundle.items())]
         if not fitting:
-            there = "; ".join(sorted({_amounts(node) for node in nodes}))
-            on = "one node" if len(wanted) == 1 else f"one of {len(wanted)} nodes"
-            has = f"the cluster has {len(nodes)} nodes, with {there}"
+            amounts = "; ".join(sorted({_amounts(node) for node in nodes}))
+            on = "one node" if len(needed) == 1 else f"one of {len(needed)} nodes"
+            has = f"the cluster has {len(nodes)} nodes, with {amounts}"
             return f"an instance needs {_amounts(bundle)} on {on}; {has}"
-        left.remove(fitting[0])
+        free.remove(fitting[0])
     return ""
 
 
@@ -165,7 +167,7 @@ class Placements:
         self._ray = ray_library()
         self._environ = {k: v for k, v in os.environ.items() if k not in _NODE_VARIABLES}
         self._bundles = bundles(spec, self.work.started.gpus)
-        grace_s = max(each.stop.grace for each in spec.processes.values())
+        grace_s = max(process.stop.grace for process in spec.processes.values())
         self._grace_s = 2 * grace_s + _GRACE_S  # jobs, then services
 
     def submit(self, instances: Sequence[Instance]) -> None:
@@ -176,11 +178,14 @@ class Placements:
         self._collect()
         self._place()
         alive = dict.fromkeys(self._placed, "placed")
-        alive |= {each.index: "waits for its turn" for each in self._waiting}
-        lost = {index: reasons[-1] for index, reasons in self._losses.items()}
+        alive |= {instance.index: "waits for its turn" for instance in self._waiting}
+        last_losses = {index: reasons[-1] for index, reasons in self._losses.items()}
         return {
             **{index: HostStatus(False, text) for index, text in self._ends.items()},
-            **{index: HostStatus(True, text, lost.get(index, "")) for index, text in alive.items()},
+            **{
+                index: HostStatus(True, text, last_losses.get(index, ""))
+                for index, text in alive.items()
+            },
         }
 
     def stop(self, indices: Collection[int], *, kill: bool) -> None:
@@ -188,16 +193,16 @@ class Placements:
         while self._waiting:
             self._ends[self._waiting.pop().index] = "not started"
         stopped = [self._placed[index] for index in indices if index in self._placed]
-        for each in stopped:
-            if each.actor is None:
-                self._release(each, "not started")
+        for placed in stopped:
+            if placed.actor is None:
+                self._release(placed, "not started")
             else:
-                each.actor.stop.remote(kill)
-        if kill and (ends := [each.waits_for for each in self._placed.values()]):
+                placed.actor.stop.remote(kill)
+        if kill and (ends := [p.waits_for for p in self._placed.values()]):
             self._ray.wait(ends, num_returns=len(ends), timeout=_KILLED_S)
             self._collect()
-            for each in list(self._placed.values()):
-                self._release(each, "killed; its node does not answer")
+            for placed in list(self._placed.values()):
+                self._release(placed, "killed; its node does not answer")
 
     def close(self) -> None:
         """Leave the cluster; it ends what is still there."""
@@ -207,9 +212,9 @@ class Placements:
         """Reserve what the next instances need, until the cluster is full: first come, first served."""
         from ray.util.placement_group import placement_group
 
-        most = 0 if self._stopping else self.work.plan.parallel
-        full = any(each.actor is None for each in self._placed.values())
-        while self._waiting and not full and len(self._placed) < most:
+        limit = 0 if self._stopping else self.work.plan.parallel
+        full = any(placed.actor is None for placed in self._placed.values())
+        while self._waiting and not full and len(self._placed) < limit:
             instance = self._waiting.popleft()
             name = f"{self.work.plan.spec.name}-{instance.index}-{uuid.uuid4().hex[:8]}"
             group = placement_group(self._bundles, strategy(self._bundles), name)
@@ -221,7 +226,7 @@ class Placements:
 
     def _collect(self) -> None:
         """Start hosts on nodes that were reserved, and take the ends of others."""
-        every = {each.waits_for: each for each in self._placed.values()}
+        every = {placed.waits_for: placed for placed in self._placed.values()}
         if not every:
             return
         done, _ = self._ray.wait(list(every), num_returns=len(every), timeout=0)
@@ -254,7 +259,7 @@ class Placements:
         index, folder = placement.instance.index, self.work.started.path.absolute()
         log = self._log(index)
         command = Command(
-            tuple(host.command(folder, index)),
+            tuple(host.host_command(folder, index)),
             self._environ,
             folder,
             log,
@@ -267,12 +272,12 @@ class Placements:
     def _lost(self, placement: _Placement, reason: str) -> None:
         index = placement.instance.index
         reasons = self._losses.setdefault(index, [])
-        most = self.work.plan.spec.ray.restarts
+        limit = self.work.plan.spec.ray.restarts
         self._release(placement, f"lost: {reason}")
-        if self._stopping or len(reasons) >= most:
+        if self._stopping or len(reasons) >= limit:
             return
         del self._ends[index]
-        reasons.append(f"its host was lost, restart {len(reasons) + 1} of {most}: {reason}")
+        reasons.append(f"its host was lost, restart {len(reasons) + 1} of {limit}: {reason}")
         self._waiting.appendleft(placement.instance)
 
     def _release(self, placement: _Placement, end: str) -> None:
@@ -288,6 +293,6 @@ class Placements:
 
 def _amounts(resources: Mapping[str, float]) -> str:
     """Return resources in words, e.g. "8 CPU, 4 GPU, 24.2 GB memory"."""
-    found = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    amounts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
     memory = resources.get("memory", 0) / 1e9
-    return ", ".join([*found, *([f"{memory:.1f} GB memory"] if memory else [])]) or "nothing"
+    return ", ".join([*amounts, *([f"{memory:.1f} GB memory"] if memory else [])]) or "nothing"

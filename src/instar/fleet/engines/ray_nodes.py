@@ -12,37 +12,39 @@ from pathlib import Path
 from typing import Any
 
 from instar.distributed.signals import StopSignal
-from instar.fleet.engines.node_process import NodeProcess, init, ray_library
+from instar.fleet.engines.node_process import NodeProcess, connect_to_ray, ray_library
 from instar.fleet.instance import INSTANCE_VARIABLE
 from instar.fleet.nodes import NODE_VARIABLE, RAY_VARIABLE, NodeCommand
-from instar.fleet.state import log_path
+from instar.fleet.state import process_log_path
 from instar.processes.child import Child
 from instar.processes.spawner import Command
 
 _POLL_S = 0.2
 
 
-def main(words: list[str]) -> int:
+def run_on_all_nodes(words: list[str]) -> int:
     """Run the words on all nodes; return 0, or the first other exit status, which ends the others.
 
     Args:
         words: the command; the last is the file of what it starts on each node.
     """
     ray = ray_library()
-    init(os.environ[RAY_VARIABLE].split()[0])
+    connect_to_ray(os.environ[RAY_VARIABLE].split()[0])
     with StopSignal(on_repeat=lambda: None) as stop:
-        here = Child(words, env={**os.environ, NODE_VARIABLE: "0"})
-        others = _start(words)  # they end with this process
-        left, failed, stopping = list(others), 0, False
-        while left or here.poll() is None:
+        child = Child(words, env={**os.environ, NODE_VARIABLE: "0"})
+        actors = _start(words)  # they end with this process
+        pending, failed, stopping = list(actors), 0, False
+        while pending or child.poll() is None:
             time.sleep(_POLL_S)
-            done, left = ray.wait(left, num_returns=len(left), timeout=0) if left else ([], [])
-            ends = [here.poll() or 0, *ray.get(done)]
+            done, pending = (
+                ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
+            )
+            ends = [child.poll() or 0, *ray.get(done)]
             failed = failed or next((end for end in ends if end), 0)
             if (failed or stop.requested) and not stopping:
                 stopping = True
-                here.send_signal(signal.SIGTERM)
-                for actor in others.values():
+                child.send_signal(signal.SIGTERM)
+                for actor in actors.values():
                     actor.stop.remote(kill=False)
         return failed
 
@@ -57,12 +59,12 @@ def _start(words: list[str]) -> dict[Any, Any]:
     instance, file = os.environ[INSTANCE_VARIABLE], Path(words[-1])
     folder, job = file.parents[2], file.name.partition(".")[0]
     started = {}
-    for rank, given in enumerate(json.loads(file.read_bytes())):
+    for rank, fields in enumerate(json.loads(file.read_bytes())):
         if rank == 0:
             continue
         actor = ray.remote(NodeProcess).options(
             num_cpus=0,
-            num_gpus=NodeCommand(**given).gpus,
+            num_gpus=NodeCommand(**fields).gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
         )
         name = f"{job}.node{rank}"
@@ -70,13 +72,13 @@ def _start(words: list[str]) -> dict[Any, Any]:
             tuple(words),
             {**os.environ, NODE_VARIABLE: str(rank)},
             Path.cwd(),
-            log_path(folder, instance, name),
+            process_log_path(folder, instance, name),
             file.with_name(f"{file.stem}.node{rank}.json"),
         )
-        each = actor.remote()
-        started[each.run.remote(command, holder=f"{name} of {instance}")] = each
+        node_process = actor.remote()
+        started[node_process.run.remote(command, holder=f"{name} of {instance}")] = node_process
     return started
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_on_all_nodes(sys.argv[1:]))

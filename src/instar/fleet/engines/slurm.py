@@ -18,8 +18,8 @@ from typing import Any
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import of_bounded_depth, read_regular
 from instar.fleet.engines import host
-from instar.fleet.engines.remote import HostStatus, part_sizes, stop_signal, submit, watch
-from instar.fleet.engines.work import Work, left
+from instar.fleet.engines.remote import HostStatus, part_sizes, stop_signal, submit, wait_for_hosts
+from instar.fleet.engines.work import Work, remaining_work
 from instar.fleet.folder import FleetFolder
 from instar.fleet.lock import FolderBusy, FolderLock, launcher_pid
 from instar.fleet.plan import FleetPlan, Instance
@@ -37,7 +37,7 @@ class SlurmFailed(InstarError):  # noqa: N818
     """A command of SLURM failed."""
 
 
-def run(work: Work, say: Callable[[str], None], *, detach: bool) -> int:
+def run_on_slurm(work: Work, say: Callable[[str], None], *, detach: bool) -> int:
     """Submit what there is to do and is not in the queue; follow all of it, unless `detach`.
 
     Raises:
@@ -45,16 +45,16 @@ def run(work: Work, say: Callable[[str], None], *, detach: bool) -> int:
     """
     name = work.started.path.name
     arrays = SlurmArrays(work.started.path, work.plan, work.started.gpus)
-    queued = {index for index, each in arrays.hosts().items() if each.alive}
-    fresh = [each for each in work.todo if each.index not in queued]
+    queued = {index for index, host in arrays.hosts().items() if host.alive}
+    fresh = [instance for instance in work.todo if instance.index not in queued]
     with stop_signal() as stop:
         sizes = part_sizes(work)
         if fresh:
             submit(work, arrays, fresh)
             job = arrays.jobs()[fresh[0].index]
             say(f"fleet {name}: {len(fresh)} instances submitted as job {job}")
-        code = 0 if detach else watch(work, arrays, say, sizes, stop)
-    if any(each.alive for each in arrays.hosts().values()):
+        code = 0 if detach else wait_for_hosts(work, arrays, say, sizes, stop)
+    if any(host.alive for host in arrays.hosts().values()):
         say(f"its jobs go on; `instar fleet down {name}` cancels them")
     return code
 
@@ -66,15 +66,15 @@ def cancel(started: FleetFolder, say: Callable[[str], None], *, kill: bool) -> N
         ConfigError: SLURM has none.
     """
     arrays = SlurmArrays(started.path)
-    alive = [index for index, each in arrays.hosts().items() if each.alive]
+    alive = [index for index, host in arrays.hosts().items() if host.alive]
     if not alive:
         raise ConfigError.one("SLURM has no task of this fleet", where=str(started.path))
-    work = left(started, alive, -1)
+    work = remaining_work(started, alive, -1)
     sizes = part_sizes(work)
     arrays.stop(alive, kill=kill)
     try:
         with closing(FolderLock(started.path, 0.0)), stop_signal() as stop:
-            watch(work, arrays, say, sizes, stop)
+            wait_for_hosts(work, arrays, say, sizes, stop)
     except FolderBusy:  # that process does so
         while launcher_pid(started.path) is not None:
             time.sleep(_POLL_S)
@@ -88,17 +88,17 @@ class SlurmArrays:
     def __init__(
         self, folder: Path, plan: FleetPlan | None = None, gpus: str | None = None
     ) -> None:
-        """`plan` and `gpus`: of what is submitted, see `script`."""
+        """`plan` and `gpus`: of what is submitted, see `batch_script`."""
         self._folder, self._plan, self._gpus = folder / SLURM, plan, gpus
         self._hosts: Mapping[int, HostStatus] = {}
         self._due = 0.0
 
     def submit(self, instances: Sequence[Instance]) -> None:
         assert self._plan is not None
-        indices = [each.index for each in instances]
+        indices = [instance.index for instance in instances]
         self._folder.mkdir(exist_ok=True)
         file = self._folder / "batch.sh"
-        file.write_text(script(self._plan, self._folder.parent, self._gpus, indices))
+        file.write_text(batch_script(self._plan, self._folder.parent, self._gpus, indices))
         job = _slurm("sbatch", "--parsable", str(file)).partition(";")[0].strip()
         with (self._folder / JOBS).open("a") as jobs:
             jobs.write(json.dumps({"job": job, "instances": indices, **self._place()}) + "\n")
@@ -107,16 +107,16 @@ class SlurmArrays:
     def jobs(self) -> dict[int, str]:
         """Return the id of the latest job array of each instance; those in a copy of a fleet's folder are of the
         original."""
-        found: dict[int, str] = {}
+        jobs: dict[int, str] = {}
         with suppress(OSError):
-            here = self._place().items()
+            place = self._place().items()
             for line in read_regular(self._folder / JOBS).splitlines():
                 with suppress(ValueError, KeyError, TypeError):
                     array = json.loads(of_bounded_depth(line))
-                    if not any(array.get(key) == value for key, value in here):
+                    if not any(array.get(key) == value for key, value in place):
                         continue
-                    found |= {int(i): str(int(array["job"])) for i in array["instances"]}
-        return found
+                    jobs |= {int(i): str(int(array["job"])) for i in array["instances"]}
+        return jobs
 
     def _place(self) -> dict[str, str | int]:
         """Return what tells this folder from a copy: if it was moved, its number stays."""
@@ -165,12 +165,14 @@ class SlurmArrays:
         self._due = 0.0
 
 
-def find(folder: Path) -> SlurmArrays | None:
+def find_job_arrays(folder: Path) -> SlurmArrays | None:
     """Return the job arrays of a fleet; None if it was never submitted to SLURM."""
     return SlurmArrays(folder) if (folder / SLURM / JOBS).is_file() else None
 
 
-def script(plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[int] = ()) -> str:
+def batch_script(
+    plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[int] = ()
+) -> str:
     """Return the batch script of a job array.
 
     Args:
@@ -180,6 +182,20 @@ def script(plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[
     Raises:
         ConfigError: submitit is not installed.
     """
+    indices = indices or [instance.index for instance in plan.instances]
+    logs = (folder / SLURM).absolute()
+    executor = _executor(logs)
+    executor.update_parameters(**_resources(plan, gpus), **_job_options(plan, logs, indices))
+    executor.parameters |= {"map_count": len(indices), "wckey": None}
+    if not plan.spec.slurm.time:
+        executor.parameters["time"] = None  # the partition's, not submitit's five minutes
+    words = shlex.join(host.host_command(folder, "")[:-1])
+    text: str = executor._make_submission_file_text(f'exec {words} "$SLURM_ARRAY_TASK_ID"', "")
+    return text
+
+
+def _executor(logs: Path) -> Any:
+    """Return submitit's executor, with which a script can be shown where there is no SLURM."""
     try:
         from submitit import SlurmExecutor
     except ImportError:
@@ -190,33 +206,38 @@ def script(plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[
     class Executor(SlurmExecutor):
         @classmethod
         def affinity(cls) -> int:
-            return 2  # a script can be shown where there is no SLURM
+            return 2
 
-    options, processes = plan.spec.slurm, plan.spec.processes.values()
-    needs = [each.resources for each in processes]
-    asked_gpus = sum(each.gpus for each in needs) if gpus is None else 0
-    indices = indices or [each.index for each in plan.instances]
-    memory = sum(each.memory or 0 for each in needs)
-    logs = (folder / SLURM).absolute()
-    asked: dict[str, Any] = {
+    return Executor(logs)
+
+
+def _resources(plan: FleetPlan, gpus: str | None) -> dict[str, Any]:
+    """Return what SLURM is asked for: that of all processes of an instance together."""
+    options = plan.spec.slurm
+    needs = [process.resources for process in plan.spec.processes.values()]
+    memory = sum(need.memory or 0 for need in needs)
+    resources = {
         "partition": options.partition,
         "account": options.account,
         "constraint": options.constraint,
         "time": math.ceil(options.time / 60) if options.time else None,
-        "gpus_per_node": asked_gpus or None,
+        "gpus_per_node": (sum(need.gpus for need in needs) if gpus is None else 0) or None,
         "mem": f"{math.ceil(memory / (1 << 20))}M" if memory else None,
+        "nodes": max(need.nodes for need in needs),
+        "ntasks_per_node": 1,
+        "cpus_per_task": sum(need.cpus or 1 for need in needs),
     }
-    executor = Executor(logs)
-    executor.update_parameters(
-        **{key: value for key, value in asked.items() if value is not None},
-        job_name=plan.spec.name,
-        nodes=max(each.nodes for each in needs),
-        ntasks_per_node=1,
-        cpus_per_task=sum(each.cpus or 1 for each in needs),
-        setup=list(options.setup),
-        stderr_to_stdout=True,
-        use_srun=False,
-        additional_parameters={
+    return {key: value for key, value in resources.items() if value is not None}
+
+
+def _job_options(plan: FleetPlan, logs: Path, indices: Collection[int]) -> dict[str, Any]:
+    options = plan.spec.slurm
+    return {
+        "job_name": plan.spec.name,
+        "setup": list(options.setup),
+        "stderr_to_stdout": True,
+        "use_srun": False,
+        "additional_parameters": {
             "requeue" if options.requeue else "no-requeue": True,
             # to the batch shell, which the launcher replaces
             "signal": f"B:{_WARNING.removeprefix('SIG')}@{math.ceil(options.warning)}",
@@ -224,13 +245,7 @@ def script(plan: FleetPlan, folder: Path, gpus: str | None, indices: Collection[
             **{key: value for key, value in options.sbatch.items() if value is not False},
             "array": f"{_ranges(indices)}%{plan.parallel}",
         },
-    )
-    executor.parameters |= {"map_count": len(indices), "wckey": None}
-    if not options.time:
-        executor.parameters["time"] = None  # the partition's, not submitit's five minutes
-    words = shlex.join(host.command(folder, "")[:-1])
-    command = f'exec {words} "$SLURM_ARRAY_TASK_ID"'
-    return executor._make_submission_file_text(command, "")
+    }
 
 
 def requeue(stopped_by: str, say: Callable[[str], None]) -> None:

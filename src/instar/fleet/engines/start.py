@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from instar.fleet.engines import ray, slurm
-from instar.fleet.engines.work import Work, events_before, left, patience_s
+from instar.fleet.engines.work import Work, events_before, patience_s, remaining_work
 from instar.fleet.folder import FleetFolder
 from instar.fleet.lock import FolderLock
 from instar.fleet.placement import close_all, lock_gpus
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from instar.fleet.search.trials import Trials
 
 
-def check(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
+def check_engine(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
     """Refuse, before a folder is created, what the engine can never run.
 
     Raises:
         ConfigError: the engine cannot be reached, or has no host with what an instance needs.
     """
     if spec.engine == "ray":
-        ray.join(spec, gpus, say)
+        ray.join_cluster(spec, gpus, say)
 
 
-def requested(plan: FleetPlan, gpus: str | None) -> dict[str, Any]:
+def scheduler_request(plan: FleetPlan, gpus: str | None) -> dict[str, Any]:
     """Return what the engine's scheduler is asked for: for each instance, or by the batch script."""
     match plan.spec.engine:
         case "local":
             return {}
         case "ray":
-            wanted = ray.bundles(plan.spec, gpus)
-            return {"placement_group": {"strategy": ray.strategy(wanted), "bundles": wanted}}
+            needed = ray.bundles(plan.spec, gpus)
+            return {"placement_group": {"strategy": ray.strategy(needed), "bundles": needed}}
         case "slurm":
-            return {"batch_script": slurm.script(plan, FLEETS / plan.spec.name, gpus)}
+            return {"batch_script": slurm.batch_script(plan, FLEETS / plan.spec.name, gpus)}
 
 
-def run(
+def run_fleet(
     started: FleetFolder,
     only: Collection[int],
     say: Callable[[str], None],
@@ -62,15 +62,15 @@ def run(
     """
     os.chdir(started.cwd)
     with closing(FolderLock(started.path, patience_s(started))) as lock:
-        work = left(started, only, lock.trees)
+        work = remaining_work(started, only, lock.trees)
         if not work.todo:
             say(f"{started.path.name}: every instance has succeeded")
             return 0
         if work.plan.spec.engine == "local":
             return _run_here(work, say, wait=wait)
         if work.plan.spec.engine == "ray":
-            return ray.run(work, say)
-        return slurm.run(work, say, detach=detach)
+            return ray.run_on_ray(work, say)
+        return slurm.run_on_slurm(work, say, detach=detach)
 
 
 def _run_here(work: Work, say: Callable[[str], None], *, wait: bool) -> int:
@@ -82,9 +82,9 @@ def _run_here(work: Work, say: Callable[[str], None], *, wait: bool) -> int:
     plan = work.plan
     if plan.uses_gpus and not wait:
         # refuse before anything is started if another fleet holds what this one needs
-        count = sum(len(each) for each in plan.slot(0).gpus.values())
+        count = sum(len(gpus) for gpus in plan.slot(0).gpus.values())
         needed = count * min(plan.parallel, len(work.todo))
-        close_all(each for _, each in lock_gpus(work.gpus, needed, (), "a check"))
+        close_all(lock for _, lock in lock_gpus(work.gpus, needed, (), "a check"))
     say(f"fleet {work.started.path.name}: {len(work.todo)} instances, {plan.parallel} at a time")
     return work.launcher(say, wait_for_gpus=wait, trials=_trials(work, say)).run(
         work.todo, work.before
@@ -97,6 +97,6 @@ def _trials(work: Work, say: Callable[[str], None]) -> Trials | None:
         return None
     from instar.fleet.search.trials import Trials
 
-    todo = {each.index for each in work.todo}
+    todo = {instance.index for instance in work.todo}
     events = events_before(work.started)
     return Trials(search, work.started.path, work.plan.instances, events, todo, say)

@@ -13,7 +13,7 @@ from instar.fleet.launcher import Launcher, this_machine
 from instar.fleet.load import LoadedFleet
 from instar.fleet.placement import Gpu, find_gpus
 from instar.fleet.plan import ANY_MACHINE, FleetPlan, Instance
-from instar.fleet.state import STATE_FILE, FleetEvent, FleetStatus, fold, read_events
+from instar.fleet.state import STATE_FILE, FleetEvent, FleetStatus, fold_events, read_fleet_events
 
 _EARLIER_S = 10.0
 """beyond their grace, how long processes of a killed launcher are waited for"""
@@ -52,45 +52,45 @@ class Work:
         )
 
 
-def planned(
-    loaded: LoadedFleet, gpus: str | None, *, here: bool = True
+def plan_and_gpus(
+    loaded: LoadedFleet, gpus: str | None, *, on_this_machine: bool = True
 ) -> tuple[FleetPlan, tuple[Gpu, ...]]:
-    """Return the plan of a fleet, and the GPUs of this machine that it uses; `here`: see `make_plan`.
+    """Return the plan of a fleet, and the GPUs of this machine that it uses; `on_this_machine`: see `make_plan`.
 
     Raises:
         ConfigError: with all problems of the plan.
     """
     if loaded.spec.engine != "local":
-        return make_plan(loaded, ANY_MACHINE, here=here), ()
-    found = find_gpus(gpus, os.environ)
-    return make_plan(loaded, this_machine(found), here=here), found
+        return make_plan(loaded, ANY_MACHINE, on_this_machine=on_this_machine), ()
+    detected = find_gpus(gpus, os.environ)
+    return make_plan(loaded, this_machine(detected), on_this_machine=on_this_machine), detected
 
 
-def left(started: FleetFolder, only: Collection[int], trees: int) -> Work:
+def remaining_work(started: FleetFolder, only: Collection[int], trees: int) -> Work:
     """Return what there is to do of these instances; of all, if `only` is empty."""
-    plan, gpus = planned(started.loaded, started.gpus)
+    plan, gpus = plan_and_gpus(started.loaded, started.gpus)
     before = status_before(started)
     done = {
         index
-        for index, each in before.instances.items()
-        if each.phase == "succeeded" or (each.phase == "pruned" and index not in only)
+        for index, instance in before.instances.items()
+        if instance.phase == "succeeded" or (instance.phase == "pruned" and index not in only)
     }
-    wanted = set(only or range(len(plan.instances))) - done
-    todo = tuple(each for each in plan.instances if each.index in wanted)
+    indices = set(only or range(len(plan.instances))) - done
+    todo = tuple(instance for instance in plan.instances if instance.index in indices)
     return Work(started, plan, gpus, before, todo, trees)
 
 
 def status_before(started: FleetFolder) -> FleetStatus:
     """Return the state that earlier launchers left."""
-    return fold(events_before(started))
+    return fold_events(events_before(started))
 
 
 def events_before(started: FleetFolder) -> list[FleetEvent]:
     """Return the events that earlier launchers left."""
-    return read_events(started.path) if (started.path / STATE_FILE).exists() else []
+    return read_fleet_events(started.path) if (started.path / STATE_FILE).exists() else []
 
 
 def patience_s(started: FleetFolder) -> float:
     """Return how long processes of an earlier launcher are waited for."""
-    graces = [each.stop.grace for each in started.loaded.spec.processes.values()]
+    graces = [process.stop.grace for process in started.loaded.spec.processes.values()]
     return max(graces, default=0.0) + _EARLIER_S

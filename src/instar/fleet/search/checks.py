@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.fields import keys
 from instar.fleet.load import LoadedFleet
-from instar.fleet.plan import names_in
+from instar.fleet.plan import variables_in
 from instar.fleet.spec import Scalar, Search
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def search_problems(loaded: LoadedFleet, used: Collection[str]) -> Iterator[Conf
             yield loaded.problem((key,), f"a fleet with a search has no {key}", hint)
     for key in ("run_name", "output_dir"):
         with suppress(ValueError):  # an open brace is reported elsewhere
-            for name in {*names_in(getattr(spec, key))} & search.space.keys():
+            for name in {*variables_in(getattr(spec, key))} & search.space.keys():
                 message = f"{key} is needed before ${{{name}}} is drawn"
                 yield loaded.problem((key,), message, "use ${index}")
     if any(job.run is not None for job in spec.jobs.values()):
@@ -59,22 +59,22 @@ def run_problems(loaded: LoadedFleet, search: Search, config: RunConfig) -> Iter
     """Compare a search with what it would change in a run and read from it."""
     fields = keys(type(config))
     for key, dimension in search.space.items():
-        if dimension.choices is None and dimension.whole and _is_real(fields.get(key)):
+        if dimension.choices is None and dimension.is_integer and _is_real(fields.get(key)):
             message = (
                 f"{key} is a real number, and from a whole low to a whole high whole ones are drawn"
             )
             hint = f"write low: {float(dimension.low or 0)}"
             yield loaded.problem(("search", "space", key, "low"), message, hint)
-    known = {f"val/{name}": direction for name, direction in config.metrics.items()}
-    if search.metric in known:
-        better = f"{known[search.metric]}imize"
+    directions = {f"val/{name}": direction for name, direction in config.metrics.items()}
+    if search.metric in directions:
+        better = f"{directions[search.metric]}imize"
         if better != search.direction and not (":" in config.task and search.metric != "val/loss"):
             size = "larger" if better == "maximize" else "smaller"
             message = f"{search.metric} is better if it is {size}"
             yield loaded.problem(("search", "direction"), message, f"write direction: {better}")
     elif ":" not in config.task:  # a task of the user's own may have others
-        meant = nearest(search.metric, known)
-        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(known)}"
+        similar = nearest(search.metric, directions)
+        hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(directions)}"
         yield loaded.problem(("search", "metric"), f"runs record no '{search.metric}'", hint)
 
 
@@ -85,8 +85,9 @@ def _is_real(field: FieldInfo | None) -> bool:
 
 def extremes(search: Search) -> list[dict[str, Scalar]]:
     """Return combinations in which each end of each range, and each choice, occurs."""
-    bounds = {key: each.bounds() for key, each in search.space.items()}
+    bounds = {key: dimension.bounds() for key, dimension in search.space.items()}
     count = max(map(len, bounds.values()))
     return [
-        {key: each[min(i, len(each) - 1)] for key, each in bounds.items()} for i in range(count)
+        {key: values[min(i, len(values) - 1)] for key, values in bounds.items()}
+        for i in range(count)
     ]

@@ -32,7 +32,7 @@ STUDY_FILE = "study.db"
 class Trial:
     """One trial, and how it goes."""
 
-    asked: optuna.Trial
+    optuna_trial: optuna.Trial
     values: Mapping[str, Scalar]
     step: int = 0
     value: float = math.nan
@@ -58,7 +58,7 @@ class Study:
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._search = search
-        self._space = {key: _distribution(each) for key, each in search.space.items()}
+        self._space = {key: _distribution(dimension) for key, dimension in search.space.items()}
         self.optuna = optuna.create_study(
             study_name=name,  # hyperband divides the trials by name and number
             direction=search.direction,
@@ -79,9 +79,9 @@ class Study:
         if values is not None:
             self.optuna.enqueue_trial(dict(values))
         self.optuna.sampler = self._sampler(index)
-        asked = self.optuna.ask(self._space)
-        asked.set_user_attr("run", run)
-        self.trials[index] = Trial(asked, asked.params if values is None else values)
+        trial = self.optuna.ask(self._space)
+        trial.set_user_attr("run", run)
+        self.trials[index] = Trial(trial, trial.params if values is None else values)
         return self.trials[index]
 
     def report(self, index: int, step: int, value: float) -> None:
@@ -89,8 +89,8 @@ class Study:
         trial = self.trials[index]
         trial.step, trial.value = step, value
         trial.evaluations += 1
-        trial.asked.report(value, trial.evaluations)
-        trial.given_up = trial.given_up or trial.asked.should_prune()
+        trial.optuna_trial.report(value, trial.evaluations)
+        trial.given_up = trial.given_up or trial.optuna_trial.should_prune()
 
     def tell(self, index: int, phase: Phase) -> None:
         """End a trial: what was learned from it counts for later ones."""
@@ -98,10 +98,10 @@ class Study:
 
         trial = self.trials[index]
         if phase == "succeeded" and math.isfinite(trial.value):
-            self.optuna.tell(trial.asked, trial.value)
+            self.optuna.tell(trial.optuna_trial, trial.value)
         else:
             state = TrialState.PRUNED if phase == "pruned" else TrialState.FAIL
-            self.optuna.tell(trial.asked, state=state)
+            self.optuna.tell(trial.optuna_trial, state=state)
 
     def _sampler(self, index: int) -> optuna.samplers.BaseSampler:
         import numpy as np
@@ -114,12 +114,12 @@ class Study:
         """Return one of all combinations, in random order: pruners compare with earlier ones."""
         count = self._search.combinations
         number = random.Random(self._search.seed).sample(range(count), self._search.count)[index]
-        drawn: dict[str, Scalar] = {}
+        values: dict[str, Scalar] = {}
         for key, dimension in self._search.space.items():
             grid = dimension.grid()
             number, place = divmod(number, len(grid))
-            drawn[key] = grid[place]
-        return drawn
+            values[key] = grid[place]
+        return values
 
 
 def _distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution:
@@ -132,7 +132,7 @@ def _distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution
     assert high is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the last step may end below `high`
-        if dimension.whole:
+        if dimension.is_integer:
             return of.IntDistribution(int(low), int(high), dimension.log, int(step or 1))
         return of.FloatDistribution(low, high, dimension.log, step)
 
@@ -167,15 +167,15 @@ class StudyFile:
             self._create, study.study_name, study.directions, study.get_trials(deepcopy=False)
         )
 
-    def begun(self, trial: FrozenTrial) -> None:
+    def add(self, trial: FrozenTrial) -> None:
         self._write(self._add, trial)
 
-    def evaluated(self, number: int, evaluation: int, value: float) -> None:
+    def add_evaluation(self, number: int, evaluation: int, value: float) -> None:
         self._write(
             lambda: self._open.set_trial_intermediate_value(self._ids[number], evaluation, value)
         )
 
-    def ended(self, trial: FrozenTrial) -> None:
+    def end(self, trial: FrozenTrial) -> None:
         self._write(
             lambda: self._open.set_trial_state_values(
                 self._ids[trial.number], trial.state, trial.values

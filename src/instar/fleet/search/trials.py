@@ -71,11 +71,13 @@ class Trials:
         }
         self._replay(events, instances, todo)
         new = (
-            each.output_dir for each in instances if each.index in {*todo} - {*self._study.trials}
+            instance.output_dir
+            for instance in instances
+            if instance.index in {*todo} - {*self._study.trials}
         )
-        if taken := [path for path in new if RunDir(path).holds_run()]:
+        if occupied := [path for path in new if RunDir(path).holds_run()]:
             raise ConfigError.one(
-                f"{len(taken)} trials have folders with other runs, the first is {taken[0]}",
+                f"{len(occupied)} trials have folders with other runs, the first is {occupied[0]}",
                 where=str(folder),
                 hint="move them elsewhere",
             )
@@ -117,9 +119,9 @@ class Trials:
         if trial is None:
             trial = self._study.ask(instance.index, instance.run_name)
             assert self.log is not None
-            drawn = TrialDrawn(now(), instance.index, dict(trial.values))
-            self.log.write(drawn, durable=True)
-            self._file.begun(self._frozen(instance.index))
+            event = TrialDrawn(now(), instance.index, dict(trial.values))
+            self.log.write(event, durable=True)
+            self._file.add(self._frozen(instance.index))
         self._readers[instance.index] = Evaluations(
             instance.output_dir, self._search.metric, trial.step
         )
@@ -134,9 +136,9 @@ class Trials:
         assert self.log is not None
         for step, value in self._readers[index].new():
             self._study.report(index, step, value)
-            kept = value if math.isfinite(value) else None
-            self.log.write(TrialEvaluated(now(), index, step, kept))
-            self._file.evaluated(trial.asked.number, trial.evaluations, value)
+            finite = value if math.isfinite(value) else None
+            self.log.write(TrialEvaluated(now(), index, step, finite))
+            self._file.add_evaluation(trial.optuna_trial.number, trial.evaluations, value)
         if not self.is_given_up(index):
             return ""
         return f"{self._search.metric} {trial.value:.4g} at step {trial.step:,}"
@@ -164,7 +166,7 @@ class Trials:
             phase, reason = "failed", self._no_value(index)
         if phase != "stopped":
             self._study.tell(index, phase)
-            self._file.ended(self._frozen(index))
+            self._file.end(self._frozen(index))
         return phase, reason
 
     def _no_value(self, index: int) -> str:
@@ -175,7 +177,7 @@ class Trials:
         return f"it recorded no {metric}" + (f", only {names}" if names else "")
 
     def _frozen(self, index: int) -> FrozenTrial:
-        number = self._study.trials[index].asked.number
+        number = self._study.trials[index].optuna_trial.number
         return self._study.optuna.get_trials(deepcopy=False)[number]
 
     def close(self) -> None:
@@ -208,10 +210,10 @@ class Evaluations:
 
     def _in(self, block: bytes, plain: bool) -> Iterator[tuple[int, float]]:
         for line in block.split(b"\n"):
-            found = _plain(line) if plain else _event(line) if line.startswith(_EVAL) else None
-            if found is None:
+            evaluation = _plain(line) if plain else _event(line) if line.startswith(_EVAL) else None
+            if evaluation is None:
                 continue
-            step, values = found
+            step, values = evaluation
             self.names.update(values)
             if step > self._after and self.metric in values:
                 self._after = step
@@ -219,8 +221,8 @@ class Evaluations:
 
 
 def _event(line: bytes) -> tuple[int, dict[str, float]] | None:
-    found = (event for _, event in events_in([line]) if isinstance(event, Placed))
-    return next(((event.step, metrics(event)) for event in found), None)
+    events = (event for _, event in events_in([line]) if isinstance(event, Placed))
+    return next(((event.step, metrics(event)) for event in events), None)
 
 
 def _plain(line: bytes) -> tuple[int, dict[str, float]] | None:

@@ -17,11 +17,11 @@ from instar.fleet.view.table import (
     HEADERS,
     OPTIONAL,
     RIGHT,
-    in_one_line,
     instance_cells,
-    place,
     process_cells,
+    process_place,
     title,
+    without_line_breaks,
 )
 from instar.logs.text.tables import aligned, columns_that_fit
 from instar.record.console import LiveScreen, PlainScreen, open_screen
@@ -43,17 +43,17 @@ _AROUND = 3
 """lines of the terminal that are not for instances: the title, the headers and the cursor"""
 
 
-def watch(reader: FleetReader, screen: PlainScreen | LiveScreen) -> FleetView:
+def watch_fleet(reader: FleetReader, screen: PlainScreen | LiveScreen) -> FleetView:
     """Show a fleet until it has ended; return its last state."""
-    shown: FleetView | None = None
+    previous: FleetView | None = None
     while True:
         began = time.thread_time()
         view = reader.read()
-        show(view, shown, screen)
-        shown = view
+        show_fleet(view, previous, screen)
+        previous = view
         if view.state != "running":
             return view
-        time.sleep(pause_s(time.thread_time() - began))
+        time.sleep(redraw_pause_s(time.thread_time() - began))
 
 
 @contextmanager
@@ -74,9 +74,9 @@ def shown_below(folder: Path, stream: TextIO | None) -> Iterator[Callable[[str],
             began = time.thread_time()
             with suppress(ConfigError):
                 view = reader.read()
-                if reader.found.started is not None:
-                    show(view, None, screen)
-            pause = pause_s(time.thread_time() - began)
+                if reader.status.started is not None:
+                    show_fleet(view, None, screen)
+            pause = redraw_pause_s(time.thread_time() - began)
 
     thread = threading.Thread(target=redraw, daemon=True)
     thread.start()
@@ -88,17 +88,17 @@ def shown_below(folder: Path, stream: TextIO | None) -> Iterator[Callable[[str],
         screen.close()
 
 
-def pause_s(taken_s: float) -> float:
+def redraw_pause_s(taken_s: float) -> float:
     """Return how long to wait after a redraw that took so much processor time."""
     return min(max(REDRAW_S, taken_s / SHARE), _LONGEST_PAUSE_S)
 
 
-def show(view: FleetView, before: FleetView | None, screen: PlainScreen | LiveScreen) -> None:
+def show_fleet(view: FleetView, before: FleetView | None, screen: PlainScreen | LiveScreen) -> None:
     """Draw the table in place, or print what has changed since `before`."""
     if isinstance(screen, LiveScreen):
         screen.paint(block(view, time.time(), screen.width or 0, screen.height))
     else:
-        for line in changes(before, view):
+        for line in fleet_changes(before, view):
             screen.show(line)
 
 
@@ -107,36 +107,42 @@ def block(view: FleetView, now: float, width: int, height: int) -> Iterator[tupl
 
     Instances that run come first if there is no room for all.
     """
-    chosen, left = _that_fit(view, height - _AROUND)
+    instances, hidden = _that_fit(view, height - _AROUND)
     rows: list[tuple[str, ...]] = [HEADERS]
     styles = ["bold"]
-    for instance in chosen:
+    for instance in instances:
         rows.append(instance_cells(instance, now))
         styles.append(_STYLES.get(instance.state, ""))
         if instance.state not in ENDED:
             rows += map(process_cells, instance.processes)
             styles += ["dim"] * len(instance.processes)
-    shown = columns_that_fit(HEADERS, rows[1:], OPTIONAL, width)
-    right = [shown.index(HEADERS.index(each)) for each in RIGHT if HEADERS.index(each) in shown]
+    columns = columns_that_fit(HEADERS, rows[1:], OPTIONAL, width)
+    right = [
+        columns.index(HEADERS.index(header)) for header in RIGHT if HEADERS.index(header) in columns
+    ]
     yield title(view), "bold"
-    lines = aligned([[row[number] for number in shown] for row in rows], right)
+    lines = aligned([[row[number] for number in columns] for row in rows], right)
     yield from zip(lines, styles, strict=True)
-    if left:
-        yield f"… {left:,} more", "dim"
+    if hidden:
+        yield f"… {hidden:,} more", "dim"
 
 
-def changes(before: FleetView | None, view: FleetView) -> Iterator[str]:
+def fleet_changes(before: FleetView | None, view: FleetView) -> Iterator[str]:
     """Yield a line for each instance and process whose state has changed."""
-    known = {each.index: each for each in before.instances} if before else {}
+    rows_before = {row.index: row for row in before.instances} if before else {}
     if before is None or before.state != view.state:
         yield title(view)
     for instance in view.instances:
-        was = known.get(instance.index)
+        was = rows_before.get(instance.index)
         name = instance.run_name or str(instance.index)
-        starts = {each.name: (each.state, each.attempt) for each in was.processes} if was else {}
+        starts = (
+            {process.name: (process.state, process.attempt) for process in was.processes}
+            if was
+            else {}
+        )
         for process in instance.processes:
             if starts.get(process.name) != (process.state, process.attempt):
-                where = place(process)
+                where = process_place(process)
                 yield f"{name} {process.name}: {process.state}" + (where and f" ({where})")
         if was.state != instance.state if was else instance.state != "waiting":
             yield f"{name}: {instance.state}{_how_far(instance)}"
@@ -147,8 +153,8 @@ def _how_far(row: InstanceRow) -> str:
     parts = [
         "" if run is None or run.step is None else f"step {run.step:,}",
         "" if run is None or run.loss is None else f"loss {loss(run.loss)}",
-        in_one_line(row.reason),
-        in_one_line(row.trial),
+        without_line_breaks(row.reason),
+        without_line_breaks(row.trial),
     ]
     text = ", ".join(filter(None, parts))
     return f" ({text})" if text else ""
@@ -156,15 +162,15 @@ def _how_far(row: InstanceRow) -> str:
 
 def _that_fit(view: FleetView, lines: int) -> tuple[list[InstanceRow], int]:
     """Return the instances that have room, and the number of the others."""
-    chosen: list[InstanceRow] = []
+    rows: list[InstanceRow] = []
     every = sum(map(_lines, view.instances))
-    left = lines if every <= lines else lines - 1
+    room = lines if every <= lines else lines - 1
     for instance in sorted(view.instances, key=_rank):
-        left -= _lines(instance)
-        if left < 0:
+        room -= _lines(instance)
+        if room < 0:
             break
-        chosen.append(instance)
-    return sorted(chosen, key=lambda each: each.index), len(view.instances) - len(chosen)
+        rows.append(instance)
+    return sorted(rows, key=lambda row: row.index), len(view.instances) - len(rows)
 
 
 def _lines(row: InstanceRow) -> int:

@@ -35,12 +35,12 @@ class ProcessLog:
 
 def process_logs(folder: Path) -> list[ProcessLog]:
     """Return the logs of a fleet, by instance and process."""
-    found = sorted((folder / "logs").glob("*/*.log"))
-    return [ProcessLog(path.parent.name, path.stem, path) for path in found]
+    paths = sorted((folder / "logs").glob("*/*.log"))
+    return [ProcessLog(path.parent.name, path.stem, path) for path in paths]
 
 
-def tail(
-    folder: Path, wanted: Callable[[ProcessLog], bool], count: int, *, follow: bool
+def tail_logs(
+    folder: Path, is_selected: Callable[[ProcessLog], bool], count: int, *, follow: bool
 ) -> Iterator[tuple[ProcessLog, str]]:
     """Yield the last `count` lines of each wanted log; with `follow`, also lines that are appended,
     until the fleet has ended.
@@ -49,7 +49,7 @@ def tail(
         OSError: a log cannot be read.
     """
     logs: dict[ProcessLog, LineFollower] = {}
-    for log in filter(wanted, process_logs(folder)):
+    for log in filter(is_selected, process_logs(folder)):
         lines, end = last_lines(log.path, count, MAX_TAIL_BYTES)
         logs[log] = LineFollower(log.path, end)
         yield from _shown(log, lines)
@@ -60,15 +60,15 @@ def tail(
         runs = follow and seen_launcher(folder) is not None  # first: then all is written
         if began - listed_at >= LIST_S or not runs:
             listed_at = began
-            for log in filter(wanted, process_logs(folder) if follow else ()):
+            for log in filter(is_selected, process_logs(folder) if follow else ()):
                 logs.setdefault(log, LineFollower(log.path))
-        told = False
+        announced = False
         for log, follower in logs.items():
             while lines := follower.lines(MAX_BYTES, partial=not runs):
-                told = True
+                announced = True
                 yield from _shown(log, lines)
         taken_s = time.monotonic() - began
-        if runs and not told:
+        if runs and not announced:
             time.sleep(max(POLL_S, taken_s / SHARE))
 
 

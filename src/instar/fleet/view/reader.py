@@ -11,11 +11,11 @@ from pathlib import Path
 from instar.config.errors import ConfigError, InstarError
 from instar.fleet.engines import slurm
 from instar.fleet.engines.remote import HostStatus
-from instar.fleet.folder import describe
+from instar.fleet.folder import describe_fleet
 from instar.fleet.lock import seen_launcher
 from instar.fleet.plan import Instance, instances_of
 from instar.fleet.spec import Search
-from instar.fleet.state import FleetStatus, fold, read_events
+from instar.fleet.state import FleetStatus, fold_events, read_fleet_events
 from instar.fleet.view.rows import FleetView, fleet_view, group_name
 from instar.logs.query.basis import notes_on_bases, recorded_basis
 from instar.logs.query.progress import ProgressReader, RunProgress
@@ -35,7 +35,7 @@ class FleetReader:
     """returns an instance's run, if it may be read; None: the run in its folder, as it is written"""
     most_bytes: int = MAX_BYTES
     """of its file and of what is recorded"""
-    found: FleetStatus = field(default_factory=FleetStatus)
+    status: FleetStatus = field(default_factory=FleetStatus)
     """what its events add up to, as far as they were read"""
     planned: Mapping[int, Instance] = field(default_factory=dict)
     services: tuple[str, ...] = ()
@@ -60,12 +60,12 @@ class FleetReader:
         """
         pid = seen_launcher(self.folder)  # first: a launcher that has ended has written all
         self._read_file()
-        if (stamp := stamp_of(self.folder, "state")) != self._stamp:
+        if (stamp := stamp_of_files(self.folder, "state")) != self._stamp:
             self._check(stamp)
-            self.found, self._stamp = fold(read_events(self.folder)), stamp
+            self.status, self._stamp = fold_events(read_fleet_events(self.folder)), stamp
         view = fleet_view(
             self.folder.name,
-            self.found,
+            self.status,
             pid,
             self.planned.values(),
             self.services,
@@ -78,14 +78,14 @@ class FleetReader:
         return replace(view, best=replace(view.best, notes=self._notes(view.best.instance)))
 
     def _read_file(self) -> None:
-        stamp = stamp_of(self.folder, "fleet.json")
+        stamp = stamp_of_files(self.folder, "fleet.json")
         if stamp == self._file_stamp:
             return
         self._file_stamp, self.planned, self._runs = stamp, {}, {}
         with suppress(ConfigError, ValueError):
             self._check(stamp)
-            spec, cwd = describe(self.folder)
-            self.planned = {each.index: each for each in instances_of(spec)}
+            spec, cwd = describe_fleet(self.folder)
+            self.planned = {instance.index: instance for instance in instances_of(spec)}
             self.services, self.search = tuple(spec.services), spec.search
             self._base = Path() if cwd == Path.cwd() else cwd
 
@@ -96,35 +96,26 @@ class FleetReader:
             )
 
     def _hosts(self) -> Mapping[int, HostStatus]:
-        self._arrays = self._arrays or slurm.find(self.folder)
+        self._arrays = self._arrays or slurm.find_job_arrays(self.folder)
         with suppress(InstarError):  # this machine has no SLURM
             return self._arrays.hosts() if self._arrays else {}
         return {}
 
     def _progress(self) -> dict[int, RunProgress]:
-        found = {}
-        for index in self.found.instances.keys() & self.planned.keys():
+        by_index = {}
+        for index in self.status.instances.keys() & self.planned.keys():
             run = (self.run_of or self._as_written)(self.planned[index])
             if run is not None and (index not in self._runs or self._runs[index].run != run):
                 self._runs[index] = ProgressReader(run)
             if run is not None and (progress := self._runs[index].read()) is not None:
-                found[index] = progress
-        return found
-
-    def notes(self, best: int) -> list[str]:
-        """Return which trials that have succeeded were not evaluated on what the best one was."""
-        ended = self.found.instances.items()
-        others = [n for n, each in ended if each.phase == "succeeded" and n != best]
-        trials = [self.planned[n] for n in (best, *others) if n in self.planned]
-        return notes_on_bases(
-            {each.run_name: recorded_basis(self._as_written(each)) for each in trials}
-        )
+                by_index[index] = progress
+        return by_index
 
     def _notes(self, best: int) -> tuple[str, ...]:
         """Return which trials that have succeeded were not evaluated on what the best one was."""
-        states = self.found.instances.items()
-        others = {n for n, each in states if each.phase == "succeeded"} - {best}
-        trials = (best, *sorted(others))
+        states = self.status.instances.items()
+        succeeded = {n for n, state in states if state.phase == "succeeded"} - {best}
+        trials = (best, *sorted(succeeded))
         if self._compared != trials:
             bases = {}
             for index in trials:
@@ -139,15 +130,15 @@ class FleetReader:
         return RunDir(self._base / instance.output_dir)
 
 
-def stamp_of(folder: Path, prefix: str) -> Stamp:
+def stamp_of_files(folder: Path, prefix: str) -> Stamp:
     """Return a stamp that changes when one of the files with this prefix does."""
-    found = []
+    stamps = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(prefix):
                 status = entry.stat(follow_symlinks=False)
-                found.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
-    return tuple(sorted(found))
+                stamps.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(sorted(stamps))
 
 
 def fleet_runs(folder: Path) -> dict[RunDir, str]:
@@ -156,15 +147,15 @@ def fleet_runs(folder: Path) -> dict[RunDir, str]:
     Raises:
         ConfigError: there is no run yet, or the fleet's file is damaged.
     """
-    spec, cwd = describe(folder)
+    spec, cwd = describe_fleet(folder)
     base = Path() if cwd == Path.cwd() else cwd
-    found = fold(read_events(folder)).instances
+    statuses = fold_events(read_fleet_events(folder)).instances
     runs: dict[RunDir, str] = {}
     try:
         for instance in instances_of(spec):
             run = RunDir(base / instance.output_dir)
             if run.holds_run():
-                runs[run] = group_name(spec.name, instance, found.get(instance.index))
+                runs[run] = group_name(spec.name, instance, statuses.get(instance.index))
     except ValueError as error:
         raise ConfigError.one(f"cannot be expanded: {error}", where=str(folder)) from None
     if not runs:

@@ -57,7 +57,7 @@ class InstanceRow:
     @property
     def restarts(self) -> int:
         """Number of times that one of its processes was started again."""
-        return sum(each.attempt - 1 for each in self.processes if each.attempt > 1)
+        return sum(process.attempt - 1 for process in self.processes if process.attempt > 1)
 
     def eta_s(self, now: float) -> float | None:
         """Return the seconds until its run ends; None if that is unknown or it does not run."""
@@ -87,20 +87,24 @@ class FleetView:
     @property
     def counts(self) -> Mapping[str, int]:
         """Number of instances in each state."""
-        return Counter(each.state for each in self.instances)
+        return Counter(instance.state for instance in self.instances)
 
     @property
     def means(self) -> tuple[GroupMean, ...]:
         """Losses of the groups of instances that differ only in their seed, over at least two that have
         succeeded."""
         losses: dict[str, list[float]] = {}
-        for each in self.instances:
-            if each.state == "succeeded" and each.progress and each.progress.loss is not None:
-                losses.setdefault(each.group, []).append(each.progress.loss)
+        for instance in self.instances:
+            if (
+                instance.state == "succeeded"
+                and instance.progress
+                and instance.progress.loss is not None
+            ):
+                losses.setdefault(instance.group, []).append(instance.progress.loss)
         return tuple(
-            GroupMean(group, len(found), fmean(found), stdev(found))
-            for group, found in losses.items()
-            if group and len(found) > 1
+            GroupMean(group, len(group_losses), fmean(group_losses), stdev(group_losses))
+            for group, group_losses in losses.items()
+            if group and len(group_losses) > 1
         )
 
 
@@ -141,9 +145,9 @@ def best_trial(search: Search | None, status: FleetStatus) -> BestTrial | None:
         return None
     sign = 1 if search.direction == "minimize" else -1
     values = {
-        index: each.metric
-        for index, each in status.instances.items()
-        if each.phase == "succeeded" and each.metric is not None
+        index: instance.metric
+        for index, instance in status.instances.items()
+        if instance.phase == "succeeded" and instance.metric is not None
     }
     if not values:
         return None
@@ -159,14 +163,14 @@ def trial_text(search: Search | None, trial: InstanceStatus) -> str:
 def _text(metric: str, value: float | None, values: Mapping[str, Scalar]) -> str:
     reached = {} if value is None else {metric: value}
     return ", ".join(
-        f"{key} {each:.4g}" if isinstance(each, float) else f"{key} {each}"
-        for key, each in {**reached, **values}.items()
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in {**reached, **values}.items()
     )
 
 
 def fleet_view(
     name: str,
-    found: FleetStatus,
+    status: FleetStatus,
     launcher: int | None,
     planned: Iterable[Instance] = (),
     services: Collection[str] = (),
@@ -183,30 +187,31 @@ def fleet_view(
         hosts: what SLURM knows of the hosts, by instance.
     """
     hosts = hosts or {}
-    known = {each.index: each for each in planned}
+    instances = {instance.index: instance for instance in planned}
     rows = [
         _instance_row(
             index,
-            found.instances.get(index, InstanceStatus()),
-            known.get(index),
+            status.instances.get(index, InstanceStatus()),
+            instances.get(index),
             services,
             (progress or {}).get(index),
             search,
             hosts.get(index),
             is_live=launcher is not None,
         )
-        for index in sorted(found.instances.keys() | known.keys())
+        for index in sorted(status.instances.keys() | instances.keys())
     ]
-    best = best_trial(search, found)
-    state = fleet_state(found, launcher)
+    best = best_trial(search, status)
+    state = fleet_state(status, launcher)
     if state == "launcher died" and hosts:  # which go on without a launcher
-        states = {each.state for each in rows}
+        states = {row.state for row in rows}
         state = "failed" if "failed" in states else "stopped"
         state = "succeeded" if states == {"succeeded"} else state
-    if any(each.alive for each in hosts.values()):
+    if any(host.alive for host in hosts.values()):
         state = "running"
     groups = {
-        index: group_name(name, each, found.instances.get(index)) for index, each in known.items()
+        index: group_name(name, instance, status.instances.get(index))
+        for index, instance in instances.items()
     }
     rows = [replace(row, group=groups.get(row.index, "")) for row in rows]
     return FleetView(name, state, launcher, tuple(rows), best)
@@ -216,24 +221,26 @@ def group_name(fleet: str, instance: Instance, status: InstanceStatus | None) ->
     """Return the fleet's name and the values of the matrix, or of a search, other than seeds."""
     values = {**instance.values, **(status.values if status else {})}
     last = {key: key.rpartition(".")[2] for key in values}
-    given = [f"{last[key]}={text_of(each)}" for key, each in values.items() if last[key] != "seed"]
-    return printable(" ".join([fleet, *given]))
+    settings = [
+        f"{last[key]}={text_of(value)}" for key, value in values.items() if last[key] != "seed"
+    ]
+    return printable(" ".join([fleet, *settings]))
 
 
-def fleet_state(found: FleetStatus, launcher: int | None) -> str:
+def fleet_state(status: FleetStatus, launcher: int | None) -> str:
     """Return the state of a fleet, given its launcher's process id if that runs."""
     if launcher is not None:
         return "running"
-    if found.started is None:
+    if status.started is None:
         return "not started"
-    if found.ended is None:
+    if status.ended is None:
         return "launcher died"
-    return {0: "succeeded", 75: "stopped"}.get(found.ended.code, "failed")
+    return {0: "succeeded", 75: "stopped"}.get(status.ended.code, "failed")
 
 
-def to_json(view: FleetView, found: FleetStatus, now: float) -> dict[str, Any]:
+def fleet_json(view: FleetView, status: FleetStatus, now: float) -> dict[str, Any]:
     """Return a fleet as JSON-ready data: what was recorded, and what the record of each run adds."""
-    data = as_json(found)
+    data = as_json(status)
     blank = as_json(FleetStatus({0: InstanceStatus()}))["instances"]["0"]
     instances = {}
     for row in view.instances:
@@ -248,13 +255,13 @@ def to_json(view: FleetView, found: FleetStatus, now: float) -> dict[str, Any]:
             "operations": run.operations,
             "eta_s": row.eta_s(now),
         }
-    shown = {"instances": instances, "state": view.state, "launcher": view.launcher}
-    means = [asdict(each) for each in view.means]
+    content = {"instances": instances, "state": view.state, "launcher": view.launcher}
+    means = [asdict(mean) for mean in view.means]
     best = None if view.best is None else asdict(view.best)
-    return data | shown | {"best": best, "means": means}
+    return data | content | {"best": best, "means": means}
 
 
-def overview(view: FleetView) -> dict[str, Any]:
+def fleet_overview(view: FleetView) -> dict[str, Any]:
     """Return a fleet's row in the list of all fleets."""
     return {
         "fleet": view.name,

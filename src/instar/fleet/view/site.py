@@ -19,7 +19,7 @@ from instar.fleet.plan import Instance
 from instar.fleet.state import ENDED, FLEETS, STATE_FILE
 from instar.fleet.view.reader import FleetReader
 from instar.fleet.view.rows import InstanceRow, ProcessRow, group_name
-from instar.fleet.view.table import in_one_line
+from instar.fleet.view.table import without_line_breaks
 from instar.logs.web.curves import printable
 from instar.record.events import to_words
 from instar.record.rundir import RunDir
@@ -76,14 +76,14 @@ class FleetCatalog:
     def groups(self, keys: Collection[str]) -> dict[str, str]:
         """Return the groups of those runs that belong to a fleet; to several: to the latest."""
         self.rows()
-        found: dict[str, str] = {}
+        groups: dict[str, str] = {}
         with self._lock:
             for name, reader in self._readers.items():
                 for index, instance in reader.planned.items():
                     if (key := self._key(str(instance.output_dir))) in keys:
-                        status = reader.found.instances.get(index)
-                        found.setdefault(key, _text(group_name(name, instance, status)))
-        return found
+                        status = reader.status.instances.get(index)
+                        groups.setdefault(key, _text(group_name(name, instance, status)))
+        return groups
 
     def log(self, name: str, log: str) -> Path | None:
         """Return the file of one of a fleet's logs, "INSTANCE/PROCESS"; None if there is none."""
@@ -94,13 +94,13 @@ class FleetCatalog:
 
     def _list(self) -> None:
         root = Path(os.path.abspath(self.folder)).parent / FLEETS  # noqa: PTH100 (links are not followed)
-        found = {} if RunDir(self.folder).holds_run() else _folders(root)
-        found = {name: path for name, path in found.items() if (path / STATE_FILE).exists()}
-        chosen = sorted(found, key=lambda name: -_written(found[name]))[:MAX_FLEETS]
+        folders = {} if RunDir(self.folder).holds_run() else _folders(root)
+        folders = {name: path for name, path in folders.items() if (path / STATE_FILE).exists()}
+        names = sorted(folders, key=lambda name: -_written(folders[name]))[:MAX_FLEETS]
         self._readers = {
             name: self._readers.get(name)
-            or FleetReader(found[name], self._run_of, most_bytes=MAX_BYTES)
-            for name in chosen
+            or FleetReader(folders[name], self._run_of, most_bytes=MAX_BYTES)
+            for name in names
         }
 
     def _run_of(self, instance: Instance) -> RunDir | None:
@@ -118,9 +118,9 @@ class FleetCatalog:
         except Exception as error:  # whatever its files contain, the others are shown
             return _unread(name, error)
         logs, runs = logs_in(reader.folder), self.runs()
-        shown = sorted(view.instances, key=_rank)[:MAX_INSTANCES]
-        shown.sort(key=lambda each: each.index)
-        keys = {each.index: self._key(each.output_dir) for each in view.instances}
+        rows = sorted(view.instances, key=_rank)[:MAX_INSTANCES]
+        rows.sort(key=lambda row: row.index)
+        keys = {row.index: self._key(row.output_dir) for row in view.instances}
         keys = {index: key for index, key in keys.items() if key in runs}
         best = view.best and {
             "text": _text("; ".join(view.best_lines)),
@@ -131,10 +131,10 @@ class FleetCatalog:
                 "name": name,
                 "state": view.state,
                 "counts": dict(view.counts),
-                "left_out": len(view.instances) - len(shown),
+                "left_out": len(view.instances) - len(rows),
                 "best": best,
-                "means": [_text(each.text) for each in view.means],
-                "instances": [_instance(each, logs, keys.get(each.index, "")) for each in shown],
+                "means": [_text(mean.text) for mean in view.means],
+                "instances": [_instance(row, logs, keys.get(row.index, "")) for row in rows],
             }
         )
         return data
@@ -142,14 +142,14 @@ class FleetCatalog:
 
 def logs_in(folder: Path) -> dict[str, Path]:
     """Return the files of a fleet's logs by "INSTANCE/PROCESS"."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for name, inside in _folders(folder / "logs").items():
         for entry in _entries(inside):
             if entry.name.endswith(".log") and entry.is_file(follow_symlinks=False):
-                found[f"{name}/{printable(entry.name[:-4])}"] = inside / entry.name
-            if len(found) >= MAX_LOGS:
-                return found
-    return found
+                paths[f"{name}/{printable(entry.name[:-4])}"] = inside / entry.name
+            if len(paths) >= MAX_LOGS:
+                return paths
+    return paths
 
 
 def _row(name: str, reader: FleetReader) -> dict[str, Any]:
@@ -180,8 +180,10 @@ def _instance(row: InstanceRow, logs: Mapping[str, Path], run: str) -> dict[str,
         "operations": progress.operations if progress else 0,
         "ends_at": progress and progress.ends_at if row.state == "running" else None,
         "processes": [
-            _process(each, log if (log := f"{printable(row.run_name)}/{each.name}") in logs else "")
-            for each in row.processes[:MAX_PROCESSES]
+            _process(
+                process, log if (log := f"{printable(row.run_name)}/{process.name}") in logs else ""
+            )
+            for process in row.processes[:MAX_PROCESSES]
         ],
     }
 
@@ -201,7 +203,7 @@ def _process(row: ProcessRow, log: str) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    return shortened(in_one_line(visible(printable(text))))
+    return shortened(without_line_breaks(visible(printable(text))))
 
 
 def _rank(row: InstanceRow) -> tuple[bool, bool, int]:
@@ -219,8 +221,8 @@ def _folders(root: Path) -> dict[str, Path]:
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except OSError:
         return []
 

@@ -21,7 +21,7 @@ def title(view: FleetView) -> str:
     return f"{view.name}: {view.state}" + (f" ({counts})" if len(view.counts) > 1 else "")
 
 
-def table(view: FleetView, now: float) -> Iterator[tuple[str, ...]]:
+def fleet_table(view: FleetView, now: float) -> Iterator[tuple[str, ...]]:
     """Yield the rows of all instances, each followed by those of its processes."""
     for instance in view.instances:
         yield instance_cells(instance, now)
@@ -40,24 +40,24 @@ def instance_cells(row: InstanceRow, now: float) -> tuple[str, ...]:
         "" if eta_s is None else duration(eta_s),
         str(run.operations) if run and run.operations else "",
         str(row.restarts or ""),
-        in_one_line(", ".join(filter(None, [row.host, row.reason, row.trial]))),
+        without_line_breaks(", ".join(filter(None, [row.host, row.reason, row.trial]))),
     )
 
 
 def process_cells(row: ProcessRow) -> tuple[str, ...]:
     """Return the cells of a process: where it runs, and why it does not."""
-    return ("", f"  {row.name}", row.state, "", "", "", "", "", place(row))
+    return ("", f"  {row.name}", row.state, "", "", "", "", "", process_place(row))
 
 
-def place(row: ProcessRow) -> str:
+def process_place(row: ProcessRow) -> str:
     """Return a process's GPUs, ports, attempt and reason, as far as there is something to say."""
     parts = [f"GPU {','.join(map(str, row.gpus))}"] if row.gpus else []
     parts += [f"{name} {number}" for name, number in row.ports.items()]
     parts += [f"attempt {row.attempt}"] if row.attempt > 1 else []
-    return in_one_line(", ".join([*parts, *filter(None, [row.reason])]))
+    return without_line_breaks(", ".join([*parts, *filter(None, [row.reason])]))
 
 
-def in_one_line(text: str) -> str:
+def without_line_breaks(text: str) -> str:
     """Return a text without line breaks."""
     return " ".join(text.split())
 
