@@ -44,6 +44,7 @@ from instar.distributed.failure import RunFailed
 from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import folder_of
+from instar.schedule.halving import RUNGS, rung_steps
 from instar.schedule.pilot import beside, settings_of, write_json
 from instar.schedule.search.candidates import (
     SCRATCH,
@@ -52,7 +53,7 @@ from instar.schedule.search.candidates import (
     GrowthProposal,
     proposals,
 )
-from instar.schedule.search.state import RUNGS, SUFFIX, ScheduleSearch, SearchTrial, read_search
+from instar.schedule.search.state import SUFFIX, ScheduleSearch, SearchTrial, read_search
 
 if TYPE_CHECKING:
     from instar.config.schema import RunConfig
@@ -286,7 +287,7 @@ def _plan(
         settings=_compared(final.config),
         candidates=candidates,
         seeds=tuple(seeds),
-        rungs=tuple(asked.run_steps // part for part in RUNGS),
+        rungs=rung_steps(asked.run_steps),
         run_steps=asked.run_steps,
         decay=final.config.learning_rate.decay_fraction,
         tokens_per_step=float(stage.settings.global_batch * stage.weight),
@@ -303,8 +304,9 @@ def _plan(
     if steps < fewest:
         needed = (whole * fewest / asked.run_steps + fixed) / BUDGET_USED
         raise too_short(f"{count} runs of {FEWEST_STEPS} steps and more", budget_s, needed)
-    rungs = tuple(steps // part for part in RUNGS)
-    return structs.replace(found, rungs=rungs, evaluations=evaluations(steps, *times[1]))
+    return structs.replace(
+        found, rungs=rung_steps(steps), evaluations=evaluations(steps, *times[1])
+    )
 
 
 def _compared(config: RunConfig) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 A range test (Smith, arXiv 1506.01186) raises the rate within one training and reads off where the
 loss falls fastest. That is a property of the first steps and often far from the rate with the
 lowest *final* loss. Here every candidate is a training of its own, with its whole schedule:
-successive halving (Jamieson and Talwalkar, arXiv 1502.07943) over a geometric grid spends most steps
-on the best ones, and a parabola through the best has its minimum at the rate.
+successive halving over a geometric grid spends most steps on the best ones, and a parabola through the best has its minimum at the rate.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import join
 from instar.run.find.training import final_loss, prepared_alone, shortened
+from instar.schedule.halving import rung_steps, survivors
 
 SHORTEST = 400
 """Default steps of the longest trainings, if an eighth of the run is less. In the first steps of a
@@ -189,9 +189,10 @@ def search(
     searched = _Search(loss, start, budget, on_run)
     finished = False
     try:
-        kept = searched.round(range(-2 * _SIDE, 2 * _SIDE + 1, 2), max(1, steps // 4), stride=2)
-        kept = searched.round(_with_middles(kept), max(1, steps // 2))
-        searched.round(kept, steps)
+        coarse, fine, full = (max(1, rung) for rung in rung_steps(steps))
+        best = searched.round(range(-2 * _SIDE, 2 * _SIDE + 1, 2), coarse, stride=2)
+        best = searched.round(_with_middles(best), fine)
+        searched.round(best, full)
         finished = True
     except _OverBudget:
         pass
@@ -227,7 +228,7 @@ class _Search:
         finally:
             if not (waiting and self.losses):
                 self.losses = {e: loss for e, loss in losses.items() if math.isfinite(loss)}
-        return sorted(sorted(self.losses, key=self.losses.__getitem__)[:_KEPT])
+        return sorted(survivors(self.losses, _KEPT))
 
     def _train(self, exponent: int, steps: int) -> float:
         if steps > self.left:

@@ -1,8 +1,7 @@
 """The state of a search for a schedule of growth: the trials that compare its candidates, and its file.
 
 All trials of a rung spend the FLOPs of the same number of steps of the final size, and end with their rate
-decayed. The better half of a rung goes on to the next, with twice the FLOPs (successive halving, arXiv 1502.07943);
-the final size from scratch is in each. Moments of growth are shares of the run, so each rung has its own.
+decayed. The better half of a rung goes on to the next, with twice the FLOPs; the final size from scratch is in each. Moments of growth are shares of the run, so each rung has its own.
 
 The file is JSON of `ScheduleSearch`, read as data from anywhere, like a pilot's.
 """
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from instar.schedule.halving import RUNGS, rung_sizes, survivors
 from instar.schedule.pilot import (
     MOST,
     Amount,
@@ -36,8 +36,6 @@ from instar.schedule.pilot import (
 from instar.schedule.search.candidates import SCRATCH, GrowthCandidate, Name, Share
 
 SUFFIX = ".search.json"
-RUNGS = (4, 2, 1)
-"""The horizon is divided by these."""
 
 
 class SearchTrial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,8 +111,8 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def count(self) -> int:
         """The number of trials in all."""
-        first = len(self.candidates) - 1
-        return len(self.seeds) * sum(1 - (-first // (1 << n)) for n in range(len(self.rungs)))
+        sizes = rung_sizes(len(self.candidates) - 1)
+        return len(self.seeds) * sum(1 + size for size in sizes)
 
     def losses(self, candidate: GrowthCandidate) -> list[float | None]:
         """Return the mean loss of a candidate in each rung."""
@@ -125,11 +123,12 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         before = self.candidates[1:] if not rung else self.alive(rung - 1)
         if not rung or before is None:
             return before
-        losses = {each.name: self.loss(each, rung - 1) for each in before}
-        if any(loss is None for loss in losses.values()):
+        losses = [self.loss(candidate, rung - 1) for candidate in before]
+        by_number = {n: loss for n, loss in enumerate(losses) if loss is not None}
+        if len(by_number) < len(before):
             return None
-        ranked = sorted(before, key=lambda each: losses[each.name] or 0.0)
-        return tuple(ranked[: -(-len(ranked) // 2)])
+        size = rung_sizes(len(self.candidates) - 1)[rung]
+        return tuple(before[n] for n in survivors(by_number, size))
 
     def planned(self, rung: int) -> Iterator[tuple[GrowthCandidate, int]]:
         """Yield the trials of a rung that has begun, with their seeds."""
@@ -152,9 +151,12 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The schedule with the lowest loss at the horizon; None if that of the final size from scratch is as
         low. Of a search that is complete."""
         last = len(self.rungs) - 1
-        ranked = sorted(self.alive(last) or (), key=lambda each: self.loss(each, last) or 0.0)
-        losses = [self.loss(each, last) or 0.0 for each in (*ranked[:1], self.scratch)]
-        return ranked[0] if losses[0] < losses[-1] else None
+        finalists = self.alive(last) or ()
+        losses = {n: self.loss(candidate, last) or 0.0 for n, candidate in enumerate(finalists)}
+        for best in survivors(losses, 1):
+            if losses[best] < (self.loss(self.scratch, last) or 0.0):
+                return finalists[best]
+        return None
 
     def step_seconds(self, flops_per_token: float) -> float:
         """Return the time of a step, linear in its FLOPs between the two sizes that were measured."""
@@ -168,8 +170,9 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Args:
             cost: of a step, by FLOPs per token.
         """
-        total, count, alive, trunks = 0.0, 0, len(self.candidates) - 1, dict[str, float]()
-        for final_steps in self.rungs:
+        total, count, trunks = 0.0, 0, dict[str, float]()
+        sizes = rung_sizes(len(self.candidates) - 1)
+        for final_steps, size in zip(self.rungs, sizes, strict=True):
             own = []
             for each in self.candidates:
                 steps = each.steps(final_steps)
@@ -178,8 +181,8 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 whole = sum(s.tokens * cost(s.flops_per_token) for s in each.spent(steps))
                 own.append(whole - shared)
                 trunks[each.trunk] = max(trunks.get(each.trunk, 0.0), shared)
-            total += own[0] + sum(sorted(own[1:])[-alive:])
-            count, alive = count + 1 + alive, -(-alive // 2)
+            total += own[0] + sum(sorted(own[1:])[-size:])
+            count += 1 + size
         seeds = len(self.seeds)
         return seeds * (total + sum(trunks.values())), seeds * (count + len(trunks))
 
