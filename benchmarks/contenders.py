@@ -40,7 +40,7 @@ from instar.record.console import open_console
 from instar.record.events import Event, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import build
+from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
 from instar.run.loop.optimizer import group_parameters
 from instar.tasks.language import LanguageSpec, LanguageTask
@@ -279,7 +279,9 @@ def instar(work: Work, pace: Pace) -> None:
         log.open(Path(folder))
         with Paced(Path(folder) / "events.jsonl") as sink:
             run_dir = RunDir(Path(folder))
-            trainer = build(work.prepared, world, signal, sink, console, log, run_dir)
+            trainer = build_trainer(
+                work.prepared, world, RunOutputs(signal, sink, console, log, run_dir)
+            )
             pace.watch(trainer.parts.stepper.strategy.model)
             with closing(trainer):
                 trainer.train()

@@ -36,7 +36,7 @@ from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import build
+from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
 from instar.run.loop.optimizer import group_parameters
 from instar.run.loop.trainer import Trainer
@@ -149,8 +149,10 @@ def trainer(prepared: Prepared, folder: Path) -> Trainer:
     run_dir = folder / "run"
     run_dir.mkdir()
     world = World(0, 0, 1, torch.device("cpu"), "none")
-    return build(
-        prepared, world, StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(run_dir)
+    return build_trainer(
+        prepared,
+        world,
+        RunOutputs(StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(run_dir)),
     )
 
 

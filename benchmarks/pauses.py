@@ -31,7 +31,7 @@ from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import build
+from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import preflight, prepare_data
 from instar.run.loop.trainer import Trainer
 from report import Case, case, options, parser, publish
@@ -128,8 +128,10 @@ def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
     prepared = preflight(loaded, 1)
     run_dir.mkdir()
     world = World(0, 0, 1, torch.device("cpu"), "none")
-    return build(
-        prepared, world, StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(run_dir)
+    return build_trainer(
+        prepared,
+        world,
+        RunOutputs(StopSignal(), Silent(), silent_console(), RankLog(0), RunDir(run_dir)),
     )
 
 

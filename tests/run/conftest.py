@@ -19,7 +19,7 @@ from instar.record import system
 from instar.record.console import silent_console
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import build
+from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
 from instar.run.loop.trainer import Trainer
 
@@ -102,14 +102,16 @@ def trainer(
             run_dir.path.mkdir()
             sink = Recorder(tmp_path / f"{name}.jsonl")
             stack.callback(sink.close)
-            made = build(
+            made = build_trainer(
                 prepared(*overrides),
                 world,
-                options.get("signal", StopSignal()),
-                sink,
-                silent_console(),
-                RankLog(0),
-                run_dir,
+                RunOutputs(
+                    options.get("signal", StopSignal()),
+                    sink,
+                    silent_console(),
+                    RankLog(0),
+                    run_dir,
+                ),
             )
             stack.callback(made.close)
             return made

@@ -29,9 +29,10 @@ from instar.data.source import Source
 from instar.growth import proof
 from instar.record import atomic, recorder, system
 from instar.record.control import ask
-from instar.run.lifecycle import inputs, worker
+from instar.run.lifecycle import inputs
 from instar.run.loop import sync_point
 from instar.run.loop.trainer import Trainer
+from instar.run.start import check, opening
 from instar.tasks.language import LanguageTask
 from instar.tasks.task import Batch
 
@@ -87,13 +88,13 @@ def rank_1_full_at_step_10(argv: Sequence[str]) -> int:
 
 def saves_what_it_loaded(argv: Sequence[str]) -> int:
     """A resumed run saves before its first step, too."""
-    restore = worker.resume_from
+    restore = opening.resume_from
 
     def resume_from(trainer: Trainer, *given: Any, **named: Any) -> None:
         restore(trainer, *given, **named)
         trainer.save("what was loaded", must=True)
 
-    worker.resume_from = resume_from
+    opening.resume_from = resume_from
     return main(argv)
 
 
@@ -273,15 +274,13 @@ def saves_once_told_twice(argv: Sequence[str]) -> int:
 
 def told_to_stop_before_it_starts(argv: Sequence[str]) -> int:
     """SIGTERM comes while the config is checked."""
-    from instar.run.lifecycle import worker
-
-    check = worker.preflight
+    preflight = check.preflight
 
     def told(*arguments: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return check(*arguments, **named)
+        return preflight(*arguments, **named)
 
-    worker.preflight = told  # type: ignore[assignment]
+    check.preflight = told  # type: ignore[assignment]
     return main(argv)
 
 

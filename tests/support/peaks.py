@@ -27,7 +27,7 @@ from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
 from instar.run.changes import live_growth
 from instar.run.changes.scheduled import carry_out
-from instar.run.lifecycle.build import build
+from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import preflight, prepare_data
 from instar.run.loop.step import Stepper
 from instar.run.loop.trainer import Trainer
@@ -120,7 +120,7 @@ def run(folder: str, name: str, keys: Sequence[str]) -> int:
         rest = silent_console(), RankLog(world.rank), RunDir(Path(folder, name))
         with LiveBytes() as live, live.resizing():
             with live.moment("start"):
-                made = build(prepared, world, StopSignal(), Silent(), *rest)
+                made = build_trainer(prepared, world, RunOutputs(StopSignal(), Silent(), *rest))
             with closing(made):
                 _steps(made, live)
         told = {"highest": live.highest, "left": live.left}

@@ -40,7 +40,7 @@ from instar.record.events import Eval, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.run.lifecycle import test_phase
-from instar.run.lifecycle.build import build
+from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import preflight
 from instar.run.loop.evaluate import Evaluation, evaluate
 from instar.run.loop.state import Decision
@@ -320,14 +320,10 @@ def trainer(run_dir: Path, *overrides: str) -> Iterator[Trainer]:
     loaded = load(str(run_dir.parent / "run.yaml"), text)
     world = World(0, 0, 1, torch.device("cpu"), "none")
     with closing(Recorder(run_dir / "events.jsonl")) as sink:
-        made = build(
+        made = build_trainer(
             preflight(loaded, 1),
             world,
-            StopSignal(),
-            sink,
-            silent_console(),
-            RankLog(0),
-            RunDir(run_dir),
+            RunOutputs(StopSignal(), sink, silent_console(), RankLog(0), RunDir(run_dir)),
         )
         with closing(made):
             yield made

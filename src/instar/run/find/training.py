@@ -18,7 +18,7 @@ from instar.record.console import silent_console
 from instar.record.progress import progress
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import build
+from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
 from instar.run.loop.trainer import Trainer
 
@@ -52,14 +52,12 @@ def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trai
     parallel = config.parallel.model_copy(update={"strategy": "ddp"})
     quiet = {"record": record, "checkpoint": checkpoint, "parallel": parallel, "schedule": ()}
     with scratch_folder("find") as folder:
-        trainer = build(
+        trainer = build_trainer(
             replace(prepared, config=config.model_copy(update=quiet)),
             world,
-            StopSignal(),
-            Silent(),
-            silent_console(),
-            RankLog(world.rank),
-            RunDir(folder),
+            RunOutputs(
+                StopSignal(), Silent(), silent_console(), RankLog(world.rank), RunDir(folder)
+            ),
         )
         with closing(trainer):
             yield trainer

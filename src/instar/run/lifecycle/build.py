@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from instar.config.budget import parse_budget
+from instar.config.schema import RunConfig
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
@@ -28,7 +30,7 @@ from instar.run.loop.data_phase import LoaderFactory
 from instar.run.loop.early_stopping import MetricTracker
 from instar.run.loop.hooks import Hooks
 from instar.run.loop.state import RunState
-from instar.run.loop.step import build_stepper
+from instar.run.loop.step import Stepper, build_stepper
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
 from instar.run.output.deltas import DeltaSaver
@@ -39,20 +41,28 @@ from instar.run.output.weight_analysis import WeightAnalyzer
 from instar.run.parallel.choose import begins_on_meta, shell
 from instar.schedule.operations import State, initial_state
 from instar.schedule.triggers import entries
+from instar.tasks.task import Task
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 FILLING: Any = torch.utils.deterministic
 """whose `fill_uninitialized_memory` its type stubs lack"""
 
 
-def build(
+@dataclass(frozen=True)
+class RunOutputs:
+    """What a run is told meanwhile, and where it writes."""
+
+    signal: StopSignal
+    sink: Sink
+    console: Console
+    rank_log: RankLog
+    run_dir: RunDir
+
+
+def build_trainer(
     prepared: Prepared,
     world: World,
-    signal: StopSignal,
-    sink: Sink,
-    console: Console,
-    log: RankLog,
-    run_dir: RunDir,
+    outputs: RunOutputs,
     began: State | None = None,
     weights: OpenedWeights | None = None,
     hooks: Sequence[object] = (),
@@ -65,58 +75,91 @@ def build(
         hooks: see `instar.run.loop.hooks`; those of the task are called first.
     """
     config = resolve_precision(prepared, world)[0].config
-    elastic = config.parallel.elastic if config.reproducible == "elastic" else None
-    if elastic:
-        torch.set_num_threads(elastic.threads)  # kernels divide sums among threads
-    if elastic or world.device.type == "cpu":
-        _use_deterministic_kernels(world.device, compiles=config.compile)
-    if world.device.type == "cuda":
-        # before the device's peak is measured, with which speed is compared
-        tf32 = config.tf32 and elastic is None
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    _set_kernels(config, world.device)
     task = prepared.spec.task(config)
     if began is not None and began.architecture != task.architecture:
         task = task.at(began.architecture, began.settings.context)
     first = config if began is None else began.config
     initial = initial_state(first, task.architecture, task.spec.facts)
+    stepper, warnings = _build_stepper(config, world, task, initial, weights)
+    parts = _connect(config, world, outputs, stepper, initial, hooks)
+    for warning in warnings:
+        parts.logger.warn(warning, 0)
+    phase = parts.loaders.first(task, initial.settings.context)
+    parts.read(phase)
+    return Trainer(parts, RunState(initial, phase))
+
+
+def _set_kernels(config: RunConfig, device: torch.device) -> None:
+    """Choose the kernels of this process, by which a run's results can be repeated."""
+    elastic = config.parallel.elastic if config.reproducible == "elastic" else None
+    if elastic:
+        torch.set_num_threads(elastic.threads)  # kernels divide sums among threads
+    if elastic or device.type == "cpu":
+        _use_deterministic_kernels(device, compiles=config.compile)
+    if device.type == "cuda":
+        # before the device's peak is measured, with which speed is compared
+        tf32 = config.tf32 and elastic is None
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+
+
+def _build_stepper(
+    config: RunConfig, world: World, task: Task, initial: State, weights: OpenedWeights | None
+) -> tuple[Stepper, list[str]]:
+    """Build the model, with its values, and its optimizer; return also warnings. A collective."""
+    warnings: list[str] = []
+    # the layouts are compared next, which no rank may enter alone
     with raise_on_all_ranks(world, "building the model"):
-        warnings: list[str] = []
         values = task.initial_values() if weights is None else weights.tensors
         if begins_on_meta(config, world, task):
-            bare = shell(config, world, task)
+            model = shell(config, world, task)
         else:
-            bare = task.build()
+            model = task.build()
             # the other ranks receive them
-            warnings = [] if weights is None else weights.load_into(bare)
-    stepper = build_stepper(config, world, task, bare, initial, values)
+            warnings = [] if weights is None else weights.load_into(model)
+    return build_stepper(config, world, task, model, initial, values), warnings
+
+
+def _connect(
+    config: RunConfig,
+    world: World,
+    outputs: RunOutputs,
+    stepper: Stepper,
+    initial: State,
+    hooks: Sequence[object],
+) -> Components:
+    """Connect all that a run consists of."""
+    run_dir, signal = outputs.run_dir, outputs.signal
+    best_metric = config.checkpoint.best_of[0]
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
     logger = RunLogger(
         world,
-        sink,
-        console,
+        outputs.sink,
+        outputs.console,
         log_interval=config.record.log_interval,
         budgets=budgets,
         peak=None
-        if isinstance(sink, Silent)
+        if isinstance(outputs.sink, Silent)
         else PeakFlops(world.device, config.precision, world.size),
-        best_metric=config.checkpoint.best_of[0],
+        best_metric=best_metric,
         folder=run_dir.path,
     )
 
-    def saved(save: SaveResult) -> None:
+    def log_save(save: SaveResult) -> None:
         signal.resumable = signal.resumable or save.path is not None
         logger.saved(save)
 
+    limit_s = config.parallel.timeout_s
     deltas = None
     if config.checkpoint.delta.every is not None and world.is_main:
-        limit_s = config.parallel.timeout_s
         deltas = DeltaSaver(
             config.checkpoint.delta, config.precision, run_dir.deltas, logger.delta, limit_s
         )
-    time_budget = min(seconds, key=lambda b: b.amount, default=None)
+    time_budget = min(seconds, key=lambda budget: budget.amount, default=None)
     sync = SyncPoint(world, signal, time_budget, Inbox(run_dir.control))
-    parts = Components(
+    all_hooks = [*stepper.task.hooks(), *hooks]
+    return Components(
         config,
         world,
         initial,
@@ -129,25 +172,18 @@ def build(
             config.checkpoint,
             world,
             run_dir.path,
-            saved,
-            limit_s=config.parallel.timeout_s,
-            better=config.metrics[config.checkpoint.best_of[0]],
+            log_save,
+            limit_s=limit_s,
+            better=config.metrics[best_metric],
         ),
         deltas,
         logger,
-        log,
+        outputs.rank_log,
         MetricTracker(config),
         TextSampler(config.record, run_dir.path, world),
         WeightAnalyzer(config.record.analyze_every, world),
-        Hooks(
-            [*task.hooks(), *hooks], world, config, run_dir.path, logger.logged, sync.request_stop
-        ),
+        Hooks(all_hooks, world, config, run_dir.path, logger.logged, sync.request_stop),
     )
-    for warning in warnings:
-        logger.warn(warning, 0)
-    phase = parts.loaders.first(task, initial.settings.context)
-    parts.read(phase)
-    return Trainer(parts, RunState(initial, phase))
 
 
 @contextmanager

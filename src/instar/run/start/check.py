@@ -1,0 +1,133 @@
+"""Second phase of a run: everything is checked on all ranks, before anything of it is created."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from instar.config.load import Loaded
+from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.failure import stopped_before_start
+from instar.distributed.world import World
+from instar.record.system import gpu_bytes
+from instar.run.lifecycle.inputs import compare_inputs, resolve_precision, resolve_strategy
+from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
+from instar.run.lifecycle.resume import Continuation
+from instar.run.lifecycle.start import Weights, starting_weights
+from instar.run.lifecycle.trial import run_trial, try_sizes
+from instar.run.lifecycle.weights import open_weights
+from instar.run.loop.hooks import check_hooks
+from instar.run.loop.sync_point import SyncPoint
+from instar.run.parallel.micro_batch_sizes import sizes_ahead
+from instar.run.start.plan import RankContext, ResolvedRun, RunPlan
+from instar.schedule.operations import State, initial_state
+from instar.tasks.task import spec_class
+
+_CHECKING = "checking the config"
+
+
+def check_run(run: ResolvedRun, rank: RankContext) -> RunPlan:
+    """Prepare the data, check the config on this machine, and try a micro-batch. A collective.
+
+    Every rank's failure ends all ranks at the end of the part in which it happens: a later part communicates,
+    and would wait for the rank that is gone.
+
+    Raises:
+        ConfigError: the run cannot start; nothing was created.
+        RunFailed: the ranks' inputs differ.
+        StoppedUnsaved, Interrupted: a stop was requested.
+    """
+    world, signal = rank.world, rank.signal
+    world.at("preparing data")
+    with raise_on_all_ranks(world, "preparing data"):
+        if world.is_main:
+            prepare_data(run.loaded, world.size, rank.console.say)
+    loaded, prepared = _check_config(run, world)
+    derived, reason = set(prepared.derived), ""
+    if prepared.config.precision == "auto":
+        prepared, reason = resolve_precision(prepared, world)
+        loaded = replace(loaded, origins={**loaded.origins, "precision": f"auto: {reason}"})
+        derived.add("precision")
+    run = replace(run, loaded=loaded)
+    initial: State | None = None
+    with raise_on_all_ranks(world, _CHECKING):
+        if run.continuation is not None:
+            run, initial = _at_step_0(run, run.continuation, prepared, derived, world)
+        # a run that has saved has its own
+        weights = starting_weights(loaded, prepared.spec) if run.checkpoint is None else None
+    if weights is not None:
+        _open_weights(weights, prepared, rank)
+    # a run in a folder that `resume: auto` names can always be resumed
+    signal.resumable = run.checkpoint is not None or loaded.config.resume == "auto"
+    world.at("comparing the ranks' inputs")
+    # before any rank builds what depends on them: layouts that differ would meet in one collective
+    compare_inputs(prepared, world)
+    world.at("trying one micro-batch")
+    with raise_on_all_ranks(world, "trying one micro-batch"):
+        warnings = _try_micro_batches(run, prepared, initial, world)
+    check_hooks([*prepared.spec.task(prepared.config).hooks(), *run.request.hooks], world)
+    # the last moment at which all ranks can stop without a trace
+    if SyncPoint(world, signal).sync():
+        raise stopped_before_start(resumable=signal.resumable)
+    signal.started = True
+    return RunPlan(run, prepared, initial, warnings, reason)
+
+
+def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
+    """Check the config for this rank's device; return it with its strategy, and what follows from it.
+
+    A collective.
+    """
+    loaded, new = run.loaded, run.resume is None
+    with raise_on_all_ranks(world, _CHECKING):
+        prepared = preflight(loaded, world.size, new=new)
+    # all ranks choose one strategy, by the smallest of their devices
+    chosen = resolve_strategy(loaded, prepared, world)
+    with raise_on_all_ranks(world, _CHECKING):
+        if chosen is not loaded:
+            loaded, prepared = chosen, preflight(chosen, world.size, new=new)
+        check_memory(
+            loaded,
+            prepared.forecast,
+            world.device.type,
+            gpu_bytes(world.device),
+            world.local_size,
+        )
+    return loaded, prepared
+
+
+def _at_step_0(
+    run: ResolvedRun,
+    continuation: Continuation,
+    prepared: Prepared,
+    derived: Collection[str],
+    world: World,
+) -> tuple[ResolvedRun, State]:
+    """Return a resumed run without open keys, and its settings and architecture at step 0."""
+    continuation = continuation.resolved(prepared.config, derived)
+    spec, began = prepared.spec, continuation.began
+    if began.model != prepared.config.model:
+        config = prepared.config.model_copy(update={"model": began.model})
+        loaded = replace(continuation.loaded, config=config)
+        spec = spec_class(config.task).open(loaded, world.size)
+    return replace(run, continuation=continuation), initial_state(began, spec.architecture)
+
+
+def _open_weights(weights: Weights, prepared: Prepared, rank: RankContext) -> None:
+    """Open the weights that a new run starts from, on rank 0, from which the others get them. A collective."""
+    rank.world.at("reading the starting weights")
+    with raise_on_all_ranks(rank.world, "reading the starting weights"):
+        if rank.world.is_main:
+            rank.console.say(f"starting from {weights.about}")
+            rank.weights = open_weights(weights, prepared.spec.architecture)
+
+
+def _try_micro_batches(
+    run: ResolvedRun, prepared: Prepared, initial: State | None, world: World
+) -> list[str]:
+    """Run micro-batches as the run will, and return warnings of its start."""
+    if run.continuation is None or initial is None:
+        return [*prepared.warnings, *run_trial(prepared, world)]
+    progress = run.checkpoint.state.get("progress", {}) if run.checkpoint is not None else {}
+    past = run.continuation.history, run.continuation.operation, progress
+    return try_sizes(prepared, world, sizes_ahead(initial, *past, prepared.spec, world.size))
