@@ -23,8 +23,9 @@ from instar.run.loop import validation
 from instar.run.loop.evaluate import (
     ROUNDS_PER_REPORT,
     Evaluation,
+    EvaluationOptions,
     Metric,
-    evaluate,
+    evaluate_source,
     held_out_batches,
     held_out_indices,
 )
@@ -36,16 +37,12 @@ Make = Callable[..., Trainer]
 
 
 def measure(run: Trainer, batch_size: int, limit: int | None = None) -> Evaluation:
-    found = evaluate(
+    found = evaluate_source(
         run.parts.task,
         run.parts.stepper.bare_model,
         run.parts.validation,
-        run.parts.world,
-        batch_size=batch_size,
-        limit=limit,
-        seed=run.parts.config.seed,
-        autocast=run.parts.stepper.autocast,
-        safe=run.parts.sync,
+        EvaluationOptions(batch_size, run.parts.config.seed, limit, run.parts.stepper.autocast),
+        run.parts.sync,
     )
     assert found is not None
     return found
@@ -107,12 +104,12 @@ def test_the_subset_is_the_same_whatever_the_batch_size_becomes(
     sizes = []
 
     def noted(*args: Any, **options: Any) -> Evaluation | None:
-        result = evaluate(*args, **options)
+        result = evaluate_source(*args, **options)
         assert result is not None
         sizes.append(result.samples)
         return result
 
-    monkeypatch.setattr(validation, "evaluate", noted)
+    monkeypatch.setattr(validation, "evaluate_source", noted)
     run.train()
     # batches of the 4 samples that the run began with; only eval_iters changes how many
     assert sizes == [8, 8, 8, 8, 8, 24]
@@ -280,9 +277,9 @@ def test_evaluations_by_epochs_are_at_their_ends(
 
         def noted(*args: Any, **options: Any) -> Evaluation | None:
             at.append(run.state.progress.samples)
-            return evaluate(*args, **options)
+            return evaluate_source(*args, **options)
 
-        monkeypatch.setattr(validation, "evaluate", noted)
+        monkeypatch.setattr(validation, "evaluate_source", noted)
         run.train()
     assert at == list(range(36 * every, 36 * 8 + 1, 36 * every))
     assert len(run.state.history) >= 2

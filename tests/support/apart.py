@@ -41,14 +41,14 @@ def rank_1_freezes_at_step_7(argv: Sequence[str]) -> int:
 
 def stopped_in_its_first_evaluation(argv: Sequence[str]) -> int:
     """Rank 1 is asked to stop; rank 0 hears of it where they synchronize."""
-    evaluate = validation.evaluate
+    evaluate = validation.evaluate_source
 
     def stopped(*arguments: object, **named: object) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(*arguments, **named)  # type: ignore[arg-type]
 
     if failures.is_rank(1):
-        validation.evaluate = stopped  # type: ignore[assignment]
+        validation.evaluate_source = stopped  # type: ignore[assignment]
     return main(argv)
 
 

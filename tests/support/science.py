@@ -12,7 +12,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from instar.record.rundir import RunDir
 from instar.run.lifecycle import test_phase
 from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.preflight import preflight
-from instar.run.loop.evaluate import Evaluation, evaluate
+from instar.run.loop.evaluate import Evaluation, EvaluationOptions, evaluate_source
 from instar.run.loop.state import Decision
 from instar.run.loop.sync_point import SyncPoint
 from instar.run.loop.trainer import Trainer
@@ -289,16 +289,12 @@ def tallied(samples: int, seed: int = 0) -> Columns:
 
 def evaluated(world: World, columns: Columns, batch_size: int, unit: int = 1) -> Evaluation:
     """An evaluation of what samples say of themselves."""
-    found = evaluate(
+    found = evaluate_source(
         Tallied(cluster=unit),  # type: ignore[arg-type]
         nn.Identity(),
         InMemorySource(columns),
-        world,
-        batch_size=batch_size,
-        limit=None,
-        seed=0,
-        autocast=nullcontext,
-        safe=SyncPoint(world, StopSignal()),
+        EvaluationOptions(batch_size, seed=0),
+        SyncPoint(world, StopSignal()),
     )
     assert found is not None
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from instar.data.columns import Columns
 from instar.data.split import divide_samples
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join
-from instar.run.loop.evaluate import evaluate
+from instar.run.loop.evaluate import EvaluationOptions, evaluate_source
 from instar.run.loop.sync_point import SyncPoint
 from instar.tasks.task import Measured, Tally
 
@@ -107,16 +106,12 @@ def columns(samples: int, nan: bool = False) -> Columns:
 
 
 def score(world: World, samples: int, batch_size: int, nan: bool = False) -> dict[str, float]:
-    found = evaluate(
+    found = evaluate_source(
         Scored(),  # type: ignore[arg-type]
         nn.Identity(),
         InMemorySource(columns(samples, nan)),
-        world,
-        batch_size=batch_size,
-        limit=None,
-        seed=0,
-        autocast=nullcontext,
-        safe=SyncPoint(world, StopSignal()),
+        EvaluationOptions(batch_size, seed=0),
+        SyncPoint(world, StopSignal()),
     )
     assert found is not None
     return found.values()

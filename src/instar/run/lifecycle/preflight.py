@@ -128,37 +128,13 @@ def preflight(
     spec: TaskSpec | None = None
     assumptions: list[str] = []
     with _collecting(problems):
-        if assume is None:
-            spec = spec_class(config.task).open(loaded, world_size)
-        else:
-            spec = spec_class(config.task).assume(loaded, assumptions.append, world_size)
-            for said in assumptions:
-                assume(said)
+        spec = _open_spec(loaded, world_size, assume, assumptions)
     if spec is None:
         raise ConfigError(*problems)
     if config.test.at_end and not assumptions:
         with _collecting(problems):
             spec.held_out("test", config.eval.context or config.context)
-    global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
-    if global_batch < world_size:
-        problems.append(
-            loaded.problem(
-                "train.batch_size",
-                f"a global batch of {global_batch} samples leaves some of {world_size} ranks "
-                "without any at every step",
-                f"make batch_size × gradient_accumulation_steps at least {world_size}",
-            )
-        )
-    samples = spec.samples(config.context)
-    if config.data.drop_last and samples is not None and samples < global_batch:
-        problems.append(
-            loaded.problem(
-                "data.drop_last",
-                f"data.drop_last leaves out every sample: an epoch has {samples:,} samples, fewer than a global batch "
-                f"of {global_batch:,}",
-                "lower train.batch_size or gradient_accumulation_steps",
-            )
-        )
+    problems += _batch_problems(loaded, spec, world_size)
     with _collecting(problems):
         _check_place(loaded, world_size)
     problems += sharding_problems(loaded, spec, world_size)
@@ -179,15 +155,50 @@ def preflight(
         # the schedule's progress is in the history, and is checked when the run is resumed
         without = config.model_copy(update={"schedule": ()})
         loaded = dataclasses.replace(loaded, config=without)
-    checked = checked_forecast(loaded, spec, world_size)
-    schedule = config.learning_rate
-    if (
-        not assumptions
-        and checked.steps is None
-        and schedule.lr_decay_iters is None
-        and schedule.has_end
-        and has_end(config)
-    ):
+    forecast = checked_forecast(loaded, spec, world_size)
+    if not assumptions:
+        _check_last_step(loaded, forecast)
+    return _resolved(config, spec, forecast)
+
+
+def _open_spec(
+    loaded: Loaded, world_size: int, assume: Say | None, assumptions: list[str]
+) -> TaskSpec:
+    """Open the task's data; without them, with `assume`, add what is assumed of them to `assumptions`."""
+    if assume is None:
+        return spec_class(loaded.config.task).open(loaded, world_size)
+    spec = spec_class(loaded.config.task).assume(loaded, assumptions.append, world_size)
+    for assumption in assumptions:
+        assume(assumption)
+    return spec
+
+
+def _batch_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterator[ConfigProblem]:
+    """Yield why a global batch has too few samples for the ranks, or too many for the data."""
+    config = loaded.config
+    global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
+    if global_batch < world_size:
+        yield loaded.problem(
+            "train.batch_size",
+            f"a global batch of {global_batch} samples leaves some of {world_size} ranks "
+            "without any at every step",
+            f"make batch_size × gradient_accumulation_steps at least {world_size}",
+        )
+    samples = spec.samples(config.context)
+    if config.data.drop_last and samples is not None and samples < global_batch:
+        yield loaded.problem(
+            "data.drop_last",
+            f"data.drop_last leaves out every sample: an epoch has {samples:,} samples, fewer than a global batch "
+            f"of {global_batch:,}",
+            "lower train.batch_size or gradient_accumulation_steps",
+        )
+
+
+def _check_last_step(loaded: Loaded, forecast: Forecast) -> None:
+    """Raise ConfigError if the learning rate's schedule needs the run's last step, and it is unknown."""
+    schedule = loaded.config.learning_rate
+    is_needed = schedule.lr_decay_iters is None and schedule.has_end and has_end(loaded.config)
+    if forecast.steps is None and is_needed:
         raise ConfigError(
             loaded.problem(
                 "learning_rate.lr_decay_iters",
@@ -196,7 +207,6 @@ def preflight(
                 "set it, or a budget such as 2000it",
             )
         )
-    return _resolved(config, spec, checked)
 
 
 def foreseen_precision(prepared: Prepared) -> str:

@@ -42,6 +42,7 @@ from instar.schedule.operations import (
     override,
     overrides,
 )
+from instar.schedule.settings import Settings
 
 LAUNCH_KEY = "instar/run"
 """Key under which a launch stores its run's folder and, in a second line, the checkpoint that it
@@ -232,71 +233,117 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
     manifest = checkpoint.manifest if checkpoint is not None else None
     if manifest is not None and not resume.given:
         check_complete(resume.run, loaded, manifest)
+    past = _read_past(resume.run, loaded, checkpoint)
+    changed = _changes(resume, loaded, past)
+    # an imported checkpoint has no state of a run
+    untrained = checkpoint is not None and not checkpoint.state
+    refused = {
+        key: pair
+        for key, pair in changed.items()
+        if is_fixed(key, resume.allow, untrained=untrained)
+    }
+    if refused:
+        raise _cannot_change(resume.run, refused)
+    current = {key: past.values[key] for key in past.keys_at_start}
+    current |= {key: after for key, (_, after) in changed.items()}
+    if CHANGED_SOURCES in past.values:  # the run goes on with the data that it began with
+        current[CHANGED_SOURCES] = "keep"
+    config = with_values(loaded.config, current)
+    origins = {key: loaded.origins.get(key, DEFAULT) for key in changed}
+    launch = _launch_values(loaded, manifest.config if manifest is not None else {})
+    return Continuation(
+        replace(loaded, config=config), past.began, past.history, changed, origins, launch
+    )
+
+
+@dataclass(frozen=True)
+class _Past:
+    """A run up to a checkpoint."""
+
+    began: RunConfig
+    """the config at step 0"""
+    history: History
+    config: RunConfig
+    """the config at the checkpoint"""
+    settings: Settings
+    """at the checkpoint"""
+    values: Mapping[str, Any]
+    """of `config`, by dotted key"""
+    read_last: Mapping[str, Any]
+    """values by dotted key when the file was last read"""
+    keys_at_start: Collection[str]
+    """dotted keys that the run had when it began, except launch-only ones"""
+
+
+def _read_past(run: RunDir, loaded: Loaded, checkpoint: Checkpoint | None) -> _Past:
+    """Fold the run's history up to a checkpoint; launch-only keys have their values of `loaded`.
+
+    Raises:
+        ConfigError: the run is of another task.
+        CheckpointError: the checkpoint's config or history is unreadable in this version.
+    """
+    manifest = checkpoint.manifest if checkpoint is not None else None
     try:
-        began = began_with(resume.run, manifest)
+        began = began_with(run, manifest)
         if began.task != loaded.config.task:
-            raise _cannot_change(resume.run, {"task": (began.task, loaded.config.task)})
+            raise _cannot_change(run, {"task": (began.task, loaded.config.task)})
         values_at_start = {
             key: value for key, value in values(began).items() if not is_launch_only(key)
         }
         began = with_values(loaded.config, values_at_start)
         history = history_from_json(manifest.history if manifest is not None else ())
-        in_force, settings = effective(began, history)
-        given = [(key, value) for key, value, origin in overrides(history) if origin != SET]
-        read_last = values(with_values(began, dict(given)))
+        config, settings = effective(began, history)
+        from_files = {key: value for key, value, origin in overrides(history) if origin != SET}
+        read_last = values(with_values(began, from_files))
     except (LookupError, TypeError, ValueError) as error:
-        where = checkpoint.path if checkpoint is not None else resume.run.path
+        where = checkpoint.path if checkpoint is not None else run.path
         raise CheckpointError(f"{where}: its history cannot be read: {error}") from error
-    held, now = values(in_force), values(loaded.config)
-    if STARTS_FROM in held and (loaded.origins.get(STARTS_FROM) != SET or not resume.by_person):
-        now[STARTS_FROM] = held[STARTS_FROM]  # the run has weights, whatever became of those
+    return _Past(
+        began, history, config, settings, values(config), read_last, values_at_start.keys()
+    )
+
+
+def _changes(resume: Resume, loaded: Loaded, past: _Past) -> dict[str, tuple[Any, Any]]:
+    """Return (before, after) of the keys, except launch-only ones, that this resume changes."""
+    new_values = values(loaded.config)
+    if STARTS_FROM in past.values and (
+        loaded.origins.get(STARTS_FROM) != SET or not resume.by_person
+    ):
+        # the run has weights, whatever became of those
+        new_values[STARTS_FROM] = past.values[STARTS_FROM]
     changed: dict[str, tuple[Any, Any]] = {}
-    for key, value in now.items():
+    for key, value in new_values.items():
         if is_launch_only(key):
             continue
-        if key in SPELLED and same_place(held[key], value):
+        if key in SPELLED and same_place(past.values[key], value):
             continue
-        if key == "data.seed" and in_force.data_seed == loaded.config.data_seed:
+        if key == "data.seed" and past.config.data_seed == loaded.config.data_seed:
             continue  # the run is older than the key
         setting = SETTING_OF.get(key)
-        before = held[key] if setting is None else getattr(settings, setting)
+        before = past.values[key] if setting is None else getattr(past.settings, setting)
         origin = loaded.origins.get(key, DEFAULT)
         if key == "precision" and value == "auto":
             is_new = False  # the precision resolved at step 0 holds on any machine
         elif origin == SET:
-            is_new = value != (before if resume.by_person else held[key])
+            is_new = value != (before if resume.by_person else past.values[key])
         else:
             left_open = origin == DEFAULT or (value is None and (key == DERIVES or is_fixed(key)))
-            is_new = not left_open and value not in (read_last[key], before)
+            is_new = not left_open and value not in (past.read_last[key], before)
         if is_new:
             changed[key] = (before, value)
-    # an imported checkpoint has no state of a run
-    untrained = checkpoint is not None and not checkpoint.state
-    if refused := {
-        key: pair
-        for key, pair in changed.items()
-        if is_fixed(key, resume.allow, untrained=untrained)
-    }:
-        raise _cannot_change(resume.run, refused)
-    chosen = (
-        values_at_start
-        | {key: held[key] for key in values_at_start}
-        | {key: new for key, (_, new) in changed.items()}
-    )
-    began_at = manifest.config if manifest is not None else {}
-    launch = {
+    return changed
+
+
+def _launch_values(loaded: Loaded, config_at_start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the launch-only keys whose values are set, or differ from those of the run's start."""
+    return {
         key: value
-        for key, value in now.items()
+        for key, value in values(loaded.config).items()
         if is_launch_only(key)
         and key not in PLACES
         and not key.startswith(PRIVATE)
-        and (loaded.origins.get(key) == SET or began_at.get(key, value) != value)
+        and (loaded.origins.get(key) == SET or config_at_start.get(key, value) != value)
     }
-    if CHANGED_SOURCES in now:  # the run goes on with the data that it began with
-        chosen[CHANGED_SOURCES] = "keep"
-    config = with_values(loaded.config, chosen)
-    origins = {key: loaded.origins.get(key, DEFAULT) for key in changed}
-    return Continuation(replace(loaded, config=config), began, history, changed, origins, launch)
 
 
 def unsaved_deltas(root: Path, last: int) -> tuple[tuple[int, int], str] | None:

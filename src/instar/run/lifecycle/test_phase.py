@@ -31,7 +31,7 @@ from instar.distributed.world import World
 from instar.record.atomic import make_folder, replace_file
 from instar.run.lifecycle.restore import load_average, load_model
 from instar.run.loop.components import Components
-from instar.run.loop.evaluate import TestResult, evaluate
+from instar.run.loop.evaluate import EvaluationOptions, TestResult, evaluate_source
 from instar.run.loop.state import RunState
 from instar.run.loop.step import enter
 from instar.run.parallel.choose import place, shell
@@ -72,19 +72,14 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
                 Predictions.clear(folder)
         numbers = source.numbers if isinstance(source, Subset) else None
         written = Predictions(folder, world, numbers) if _wanted(state, parts) else None
-        result = evaluate(
-            task,
-            model,
-            source,
-            world,
-            batch_size=parts.config.eval.batch_size or state.settings.batch_size,
-            limit=None,
-            seed=parts.config.seed,
+        options = EvaluationOptions(
+            parts.config.eval.batch_size or state.settings.batch_size,
+            parts.config.seed,
             autocast=parts.stepper.autocast,
-            safe=parts.sync,
-            together=together,
-            on_predictions=written.add if written else None,
+            forward_is_collective=together,
         )
+        on_predictions = written.add if written else None
+        result = evaluate_source(task, model, source, options, parts.sync, on_predictions)
     if result is None:
         return None
     tested = TestResult(step, name, result, checkpoint, basis)

@@ -131,18 +131,27 @@ def held_out_batches(indices: Int64Array, batch_size: int) -> list[Int64Array]:
     return np.array_split(indices, min(parts, len(indices)))
 
 
-def evaluate(
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How a model is evaluated."""
+
+    batch_size: int
+    """maximum number of samples per micro-batch"""
+    seed: int
+    """of the subset and of the random generators"""
+    limit: int | None = None
+    """number of samples of a fixed random subset; None: the whole source"""
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    forward_is_collective: bool = False
+    """ranks synchronize before each forward pass, and one without samples in a round runs a stand-in"""
+
+
+def evaluate_source(
     task: Task,
     model: Module,
     source: Source,
-    world: World,
-    *,
-    batch_size: int,
-    limit: int | None,
-    seed: int,
-    autocast: Callable[[], AbstractContextManager[object]],
-    safe: SyncPoint,
-    together: bool = False,
+    options: EvaluationOptions,
+    sync: SyncPoint,
     on_predictions: Callable[[Int64Array, Columns], None] | None = None,
 ) -> Evaluation | None:
     """Evaluate `model` over `source`; the result does not depend on the world size. A collective.
@@ -152,11 +161,6 @@ def evaluate(
     end. Random generators are seeded per micro-batch and restored at the end.
 
     Args:
-        batch_size: maximum number of samples per micro-batch.
-        limit: number of samples of a fixed random subset; None: the whole source.
-        seed: of the subset and of the random generators.
-        together: forward passes are collectives: ranks synchronize before each, and one without samples
-            in a round runs a stand-in.
         on_predictions: called with the numbers of this rank's samples and the task's predictions for them.
 
     Returns:
@@ -165,92 +169,144 @@ def evaluate(
     Raises:
         RunFailed, PeerError: a rank could not read or measure its samples.
     """
-    if safe.stop_requested:
+    if sync.stop_requested:
         return None
     started = time.perf_counter()
-    indices = held_out_indices(len(source), limit, seed)
-    batches = held_out_batches(indices, batch_size)
-    own_batches = _share(batches, world)
-    first = sum(map(len, batches[: _begin(batches, world, world.rank)]))
-    tallies: list[tuple[Mapping[str, Tally], int]] = []
-    """with the number of the first held-out sample"""
-    wholes = set_metrics(task.set_metrics, world.device, len(indices))
-    logged = Logged(world)
-
-    def measure(chosen: Int64Array, arrays: Columns, place: int, *, counts: bool) -> None:
-        batch = to_device(arrays, world.device)
-        with autocast(), weighted(len(chosen) if counts else 0):
-            measured = task.measure(model, batch, predict=on_predictions is not None)
-        if not counts:
-            return
-        tallies.append((measured.tallies, place))
-        update(wholes, measured.inputs)
-        if on_predictions is not None and measured.predictions:
-            on_predictions(chosen, measured.predictions)
-
-    failure: Exception | None = None
-    gives_up = False
-
-    def synchronize() -> None:
-        safe.finish(safe.report(failure, giving_up=gives_up), failure)
-
-    kept = generators_kept(world.device) if task.random else nullcontext()
-    rounds = range(math.ceil(len(batches) / world.size))
+    indices = held_out_indices(len(source), options.limit, options.seed)
+    share = _Share(task, model, source, options, sync, indices, on_predictions)
     try:
-        with evaluating(model), torch.no_grad(), kept, recording(logged):
-            for number in tracked(rounds, "evaluating", "micro-batches", len(rounds)):
-                world.moved()
-                chosen = own_batches[number] if number < len(own_batches) else None
-                counts = chosen is not None
-                if together and not counts:
-                    chosen = batches[0][:1]
-                if chosen is not None and task.random:
-                    # random numbers must depend neither on the number of ranks nor on training
-                    seed_generators(seed, EVALUATION, int(chosen[0]), world.device)
-                arrays = None
-                gives_up = gives_up or safe.wants_to_stop()
-                if failure is None and not gives_up:
-                    arrays, failure = safe.attempt(partial(_read, source, chosen))
-                if together:  # later the others would wait in the forward pass, not for a report
-                    synchronize()
-                if arrays is not None and chosen is not None:
-                    run = partial(measure, chosen, arrays, first, counts=counts)
-                    if together:
-                        run()
-                    else:
-                        _, failure = safe.attempt(run)
-                    first += len(chosen) if counts else 0
-                if not together and (number + 1) % ROUNDS_PER_REPORT == 0:
-                    synchronize()
-        synchronize()
+        share.measure()
     except Stopped:
         return None
-    names = [name for name in task.metrics if name not in wholes]
-    cut = {
-        name: [_to_units(tally[name], place, task.cluster) for tally, place in tallies]
-        for name in names
+    names = [name for name in task.metrics if name not in share.set_metrics]
+    metrics = _reduce(sync.world, names, task.cluster, share.tallies)
+    for name, value in compute(sync.world, share.set_metrics).items():
+        metrics[name] = Metric(value, None, float(len(indices)))
+    metrics = {name: metrics[name] for name in task.metrics}
+    weight = metrics["loss"].weight
+    for name, value in task.derived({n: m.value for n, m in metrics.items()}).items():
+        metrics[name] = Metric(value, None, weight)
+    logged = share.logged
+    numbers = {name: v for name, v in logged.numbers().items() if name not in metrics}
+    seconds = time.perf_counter() - started
+    return Evaluation(metrics, len(indices), seconds, numbers, logged.images, logged.tables)
+
+
+class _Share:
+    """What one rank measures: its part of the micro-batches."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: Module,
+        source: Source,
+        options: EvaluationOptions,
+        sync: SyncPoint,
+        indices: Int64Array,
+        on_predictions: Callable[[Int64Array, Columns], None] | None,
+    ) -> None:
+        self._task, self._model, self._source = task, model, source
+        self._options, self._sync, self._on_predictions = options, sync, on_predictions
+        self._world = world = sync.world
+        self._batches = held_out_batches(indices, options.batch_size)
+        self._share = _share(self._batches, world)
+        self._first = sum(map(len, self._batches[: _begin(self._batches, world, world.rank)]))
+        """number of the next held-out sample"""
+        self._failure: Exception | None = None
+        self._gives_up = False
+        self.tallies: list[tuple[Mapping[str, Tally], int]] = []
+        """with the number of the first held-out sample"""
+        self.set_metrics = set_metrics(task.set_metrics, world.device, len(indices))
+        self.logged = Logged(world)
+
+    def measure(self) -> None:
+        """Measure all micro-batches of this rank. A collective.
+
+        Raises:
+            Stopped: a stop was requested.
+            RunFailed, PeerError: a rank could not read or measure its samples.
+        """
+        device = self._world.device
+        generators = generators_kept(device) if self._task.random else nullcontext()
+        # as many rounds on every rank, also on one with a shorter part: the ranks synchronize in them
+        rounds = range(math.ceil(len(self._batches) / self._world.size))
+        with evaluating(self._model), torch.no_grad(), generators, recording(self.logged):
+            for number in tracked(rounds, "evaluating", "micro-batches", len(rounds)):
+                self._world.moved()
+                self._measure_round(number)
+        self._synchronize()
+
+    def _measure_round(self, number: int) -> None:
+        batch = self._share[number] if number < len(self._share) else None
+        counts, collective = batch is not None, self._options.forward_is_collective
+        if collective and batch is None:
+            batch = self._batches[0][:1]
+        if batch is not None and self._task.random:
+            # random numbers must depend neither on the number of ranks nor on training
+            seed_generators(self._options.seed, EVALUATION, int(batch[0]), self._world.device)
+        arrays = None
+        self._gives_up = self._gives_up or self._sync.wants_to_stop()
+        if self._failure is None and not self._gives_up:
+            arrays, self._failure = self._sync.attempt(partial(_read, self._source, batch))
+        if collective:  # later the others would wait in the forward pass, not for a report
+            self._synchronize()
+        if arrays is not None and batch is not None:
+            forward = partial(self._forward, batch, arrays, counts=counts)
+            if collective:
+                forward()
+            else:
+                _, self._failure = self._sync.attempt(forward)
+            self._first += len(batch) if counts else 0
+        if not collective and (number + 1) % ROUNDS_PER_REPORT == 0:
+            self._synchronize()
+
+    def _forward(self, indices: Int64Array, arrays: Columns, *, counts: bool) -> None:
+        batch = to_device(arrays, self._world.device)
+        predict = self._on_predictions is not None
+        with self._options.autocast(), weighted(len(indices) if counts else 0):
+            measured = self._task.measure(self._model, batch, predict=predict)
+        if not counts:
+            return
+        self.tallies.append((measured.tallies, self._first))
+        update(self.set_metrics, measured.inputs)
+        if self._on_predictions is not None and measured.predictions:
+            self._on_predictions(indices, measured.predictions)
+
+    def _synchronize(self) -> None:
+        """Tell the other ranks whether this one has failed or stops, and raise if any has. A collective."""
+        pending = self._sync.report(self._failure, giving_up=self._gives_up)
+        self._sync.finish(pending, self._failure)
+
+
+def _reduce(
+    world: World,
+    names: Sequence[str],
+    cluster: int,
+    tallies: Sequence[tuple[Mapping[str, Tally], int]],
+) -> dict[str, Metric]:
+    """Return the weighted means of all ranks' samples, in sums that no order of addition changes. A collective.
+
+    Args:
+        cluster: number of consecutive samples that are one unit of the standard error.
+        tallies: of this rank's micro-batches, with the number of their first held-out sample.
+    """
+    units = {
+        name: [_to_units(tally[name], first, cluster) for tally, first in tallies] for name in names
     }
-    columns = {name: _columns([units.whole for units in cut[name]]) for name in names}
-    if task.cluster > 1:
-        pieces = {name: [piece for units in cut[name] for piece in units.pieces] for name in names}
+    columns = {name: _columns([batch.whole for batch in units[name]]) for name in names}
+    if cluster > 1:
+        pieces = {
+            name: [piece for batch in units[name] for piece in batch.pieces] for name in names
+        }
         for name, joined in _join(world, pieces).items():
             # every rank has all of them: count them once
             if world.is_main:
                 columns[name] = {p: [*columns[name][p], *joined[p]] for p in _PARTS}
     flat = {f"{name} {part}": values for name in names for part, values in columns[name].items()}
     sums = exact_sums(world, flat)
-    metrics = {
+    return {
         name: _metric({part: sums[f"{name} {part}"] for part in columns[name]}) for name in names
     }
-    for name, value in compute(world, wholes).items():
-        metrics[name] = Metric(value, None, float(len(indices)))
-    metrics = {name: metrics[name] for name in task.metrics}
-    weight = metrics["loss"].weight
-    for name, value in task.derived({n: m.value for n, m in metrics.items()}).items():
-        metrics[name] = Metric(value, None, weight)
-    numbers = {name: v for name, v in logged.numbers().items() if name not in metrics}
-    seconds = time.perf_counter() - started
-    return Evaluation(metrics, len(indices), seconds, numbers, logged.images, logged.tables)
 
 
 _PARTS = ("v", "w", "vv", "vw", "ww", "n")

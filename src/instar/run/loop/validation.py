@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.components import Components
-from instar.run.loop.evaluate import evaluate
+from instar.run.loop.evaluate import EvaluationOptions, evaluate_source
 from instar.run.loop.state import Every, RunState
 from instar.run.loop.step import enter
 from instar.schedule.triggers import losses_needed
@@ -66,17 +66,15 @@ def validate(
     stepper.share_buffers()
     limit = samples_evaluated(state, parts)
     with stepper.evaluating():
-        result = evaluate(
-            parts.task,
-            stepper.bare_model,
-            parts.validation,
-            parts.world,
-            batch_size=config.eval.batch_size or state.settings.batch_size,
-            limit=limit,
-            seed=config.data_seed,
-            autocast=stepper.autocast,
-            safe=parts.sync,
-            together=stepper.strategy.together,
+        options = EvaluationOptions(
+            config.eval.batch_size or state.settings.batch_size,
+            config.data_seed,
+            limit,
+            stepper.autocast,
+            stepper.strategy.together,
+        )
+        result = evaluate_source(
+            parts.task, stepper.bare_model, parts.validation, options, parts.sync
         )
     if result is None:
         return state
