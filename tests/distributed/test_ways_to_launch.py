@@ -46,6 +46,7 @@ HANDED = """\
 import sys
 from pathlib import Path
 from instar.distributed.launch import launch
+from instar.distributed.placement import LaunchOptions
 from instar.distributed.signals import exit_now
 from instar.schedule.checks import load_checked
 
@@ -53,7 +54,7 @@ path = Path("handed.yaml")
 path.write_text(Path("tiny.yaml").read_text())
 loaded = load_checked(str(path), [f"record.run_dir={sys.argv[1]}"])
 path.write_text("seed: [")
-exit_now(launch([str(path)], 2, config=loaded.packed()))
+exit_now(launch(LaunchOptions([str(path)], 2, config=loaded.packed())))
 """
 IN_A_LOOP = """\
 import sys

@@ -32,8 +32,9 @@ SUPPORT = Path(__file__).parents[1] / "support"
 TWO_RANKS = """
 import sys
 from instar.distributed.launch import launch
+from instar.distributed.placement import LaunchOptions
 from instar.distributed.signals import exit_now
-exit_now(launch(sys.argv[1:], 2, module="ddp_saver"))
+exit_now(launch(LaunchOptions(sys.argv[1:], 2, module="ddp_saver")))
 """
 
 

@@ -302,9 +302,12 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         exit_now(_one_rank(described))
     from instar.distributed.launch import launch
+    from instar.distributed.placement import LaunchOptions
 
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
     )
-    restarts = int(sys.argv[2])
-    exit_now(launch([sys.argv[1]], described.size, module="toy_room", max_restarts=restarts))
+    options = LaunchOptions(
+        [sys.argv[1]], described.size, module="toy_room", max_restarts=int(sys.argv[2])
+    )
+    exit_now(launch(options))

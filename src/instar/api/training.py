@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
-from instar.distributed.placement import LAUNCH_VARIABLE, Placement, placement, share_cores
+from instar.distributed.placement import (
+    LAUNCH_VARIABLE,
+    LaunchOptions,
+    Placement,
+    RankCount,
+    placement,
+    resolve_ranks,
+    share_cores,
+)
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
@@ -179,14 +187,13 @@ def _file_and_overrides(
 def _launch(
     config: str | None,
     overrides: Sequence[str],
-    resumed: Resume | None,
+    resume: Resume | None,
     *,
     world_size: int | None,
     devices: Sequence[int] | None,
     max_restarts: int,
 ) -> Path:
     from instar.distributed.launch import run_ranks, say
-    from instar.distributed.placement import resolve_ranks
     from instar.run.lifecycle.load import load_config
 
     loaded = load_config(config, overrides)
@@ -197,66 +204,73 @@ def _launch(
             where="environment",
             hint="call instar.api.train in each",
         )
-    start = resolve_ranks(loaded.config.parallel, place, world_size, devices)
-    make_ready(loaded, start.ranks, resumed, say, devices)
+    count = resolve_ranks(loaded.config.parallel, place, world_size, devices)
+    preflight_launch(loaded, count, resume, say)
+    argv = [] if config is None or resume is not None else [config]
+    argv += [word for text in overrides for word in ("--set", text)]
+    argv += [] if resume is None else resume.words()
+    result = run_ranks(launch_options(loaded, argv, count, resume, max_restarts))
+    run_dir = result.log.parents[1] if result.log else None
+    if result.code == Interrupted.exit_code:
+        raise Interrupted(result.text or f"resume with: instar resume {shlex.quote(str(run_dir))}")
+    if result.code == StoppedUnsaved.exit_code:
+        raise StoppedUnsaved(result.text or NOTHING_STARTED)
+    if result.code == ConfigError.exit_code:
+        raise ConfigError.one("the ranks could not start", hint="see the output of rank 0")
+    if result.code or run_dir is None:
+        raise RunFailed(result.text)
+    return run_dir
+
+
+def launch_options(
+    loaded: Loaded,
+    argv: Sequence[str],
+    count: RankCount,
+    resume: Resume | None = None,
+    max_restarts: int = 0,
+) -> LaunchOptions:
+    """Return how the ranks of a run are launched on this machine.
+
+    Args:
+        argv: words of `instar train` that each rank is given.
+    """
     parallel = loaded.config.parallel
-    words = [] if config is None or resumed is not None else [config]
-    words += [word for text in overrides for word in ("--set", text)]
-    words += [] if resumed is None else resumed.words()
-    ended = run_ranks(
-        words,
-        start.ranks,
-        start.devices or None,
+    return LaunchOptions(
+        argv,
+        count.ranks,
+        count.devices or None,
         device=loaded.config.device,
         host=parallel.master_address,
         port=parallel.master_port,
         max_restarts=max_restarts,
-        resumable=resumed is not None or loaded.config.resume == "auto",
+        resumable=resume is not None or loaded.config.resume == "auto",
         config=loaded.packed(),
     )
-    run_dir = ended.log.parents[1] if ended.log else None
-    if ended.code == Interrupted.exit_code:
-        raise Interrupted(ended.text or f"resume with: instar resume {shlex.quote(str(run_dir))}")
-    if ended.code == StoppedUnsaved.exit_code:
-        raise StoppedUnsaved(ended.text or NOTHING_STARTED)
-    if ended.code == ConfigError.exit_code:
-        raise ConfigError.one("the ranks could not start", hint="see the output of rank 0")
-    if ended.code or run_dir is None:
-        raise RunFailed(ended.text)
-    return run_dir
 
 
-def make_ready(
-    loaded: Loaded,
-    ranks: int,
-    resume: Resume | None,
-    say: Callable[[str], None],
-    devices: Sequence[int] | None = None,
+def preflight_launch(
+    loaded: Loaded, count: RankCount, resume: Resume | None, say: Callable[[str], None]
 ) -> None:
-    """Prepare the data and raise all errors that can be found before any rank is started.
-
-    Args:
-        devices: GPUs of the ranks; None: the config's.
-    """
+    """Prepare the data and raise all errors that can be found before any rank is started."""
     from instar.data.text.origin import NOTE
     from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
     from instar.run.lifecycle.resume import automatic, choose, continuation
     from instar.run.lifecycle.start import starting_weights
 
-    going_on = resume or automatic(loaded.config)
+    ranks = count.ranks
+    resume = resume or automatic(loaded.config)
     checkpoint = None
-    if going_on is not None:
-        checkpoint, _ = choose(going_on, check=ranks > 1)
-        loaded = continuation(going_on, loaded, checkpoint).loaded
-    wanted = loaded.config.parallel.devices if devices is None else devices
-    if wanted or loaded.config.device.startswith("cuda"):
+    if resume is not None:
+        checkpoint, _ = choose(resume, check=ranks > 1)
+        loaded = continuation(resume, loaded, checkpoint).loaded
+    if count.devices or loaded.config.device.startswith("cuda"):
         # before the data: tokenising may take hours
         from instar.distributed.world import device_of
 
-        device_of(loaded.config.device, Placement(size=ranks, local_size=ranks), wanted)
+        device_of(loaded.config.device, Placement(size=ranks, local_size=ranks), count.devices)
     # rank 0 compares the sources again, and says what has changed
     prepare_data(loaded, ranks, lambda text: None if text.startswith(NOTE) else say(text))
-    prepared = preflight(loaded, ranks, new=going_on is None)
+    prepared = preflight(loaded, ranks, new=resume is None)
     check_memory(loaded, prepared.forecast, loaded.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded, prepared.spec)

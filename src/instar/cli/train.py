@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import chdir
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from instar.config.load import Loaded
+    from instar.distributed.placement import RankCount
     from instar.distributed.rank_log import RankLog
     from instar.record.rundir import RunDir
     from instar.run.lifecycle.resume import Resume
@@ -70,134 +72,126 @@ if TYPE_CHECKING:
 @click.option(
     "--json", "as_json", is_flag=True, help="One line of JSON; with --dry-run, the forecast."
 )
-def train(
-    cfg: str | None,
-    nproc: int | None,
-    devices: list[int] | None,
-    overrides: tuple[str, ...],
-    schedule: str | None,
-    until: tuple[str, ...],
-    max_restarts: int,
-    resume: str | None,
-    start: str,
-    allow: tuple[str, ...],
-    only_test: bool,
-    profile: int,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+def train(**options: Any) -> int:
     """Train the model that CFG describes."""
-    from instar.config.errors import ConfigError
-    from instar.config.load import from_launcher
-    from instar.distributed.placement import DEVICES_VARIABLE, placement, resolve_ranks
-    from instar.run.lifecycle.load import load_config
+    return _train(_TrainOptions(**options))
 
-    if resume is not None and cfg is None:
+
+@dataclass(frozen=True)
+class _TrainOptions:
+    """The options of `instar train`."""
+
+    cfg: str | None
+    nproc: int | None
+    devices: list[int] | None
+    overrides: tuple[str, ...]
+    schedule: str | None
+    until: tuple[str, ...]
+    max_restarts: int
+    resume: str | None
+    start: str
+    allow: tuple[str, ...]
+    only_test: bool
+    profile: int
+    dry_run: bool
+    as_json: bool
+
+    def all_overrides(self) -> tuple[str, ...]:
+        """Return the texts of `--set`, with the options that are short for one."""
+        overrides = self.overrides
+        if self.schedule is not None:
+            overrides = (*overrides, schedule_option(self.schedule))
+        if self.until:
+            overrides = (*overrides, f"train.until={json.dumps(list(self.until))}")
+        return overrides
+
+
+def _train(options: _TrainOptions) -> int:
+    from instar.distributed.placement import DEVICES_VARIABLE, placement, resolve_ranks
+
+    if options.resume is not None and options.cfg is None:
         from instar.record.rundir import find_run
         from instar.record.start_folder import begun_in
 
         run, base, overrides = begun_in(
-            find_run(resume), overrides, lambda text: click.echo(text, err=True)
+            find_run(options.resume), options.overrides, lambda text: click.echo(text, err=True)
         )
+        options = replace(options, overrides=tuple(overrides))
         if not base.samefile("."):
             click.echo(f"in {base}, where the run was started", err=True)
             with chdir(base):
-                return train.callback(  # type: ignore[misc, no-any-return]
-                    cfg,
-                    nproc,
-                    devices,
-                    overrides,
-                    schedule,
-                    until,
-                    max_restarts,
-                    str(run.path),
-                    start,
-                    allow,
-                    only_test,
-                    profile,
-                    dry_run,
-                    as_json,
-                )
-    if schedule is not None:
-        overrides = (*overrides, schedule_option(schedule))
-    if until:
-        overrides = (*overrides, f"train.until={json.dumps(list(until))}")
+                return _train(replace(options, resume=str(run.path)))
+    loaded, resume, argv = _load(options)
+    place = placement(os.environ)
+    count = resolve_ranks(loaded.config.parallel, place, options.nproc, options.devices)
+    if options.dry_run:
+        return _forecast(options, loaded, resume, argv, count.ranks)
+    if place.is_set:
+        if options.devices:
+            os.environ[DEVICES_VARIABLE] = ",".join(map(str, options.devices))
+        return _one_rank(loaded, resume, options)
+    return _launch(options, loaded, resume, argv, count)
+
+
+def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
+    """Return the config, the resume if there is one, and the words for each rank."""
+    from instar.config.errors import ConfigError
+    from instar.config.load import from_launcher
+    from instar.run.lifecycle.load import load_config
+
+    cfg, overrides = options.cfg, options.all_overrides()
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
-    resumed = None
-    if resume is not None:
+    resume = None
+    if options.resume is not None:
         from instar.record.rundir import find_run
         from instar.run.lifecycle.resume import Resume, named_checkpoint
 
-        run = find_run(resume)
-        resumed = Resume(run, start, allow, fresh=start == "latest", given=cfg is not None)
-        named_checkpoint(resumed)
+        run, start = find_run(options.resume), options.start
+        resume = Resume(run, start, options.allow, fresh=start == "latest", given=cfg is not None)
+        named_checkpoint(resume)
         cfg = cfg or str(run.config)
-        argv = [*argv, *resumed.words(), *["--only-test"] * only_test]
-    argv += ["--profile", f"{profile}it"] if profile else []
+        argv = [*argv, *resume.words(), *["--only-test"] * options.only_test]
+    argv += ["--profile", f"{options.profile}it"] if options.profile else []
     try:
         loaded = from_launcher() or load_config(cfg, overrides, resuming=resume is not None)
     except ConfigError as error:
-        if resumed is None or resumed.given:
+        if resume is None or resume.given:
             raise
         from instar.run.lifecycle.resume import with_restoring
 
-        raise with_restoring(resumed.run, error) from None
-    place = placement(os.environ)
-    rank_count = resolve_ranks(loaded.config.parallel, place, nproc, devices)
-    if dry_run:
-        return _forecast(cfg, loaded, argv, rank_count.ranks, devices, as_json)
-    if place.is_set:
-        if devices:
-            os.environ[DEVICES_VARIABLE] = ",".join(map(str, devices))
-        return _one_rank(loaded, resumed, only_test, profile)
-    return _launch(
-        loaded, resumed, argv, rank_count.ranks, devices, max_restarts, only_test, profile
-    )
+        raise with_restoring(resume.run, error) from None
+    return loaded, resume, argv
 
 
 def _launch(
+    options: _TrainOptions,
     loaded: Loaded,
     resume: Resume | None,
     argv: Sequence[str],
-    ranks: int,
-    devices: Sequence[int] | None,
-    max_restarts: int,
-    only_test: bool,
-    profile: int,
+    count: RankCount,
 ) -> int:
     """Check everything before any rank starts; then run in this process, or launch ranks."""
-    from instar.api.training import make_ready
+    from instar.api.training import launch_options, preflight_launch
     from instar.distributed.failure import stopped_before_start
 
-    resumable = resume is not None or loaded.config.resume == "auto"
+    devices, max_restarts = options.devices, options.max_restarts
     try:
-        make_ready(loaded, ranks, resume, lambda text: click.echo(text, err=True), devices)
-        if ranks == 1 and devices is None and not max_restarts:
-            return _one_rank(loaded, resume, only_test, profile)
+        preflight_launch(loaded, count, resume, lambda text: click.echo(text, err=True))
+        if count.ranks == 1 and devices is None and not max_restarts:
+            return _one_rank(loaded, resume, options)
         from instar.distributed.launch import launch, torchrun_line
 
-        parallel = loaded.config.parallel
-        line = torchrun_line(
-            argv, ranks, devices, max_restarts=max_restarts, port=parallel.master_port
-        )
+        port = loaded.config.parallel.master_port
+        line = torchrun_line(argv, count.ranks, devices, max_restarts=max_restarts, port=port)
         click.echo(f"same as: {line}", err=True)
-        return launch(
-            argv,
-            ranks,
-            devices if devices is not None else parallel.devices or None,
-            device=loaded.config.device,
-            host=parallel.master_address,
-            port=parallel.master_port,
-            max_restarts=max_restarts,
-            resumable=resumable,
-            config=loaded.packed(),
-        )
+        return launch(launch_options(loaded, argv, count, resume, max_restarts))
     except KeyboardInterrupt:
         # a signal arrived before its handler was installed
+        resumable = resume is not None or loaded.config.resume == "auto"
         raise stopped_before_start(resumable=resumable) from None
 
 
-def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool, profile: int) -> int:
+def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> int:
     from instar.distributed.failure import NOTHING_STARTED
     from instar.distributed.launch import say
     from instar.distributed.placement import placement
@@ -217,18 +211,24 @@ def _one_rank(loaded: Loaded, resume: Resume | None, only_test: bool, profile: i
         def work(log: RankLog) -> None:
             from instar.run.lifecycle.worker import run
 
-            run(loaded, log, signal, resume, only_test=only_test, profiled_steps=profile)
+            run(
+                loaded,
+                log,
+                signal,
+                resume,
+                only_test=options.only_test,
+                profiled_steps=options.profile,
+            )
 
         return run_rank(work)
 
 
 def _forecast(
-    cfg: str | None,
+    options: _TrainOptions,
     loaded: Loaded,
+    resume: Resume | None,
     argv: Sequence[str],
     ranks: int,
-    devices: Sequence[int] | None,
-    as_json: bool,
 ) -> int:
     from instar.distributed.launch import torchrun_line
     from instar.record.format import bytes_text
@@ -244,10 +244,11 @@ def _forecast(
     new = automatic(loaded.config) is None
     prepared = preflight(loaded, ranks, new=new, assume=lambda text: click.echo(text, err=True))
     weights = starting_weights(loaded, prepared.spec) if new else None
-    line = torchrun_line(argv, ranks, devices, port=loaded.config.parallel.master_port)
-    saving = expected(prepared.forecast, loaded, cfg)
+    line = torchrun_line(argv, ranks, options.devices, port=loaded.config.parallel.master_port)
+    path = options.cfg or (str(resume.run.config) if resume else None)
+    saving = expected(prepared.forecast, loaded, path)
     precision = foreseen_precision(prepared)
-    if as_json:
+    if options.as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
         more |= saving_values(saving)
         more["precision"] = precision

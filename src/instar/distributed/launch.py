@@ -27,7 +27,12 @@ from instar.distributed.failure import (
     StoppedUnsaved,
     stopped_before_start,
 )
-from instar.distributed.placement import DEVICES_VARIABLE, Placement, usable_cores
+from instar.distributed.placement import (
+    DEVICES_VARIABLE,
+    LaunchOptions,
+    Placement,
+    usable_cores,
+)
 from instar.distributed.signals import StopSignal
 from instar.processes.child import GROUP_SIGNALS, exit_text
 
@@ -46,59 +51,20 @@ class LaunchResult:
     log: Path | None = None
 
 
-def launch(
-    argv: Sequence[str],
-    nproc: int,
-    devices: Sequence[int] | None = None,
-    *,
-    module: str = "instar.train",
-    device: str = "auto",
-    host: str = "127.0.0.1",
-    port: int = 0,
-    max_restarts: int = 0,
-    resumable: bool = False,
-    config: str = "",
-) -> int:
+def launch(options: LaunchOptions) -> int:
     """Call `run_ranks`, print its error text to stderr and return the exit code.
 
     Exit with `signals.exit_now(code)`: while the interpreter shuts down, a late Ctrl-C would reach
     Python's own handler.
     """
-    result = run_ranks(
-        argv,
-        nproc,
-        devices,
-        module=module,
-        device=device,
-        host=host,
-        port=port,
-        max_restarts=max_restarts,
-        resumable=resumable,
-        config=config,
-        last=True,
-    )
+    result = run_ranks(options, last=True)
     if result.text:
         say(result.text)
     return result.code
 
 
-def run_ranks(
-    argv: Sequence[str],
-    nproc: int,
-    devices: Sequence[int] | None = None,
-    *,
-    module: str = "instar.train",
-    device: str = "auto",
-    host: str = "127.0.0.1",
-    port: int = 0,
-    max_restarts: int = 0,
-    stop_timeout_s: float = 60.0,
-    grace_s: float = 1.0,
-    resumable: bool = False,
-    config: str = "",
-    last: bool = False,
-) -> LaunchResult:
-    """Run `python -m <module> <argv>` in `nproc` ranks until they exit. Call from the main thread.
+def run_ranks(options: LaunchOptions, *, last: bool = False) -> LaunchResult:
+    """Run ranks until they exit. Call from the main thread.
 
     A stop signal is passed on to every rank once, which then has `stop_timeout_s` seconds; a repeated
     one (see `StopSignal`) kills them. Either gives code 75 if the run can be resumed, else 130. If a
@@ -106,60 +72,50 @@ def run_ranks(
     the failed rank with its step, cause and last lines of output.
 
     Args:
-        resumable: the same command resumes the run, or starts again in its folder.
-        config: the loaded config (`Loaded.packed`), which the ranks then do not read again.
         last: the process exits with the result (see `StopSignal`).
-        device: the device type of the ranks; its GPUs must exist.
-        host: an address of this machine; the ranks meet there at `port` (0: any free one).
 
     Raises:
         ConfigError: before any rank is started, if there are fewer `devices` than ranks, a device
             does not exist, or the port is in use.
     """
-    if nproc < 1:
-        raise ConfigError.one(f"number of ranks must be at least 1, got {nproc}", where="--nproc")
-    if devices is not None and len(devices) < nproc:
+    ranks, devices = options.ranks, options.devices
+    if ranks < 1:
+        raise ConfigError.one(f"number of ranks must be at least 1, got {ranks}", where="--nproc")
+    if devices is not None and len(devices) < ranks:
         raise ConfigError.one(
-            f"{nproc} ranks, but {len(devices)} devices", where="--devices", hint="one per rank"
+            f"{ranks} ranks, but {len(devices)} devices", where="--devices", hint="one per rank"
         )
-    extra = {
+    env = {
         LAUNCHER_VARIABLE: str(os.getpid()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(nproc))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(ranks))),
     }
     if devices is not None:
-        extra[DEVICES_VARIABLE] = ",".join(map(str, devices))
+        env[DEVICES_VARIABLE] = ",".join(map(str, devices))
     with (
         StopSignal(on_repeat=lambda: None, signals=GROUP_SIGNALS, last=last) as stop,
         tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as work_dir,
     ):
-        if config:
+        if options.config:
             config_file = Path(work_dir) / "config.json"
-            config_file.write_text(config, encoding="utf-8")
-            extra[CONFIG_VARIABLE] = str(config_file)
+            config_file.write_text(options.config, encoding="utf-8")
+            env[CONFIG_VARIABLE] = str(config_file)
         # Importing torch takes a second or two; signals are already handled by then.
         from instar.distributed.supervisor import Supervisor
         from instar.distributed.world import device_of
 
-        device_of(device, Placement(size=nproc, local_size=nproc), devices or ())
+        device_of(options.device, Placement(size=ranks, local_size=ranks), devices or ())
         exits = Supervisor(
-            module,
-            argv,
-            nproc,
+            options,
             Path(work_dir),
             stop,
-            extra,
+            env,
             say=say,
             on_restart=lambda exits: say(f"{_failure_text(exits)}\nrestarting all ranks"),
-            max_restarts=max_restarts,
-            stop_timeout_s=stop_timeout_s,
-            grace_s=grace_s,
-            host=host,
-            port=port,
         ).run()
         if not exits:
-            code = stopped_before_start(resumable=resumable).exit_code
+            code = stopped_before_start(resumable=options.resumable).exit_code
             return LaunchResult(code, NOTHING_STARTED)
-        code, text = _conclude(exits, stop, resumable=resumable)
+        code, text = _conclude(exits, stop, resumable=options.resumable)
         return LaunchResult(code, text, next((end.log for end in exits if end.rank == 0), None))
 
 

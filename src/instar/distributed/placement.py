@@ -226,6 +226,33 @@ class RankCount:
     devices: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What is launched: `python -m <module> <argv>` in each of `ranks` ranks."""
+
+    argv: Sequence[str]
+    ranks: int
+    devices: Sequence[int] | None = None
+    """GPUs of the ranks; None: 0, 1, 2 …"""
+    module: str = "instar.train"
+    device: str = "auto"
+    """the device type of the ranks; its GPUs must exist"""
+    host: str = "127.0.0.1"
+    """an address of this machine, where the ranks meet"""
+    port: int = 0
+    """at which they meet; 0: any free one"""
+    max_restarts: int = 0
+    """how many times all ranks are restarted after a failure"""
+    stop_timeout_s: float = 60.0
+    """that ranks have to stop when they are told to"""
+    grace_s: float = 1.0
+    """that ranks have to notice the failure of another"""
+    resumable: bool = False
+    """the same command resumes the run, or starts again in its folder"""
+    config: str = ""
+    """the loaded config (`Loaded.packed`), which the ranks then do not read again"""
+
+
 def resolve_ranks(
     parallel: ParallelConfig,
     place: Placement,

@@ -24,7 +24,7 @@ from instar.distributed.failure import (
     log_of,
     read_failure,
 )
-from instar.distributed.placement import child_environment
+from instar.distributed.placement import LaunchOptions, child_environment
 from instar.distributed.rendezvous import listen
 from instar.distributed.signals import StopSignal
 from instar.processes.child import Child
@@ -51,7 +51,7 @@ class RankExit:
 
 
 class Supervisor:
-    """Runs `python -m module` in `nproc` ranks on this machine, which meet at `host` and `port`.
+    """Runs `python -m module` in ranks on this machine, which meet at an address and a port.
 
     Raises:
         ConfigError: the address or port (0: any free one) cannot be bound.
@@ -59,22 +59,16 @@ class Supervisor:
 
     def __init__(
         self,
-        module: str,
-        argv: Sequence[str],
-        nproc: int,
+        options: LaunchOptions,
         work_dir: Path,
         stop: StopSignal,
         env: Mapping[str, str],
         *,
         say: Callable[[str], None],
         on_restart: Callable[[Sequence[RankExit]], None],
-        max_restarts: int,
-        stop_timeout_s: float,
-        grace_s: float,
-        host: str,
-        port: int,
     ) -> None:
-        descriptor, port = listen(port, host)
+        host = options.host
+        descriptor, port = listen(options.port, host)
         # The store is served as long as this object lives.
         self._store = TCPStore(
             host,
@@ -84,16 +78,13 @@ class Supervisor:
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )
-        self._command = [sys.executable, "-m", module, *argv]
-        self._nproc = nproc
+        self._command = [sys.executable, "-m", options.module, *options.argv]
+        self._options = options
         self._work_dir = work_dir
         self._stop = stop
         self._say = say
         self._on_restart = on_restart
-        self._max_restarts = max_restarts
-        self._stop_timeout_s = stop_timeout_s
-        self._grace_s = grace_s
-        size = str(nproc)
+        size = str(options.ranks)
         self._env = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **child_environment(os.environ),
@@ -107,14 +98,14 @@ class Supervisor:
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": f"instar-{os.getpid()}",
-            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
     def run(self) -> Sequence[RankExit]:
         """Return the ends of the ranks of the last start, in order of time; () if none was started."""
         exits: Sequence[RankExit] = ()
-        for restart in range(self._max_restarts + 1):
+        for restart in range(self._options.max_restarts + 1):
             if self._stop.requested:
                 break
             if restart:
@@ -132,7 +123,7 @@ class Supervisor:
             # one by one, so that those already started are killed if one cannot be started
             ranks.extend(
                 _Rank(self._command, self._env, self._work_dir, number, restart)
-                for number in range(self._nproc)
+                for number in range(self._options.ranks)
             )
             limits = _Limits()
             while len(ended) < len(ranks):
@@ -156,16 +147,16 @@ class Supervisor:
         """Forward a stop signal once, and kill the ranks that exceed their limits."""
         now = time.monotonic()
         if limits.stop_by is None and self._stop.requested:
-            limits.stop_by = now + self._stop_timeout_s
+            limits.stop_by = now + self._options.stop_timeout_s
             hint = "; press again to kill all ranks" if self._stop.requested == "SIGINT" else ""
             self._say(f"{self._stop.requested}: stopping{hint}")
             for rank in running:
                 rank.child.send_signal(signal.SIGTERM)
         if limits.stop_by is None and any(rank.status in STOPPED for rank in ranks):
-            limits.stop_by = now + self._stop_timeout_s
+            limits.stop_by = now + self._options.stop_timeout_s
         if limits.fail_by is None and any(rank.has_failed for rank in ranks):
-            limits.fail_by = now + self._grace_s
-            limits.stop_by = limits.stop_by or now + self._stop_timeout_s
+            limits.fail_by = now + self._options.grace_s
+            limits.stop_by = limits.stop_by or now + self._options.stop_timeout_s
         late = limits.stop_by is not None and now >= limits.stop_by
         failed = limits.fail_by is not None and now >= limits.fail_by
         for rank in running:
