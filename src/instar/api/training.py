@@ -205,7 +205,7 @@ def _launch(
             hint="call instar.api.train in each",
         )
     count = resolve_ranks(loaded.config.parallel, place, world_size, devices)
-    preflight_launch(loaded, count, resume, say)
+    preflight_launch(loaded, count.ranks, resume, say, devices)
     argv = [] if config is None or resume is not None else [config]
     argv += [word for text in overrides for word in ("--set", text)]
     argv += [] if resume is None else resume.words()
@@ -249,25 +249,33 @@ def launch_options(
 
 
 def preflight_launch(
-    loaded: Loaded, count: RankCount, resume: Resume | None, say: Callable[[str], None]
+    loaded: Loaded,
+    ranks: int,
+    resume: Resume | None,
+    say: Callable[[str], None],
+    devices: Sequence[int] | None = None,
 ) -> None:
-    """Prepare the data and raise all errors that can be found before any rank is started."""
+    """Prepare the data and raise all errors that can be found before any rank is started.
+
+    Args:
+        devices: GPUs of the ranks; None: the config's.
+    """
     from instar.data.text.origin import NOTE
     from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
     from instar.run.lifecycle.resume import automatic, choose, continuation
     from instar.run.lifecycle.start import starting_weights
 
-    ranks = count.ranks
     resume = resume or automatic(loaded.config)
     checkpoint = None
     if resume is not None:
         checkpoint, _ = choose(resume, check=ranks > 1)
         loaded = continuation(resume, loaded, checkpoint).loaded
-    if count.devices or loaded.config.device.startswith("cuda"):
+    devices = loaded.config.parallel.devices if devices is None else devices
+    if devices or loaded.config.device.startswith("cuda"):
         # before the data: tokenising may take hours
         from instar.distributed.world import device_of
 
-        device_of(loaded.config.device, Placement(size=ranks, local_size=ranks), count.devices)
+        device_of(loaded.config.device, Placement(size=ranks, local_size=ranks), devices)
     # rank 0 compares the sources again, and says what has changed
     prepare_data(loaded, ranks, lambda text: None if text.startswith(NOTE) else say(text))
     prepared = preflight(loaded, ranks, new=resume is None)

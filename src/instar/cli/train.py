@@ -176,7 +176,9 @@ def _launch(
 
     devices, max_restarts = options.devices, options.max_restarts
     try:
-        preflight_launch(loaded, count, resume, lambda text: click.echo(text, err=True))
+        preflight_launch(
+            loaded, count.ranks, resume, lambda text: click.echo(text, err=True), devices
+        )
         if count.ranks == 1 and devices is None and not max_restarts:
             return _one_rank(loaded, resume, options)
         from instar.distributed.launch import launch, torchrun_line
