@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from instar.checkpoint.delta.writer import Written
+from instar.config.budget import Counters
 from instar.run.loop.checkpointing import save_if_due
-from instar.run.loop.state import Progress
 from instar.run.loop.trainer import Trainer
 from pauses import Size, timed, trainer_of
 from report import Case, case, options, parser, publish
@@ -90,7 +90,7 @@ def figures(size: Size, costs: Costs, threads: int) -> list[Case]:
 def measure(size: Size, folder: Path, quick: bool) -> Costs:
     written: list[Written] = []
 
-    def on_written(_: Progress, one: Written) -> None:
+    def on_written(_: Counters, one: Written) -> None:
         written.append(one)
 
     without = trainer_of(replace(size, name="without"), folder, quick)

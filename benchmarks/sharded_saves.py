@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor, Shard
 from instar.checkpoint.layout import Parts
 from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import load, publish
+from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig, ParallelConfig
 from instar.distributed.shards import held, own
 from instar.distributed.world import World, join
 from instar.run.loop.optimizer import copy_tensors
-from instar.run.loop.state import Progress
 from instar.run.output.save import Saver, Snapshot
 from report import Options, case, options, parser
 from report import publish as publish_cases
@@ -170,7 +170,7 @@ class Ranks:
         """A save for which training stops only while the tensors are copied."""
         saver = Saver(CheckpointConfig(asynchronous=True), self.world, root, lambda _: None)
         components = {c: {n: held(t) for n, t in each.items()} for c, each in state.items()}
-        snapshot = Snapshot(Progress(step=step), components, {}, {}, [], Facts())
+        snapshot = Snapshot(Counters(step=step), components, {}, {}, [], Facts())
         self.timed("stall of a background save", lambda: saver.save(snapshot))
         saver.finish()
 

@@ -16,12 +16,12 @@ PROGRAM = """
 import torch
 from instar.checkpoint.manifest import Facts
 from instar.config.schema import CheckpointConfig
-from instar.run.loop.state import Progress
+from instar.config.budget import Counters
 from instar.run.output.save import Saver, Snapshot
 
 def snapshot(step, weight, own):
     return Snapshot(
-        Progress(step=step), {"model": {"weight": weight}, "rng": {"own": own}}, {}, {}, [], Facts()
+        Counters(step=step), {"model": {"weight": weight}, "rng": {"own": own}}, {}, {}, [], Facts()
     )
 
 def saver(world, root, background):
@@ -56,7 +56,7 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
             "count": count,
         }
         parts = {"model": saved, "rng": {"own": torch.full((3,), 10 * step + world.rank)}}
-        made.save(Snapshot(Progress(step=step), parts, {}, {}, [], Facts()))
+        made.save(Snapshot(Counters(step=step), parts, {}, {}, [], Facts()))
         rows += 1  # the next step must not reach what is being saved
         count += 1
         made.finish()
@@ -133,7 +133,7 @@ def of(named):
     for name, tensor in named.items():
         component, _, rest = name.partition("/")
         components.setdefault(component, {})[rest] = tensor
-    return Snapshot(Progress(step=1), components, {}, {}, [], Facts())
+    return Snapshot(Counters(step=1), components, {}, {}, [], Facts())
 
 with join(ParallelConfig(timeout_s=60), "cpu") as world:
     of(tensors()).check_replicas(world)

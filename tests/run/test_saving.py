@@ -18,13 +18,13 @@ from instar.checkpoint import tensor_file
 from instar.checkpoint.listing import BEST, checkpoints, pointed_at
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load
+from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig
 from instar.config.sections import Operation
 from instar.distributed.world import RunFailed
 from instar.record.control import ask
 from instar.record.events import Saved, Warn, read_events
 from instar.run.loop.checkpointing import intervals, snapshot
-from instar.run.loop.state import Progress
 from instar.run.loop.trainer import Trainer
 from instar.run.output.save import MAX_FAILURES
 
@@ -58,10 +58,10 @@ def test_it_is_saved_every_so_many_steps_but_for_the_end(trainer: Make, backgrou
 
 def test_counts_that_a_step_passes_by_are_not_missed(trainer: Make) -> None:
     config = CheckpointConfig(every_steps=10, every_tokens=1000)
-    before, now = Progress(step=8, tokens=900), Progress(step=9, tokens=3100)
-    later, begun = Progress(step=12, tokens=3200), trainer().state
+    before, now = Counters(step=8, tokens=900), Counters(step=9, tokens=3100)
+    later, begun = Counters(step=12, tokens=3200), trainer().state
 
-    def reasons(config: CheckpointConfig, before: Progress, now: Progress) -> list[str]:
+    def reasons(config: CheckpointConfig, before: Counters, now: Counters) -> list[str]:
         state = replace(begun, before=before, progress=now)
         return [text for every, text in intervals(config) if state.due(every)]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from instar.config.budget import parse_budget
-from instar.run.loop.state import Progress, budget_met, fraction_used
+from instar.config.budget import Counters, budget_met, fraction_used, parse_budget
 
 
 def met(*budgets: str, loss: float | None = None, **used: int) -> str | None:
-    progress = Progress(**used)
+    progress = Counters(**used)
     found = budget_met(
         [parse_budget(text) for text in budgets],
         progress,
@@ -52,6 +51,6 @@ def test_the_first_one_met_is_named() -> None:
 
 def test_the_fraction_is_that_of_the_counted_budget_nearest_to_its_end() -> None:
     budgets = [parse_budget(text) for text in ("10it", "4ep", "1h", "loss<3.0")]
-    assert fraction_used(budgets, Progress(step=3), epochs=2.0) == 0.5
-    assert fraction_used(budgets, Progress(step=8), epochs=2.0) == 0.8
-    assert fraction_used(budgets[2:], Progress(step=8), epochs=2.0) is None
+    assert fraction_used(budgets, Counters(step=3), epochs=2.0) == 0.5
+    assert fraction_used(budgets, Counters(step=8), epochs=2.0) == 0.8
+    assert fraction_used(budgets[2:], Counters(step=8), epochs=2.0) is None

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from instar.config.budget import Counters
 from instar.config.load import load
 from instar.config.sections import Operation
 from instar.models.architecture import resolve
@@ -109,7 +110,8 @@ def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[
         again, loss = 0, curve(step, 0)
         while (entry := next_entry(schedule, history)) is not None:
             last = last_step(history)
-            now = Moment(step, step * 128, None, step - (last or 0), loss, operated=last == step)
+            counters = Counters(step, tokens=step * 128)
+            now = Moment(counters, None, step - (last or 0), loss, operated=last == step)
             if due(entry, now, state) is None:
                 break
             state = carried_out(state, entry.operation, step)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from shapes import gpt2
 
+from instar.config.budget import Counters
 from instar.config.language import LanguageConfig
 from instar.config.sections import Operation
 from instar.schedule.operations import Change, State, carried_out
@@ -46,7 +47,7 @@ def entry(**given: Any) -> Entry:
 
 
 def at(step: int, since_last: int) -> Moment:
-    return Moment(step, 0, None, since_last, loss=None)
+    return Moment(Counters(step), None, since_last, loss=None)
 
 
 def test_a_seed_s_entry_fires_on_the_loss_or_the_wait() -> None:

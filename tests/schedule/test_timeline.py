@@ -72,8 +72,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
             last = last_step(history)
             used = [_used(spot, pace, budget.kind) / budget.amount for budget in budgets]
             now = Moment(
-                step=spot.step,
-                tokens=spot.tokens,
+                counters=spot,
                 fraction=max(used),
                 since_last=spot.step - (last or 0),
                 loss=loss if evaluated else None,

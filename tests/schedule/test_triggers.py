@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from instar.config.budget import Counters
 from instar.schedule.curves import PowerLaw
 from instar.schedule.triggers import (
     AllOf,
@@ -26,7 +27,7 @@ from instar.schedule.triggers import (
     words,
 )
 
-NOW = Moment(step=2000, tokens=10**6, fraction=0.5, since_last=300, loss=3.41, noise=2.5)
+NOW = Moment(Counters(2000, tokens=10**6), fraction=0.5, since_last=300, loss=3.41, noise=2.5)
 FLAT = Plateau(window=3, slope=0.1)
 
 
@@ -91,7 +92,9 @@ def test_a_loss_that_is_no_number_is_not_below_any(loss: float) -> None:
 )
 def test_what_needs_a_loss_is_asked_at_evaluations_only(trigger: Trigger, needed: bool) -> None:
     assert needs_loss(trigger) is needed
-    between = dataclasses.replace(NOW, step=10**9, tokens=10**12, since_last=10**9, loss=None)
+    between = dataclasses.replace(
+        NOW, counters=Counters(10**9, tokens=10**12), since_last=10**9, loss=None
+    )
     assert (fires(trigger, between) is None) is needed
 
 
@@ -99,7 +102,7 @@ def losses(*values: float, every: int = 100) -> Moment:
     """After these evaluations, the first `every` steps after an operation at step 1,000."""
     steps = range(1000 + every, 1000 + every * (len(values) + 1), every)
     points = ((1000, 99.0), *zip(steps, values, strict=True))
-    return Moment(points[-1][0], 0, None, points[-1][0] - 1000, values[-1], points)
+    return Moment(Counters(points[-1][0]), None, points[-1][0] - 1000, values[-1], points)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_a_plateau_must_last_as_long_as_its_patience() -> None:
 
 
 def test_what_an_operation_did_to_the_loss_is_no_slope() -> None:
-    before = Moment(1000, 0, None, 1000, 3.0, ((800, 3.0), (900, 3.0), (1000, 3.0)))
+    before = Moment(Counters(1000), None, 1000, 3.0, ((800, 3.0), (900, 3.0), (1000, 3.0)))
     assert fires(FLAT, before) is not None
     assert fires(FLAT, dataclasses.replace(before, since_last=150)) is None
 

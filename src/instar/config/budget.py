@@ -1,12 +1,15 @@
-"""Parsing of budgets ("2000it", "50Mtok", "10min") and of number notations ("10k", "5%")."""
+"""What a run has done, and the budgets that end it: parsed ("2000it", "50Mtok", "10min"), and how far they are used
+up. Also number notations ("10k", "5%")."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Literal
+from fractions import Fraction
+from typing import Literal, Self, TypeVar
 
 Kind = Literal["steps", "tokens", "samples", "epochs", "seconds", "loss"]
 
@@ -28,7 +31,7 @@ _UNITS: dict[str, tuple[Kind, int]] = {
 }
 _CLOCK = (("h", 3600), ("min", 60), ("s", 1))
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_COUNTED: tuple[Kind, ...] = ("steps", "tokens", "samples")
+_WHOLE: tuple[Kind, ...] = ("steps", "tokens", "samples")
 _SPELT_OUT = {
     "it": "step steps iter iters iteration iterations update updates",
     "tok": "token tokens toks",
@@ -38,9 +41,55 @@ _SPELT_OUT = {
     "min": "m mins minute minutes",
     "h": "hr hrs hour hours",
 }
+COUNTED: tuple[Kind, ...] = (*_WHOLE, "epochs")
+"""Kinds that depend on counts only, which are the same on every rank."""
 _NUMBER = r"(\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _AMOUNT = re.compile(rf"{_NUMBER}\s*(?:([kKMBGT]?)(it|tok|samples)|(ep|s|min|h))", re.ASCII)
 _LOSS = re.compile(rf"loss\s*<\s*(-?{_NUMBER})", re.ASCII)
+
+
+Epochs = TypeVar("Epochs", float, Fraction)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a run has done since step 0."""
+
+    step: int = 0
+    """optimizer steps, including skipped ones"""
+    samples: int = 0
+    """the cursor: samples consumed over all ranks"""
+    tokens: int = 0
+    """loss weight consumed: for language, target tokens"""
+    flops: float = 0.0
+    """forward and backward FLOPs, counted from the architecture"""
+    active_s: float = 0.0
+    """seconds spent in training steps"""
+
+    def __post_init__(self) -> None:
+        if min(vars(self).values()) < 0:
+            raise ValueError(f"totals are never negative: {self}")
+
+    def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> Self:
+        """Return the counters after one more step."""
+        return replace(
+            self,
+            step=self.step + 1,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            flops=self.flops + flops,
+            active_s=self.active_s + seconds,
+        )
+
+    def amounts(self, epochs: Epochs) -> dict[Kind, float | Epochs]:
+        """Return what is used of each kind of budget; `epochs`: passes over the data so far."""
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "epochs": epochs,
+            "seconds": self.active_s,
+        }
 
 
 @dataclass(frozen=True)
@@ -62,7 +111,7 @@ class Budget:
             raise ValueError(f"a budget must be at most {MOST:g}, got {self.amount:g}")
         if self.kind != "loss" and self.amount <= 0:
             raise ValueError(f"a budget must be more than nothing, got {self.amount:g}")
-        if self.kind in _COUNTED and self.amount != int(self.amount):
+        if self.kind in _WHOLE and self.amount != int(self.amount):
             raise ValueError(f"{self.kind} are whole, got {self.amount:g}")
 
     def __str__(self) -> str:
@@ -82,6 +131,61 @@ class Budget:
             scale = next(scale for scale in ("M", "k", "") if amount % _SCALES[scale] == 0)
             return f"{amount // _SCALES[scale]}{scale}tok"
         return f"{amount}{'it' if self.kind == 'steps' else 'samples'}"
+
+
+def budget_met(
+    budgets: Sequence[Budget],
+    counters: Counters,
+    *,
+    epochs: float,
+    validation_loss: float | None,
+    resumed_s: float = 0.0,
+) -> Budget | None:
+    """Return the first budget that is used up, or None; the same on every rank.
+
+    Budgets in seconds depend on rank 0's clock, which requests the end (`run/loop/sync_point.py`).
+    Here only the seconds before a resume count, which all ranks know.
+
+    Args:
+        epochs: passes over the data so far.
+        validation_loss: of an evaluation at this step, else None.
+        resumed_s: seconds of training before this start of the run.
+    """
+    amounts = counters.amounts(epochs) | {"seconds": resumed_s}
+    for budget in budgets:
+        if budget.kind == "loss":
+            if validation_loss is not None and validation_loss < budget.amount:
+                return budget
+        elif amounts[budget.kind] >= budget.amount:
+            return budget
+    return None
+
+
+def fraction_used(budgets: Sequence[Budget], counters: Counters, epochs: Epochs) -> Epochs | None:
+    """Return the used fraction of the counted budget nearest to its end; None without one. It is exact if
+    `epochs` is: 0.1 epochs of 30 samples are 3, not 3.0000000000000004."""
+    number: type[Epochs] = Fraction if isinstance(epochs, Fraction) else float
+    amounts = counters.amounts(epochs)
+    fractions = [
+        number(amounts[budget.kind]) / number(str(budget.amount))
+        for budget in budgets
+        if budget.kind in COUNTED
+    ]
+    return max(fractions, default=None)
+
+
+def eta(
+    budgets: Sequence[Budget], counters: Counters, epochs: float, elapsed: float
+) -> float | None:
+    """Return how much longer a run lasts, in the unit of `elapsed`, at the pace so far; None without a budget
+    that allows an estimate."""
+    amounts = counters.amounts(epochs)
+    remaining = [
+        elapsed * (budget.amount / amounts[budget.kind] - 1.0)
+        for budget in budgets
+        if budget.kind != "loss" and amounts[budget.kind] > 0
+    ]
+    return max(0.0, min(remaining)) if remaining else None
 
 
 def parse_budget(text: str) -> Budget:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from instar.config.budget import Counters
 from instar.config.files import read_regular
 from instar.config.load import load
 from instar.config.sections import Operation
@@ -195,8 +196,8 @@ class GrowthSchedule:
     ) -> str | None:
         since = step - (last_step(self.history) or 0)
         share = None if self.steps is None else step / self.steps
-        tokens = step * self.tokens_per_step
-        moment = Moment(step, tokens, share, since, loss, self._losses, operated)
+        counters = Counters(step, tokens=step * self.tokens_per_step)
+        moment = Moment(counters, share, since, loss, self._losses, operated)
         shape = self._shape or subject_of(model).shape
         state = State(initial_settings(self._config), shape, self._config)
         return due(entry, moment, state)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
+from instar.config.budget import Counters
 from instar.config.errors import InstarError
 from instar.config.files import open_regular
 
@@ -111,6 +112,12 @@ class Placed(Event, frozen=True, kw_only=True):
     """Since the run began, pauses between segments included."""
     active_s: Finite = 0.0
     """Spent on training steps alone, over all segments."""
+
+    @property
+    def counters(self) -> Counters:
+        """What the run had done, as far as a record can be believed."""
+        flops, active_s = max(0.0, self.flops), max(0.0, self.active_s)
+        return Counters(self.step, self.samples, self.tokens, flops, active_s)
 
 
 AXES = ("samples", "tokens", "epoch", "flops", "wall_s", "active_s")

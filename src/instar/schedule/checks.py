@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from instar.config.budget import parse_budget
+from instar.config.budget import COUNTED, parse_budget
 from instar.config.checks import cross_checks
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.fields import with_values
@@ -18,8 +18,6 @@ from instar.config.sections import Operation, ScheduledOperation, When
 from instar.schedule.branches import BRANCH, Finding, branch_of, conflicts, problems
 from instar.schedule.operations import OperationError, check, names
 from instar.schedule.triggers import operation, stays_due, tokens, trigger
-
-_COUNTED = ("steps", "tokens", "samples", "epochs")
 
 
 def load_checked(
@@ -198,7 +196,7 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
 def has_end(config: RunConfig) -> bool:
     """Whether a budget of the run is counted in steps, tokens, samples or epochs."""
     try:
-        return any(parse_budget(text).kind in _COUNTED for text in config.train.until)
+        return any(parse_budget(text).kind in COUNTED for text in config.train.until)
     except ValueError:
         return True  # an invalid budget is reported elsewhere
 

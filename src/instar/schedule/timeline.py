@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 
-from instar.config.budget import Budget
+from instar.config.budget import Budget, Counters, fraction_used
 from instar.growth.plan import GrowthPlan, source_of
 from instar.models.architecture import mask_of
 from instar.models.cost import FrozenParameters
@@ -63,12 +63,9 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Progress of a simulated run."""
+class Clock(Counters):
+    """The counters of a simulated run, all of them exact, and its place in the data."""
 
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
     flops: int = 0
     in_order: int = 0
     """Samples consumed since the current order began; samples of another length begin a new one."""
@@ -101,15 +98,7 @@ class Clock:
 
     def used(self, pace: Pace, budgets: Sequence[Budget]) -> Fraction | None:
         """Return the largest used share of the counted budgets; None without one."""
-        counts: dict[str, int | Fraction] = {
-            "steps": self.step,
-            "tokens": self.tokens,
-            "samples": self.samples,
-            "epochs": self.epochs(pace),
-        }
-        # 0.1 epochs of 30 samples are 3, not 3.0000000000000004
-        shares = [counts[b.kind] / Fraction(str(b.amount)) for b in budgets if b.kind in counts]
-        return max(shares, default=None)
+        return fraction_used(budgets, self, self.epochs(pace))
 
     def end(self, pace: Pace, budgets: Sequence[Budget]) -> int | None:
         """Return the first step, this one at the earliest, after which a budget is used up; None
@@ -254,8 +243,7 @@ class _Ending:
         clock = self.clock.after(self.leg.pace, step - begin)
         used, evaluated = clock.used(self.leg.pace, self.budgets), self.is_evaluated(step)
         moment = Moment(
-            step=step,
-            tokens=clock.tokens,
+            counters=clock,
             fraction=None if used is None else float(used),
             since_last=step - self.since,
             loss=(-math.inf if self.optimistic else math.inf) if evaluated else None,

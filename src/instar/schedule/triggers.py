@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from instar.config.budget import parse_budget
+from instar.config.budget import Counters, parse_budget
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
 from instar.growth.operators import is_growth
@@ -23,10 +23,8 @@ from instar.schedule.operations import Change, History, State
 class Moment:
     """A point between two steps at which triggers are evaluated."""
 
-    step: int
-    """Updates since the run began."""
-    tokens: int
-    """Tokens trained on since the run began."""
+    counters: Counters
+    """What the run has done; triggers read steps and tokens."""
     fraction: float | None
     """The largest used share of the counted budgets; None without one."""
     since_last: int
@@ -160,9 +158,9 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
         case Waited(steps):
             return f"waited {steps:,} steps" if moment.since_last >= steps else None
         case AtStep(step):
-            return f"step {step:,}" if moment.step >= step else None
+            return f"step {step:,}" if moment.counters.step >= step else None
         case AtTokens(tokens):
-            return f"{si(tokens)} tokens" if moment.tokens >= tokens else None
+            return f"{si(tokens)} tokens" if moment.counters.tokens >= tokens else None
         case AtFraction(fraction):
             return f"{fraction:.4g} of the budget" if _used(moment, fraction) else None
         case Plateau():
@@ -290,7 +288,7 @@ def _lines(trigger: Plateau | SlopeBelow, moment: Moment) -> list[tuple[float, f
     """Return the fall in nats per 1,000 steps, and the mean loss, of the least-squares lines through
     the windows that end at each of the last `patience` evaluations; nothing if there are fewer."""
     # losses at or before the last operation, or at step 0, are not part of the slope
-    began = moment.step - moment.since_last
+    began = moment.counters.step - moment.since_last
     seen = [point for point in moment.losses if point[0] > began]
     ends = range(len(seen) - trigger.patience + 1, len(seen) + 1)
     if ends[0] < trigger.window:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from instar.config.budget import Budget, parse_budget
+from instar.config.budget import Budget, eta, parse_budget
 from instar.logs.query.config import config_lines
 from instar.logs.read.summary_cache import CachedSummary, cached_summary
 from instar.record.events import Failed, RunFinished, RunStarted, Stop
@@ -75,19 +75,8 @@ def _ends_at(summary: CachedSummary, budgets: Sequence[Budget]) -> float | None:
         return None
     if any(isinstance(each, Stop | RunFinished | Failed) for each in summary.events):
         return None
-    used = {
-        "steps": float(last.step),
-        "tokens": float(last.tokens),
-        "samples": float(last.samples),
-        "epochs": last.epoch,
-        "seconds": last.active_s,
-    }
-    left = [
-        last.step * (each.amount / used[each.kind] - 1.0)
-        for each in budgets
-        if each.kind != "loss" and used[each.kind] > 0
-    ]
-    if not left:
+    steps = eta(budgets, last.counters, last.epoch, float(last.step))
+    if steps is None:
         return None
     seconds_per_step = (last.time - start.time) / (last.step - start.step)
-    return last.time + max(0.0, min(left)) * seconds_per_step
+    return last.time + steps * seconds_per_step

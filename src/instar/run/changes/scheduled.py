@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from instar.checkpoint.manifest import CheckpointError
+from instar.config.budget import fraction_used
 from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.distributed.agree import agree
@@ -20,7 +21,7 @@ from instar.run.changes.live_growth import Candidate, build_candidate_stepper, m
 from instar.run.loop.checkpointing import best_is_now, save
 from instar.run.loop.components import Components
 from instar.run.loop.gradient_stats import GradientWatch
-from instar.run.loop.state import RunState, fraction_used
+from instar.run.loop.state import RunState
 from instar.run.loop.step import Stepper, freeze
 from instar.run.loop.validation import is_comparable, validate
 from instar.schedule.branches import BRANCH
@@ -121,8 +122,7 @@ def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
     """Return the values that triggers depend on."""
     last, noise = last_step(state.history), state.noise.settled
     return Moment(
-        step=state.step,
-        tokens=state.progress.tokens,
+        counters=state.progress,
         fraction=fraction_used(parts.budgets, state.progress, state.epochs),
         since_last=state.step - (last or 0),
         loss=loss,

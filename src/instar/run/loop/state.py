@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
 
-from instar.config.budget import Budget
+from instar.config.budget import Counters
 from instar.run.loop.data_phase import DataPhase
 from instar.run.loop.early_stopping import MetricState
 from instar.run.loop.gradient_stats import NoiseScale, Skips
@@ -17,37 +17,6 @@ from instar.schedule.branches import BRANCH
 from instar.schedule.operations import Change, History, State
 from instar.schedule.settings import Settings
 from instar.tasks.basis import Basis, incomparable
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Totals since step 0."""
-
-    step: int = 0
-    """optimizer steps, including skipped ones"""
-    samples: int = 0
-    """the cursor: samples consumed over all ranks"""
-    tokens: int = 0
-    """loss weight consumed: for language, target tokens"""
-    flops: float = 0.0
-    """forward and backward FLOPs, counted from the architecture"""
-    active_s: float = 0.0
-    """seconds spent in training steps"""
-
-    def __post_init__(self) -> None:
-        if min(vars(self).values()) < 0:
-            raise ValueError(f"totals are never negative: {self}")
-
-    def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> Progress:
-        """Return the progress after one more step."""
-        return replace(
-            self,
-            step=self.step + 1,
-            samples=self.samples + samples,
-            tokens=self.tokens + tokens,
-            flops=self.flops + flops,
-            active_s=self.active_s + seconds,
-        )
 
 
 @dataclass(frozen=True)
@@ -94,8 +63,8 @@ class RunState:
     """current settings and architecture: the config after the history"""
     phase: DataPhase
     """data phase of the next samples"""
-    progress: Progress = Progress()
-    before: Progress = Progress()
+    progress: Counters = field(default_factory=Counters)
+    before: Counters = field(default_factory=Counters)
     """progress before the last step, or before the round in which it is"""
     history: History = ()
     metrics: MetricState = field(default_factory=MetricState)
@@ -156,7 +125,7 @@ class RunState:
         before, now = (self._position(each, every.unit) for each in (self.before, self.progress))
         return every.due(before, now)
 
-    def _position(self, progress: Progress, unit: Literal["steps", "tokens", "epochs"]) -> int:
+    def _position(self, progress: Counters, unit: Literal["steps", "tokens", "epochs"]) -> int:
         match unit:
             case "steps":
                 return progress.step
@@ -231,14 +200,14 @@ class RunState:
             value = state[key] if default is msgspec.UNSET else state.get(key, default)
             return msgspec.convert(value, kind)
 
-        progress: Progress = read("progress", Progress)
+        progress: Counters = read("progress", Counters)
         evaluated_at: int = read("evaluated_at", int)
         return cls(
             in_force=in_force,
             phase=phase.restored(state["course"]) if "course" in state else phase,
             progress=progress,
             # an evaluation stays due if the run stopped between a step and its evaluation
-            before=read("before", Progress | None, None)
+            before=read("before", Counters | None, None)
             # of an earlier version
             or replace(
                 progress, step=max(0, progress.step - 1), samples=max(0, progress.samples - 1)
@@ -257,47 +226,3 @@ class RunState:
             save_checked_at=progress.step,
             sampled_at=progress.step,
         )
-
-
-def budget_met(
-    budgets: Sequence[Budget],
-    progress: Progress,
-    *,
-    epochs: float,
-    validation_loss: float | None,
-    resumed_s: float = 0.0,
-) -> Budget | None:
-    """Return the first budget that is used up, or None; the same on every rank.
-
-    Budgets in seconds depend on rank 0's clock, which requests the end (`run/loop/sync_point.py`).
-    Here only the seconds before a resume count, which all ranks know.
-
-    Args:
-        epochs: passes over the data so far.
-        validation_loss: of an evaluation at this step, else None.
-        resumed_s: seconds of training before this start of the run.
-    """
-    used = _used(progress, epochs) | {"seconds": resumed_s}
-    for budget in budgets:
-        if budget.kind == "loss":
-            if validation_loss is not None and validation_loss < budget.amount:
-                return budget
-        elif used[budget.kind] >= budget.amount:
-            return budget
-    return None
-
-
-def fraction_used(budgets: Sequence[Budget], progress: Progress, epochs: float) -> float | None:
-    """Return the used fraction of the counted budget nearest to its end; None without one."""
-    used = _used(progress, epochs)
-    shares = [used[b.kind] / b.amount for b in budgets if b.kind in used]
-    return max(shares, default=None)
-
-
-def _used(progress: Progress, epochs: float) -> dict[str, float]:
-    return {
-        "steps": float(progress.step),
-        "tokens": float(progress.tokens),
-        "samples": float(progress.samples),
-        "epochs": epochs,
-    }

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+from instar.config.budget import Counters, budget_met
 from instar.data.loader import StepBatch, WaitCancelled
 from instar.distributed.agree import agree
 from instar.distributed.world import RunFailed
@@ -15,7 +16,7 @@ from instar.run.changes.scheduled import change_if_due
 from instar.run.loop.checkpointing import save, save_if_due
 from instar.run.loop.components import Components
 from instar.run.loop.gradient_stats import LayerStats, Skips, noise_interval
-from instar.run.loop.state import REACHED, Decision, Every, Progress, RunState, budget_met
+from instar.run.loop.state import REACHED, Decision, Every, RunState
 from instar.run.loop.step import StepResult, nothing
 from instar.run.loop.sync_point import Stopped
 from instar.run.loop.validation import is_comparable, validate, validate_if_due
@@ -26,9 +27,9 @@ from instar.tasks.logged import recording
 
 @dataclass(frozen=True)
 class Outcome:
-    """Progress and decision at the end of a run."""
+    """Counters and decision at the end of a run."""
 
-    progress: Progress
+    progress: Counters
     decision: Decision
 
 
@@ -52,11 +53,11 @@ class Trainer:
     def __init__(self, parts: Components, state: RunState) -> None:
         self.parts, self.state = parts, state
         self._step_begun: float | None = None
-        self._round_begun: Progress | None = None
+        self._round_begun: Counters | None = None
         """progress at the beginning of the round; None: all ranks are the same"""
         self._skipped = 0
         """steps of this round whose gradient was not finite, on this rank"""
-        self._unjudged: tuple[Progress, Skips, StepBatch] | None = None
+        self._unjudged: tuple[Counters, Skips, StepBatch] | None = None
         """the last step, if a GPU has not computed it yet; its samples, because the GPU copies them"""
         self._waited_s = 0.0
         """seconds that other work has waited for the last step, which belong to training"""

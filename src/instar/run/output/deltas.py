@@ -8,9 +8,9 @@ from pathlib import Path
 from torch.nn import Module
 
 from instar.checkpoint.delta.writer import DTYPES, DeltaWriter, Written
+from instar.config.budget import Counters
 from instar.config.sections import DeltaConfig
 from instar.models.module import model_tensors
-from instar.run.loop.state import Progress
 
 
 class DeltaSaver:
@@ -21,7 +21,7 @@ class DeltaSaver:
         config: DeltaConfig,
         precision: str,
         folder: Path,
-        on_written: Callable[[Progress, Written], None],
+        on_written: Callable[[Counters, Written], None],
         limit_s: float = 600.0,
     ) -> None:
         """
@@ -34,7 +34,7 @@ class DeltaSaver:
         dtype = DTYPES[precision if config.dtype == "auto" else config.dtype]
         self.writer = DeltaWriter(folder, config.every, config.anchor_every, dtype, limit_s)
         self.on_written = on_written
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, Counters] = {}
         """progress at the steps of links that are not reported yet"""
 
     @property
@@ -42,14 +42,14 @@ class DeltaSaver:
         """Why nothing can be saved any more, and the run must end."""
         return self.writer.failure
 
-    def save_if_due(self, progress: Progress, model: Module, *, last: bool = False) -> None:
+    def save_if_due(self, progress: Counters, model: Module, *, last: bool = False) -> None:
         """Save the weights if they are due, see `DeltaWriter`; report what is on disk by now."""
         if self.writer.due(progress.step, last=last):
             self._progress[progress.step] = progress
             self.writer.save(progress.step, model_tensors(model))
         self.report()
 
-    def finish(self, progress: Progress, model: Module) -> None:
+    def finish(self, progress: Counters, model: Module) -> None:
         """Save the last weights, and wait until all are on disk.
 
         Raises:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from instar.checkpoint.delta.writer import Written
-from instar.config.budget import Budget
+from instar.config.budget import Budget, Counters, eta
 from instar.config.origins import in_yaml, redacted_value
 from instar.data.loader import StepBatch
 from instar.distributed.agree import gather, reduce_sums
@@ -45,7 +45,7 @@ from instar.record.system import PeakFlops, memory_bytes
 from instar.run.loop.early_stopping import RuleState
 from instar.run.loop.evaluate import Evaluation, TestResult
 from instar.run.loop.gradient_stats import GradientWatch, GradNorm, LayerStats
-from instar.run.loop.state import Decision, Every, Progress, RunState
+from instar.run.loop.state import Decision, Every, RunState
 from instar.run.loop.step import StepResult
 from instar.run.output.operation_text import differences, log_block, operation_event
 from instar.run.output.save import SaveResult
@@ -110,9 +110,9 @@ class RunLogger:
         """learning rate of the latest birth in the last step, while it warms up"""
         self.noise: dict[str, float] = {}
         """gradient noise scale after the last step, if it is known"""
-        self._start_interval(Progress())
+        self._start_interval(Counters())
 
-    def _start_interval(self, progress: Progress) -> None:
+    def _start_interval(self, progress: Counters) -> None:
         """Start a new interval."""
         self.since = self.flushed = progress
         self.logged.clear()
@@ -190,7 +190,7 @@ class RunLogger:
         if self.peak is not None:
             self.peak.measure_again()
 
-    def flush_interval(self, progress: Progress, *, grown: bool = False) -> None:
+    def flush_interval(self, progress: Counters, *, grown: bool = False) -> None:
         """Log the steps of the current interval that are not logged yet. A collective.
 
         Args:
@@ -217,7 +217,7 @@ class RunLogger:
         if grown:
             self._start_interval(progress)
 
-    def _train_event(self, progress: Progress, loss: float, norm: GradNorm, lr: float) -> Train:
+    def _train_event(self, progress: Counters, loss: float, norm: GradNorm, lr: float) -> Train:
         seconds = progress.active_s - self.since.active_s
         return Train(
             step=progress.step,
@@ -233,7 +233,7 @@ class RunLogger:
             memory_bytes=memory_bytes(str(self.world.device)),
         )
 
-    def layer_stats(self, progress: Progress, layers: LayerStats) -> None:
+    def layer_stats(self, progress: Counters, layers: LayerStats) -> None:
         """Log a step's gradient norm and update ratio (0 if skipped) per layer."""
         self._write(
             progress,
@@ -244,23 +244,23 @@ class RunLogger:
             ),
         )
 
-    def wrote(self, progress: Progress, prompt: str, text: str) -> None:
+    def wrote(self, progress: Counters, prompt: str, text: str) -> None:
         """Log a sample text."""
         self._write(progress, Wrote(step=progress.step, prompt=prompt, text=text))
         logger.info("step %d: wrote %r", progress.step, text)
 
-    def skipped(self, progress: Progress, consecutive: int) -> None:
+    def skipped(self, progress: Counters, consecutive: int) -> None:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))
         self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
 
-    def lowered_scale(self, progress: Progress, scale: float) -> None:
+    def lowered_scale(self, progress: Counters, scale: float) -> None:
         """Log a step of fp16's search for a loss scale whose gradients do not overflow."""
         self._write(progress, Skip(step=progress.step, reason="loss scale lowered", consecutive=0))
         self.console.warn(
             f"step {progress.step}: the scaled gradient overflows in float16, update skipped; the loss scale is lowered to {scale:g}"
         )
 
-    def round_over(self, progress: Progress, end: RoundEnd) -> None:
+    def round_over(self, progress: Counters, end: RoundEnd) -> None:
         """Log the steps of a round whose gradient was not finite."""
         for rank, count in enumerate(end.skipped):
             if count:
@@ -277,7 +277,7 @@ class RunLogger:
             )
 
     def evaluated(
-        self, progress: Progress, result: Evaluation, *, best: Sequence[str], split: str = "val"
+        self, progress: Counters, result: Evaluation, *, best: Sequence[str], split: str = "val"
     ) -> None:
         event = Eval(
             step=progress.step,
@@ -303,14 +303,14 @@ class RunLogger:
         split_name = {"val": "validation"}.get(split, split)
         logger.info("step %d: %s loss %.4f", progress.step, split_name, result.loss)
 
-    def begins_anew(self, progress: Progress, reasons: Sequence[str]) -> None:
+    def begins_anew(self, progress: Counters, reasons: Sequence[str]) -> None:
         """Log that evaluations that follow cannot be compared with earlier ones."""
         event = BeginsAnew(step=progress.step, reasons=tuple(reasons))
         self.console.say(begins_anew_line(self._write(progress, event)))
 
     def _media(
         self,
-        progress: Progress,
+        progress: Counters,
         split: str,
         images: Mapping[str, Pixels],
         tables: Mapping[str, TableData],
@@ -326,7 +326,7 @@ class RunLogger:
 
     def tested(
         self,
-        progress: Progress,
+        progress: Counters,
         tested: TestResult,
         confusions: Mapping[str, list[list[int]]],
         where: Path,
@@ -358,7 +358,7 @@ class RunLogger:
         self.sink.sync()
         logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
 
-    def delta(self, progress: Progress, written: Written) -> None:
+    def delta(self, progress: Counters, written: Written) -> None:
         """Log a link of the chain of deltas; `progress` is that of its weights."""
         self._write(progress, written.event(step=progress.step))
         if (missing := written.link.missing) is not None:
@@ -366,7 +366,7 @@ class RunLogger:
 
     def operated(
         self,
-        progress: Progress,
+        progress: Counters,
         change: Change,
         before: State,
         after: State,
@@ -384,7 +384,7 @@ class RunLogger:
         self.sink.sync()
         logger.info("%s", log_block(change, changes, loss, proof, ddp=self.world.size > 1))
 
-    def new_gradients(self, progress: Progress, watch: GradientWatch) -> None:
+    def new_gradients(self, progress: Counters, watch: GradientWatch) -> None:
         """Log the gradients of an operation's new parameters; warn if they are dead."""
         kept, new = watch.norms[-1]
         event = NewGradients(
@@ -405,7 +405,7 @@ class RunLogger:
                 progress.step,
             )
 
-    def analyzed(self, progress: Progress, found: WeightAnalysis, seconds: float) -> None:
+    def analyzed(self, progress: Counters, found: WeightAnalysis, seconds: float) -> None:
         """Log the result of a weight analysis; `progress` is where it was started."""
         event = AnalysisEvent(
             step=progress.step,
@@ -417,7 +417,7 @@ class RunLogger:
         for suggestion in found.suggestions:
             self.console.say(f"step {progress.step:,}: {suggestion}")
 
-    def overridden(self, progress: Progress, changed: Mapping[str, tuple[object, object]]) -> None:
+    def overridden(self, progress: Counters, changed: Mapping[str, tuple[object, object]]) -> None:
         """Log the config keys that were changed at a resume, as (before, after)."""
         for key, values in changed.items():
             shown = [redacted_value(key, value) for value in values]
@@ -439,7 +439,7 @@ class RunLogger:
         logger.warning("%s", message)
 
     def closed(
-        self, progress: Progress, decision: Decision, best: Mapping[str, RuleState], where: Path
+        self, progress: Counters, decision: Decision, best: Mapping[str, RuleState], where: Path
     ) -> None:
         """Log the regular end of the run: its reason and its totals."""
         self._write(
@@ -482,7 +482,7 @@ class RunLogger:
             "saved_at": time.time(),
         }
 
-    def restore(self, state: Mapping[str, Any], progress: Progress) -> None:
+    def restore(self, state: Mapping[str, Any], progress: Counters) -> None:
         """Restore what `state` returned; the pause since the save counts as wall-clock time."""
         saved_at, wall_s = (msgspec.convert(state[key], float) for key in ("saved_at", "wall_s"))
         pause = max(0.0, time.time() - saved_at)
@@ -498,14 +498,14 @@ class RunLogger:
             self.loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=self.world.device)
             self.weight = msgspec.convert(interval["weight"], float)
             self.waited_s = msgspec.convert(interval["waited_s"], float)
-            self.since = msgspec.convert(interval["since"], Progress)
+            self.since = msgspec.convert(interval["since"], Counters)
             self.logged.restore(interval.get("logged", []))
 
     def wall_s(self) -> float:
         """Wall-clock seconds since the run began, including pauses."""
         return time.monotonic() - self.started
 
-    def _write(self, progress: Progress, event: P) -> P:
+    def _write(self, progress: Counters, event: P) -> P:
         """Write an event with the run's totals and return it as written."""
         placed = msgspec.structs.replace(
             event,
@@ -519,20 +519,8 @@ class RunLogger:
         self.sink.write(placed)
         return placed
 
-    def _eta(self, progress: Progress) -> float | None:
+    def _eta(self, progress: Counters) -> float | None:
         """Estimated seconds until the first budget is used up, at the pace so far (without pauses
         between resumes); None without a budget that allows an estimate."""
         running = self.wall_s() - self.paused_s
-        used = {
-            "steps": float(progress.step),
-            "tokens": float(progress.tokens),
-            "samples": float(progress.samples),
-            "epochs": self.epochs(progress.samples),
-            "seconds": progress.active_s,
-        }
-        left = [
-            running * (budget.amount / used[budget.kind] - 1.0)
-            for budget in self.budgets
-            if budget.kind != "loss" and used[budget.kind] > 0
-        ]
-        return max(0.0, min(left)) if left else None
+        return eta(self.budgets, progress, self.epochs(progress.samples), running)

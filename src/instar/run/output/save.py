@@ -18,6 +18,7 @@ from instar.checkpoint.listing import RetentionPolicy, point, prune
 from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Facts, Pattern
 from instar.checkpoint.store import Tensors, publish, written
 from instar.checkpoint.tensor_file import Outline, allocate
+from instar.config.budget import Counters
 from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig, Direction
 from instar.distributed.agree import raise_on_all_ranks
@@ -25,7 +26,6 @@ from instar.distributed.parallel import check_replicas_equal
 from instar.distributed.shards import SavedRows
 from instar.distributed.world import RunFailed, World, with_own_group
 from instar.record.system import recorded_event
-from instar.run.loop.state import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ MAX_FAILURES = 3
 class Snapshot:
     """Everything that this rank saves at one step."""
 
-    progress: Progress
+    progress: Counters
     components: Mapping[str, Tensors]
     state: Mapping[str, Any]
     architecture: Mapping[str, Any]

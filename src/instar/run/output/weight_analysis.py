@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from instar.config.budget import Counters
 from instar.data.source import Source
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.shards import whole
@@ -23,7 +24,7 @@ from instar.growth.analysis import (
 )
 from instar.models.shape import Parameter
 from instar.run.loop.optimizer import copy_tensors
-from instar.run.loop.state import Every, Progress, RunState
+from instar.run.loop.state import Every, RunState
 from instar.run.loop.step import Stepper, enter, to_device
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import in_background
@@ -33,7 +34,7 @@ SAMPLES = 4
 LAST_WAIT_S = 60.0
 
 
-Analyzed = tuple[Progress, WeightAnalysis, float]
+Analyzed = tuple[Counters, WeightAnalysis, float]
 """(progress at the analysis, its result, its duration in seconds)"""
 
 
@@ -107,7 +108,7 @@ def _analyze(
     model: torch.nn.Module,
     parameters: Mapping[str, Parameter],
     batch: Mapping[str, torch.Tensor],
-    progress: Progress,
+    progress: Counters,
     before: tuple[int, Mapping[str, torch.Tensor]] | None,
 ) -> Analyzed:
     begun = time.monotonic()
