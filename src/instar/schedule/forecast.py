@@ -21,6 +21,7 @@ from instar.schedule.branches import BRANCH, Branch, branch_of
 from instar.schedule.checks import mistakes
 from instar.schedule.memory import (
     RankMemory,
+    RankPlan,
     Strategy,
     in_force,
     rank_memory,
@@ -475,15 +476,9 @@ def _stage(
     )
     memory = {
         strategy: rank_memory(
-            config,
-            architecture,
-            frozen_parameters,
+            RankPlan(config, architecture, frozen_parameters, world_size, strategy, shards, share),
             whole,
-            world_size=world_size,
-            strategy=strategy,
-            shards=shards,
-            share=share,
-            before=before.memory[strategy] if before and leg.plan is not None else None,
+            before.memory[strategy] if before and leg.plan is not None else None,
         )
         for strategy, shards in shards_by_strategy(config, world_size).items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -95,85 +95,105 @@ def in_force(config: RunConfig, world_size: int) -> Strategy:
     return "hsdp" if shards < world_size else "fsdp"
 
 
+@dataclass(frozen=True)
+class RankPlan:
+    """How the ranks train a model of a stage: what the memory of one of them depends on."""
+
+    config: RunConfig
+    architecture: Growable
+    frozen: FrozenParameters
+    world_size: int
+    strategy: Strategy
+    shards: int
+    """number of ranks that share a model"""
+    share: RankShare
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes of what a rank keeps between steps, by part."""
+        rows = {
+            name: _rows(entry, self.shards)
+            for name, entry in self.architecture.parameters().items()
+        }
+        optimizer, ema = self.config.optimizer.name, self.config.train.ema is not None
+        return state_bytes(rows, self.frozen, optimizer=optimizer, ema=ema)
+
+
 def rank_memory(
-    config: RunConfig,
-    architecture: Growable,
-    frozen: FrozenParameters,
-    whole: Mapping[str, int],
-    *,
-    world_size: int,
-    strategy: Strategy,
-    shards: int,
-    share: RankShare,
-    before: RankMemory | None = None,
+    plan: RankPlan, whole_model: Mapping[str, int], before: RankMemory | None = None
 ) -> RankMemory:
     """Forecast the memory of a rank in a stage.
 
     Args:
-        whole: of a step with a whole model, see `TaskSpec.memory`.
-        shards: number of ranks that share a model.
+        whole_model: of a step with a whole model, see `TaskSpec.memory`.
         before: of the stage before, if the model grows into this one.
     """
-    table = architecture.parameters()
-    held = {name: _rows(entry, shards) for name, entry in table.items()}
-    state = state_bytes(
-        held, frozen, optimizer=config.optimizer.name, ema=config.train.ema is not None
+    config, share, held = plan.config, plan.share, plan.held
+    parts = {**whole_model, **held}
+    if plan.shards > 1:
+        parts |= _sharded_parts(plan)
+    if plan.strategy == "diloco":
+        parts["outer"] = held["weights"] * (2 if config.parallel.diloco.outer_momentum else 1)
+    elif more := _sums(config, plan.world_size, plan.shards, share):
+        parts["sums"] = more * held["gradients"]
+    growth = (
+        0 if before is None else _growth(plan, parts, before, whole_model.get("activations", 0))
     )
+    return RankMemory(plan.shards, parts, growth, _sent(plan, held))
+
+
+def _sharded_parts(plan: RankPlan) -> dict[str, int]:
+    """Return the bytes of whole weights and gradients that a rank has for a while, by part."""
+    table, fsdp = plan.architecture.parameters(), plan.config.parallel.fsdp
+    root, blocks = _root_and_blocks(table)
+    gathered = _two_blocks(root, blocks) if fsdp.reshard_after_forward else root + sum(blocks)
+    trained = (name for name in table if name not in plan.frozen.now)
+    gradients = _by_block(table, trained)
+    # what is sent, what is received, and half of it where pairs are added
+    reduced = gradients.pop(None, 0) + 5 * max(gradients.values(), default=0) // 2
+    parts = {"gathered": gathered + reduced}
+    if plan.share.passes > 1 and not fsdp.reduce_each_micro_batch:
+        parts["accumulated"] = sum(gradients.values())
+    return parts
+
+
+def _growth(plan: RankPlan, parts: Mapping[str, int], before: RankMemory, activations: int) -> int:
+    """Return the bytes while the model grows: both models, and what one piece or the proof needs."""
+    table, local = plan.architecture.parameters(), plan.strategy == "diloco"
+    root, blocks = _root_and_blocks(table)
+    # between steps, gradients are left in the buckets of DDP, and in the tensors of a tree of sums
+    elastic = plan.config.reproducible == "elastic"
+    has_gradients = plan.shards == 1 and (plan.world_size > 1 or elastic) and not local
+    stay = ("weights", "optimizer", "ema", *(("gradients", "sums") if has_gradients else ()))
+    stay = (*stay, *(("outer",) if local else ()))
+    both = sum(parts.get(part, 0) + before.step.get(part, 0) for part in stay)
+    # a proof needs a forward pass, which keeps the activations of one block only
+    proof = activations * PROBE_SAMPLES // (plan.share.batch_size * max(1, len(blocks)))
+    proof += _two_blocks(root, blocks) if plan.shards > 1 else 0
+    return both + max(proof, *map(_bytes, table.values()))
+
+
+def _root_and_blocks(table: Mapping[str, Parameter]) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of the parameters outside the blocks, and of those of each block."""
     blocks = _by_block(table, table)
-    root = blocks.pop(None, 0)
+    return blocks.pop(None, 0), tuple(blocks.values())
+
+
+def _two_blocks(root: int, blocks: Sequence[int]) -> int:
     # a block arrives in one piece, from which its parameters are copied
-    two = root + 2 * max(blocks.values(), default=0)
-    parts = {**whole, **state}
-    if shards > 1:
-        gathered = (
-            two if config.parallel.fsdp.reshard_after_forward else root + sum(blocks.values())
-        )
-        gradients = _by_block(table, (name for name in table if name not in frozen.now))
-        # what is sent, what is received, and half of it where pairs are added
-        reduced = gradients.pop(None, 0) + 5 * max(gradients.values(), default=0) // 2
-        parts["gathered"] = gathered + reduced
-        if share.passes > 1 and not config.parallel.fsdp.reduce_each_micro_batch:
-            parts["accumulated"] = sum(gradients.values())
-    if strategy == "diloco":
-        parts["outer"] = state["weights"] * (2 if config.parallel.diloco.outer_momentum else 1)
-    if strategy != "diloco" and (more := _sums(config, world_size, shards, share)):
-        parts["sums"] = more * state["gradients"]
-    growth = 0
-    if before is not None:
-        # between steps, gradients are left in the buckets of DDP, and in the tensors of a tree of sums
-        elastic = config.reproducible == "elastic"
-        left = shards == 1 and (world_size > 1 or elastic)
-        left = left and strategy != "diloco"
-        stay = ("weights", "optimizer", "ema", *(("gradients", "sums") if left else ()))
-        stay = (*stay, *(("outer",) if strategy == "diloco" else ()))
-        both = sum(parts.get(part, 0) + before.step.get(part, 0) for part in stay)
-        # a proof needs a forward pass, which keeps the activations of one block only
-        proof = (
-            whole.get("activations", 0) * PROBE_SAMPLES // (share.batch_size * max(1, len(blocks)))
-        )
-        proof += two if shards > 1 else 0
-        growth = both + max(proof, *map(_bytes, table.values()))
-    return RankMemory(
-        shards, parts, growth, _sent(config, strategy, state, world_size, shards, share)
-    )
+    return root + 2 * max(blocks, default=0)
 
 
-def _sent(
-    config: RunConfig,
-    strategy: Strategy,
-    state: Mapping[str, int],
-    world_size: int,
-    shards: int,
-    share: RankShare,
-) -> int:
+def _sent(plan: RankPlan, state: Mapping[str, int]) -> int:
     """Return the bytes that a rank sends per step; `state`: of what it holds."""
+    config, share, world_size, shards = plan.config, plan.share, plan.world_size, plan.shards
     weights, gradients = state["weights"], state["gradients"]
     others = (world_size - 1) / world_size
-    if strategy == "diloco":
+    if plan.strategy == "diloco":
         options = config.parallel.diloco
         each = 1 if options.exchange == "float32" else 2
         return round(2 * others * (gradients + state["optimizer"]) / each / options.sync_every)
-    if strategy == "ddp":
+    if plan.strategy == "ddp":
         each = 1 if config.parallel.ddp.exchange == "float32" else 2
         return round(2 * others * gradients / each)
     fsdp, replicas = config.parallel.fsdp, world_size // shards
