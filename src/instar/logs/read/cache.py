@@ -111,9 +111,9 @@ def content(run: RunDir, workers: int | None = None) -> Content:
         RecordError: the record cannot be read.
     """
     size = _size(run.events)
-    written = load(run.events, run.path / COLUMNS, portable=True)
-    if written and size - written.end <= _min_new_bytes(written.end):
-        return written.then(*pieces(run.events, written, workers))
+    run_columns = load(run.events, run.path / COLUMNS, portable=True)
+    if run_columns and size - run_columns.end <= _min_new_bytes(run_columns.end):
+        return run_columns.then(*pieces(run.events, run_columns, workers))
     return readers_content(run, workers)
 
 
@@ -125,14 +125,14 @@ def readers_content(run: RunDir, workers: int | None = None, until: int | None =
         RecordError: the record cannot be read.
     """
     record, folder = run.events, cache_folder(run)
-    held = added = last = load(record, folder) if folder else None
-    begin = held.end if held else 0
+    cached = added = last = load(record, folder) if folder else None
+    begin = cached.end if cached else 0
     size = _size(record) if until is None else until
     if begin > size:  # another reader has cached more
         return scan(record, until=until)
     adding = _min_new_bytes(begin) < size - begin and size <= MOST_BYTES
-    rest: list[Content] = []
-    for more in pieces(record, held, workers, until):
+    uncached: list[Content] = []
+    for more in pieces(record, cached, workers, until):
         if last and last.inode != more.inode:
             return scan(record, until=until)
         if folder is None or not (adding and more.end > begin):
@@ -142,14 +142,14 @@ def readers_content(run: RunDir, workers: int | None = None, until: int | None =
         if adding:
             added, begin = more, more.end
         else:
-            rest.append(more)
+            uncached.append(more)
         last = more
-    if folder and added is not held:
+    if folder and added is not cached:
         evict(folder)
-        held = load(record, folder)
-        if held is None or held.end != begin:  # another process has replaced it
+        cached = load(record, folder)
+        if cached is None or cached.end != begin:  # another process has replaced it
             return scan(record, until=until)
-    return (held or Content()).then(*rest)
+    return (cached or Content()).then(*uncached)
 
 
 @contextmanager
@@ -188,22 +188,22 @@ def extend(run: RunDir, leaving: threading.Event | None = None, *, finished: boo
         finished: append even a few last lines, unless that would take seconds.
     """
     folder = run.path / COLUMNS
-    held = load(run.events, folder, portable=True)
-    begin = held.end if held else 0
+    columns = load(run.events, folder, portable=True)
+    begin = columns.end if columns else 0
     size = _size(run.events)
     if size < SMALL_BYTES or size - begin <= (0 if finished else _min_new_bytes(begin)):
         return
     if finished and size - begin > AT_ONCE_BYTES:
         return
     with suppress(InstarError, OSError):
-        for more in pieces(run.events, held, workers=1):
-            if more.end == (held.end if held else 0) or more.passed_over:
+        for more in pieces(run.events, columns, workers=1):
+            if more.end == (columns.end if columns else 0) or more.passed_over:
                 return
-            if not _add(run.events, folder, held, more, portable=True):
+            if not _add(run.events, folder, columns, more, portable=True):
                 return
             if leaving is not None and leaving.is_set():
                 return
-            held = more
+            columns = more
 
 
 def _min_new_bytes(end: int) -> int:
@@ -346,17 +346,17 @@ def _read(place: Path, file: _File, dtype: str) -> Any:
 
 
 def _add(
-    record: Path, folder: Path, held: Content | None, more: Content, *, portable: bool = False
+    record: Path, folder: Path, columns: Content | None, more: Content, *, portable: bool = False
 ) -> bool:
-    """Appends `more`, which follows `held`, to the columns; returns whether it was written."""
+    """Appends `more`, which follows `columns`, to the columns; returns whether it was written."""
     mode = 0o666 if portable else 0o600
     try:
         create(folder, 0o777 if portable else 0o700)
         if folder.is_symlink():
             return False
         with _locked(folder, mode):
-            index = _index(record, folder, portable) if held else None
-            if held and (index is None or index.stamp.end != held.end):
+            index = _index(record, folder, portable) if columns else None
+            if columns and (index is None or index.stamp.end != columns.end):
                 return False
             stamp = stamp_of(record, more.end)
             if stamp.inode != more.inode or stamp.size < more.end:
@@ -369,7 +369,7 @@ def _add(
             index.passed_over += more.passed_over
             index.faults = [*index.faults, *more.faults][:MAX_FAULTS]
             write_checked(folder / "columns.json", msgspec.json.encode(index))
-            if not held:
+            if not columns:
                 for other in folder.glob("columns-*"):
                     if other.name != index.folder:
                         shutil.rmtree(other, ignore_errors=True)
@@ -408,8 +408,8 @@ def _append(place: Path, index: _Index, more: Content, mode: int) -> None:
             if metric not in stored.metrics:
                 stored.metrics[metric] = _File(f"{number}-{len(stored.metrics)}")
                 _write(place, stored.metrics[metric], absent(stored.rows), mode)
-            given = metric in table.metrics
-            values = table.metrics[metric] if given else absent(table.rows)
+            has_metric = metric in table.metrics
+            values = table.metrics[metric] if has_metric else absent(table.rows)
             _write(place, stored.metrics[metric], values, mode)
         stored.rows += table.rows
         stored.first_steps = {**table.first_steps, **stored.first_steps}
@@ -469,7 +469,7 @@ def _unread_bytes(run: RunDir) -> int:
     folder = cache_folder(run)
     if size < SMALL_BYTES or size > MOST_BYTES or folder is None:
         return 0
-    written = load(run.events, run.path / COLUMNS, portable=True)
-    if written and size - written.end <= _min_new_bytes(written.end):
+    run_columns = load(run.events, run.path / COLUMNS, portable=True)
+    if run_columns and size - run_columns.end <= _min_new_bytes(run_columns.end):
         return 0
     return max(0, size - held_bytes(run.events, folder))

@@ -62,28 +62,28 @@ class TableBuilder:
     metrics: dict[str, _Column] = field(default_factory=dict)
     first_steps: dict[int, int] = field(default_factory=dict)
 
-    def add(self, events: Measured, most: int = CELLS) -> None:
+    def add(self, events: Measured, max_cells: int = CELLS) -> None:
         """Adds measurements.
 
         Raises:
-            RecordError: the table would have more than `most` cells.
+            RecordError: the table would have more than `max_cells` cells.
         """
-        axes, found = _columns(events, lambda names: self._check(names, len(events), most))
+        axes, columns = _columns(events, lambda names: self._check(names, len(events), max_cells))
         for name, dtype in AXIS_TYPES.items():
             self.axes.setdefault(name, _Column(dtype)).add(axes[name])
-        for name in found:
+        for name in columns:
             if name not in self.metrics:
                 self.metrics[name] = _Column("<f8")
                 self.metrics[name].add(absent(self.rows))
         for name, column in self.metrics.items():
-            column.add(found[name] if name in found else absent(len(events)))
+            column.add(columns[name] if name in columns else absent(len(events)))
         for segment, place in zip(*np.unique(axes["segment"], return_index=True), strict=True):
             self.first_steps.setdefault(int(segment), int(axes["step"][place]))
         self.rows += len(events)
 
-    def _check(self, names: Iterable[str], more: int, most: int) -> None:
+    def _check(self, names: Iterable[str], more: int, max_cells: int) -> None:
         count, rows = len({*self.metrics, *names}), self.rows + more
-        if count * rows > most:
+        if count * rows > max_cells:
             raise RecordError(
                 f"{count:,} metrics of {rows:,} measurements are more than a record of its size "
                 "can hold"
@@ -132,17 +132,17 @@ def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
     """Groups measurements by the name of their table; each held-out split has its own."""
     if events and set(map(type, events)) == {type(events[0])} and isinstance(events[0], Train):
         return {"train": cast("Sequence[Train]", events)}
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for event in events:
         if isinstance(event, Train):
-            found.setdefault("train", []).append(event)
+            tables.setdefault("train", []).append(event)
         elif isinstance(event, Eval):
-            found.setdefault(f"eval {event.split}", []).append(event)
+            tables.setdefault(f"eval {event.split}", []).append(event)
         elif isinstance(event, Layers):
-            found.setdefault("layers", []).append(event)
+            tables.setdefault("layers", []).append(event)
         elif isinstance(event, Delta):
-            found.setdefault("deltas", []).append(event)
-    return found
+            tables.setdefault("deltas", []).append(event)
+    return tables
 
 
 def join(tables: Sequence[MetricTable]) -> MetricTable:
@@ -209,19 +209,19 @@ def _columns(
     if isinstance(events[0], Train):
         table = table_of(cast("Sequence[Train]", events))
         axes = {name: table[name] for name in AXIS_TYPES}
-        found = {name: table[name] for name in TRAIN_METRICS if present(table[name]).any()}
+        columns = {name: table[name] for name in TRAIN_METRICS if present(table[name]).any()}
         rows = [extra(cast("Train", e)) for e in events] if table["extra"].any() else []
     else:
         axes = {
             name: np.fromiter(map(attrgetter(name), events), dtype, len(events))
             for name, dtype in AXIS_TYPES.items()
         }
-        found, rows = {}, [metrics(event) for event in events]
+        columns, rows = {}, [metrics(event) for event in events]
     names = dict.fromkeys(name for row in rows for name in row)
-    check((*found, *names))
+    check((*columns, *names))
     for name in names:
-        found[name] = np.array([row.get(name, ABSENT) for row in rows], "<f8")
-    return axes, found
+        columns[name] = np.array([row.get(name, ABSENT) for row in rows], "<f8")
+    return axes, columns
 
 
 AXIS_TYPES = {

@@ -79,14 +79,14 @@ def kind_of(event: Event) -> str:
     return event.name if isinstance(event, Unrecognised) else str(event.__struct_config__.tag)
 
 
-def check_kinds(kinds: Collection[str], found: Collection[str] = ()) -> None:
-    """Checks names of kinds; `found`: kinds of a newer Instar that occur in the record.
+def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) -> None:
+    """Checks names of kinds; `recorded_kinds`: kinds of a newer Instar that occur in the record.
 
     Raises:
         ConfigError: a kind is unknown; suggests one.
     """
     for kind in kinds:
-        if kind not in KINDS and kind not in found:
+        if kind not in KINDS and kind not in recorded_kinds:
             near = get_close_matches(kind, KINDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(KINDS)}"
             raise ConfigError.one(f"unknown kind of event {kind!r}", "--kind", hint)

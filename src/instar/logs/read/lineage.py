@@ -44,15 +44,15 @@ class Lineage(msgspec.Struct):
 
         `first_steps`: the first measured step of each segment, for segments without a `run_started`.
         """
-        lost = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
-        began = lost | self.began
+        measured = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
+        began = measured | self.began
         segments = sorted(began)
-        found = dict.fromkeys(segments, NOTHING)
+        limits = dict.fromkeys(segments, NOTHING)
         limit = EVERYTHING
         while segments:
             segment = segments.pop()
-            found[segment] = limit
+            limits[segment] = limit
             limit = min(limit, began[segment])
             parent = self.parents.get(segment, segment)
-            segments = [one for one in segments if one <= parent]
-        return found
+            segments = [segment for segment in segments if segment <= parent]
+        return limits

@@ -203,15 +203,17 @@ class RunRecord:
     def of(self, kind: type[K]) -> list[RecordedEvent[K]]:
         """Returns the events of one kind."""
         return [
-            cast("RecordedEvent[K]", each) for each in self.events if isinstance(each.event, kind)
+            cast("RecordedEvent[K]", logged)
+            for logged in self.events
+            if isinstance(logged.event, kind)
         ]
 
 
-def unknown_metric(metric: str, known: Sequence[str], where: str) -> ConfigError:
+def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigError:
     from difflib import get_close_matches
 
-    near = get_close_matches(metric, [*known, *ALIASES], n=1)
-    available = ", ".join(known) or "none"
+    near = get_close_matches(metric, [*metrics, *ALIASES], n=1)
+    available = ", ".join(metrics) or "none"
     hint = f"did you mean {near[0]!r}?" if near else f"it has {available}"
     return ConfigError.one(f"no metric {metric!r} in {where}", hint=hint)
 
@@ -226,29 +228,29 @@ def read(run: RunDir) -> RunRecord:
     """
     try:
         small = run.events.stat().st_size < cache.SMALL_BYTES
-        found = scan(run.events) if small else cache.content(run)
-        if not found.tables and not found.events and (fault := no_record(run.events)):
+        content = scan(run.events) if small else cache.content(run)
+        if not content.tables and not content.events and (fault := no_record(run.events)):
             raise RecordError(fault)
     except OSError as error:
         raise RecordError(f"cannot read {run.events}: {error.strerror}") from error
-    return _record(run, found)
+    return _record(run, content)
 
 
-def _record(run: RunDir, found: Content, attempt: int = 0) -> RunRecord:
+def _record(run: RunDir, content: Content, attempt: int = 0) -> RunRecord:
     try:
-        return _decoded(run, found, attempt)
+        return _decoded(run, content, attempt)
     except (cache.Damaged, *NOT_AN_EVENT):
         if attempt > 1:
             raise
-        return _record(run, _reread(run, found, attempt + 1), attempt + 1)
+        return _record(run, _reread(run, content, attempt + 1), attempt + 1)
 
 
-def _decoded(run: RunDir, found: Content, attempt: int) -> RunRecord:
-    events = [decode(line) for line in found.events]
+def _decoded(run: RunDir, content: Content, attempt: int) -> RunRecord:
+    events = [decode(line) for line in content.events]
     lineage = Lineage()
     for event in events:
         lineage.take(event)
-    last_steps = lineage.limits(_first_steps(found.tables))
+    last_steps = lineage.limits(_first_steps(content.tables))
     logged = [
         RecordedEvent(
             e, not isinstance(e, Placed) or e.step <= last_steps.get(e.segment, EVERYTHING)
@@ -259,10 +261,12 @@ def _decoded(run: RunDir, found: Content, attempt: int) -> RunRecord:
     for event in events:
         if isinstance(event, RunStarted):
             better |= {name: "max" if b == "max" else "min" for name, b in event.better.items()}
-    anew = [each.event for each in logged if each.kept and isinstance(each.event, BeginsAnew)]
-    since = anew[-1].time if anew else -math.inf
-    table = _Metrics(run, found, last_steps, better, since, attempt)
-    return RunRecord(run, logged, table, _faults(run, found), found.end)
+    changes = [
+        logged.event for logged in logged if logged.kept and isinstance(logged.event, BeginsAnew)
+    ]
+    since = changes[-1].time if changes else -math.inf
+    table = _Metrics(run, content, last_steps, better, since, attempt)
+    return RunRecord(run, logged, table, _faults(run, content), content.end)
 
 
 class _Metrics(Mapping[str, Series]):
@@ -271,7 +275,7 @@ class _Metrics(Mapping[str, Series]):
     def __init__(
         self,
         run: RunDir,
-        found: Content,
+        content: Content,
         last_steps: dict[int, int],
         better: Mapping[str, Direction],
         since: float,
@@ -280,15 +284,15 @@ class _Metrics(Mapping[str, Series]):
         self._better, self._since = better, since
         self._attempt = attempt
         self._run = run
-        self._found = found
+        self._found = content
         self._last_steps = last_steps
         self._tables: dict[str, str] = {}
-        for table in sorted(found.tables, key=lambda name: name != "train"):
-            columns = found.tables[table].metrics
+        for table in sorted(content.tables, key=lambda name: name != "train"):
+            columns = content.tables[table].metrics
             first = [metric for metric in TRAIN_METRICS if table == "train" and metric in columns]
             for metric in (*first, *columns):
                 self._tables.setdefault(metric, table)
-        self._kept = LazyColumns([*found.tables], self._kept_of)
+        self._kept = LazyColumns([*content.tables], self._kept_of)
         self._series = LazyColumns([*self._tables], self._series_of)
 
     def __getitem__(self, metric: str) -> Series:
@@ -313,12 +317,12 @@ class _Metrics(Mapping[str, Series]):
             ) from error
 
     def _kept_of(self, table: str) -> Bools:
-        kept = np.ones(self._found.tables[table].rows, np.bool_)
+        is_current = np.ones(self._found.tables[table].rows, np.bool_)
         for segment, last in self._last_steps.items():
             if last != EVERYTHING:
                 segments, step = (self._column(table, "axes", n) for n in ("segment", "step"))
-                kept &= (segments != segment) | (step <= last)
-        return kept
+                is_current &= (segments != segment) | (step <= last)
+        return is_current
 
     def _series_of(self, metric: str) -> Series:
         table = self._tables[metric]
@@ -326,9 +330,9 @@ class _Metrics(Mapping[str, Series]):
         axes = LazyColumns([*AXES, "segment"], lambda name: self._column(table, "axes", name))
         better = self._better.get(metric.partition("/")[2]) if "/" in metric else None
         since = self._since if metric.startswith("val/") else -math.inf
-        whole = Series(metric, value, axes, self._kept[table], better, since)
+        everything = Series(metric, value, axes, self._kept[table], better, since)
         is_present = present(value)
-        return whole if is_present.all() else whole.take(is_present)
+        return everything if is_present.all() else everything.take(is_present)
 
 
 def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
@@ -340,22 +344,22 @@ def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
     return first
 
 
-def _reread(run: RunDir, found: Content, attempt: int) -> Content:
+def _reread(run: RunDir, content: Content, attempt: int) -> Content:
     """Reads the same part of the record from another source, because columns are damaged.
 
     `attempt` 1: from the reader's own cache, created if missing, so that damaged columns in a run's
     folder cost one scan, not one per reading. 2: from the record alone.
     """
     if attempt == 1:
-        return cache.readers_content(run, until=found.end)
+        return cache.readers_content(run, until=content.end)
     if (folder := cache_folder(run)) is not None:
         cache.discard(folder)
-    return scan(run.events, until=found.end)
+    return scan(run.events, until=content.end)
 
 
-def _faults(run: RunDir, found: Content) -> list[str]:
-    lines = [f"{run.events}:{line}: {reason}" for line, reason in found.faults]
-    if more := found.passed_over - len(lines):
+def _faults(run: RunDir, content: Content) -> list[str]:
+    lines = [f"{run.events}:{line}: {reason}" for line, reason in content.faults]
+    if more := content.passed_over - len(lines):
         lines.append(f"{run.events}: {more:,} more line{'s' if more > 1 else ''} like these")
     return lines
 

@@ -51,22 +51,26 @@ def rows_of(series: Sequence[Series]) -> Rows:
     A metric measured more than once at a step, as before and after an operation, adds rows for that
     step. The place of a row is that of its first metric.
     """
-    keys = [_keys(each) for each in series]
+    keys = [_keys(metric) for metric in series]
     all_keys, inverse = np.unique(
         np.concatenate([*keys, np.empty(0, np.int64)]), return_inverse=True
     )
-    positions = np.split(inverse, np.cumsum([len(each) for each in keys])[:-1]) if keys else []
+    positions = (
+        np.split(inverse, np.cumsum([len(metric_keys) for metric_keys in keys])[:-1])
+        if keys
+        else []
+    )
     values: dict[str, npt.NDArray[Any]] = {}
     for place in PLACES:
         kind = np.int64 if place in ("step", "samples", "tokens", "segment") else np.float64
         values[place] = np.zeros(len(all_keys), kind)
-        for each, rows in zip(reversed(series), reversed(positions), strict=True):
-            values[place][rows] = getattr(each, place)
+        for curve, rows in zip(reversed(series), reversed(positions), strict=True):
+            values[place][rows] = getattr(curve, place)
     measured: dict[str, npt.NDArray[np.bool_]] = {}
-    for each, rows in zip(series, positions, strict=True):
-        name = each.name if each.name not in PLACES else f"{each.name} (measured)"
+    for curve, rows in zip(series, positions, strict=True):
+        name = curve.name if curve.name not in PLACES else f"{curve.name} (measured)"
         values[name] = np.full(len(all_keys), np.nan)
-        values[name][rows] = each.value
+        values[name][rows] = curve.value
         measured[name] = np.zeros(len(all_keys), np.bool_)
         measured[name][rows] = True
     return Rows(values, measured)

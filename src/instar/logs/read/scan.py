@@ -47,17 +47,17 @@ def blocks(file: BinaryIO, place: int, until: int | None = None) -> Iterator[tup
 
     `place`: the current offset of the file; nothing after `until` is read.
     """
-    rest = b""
+    partial = b""
     while chunk := file.read(BLOCK_BYTES if until is None else min(BLOCK_BYTES, until - place)):
         place += len(chunk)
         cut = chunk.rfind(b"\n") + 1
         if cut:
-            yield rest + chunk[:cut], place - len(chunk) + cut
-            rest = chunk[cut:]
+            yield partial + chunk[:cut], place - len(chunk) + cut
+            partial = chunk[cut:]
         else:
-            rest += chunk
-            if len(rest) > LONGEST_LINE_BYTES:
-                rest = rest[:BLOCK_BYTES]
+            partial += chunk
+            if len(partial) > LONGEST_LINE_BYTES:
+                partial = partial[:BLOCK_BYTES]
 
 
 def describe_line(line: bytes, error: BaseException) -> str:
@@ -151,7 +151,7 @@ class Content:
             for name, table in part.tables.items():
                 tables.setdefault(name, []).append(table)
         return Content(
-            {name: join(found) for name, found in tables.items()},
+            {name: join(parts) for name, parts in tables.items()},
             tuple(line for part in parts for line in part.events),
             parts[-1].end,
             parts[-1].lines,
@@ -208,8 +208,8 @@ class _Reading:
         self.faults: list[tuple[int, str]] = []
         self.passed_over = 0
 
-    def take(self, block: bytes, most: int) -> None:
-        """Adds whole lines, decoded together if all are valid, else one by one; `most`: cells that a
+    def take(self, block: bytes, max_cells: int) -> None:
+        """Adds whole lines, decoded together if all are valid, else one by one; `max_cells`: cells that a
         table may have."""
         text = np.frombuffer(block, "u1")
         ends = np.flatnonzero(text == ord("\n"))
@@ -220,12 +220,12 @@ class _Reading:
         if len(events) == len(ends) and _each_holds_one(text, ends):
             if not all(map(is_measured, set(map(type, events)))):
                 starts = np.concatenate([[0], ends + 1])
-                others = [n for n, event in enumerate(events) if not is_measured(type(event))]
-                self.events += [block[starts[n] : ends[n]] for n in others]
+                unmeasured = [n for n, event in enumerate(events) if not is_measured(type(event))]
+                self.events += [block[starts[n] : ends[n]] for n in unmeasured]
         else:
             events = list(self._one_by_one(block))
-        for name, found in tables_of(events).items():
-            self.tables.setdefault(name, TableBuilder()).add(found, most)
+        for name, measured in tables_of(events).items():
+            self.tables.setdefault(name, TableBuilder()).add(measured, max_cells)
         self.lines += len(ends)
 
     def _one_by_one(self, block: bytes) -> Iterator[Event]:
@@ -306,10 +306,10 @@ def pieces(
             last = more
 
 
-def _spread(path: Path, after: Content, most: int, until: int | None) -> Iterator[Content]:
+def _spread(path: Path, after: Content, max_workers: int, until: int | None) -> Iterator[Content]:
     """Yields what worker processes read; nothing for a short record, and less if one is lost."""
     size = path.stat().st_size if until is None else until
-    count = min(most, MOST_WORKERS, (size - after.end) // PIECE_BYTES)
+    count = min(max_workers, MOST_WORKERS, (size - after.end) // PIECE_BYTES)
     if count < 2 or size - after.end < WORTH_BYTES:
         return
     from instar.processes.pool import WorkerLost, Workers

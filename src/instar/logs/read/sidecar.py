@@ -55,14 +55,16 @@ def mark_used(folder: Path) -> None:
         os.utime(folder)
 
 
-def evict(kept: Path) -> None:
-    """Deletes the least recently used caches until `MOST_BYTES` suffice; never `kept`."""
+def evict(current_folder: Path) -> None:
+    """Deletes the least recently used caches until `MOST_BYTES` suffice; never `current_folder`."""
     with suppress(OSError):
         folders = [
-            path for path in kept.parent.iterdir() if _KEY.fullmatch(path.name) and path != kept
+            path
+            for path in current_folder.parent.iterdir()
+            if _KEY.fullmatch(path.name) and path != current_folder
         ]
         times = {path: path.lstat().st_mtime for path in folders}
-        total = _bytes_in(kept)
+        total = _bytes_in(current_folder)
         for path in sorted(folders, key=lambda path: -times[path]):
             total += _bytes_in(path)
             if total > MOST_BYTES:
