@@ -96,8 +96,8 @@ class Rules:
         return [_alert(event, name, f"step {event.step:,}: {text}") for name, text in raised]
 
     def _skip(self, consecutive: int) -> str:
-        most = self._config.nan_skips
-        before, self._skipping = self._skipping, most is not None and consecutive >= most
+        max_skips = self._config.nan_skips
+        before, self._skipping = self._skipping, max_skips is not None and consecutive >= max_skips
         if before or not self._skipping:
             return ""
         return f"{consecutive} steps in a row were skipped: their gradients were not finite"
@@ -159,8 +159,8 @@ class Divergence:
         if self._records <= MIN_RECORDS:
             return ""
         noise = 1.4826 / math.sqrt(2) * median(self._steps) if self._steps else 0.0
-        fallen = max(0.0, self._highest - self._lowest)
-        margin = max(self._share * fallen, NOISE_FACTOR * noise)
+        decrease = max(0.0, self._highest - self._lowest)
+        margin = max(self._share * decrease, NOISE_FACTOR * noise)
         before = self._diverges
         above = smooth - (self._lowest if math.isfinite(self._lowest) else 0.0)
         self._diverges = above > (margin / 2 if before else margin)
@@ -294,7 +294,7 @@ def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) 
     variables = {
         f"INSTAR_ALERT_{key.upper()}": str(payload[key]) for key in ("run", "name", "step")
     }
-    begun = time.monotonic()
+    start_s = time.monotonic()
     with tempfile.TemporaryFile() as stdin:
         stdin.write(text.encode())
         stdin.seek(0)
@@ -306,7 +306,7 @@ def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) 
         except OSError as error:
             raise RuntimeError(f"its program cannot be started: {error.strerror}") from None
     status = child.wait(timeout_s)
-    if status == -signal.SIGKILL and time.monotonic() - begun >= timeout_s:
+    if status == -signal.SIGKILL and time.monotonic() - start_s >= timeout_s:
         raise RuntimeError(f"its program took longer than {timeout_s:g} s and was killed")
     if status:
         raise RuntimeError(f"its program {exit_text(status)}")

@@ -87,10 +87,10 @@ def holding(make: Callable[[], None], path: Path) -> Iterator[None]:
         with suppress(OSError):  # not every file system has locks
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         try:
-            held = os.path.samestat(path.stat(), os.fstat(descriptor))
+            is_same = os.path.samestat(path.stat(), os.fstat(descriptor))
         except FileNotFoundError:
-            held = False
-        if held:
+            is_same = False
+        if is_same:
             break
         os.close(descriptor)
     _held.add(path)

@@ -98,12 +98,12 @@ class Inbox:
                 raise OSError(errno.ELOOP, "a symbolic link, which is not followed", self.folder)
             changed = status.st_mtime_ns
             if changed != self._seen:
-                found = [
+                paths = [
                     path for path in sorted(self.folder.iterdir()) if path not in self._unremovable
                 ]
                 self._requests = [
                     Request(command, path)
-                    for path in found
+                    for path in paths
                     for command in COMMANDS
                     if command == path.suffix[1:]
                 ]
@@ -120,9 +120,9 @@ class Inbox:
 
     def is_requested(self, command: Command) -> bool:
         """Whether a command is requested; notes its requests for the next `answer`."""
-        found = [request for request in self.requests() if request.command == command]
-        self._noted.update(found)
-        return bool(found)
+        requests = [request for request in self.requests() if request.command == command]
+        self._noted.update(requests)
+        return bool(requests)
 
     def clear(self) -> None:
         """Removes all requests, which were made to an earlier start."""

@@ -504,12 +504,12 @@ def metrics(event: Event) -> dict[str, float]:
         values = ((name, getattr(event, name)) for name in TRAIN_METRICS)
         return {name: value for name, value in values if value is not None} | extra(event)
     if isinstance(event, Eval):
-        found = {"loss": event.loss}
+        metric_values = {"loss": event.loss}
         if event.standard_error is not None:
-            found["loss:error"] = event.standard_error
-        found |= {name: value for name, value in event.extra.items() if name != "loss"}
-        found |= {f"{name}:error": value for name, value in event.errors.items()}
-        return {f"{event.split}/{name}": value for name, value in found.items()}
+            metric_values["loss:error"] = event.standard_error
+        metric_values |= {name: value for name, value in event.extra.items() if name != "loss"}
+        metric_values |= {f"{name}:error": value for name, value in event.errors.items()}
+        return {f"{event.split}/{name}": value for name, value in metric_values.items()}
     if isinstance(event, Layers):
         norms = {f"grad_norm/{group}": value for group, value in event.grad_norm.items()}
         return norms | {f"update_ratio/{group}": v for group, v in event.update_ratio.items()}

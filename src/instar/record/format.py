@@ -72,8 +72,8 @@ def duration(seconds: float) -> str:
         decimals = 2 if seconds < 0.995 else 1 if seconds < 9.95 else 0
         return f"{seconds:.{decimals}f}s"
     if seconds < 3599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes}m{rest:02d}"
+        minutes, remainder = divmod(round(seconds), 60)
+        return f"{minutes}m{remainder:02d}"
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours < 24:
         return f"{hours}h{minutes:02d}"
@@ -330,7 +330,7 @@ def to_ascii(text: str) -> str:
     """Returns `text` in ASCII: signs are spelled out, others escaped as in JSON and YAML."""
     if text.isascii():
         return text
-    return re.sub("[^\x00-\x7f]", lambda found: json.dumps(found[0])[1:-1], text.translate(_ASCII))
+    return re.sub("[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text.translate(_ASCII))
 
 
 def step_text(event: Placed) -> str:
@@ -340,13 +340,13 @@ def step_text(event: Placed) -> str:
 
 def _fit(first: str, parts: list[tuple[int, str]], width: int | None) -> str:
     """Joins `first` and the parts (priority, text) that fit, in order; priority 0 always stays."""
-    kept = list(parts)
+    fitting = list(parts)
     while True:
-        line = "  ".join([first, *(text for _, text in kept)])
-        least = max(kept)
-        if width is None or len(line) <= width or least[0] == 0:
+        line = "  ".join([first, *(text for _, text in fitting)])
+        last_part = max(fitting)
+        if width is None or len(line) <= width or last_part[0] == 0:
             return line
-        kept.remove(least)
+        fitting.remove(last_part)
 
 
 def bytes_text(size: float) -> str:

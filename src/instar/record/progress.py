@@ -180,7 +180,7 @@ class Display:
         while not self._ended.wait(pause):
             pause = _TICK_S
             now = time.monotonic()
-            works = [each for each in self._works if now - each.began >= BAR_AFTER_S]
+            works = [work for work in self._works if now - work.began >= BAR_AFTER_S]
             work = works[-1] if works else None
             if work is None:
                 continue

@@ -154,10 +154,10 @@ class Recorder:
 
     def close(self) -> None:
         """Syncs and closes the file; closing twice does nothing."""
-        held = len(self._file)
-        lost = self._file.close(CLOSE_WAIT_S)
-        if held and lost:
-            self._warn(f"{self._refusal()}: the last {lost:,} lines of the record are lost")
+        pending = len(self._file)
+        lost_lines = self._file.close(CLOSE_WAIT_S)
+        if pending and lost_lines:
+            self._warn(f"{self._refusal()}: the last {lost_lines:,} lines of the record are lost")
 
     def __enter__(self) -> Self:
         return self

@@ -30,8 +30,11 @@ def error_text(
         environ: variables whose names are those of secrets are some too.
     """
     text = " ".join(str(error).split())
-    known = [*filter(None, secrets), *(v for name, v in environ.items() if v and is_secret(name))]
-    parts = {form for secret in known for part in _parts(secret) for form in _forms(part)}
+    secret_texts = [
+        *filter(None, secrets),
+        *(v for name, v in environ.items() if v and is_secret(name)),
+    ]
+    parts = {form for secret in secret_texts for part in _parts(secret) for form in _forms(part)}
     for part in sorted(parts - {""}, key=len, reverse=True):
         if part not in text:
             continue
@@ -53,7 +56,7 @@ def _parts(secret: str) -> Iterator[str]:
         path = parts.path.strip("/")
         pieces = [user, path, *path.split("/"), parts.query, parts.fragment]
         pieces += [value for pair in parts.query.split("&") for value in pair.split("=")[1:]]
-        yield from (password, *(each for each in pieces if len(each) >= _SHORTEST))
+        yield from (password, *(piece for piece in pieces if len(piece) >= _SHORTEST))
 
 
 def _forms(part: str) -> Iterator[str]:

@@ -269,12 +269,14 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     for run in reversed(runs):
         if text in (run.path.name, run.id):
             return run
-    named = [run for run in runs if run.name == text]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        several = ", ".join(str(run.path) for run in reversed(named[-8:]))
-        raise ConfigError.one(f"{len(named)} runs are named {text!r}", hint=f"say which: {several}")
+    matches = [run for run in runs if run.name == text]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        several = ", ".join(str(run.path) for run in reversed(matches[-8:]))
+        raise ConfigError.one(
+            f"{len(matches)} runs are named {text!r}", hint=f"say which: {several}"
+        )
     if text and path.is_dir():
         raise ConfigError.one(f"{path} is not a run: it has no run.yaml")
     names = [name for run in runs for name in (run.path.name, run.id)]
@@ -361,10 +363,10 @@ def _check_unused(path: Path) -> None:
 def _foreign(path: Path) -> Iterator[Path]:
     """Yields the files of a folder, except those of a start that failed before its config."""
     run = RunDir(path)
-    for found in path.iterdir():
-        empty = found in (run.logs, run.checkpoints) and found.is_dir() and not any(found.iterdir())
-        if not (empty or found == run.lock or found.name.startswith(TMP)):
-            yield found
+    for entry in path.iterdir():
+        empty = entry in (run.logs, run.checkpoints) and entry.is_dir() and not any(entry.iterdir())
+        if not (empty or entry == run.lock or entry.name.startswith(TMP)):
+            yield entry
 
 
 def _check_writable(path: Path, key: str) -> None:
@@ -382,10 +384,10 @@ def _check_writable(path: Path, key: str) -> None:
 def runs_in(folder: Path) -> list[RunDir]:
     """Returns the runs in a folder, sorted by the time of their last write."""
     try:
-        found = [RunDir(path) for path in folder.iterdir() if not path.name.startswith(TMP)]
+        runs = [RunDir(path) for path in folder.iterdir() if not path.name.startswith(TMP)]
     except OSError:
         return []
-    times = {run: time for run in found if (time := _written_at(run)) is not None}
+    times = {run: time for run in runs if (time := _written_at(run)) is not None}
     return sorted(times, key=lambda run: (times[run], run.path.name))
 
 

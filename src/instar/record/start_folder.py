@@ -1,6 +1,6 @@
 """The folder that a run was started in, which its relative paths begin in, wherever it is resumed from.
 
-`start.json` in the run's folder names it twice: as it was, and from the run's folder, for when both are moved.
+`start.json` in the run's folder names it twice: as it was, and from the run's folder, for when both are beside_run.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def note_start(run: RunDir, folder: Path | None = None, before: StartFolder | No
 
 def note_branch(trunk: RunDir, branch: RunDir) -> None:
     """Record in the folder of a branch, which will lie beside its trunk's, where the trunk was started."""
-    known = read_start(trunk)
-    if known is not None:
-        _write(branch, known)
+    start = read_start(trunk)
+    if start is not None:
+        _write(branch, start)
 
 
 def remember_data(run: RunDir, path: str) -> None:
     """Record where the run's data are now."""
-    known = read_start(run) or StartFolder(str(Path.cwd()), os.path.relpath(Path.cwd(), run.path))
-    _write(run, msgspec.structs.replace(known, data_path=str(Path(path).absolute())))
+    start = read_start(run) or StartFolder(str(Path.cwd()), os.path.relpath(Path.cwd(), run.path))
+    _write(run, msgspec.structs.replace(start, data_path=str(Path(path).absolute())))
 
 
 def read_start(run: RunDir) -> StartFolder | None:
@@ -80,37 +80,37 @@ def base_of(run: RunDir, paths: Mapping[str, Any]) -> Path:
     Args:
         paths: values of the run's config by key.
     """
-    here, known = Path.cwd(), read_start(run)
+    current, start_folder = Path.cwd(), read_start(run)
     marks = [*_relative(paths.get(key) for key in _PATHS), *_modules(paths)]
-    if known is None or not marks:
-        return here
-    beside = Path(os.path.normpath(run.path.absolute() / known.relative))
-    recorded = Path(known.folder)
+    if start_folder is None or not marks:
+        return current
+    beside_run = Path(os.path.normpath(run.path.absolute() / start_folder.relative))
+    recorded = Path(start_folder.folder)
 
     def count(place: Path) -> int:
         return sum(_leads(place, mark) for mark in marks)
 
     # a copy of a project has files of its own, and never takes those of the original
-    start = beside if count(beside) else recorded
-    return start if 0 < count(start) >= count(here) else here
+    start = beside_run if count(beside_run) else recorded
+    return start if 0 < count(start) >= count(current) else current
 
 
 def absolute(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return `--set` texts whose paths do not depend on the current folder."""
-    found = []
+    texts = []
     for text in overrides:
         key, equals, value = text.partition("=")
         is_path = equals and key.strip() in _PATHS and _is_there(Path(value))
-        found.append(f"{key}={Path(value).absolute()}" if is_path else text)
-    return tuple(found)
+        texts.append(f"{key}={Path(value).absolute()}" if is_path else text)
+    return tuple(texts)
 
 
 def misplaced(loaded: Loaded) -> Iterator[ConfigProblem]:
     """Yield the paths of a config that lead nowhere from the current folder, where they begin, and somewhere
     from the folder of the file that they are written in, or from that where its run was started."""
-    known = values(loaded.config)
+    config_values = values(loaded.config)
     for key in _PATHS:
-        for text in _relative([known.get(key)]):
+        for text in _relative([config_values.get(key)]):
             place = place_of(loaded.places, key)
             if not isinstance(place, SourceLocation) or text in _NO_PATHS or _leads(Path(), text):
                 continue
@@ -127,8 +127,8 @@ def misplaced(loaded: Loaded) -> Iterator[ConfigProblem]:
 def explained(loaded: Loaded, error: ConfigError) -> ConfigError:
     """Return an error about the paths of a config, of which those that lead somewhere from another folder
     are told with it."""
-    known = {problem.key: problem for problem in misplaced(loaded)}
-    return ConfigError(*(known.get(problem.key, problem) for problem in error.problems))
+    problems = {problem.key: problem for problem in misplaced(loaded)}
+    return ConfigError(*(problems.get(problem.key, problem) for problem in error.problems))
 
 
 def _leads(folder: Path, text: str) -> bool:
@@ -152,8 +152,8 @@ def _relative(values: Iterable[Any]) -> list[str]:
 
 def _modules(paths: Mapping[str, Any]) -> list[str]:
     """Return the files of modules that the config names."""
-    named = (paths.get(key) for key in ("task", "data.transform", "data.source"))
-    names = [text.partition(":")[0] for text in named if isinstance(text, str) and ":" in text]
+    references = (paths.get(key) for key in ("task", "data.transform", "data.source"))
+    names = [text.partition(":")[0] for text in references if isinstance(text, str) and ":" in text]
     return [f"{name.replace('.', '/')}.py" for name in names]
 
 
@@ -171,15 +171,17 @@ def begun_in(
     """
     run, overrides = RunDir(run.path.absolute()), absolute(overrides)
     try:
-        known = values(load(str(run.config), checks=(), import_task=False).config)
+        config_values = values(load(str(run.config), checks=(), import_task=False).config)
     except InstarError:  # said when it is loaded again
         return run, Path.cwd(), overrides
-    base, start, key = base_of(run, known), read_start(run), "data.path"
+    base, start, key = base_of(run, config_values), read_start(run), "data.path"
     paths = [text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")]
-    own = known.get(key)
+    data_path = config_values.get(key)
     if paths and _is_there(Path(paths[-1])):
         remember_data(run, paths[-1])
-    elif start and start.data_path and isinstance(own, str) and not _is_there(base / own):
+    elif (
+        start and start.data_path and isinstance(data_path, str) and not _is_there(base / data_path)
+    ):
         say(f"{key}: {start.data_path}, as given before")
         overrides = (*overrides, f"{key}={start.data_path}")
     return run, base, overrides

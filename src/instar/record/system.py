@@ -40,21 +40,21 @@ def versions() -> dict[str, str]:
 
 @cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    found = {"instar": instar.__version__, "python": platform.python_version()}
+    versions = {"instar": instar.__version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     if commit := git_commit(Path.cwd()):
-        found["commit"] = commit
-    return tuple(found.items())
+        versions["commit"] = commit
+    return tuple(versions.items())
 
 
 def git_commit(folder: Path) -> str | None:
     """Returns the commit that is checked out in `folder`; None without a repository or git."""
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"],
             capture_output=True,
             text=True,
@@ -63,7 +63,7 @@ def git_commit(folder: Path) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() if found.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def machine(device: str = "cpu") -> dict[str, str | int | float | None]:
@@ -238,9 +238,9 @@ def measure_bf16_gain() -> float:
             best = [math.inf, math.inf]
             for _ in range(6):  # the first products pay also for choosing a kernel
                 for index, (a, b) in enumerate(pairs):
-                    begun = time.thread_time()
+                    start_s = time.thread_time()
                     a @ b
-                    best[index] = min(best[index], time.thread_time() - begun)
+                    best[index] = min(best[index], time.thread_time() - start_s)
     finally:
         torch.set_num_threads(threads)
     return best[0] / best[1]
@@ -290,8 +290,8 @@ class PeakFlops:
         self._remaining_measurements -= 1
         fastest = max(self.measured, key=self.measured.__getitem__)
         limit = _SHORT_S[self._device.type]
-        seen = measure_peak_flops(str(self._device), self._dtypes[fastest], limit)
-        self._best = max(self._best, self._ranks * seen)
+        speed = measure_peak_flops(str(self._device), self._dtypes[fastest], limit)
+        self._best = max(self._best, self._ranks * speed)
 
     @property
     def warning(self) -> str:

@@ -16,24 +16,24 @@ PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow")
 
 def configured(config: TrackersConfig) -> list[Tracker]:
     """Returns the configured trackers; their packages are imported when they start."""
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if config.tensorboard is not None:
         from instar.record.trackers.tensorboard import TensorBoard
 
-        found.append(TensorBoard(config.tensorboard))
+        trackers.append(TensorBoard(config.tensorboard))
     if config.wandb is not None:
         from instar.record.trackers.wandb import Wandb
 
-        found.append(Wandb(config.wandb))
+        trackers.append(Wandb(config.wandb))
     if config.trackio is not None:
         from instar.record.trackers.trackio import Trackio
 
-        found.append(Trackio(config.trackio))
+        trackers.append(Trackio(config.trackio))
     if config.mlflow is not None:
         from instar.record.trackers.mlflow import Mlflow
 
-        found.append(Mlflow(config.mlflow))
-    return found
+        trackers.append(Mlflow(config.mlflow))
+    return trackers
 
 
 def missing(config: RecordConfig) -> list[ConfigProblem]:

@@ -91,15 +91,15 @@ class Mlflow:
         from mlflow.exceptions import MlflowException
 
         name = self._config.experiment
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
             except MlflowException:  # another run created it meanwhile
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _set(self, run: TrackedRun) -> None:
         """Logs the config as parameters; one with another value already as a tag."""
@@ -155,10 +155,10 @@ class Mlflow:
         self._client.set_tag(self._run_id, _name(key), text[:MAX_TAG])
 
 
-def store_uri(chosen: str | None, folder: Path) -> str:
+def store_uri(setting: str | None, folder: Path) -> str:
     """Returns the URI of the store for a run in `folder`."""
-    chosen = chosen or os.environ.get(URI) or str(folder.absolute().parent / "mlruns")
-    return chosen if ":" in chosen else Path(chosen).absolute().as_uri()
+    setting = setting or os.environ.get(URI) or str(folder.absolute().parent / "mlruns")
+    return setting if ":" in setting else Path(setting).absolute().as_uri()
 
 
 def is_folder(uri: str) -> bool:

@@ -64,7 +64,9 @@ class TrackerSink:
         self._close_wait_s, self._end_wait_s = close_wait_s, end_wait_s
         self._outcome: Outcome = "crashed"
         self._faults: deque[str] = deque()
-        self._queues = [TrackerQueue(each, run, self._faults, queue_events) for each in trackers]
+        self._queues = [
+            TrackerQueue(tracker, run, self._faults, queue_events) for tracker in trackers
+        ]
 
     def write(self, event: Event) -> None:
         self._sink.write(event)
@@ -91,14 +93,14 @@ class TrackerSink:
         queues, self._queues = self._queues, []
         for queue_ in queues:
             queue_.end()
-        begun = time.monotonic()
+        start_s = time.monotonic()
         for queue_ in queues:
-            queue_.join(begun + self._close_wait_s - time.monotonic())
+            queue_.join(start_s + self._close_wait_s - time.monotonic())
         if self._outcome == "finished":
             for queue_ in queues:
                 if text := queue_.pending():
                     self._warn(f"{text}; waiting for at most {self._end_wait_s:.0f} s")
-                queue_.join(begun + self._end_wait_s - time.monotonic())
+                queue_.join(start_s + self._end_wait_s - time.monotonic())
         self._faults += filter(None, (queue_.shortage() for queue_ in queues))
         self._report_faults()
 

@@ -41,8 +41,8 @@ class TensorBoard:
     def start(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        chosen = self._config.dir
-        folder = Path(chosen) / run.name if chosen is not None else run.folder / "tensorboard"
+        parent = self._config.dir
+        folder = Path(parent) / run.name if parent is not None else run.folder / "tensorboard"
         self.where = str(folder)
         self._writer = EventFileWriter(str(folder), max_queue_size=QUEUE, flush_secs=FLUSH_S)
         self._run = run
@@ -75,8 +75,8 @@ class TensorBoard:
             text = f"**{text_note.title}**\n\n{text_note.text}".replace("\n", "  \n")
             self._add(event, text_note.step, summary=text_pb(text_note.kind, text))
         if isinstance(event, RunFinished):
-            found = [(name, f"{value:g}") for name, value in totals(event).items()]
-            text = _table(["total", "value"], found)
+            rows = [(name, f"{value:g}") for name, value in totals(event).items()]
+            text = _table(["total", "value"], rows)
             self._add(event, event.step, summary=text_pb("finished", text))
 
     def flush(self) -> None:

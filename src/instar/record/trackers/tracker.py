@@ -91,24 +91,24 @@ class Ids:
 
     def get(self, tool: str, where: str) -> str | None:
         """Returns the id in the tool's project or store `where`; None if it is unknown."""
-        known = self._read().get(tool)
-        if isinstance(known, dict) and known.get("where") == where:
-            return str(known["id"]) if known.get("id") else None
+        entry = self._read().get(tool)
+        if isinstance(entry, dict) and entry.get("where") == where:
+            return str(entry["id"]) if entry.get("id") else None
         return None
 
     def keep(self, tool: str, where: str, value: str) -> None:
         if self._path is None:
             return
         with self._lock:
-            known = self._read() | {tool: {"id": value, "where": where}}
-            replace_file(self._path, json.dumps(known, indent=2).encode())
+            ids = self._read() | {tool: {"id": value, "where": where}}
+            replace_file(self._path, json.dumps(ids, indent=2).encode())
 
     def _read(self) -> dict[str, Any]:
         try:
-            known = json.loads(of_bounded_depth(read_regular(self._path))) if self._path else {}
+            ids = json.loads(of_bounded_depth(read_regular(self._path))) if self._path else {}
         except (OSError, ValueError):
             return {}
-        return known if isinstance(known, dict) else {}
+        return ids if isinstance(ids, dict) else {}
 
 
 @dataclass(frozen=True)

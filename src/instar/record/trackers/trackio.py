@@ -54,8 +54,8 @@ class Trackio:
 
     def _choose_folder(self) -> str:
         """Sets trackio's folder, which it reads when it is imported."""
-        if (chosen := self._config.dir) is not None:
-            folder = Path(chosen).absolute()
+        if (setting := self._config.dir) is not None:
+            folder = Path(setting).absolute()
             if (imported := sys.modules.get("trackio.utils")) and folder != imported.TRACKIO_DIR:
                 raise RuntimeError(f"trackio writes into {imported.TRACKIO_DIR} in this process")
             os.environ[DIR] = str(folder)
@@ -69,8 +69,8 @@ class Trackio:
         if text_note := note(event):
             self._notes.append((event, text_note))
         if isinstance(event, RunFinished):
-            found = {f"final/{name}": value for name, value in totals(event).items()}
-            self._rows.append((event, event.step, found))
+            final_values = {f"final/{name}": value for name, value in totals(event).items()}
+            self._rows.append((event, event.step, final_values))
         if len(self._rows) >= MAX_ROWS:
             self.flush()
 
@@ -88,10 +88,10 @@ class Trackio:
         if notes:
             self._storage.bulk_alert(
                 **self._run_keys,
-                titles=[one.title for _, one in notes],
-                texts=[one.text for _, one in notes],
-                levels=[one.level for _, one in notes],
-                steps=[one.step for _, one in notes],
+                titles=[note.title for _, note in notes],
+                texts=[note.text for _, note in notes],
+                levels=[note.level for _, note in notes],
+                steps=[note.step for _, note in notes],
                 timestamps=[_when(event) for event, _ in notes],
             )
 

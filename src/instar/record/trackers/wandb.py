@@ -109,15 +109,15 @@ class Wandb:
     def _log_media(self, event: ImageEvent | TableEvent) -> None:
         import wandb
 
-        shown: Any
+        media: Any
         if isinstance(event, TableEvent):
             rows = [[*row] for row in event.rows]
-            shown = wandb.Table(columns=list(event.columns), data=rows, allow_mixed_types=True)
+            media = wandb.Table(columns=list(event.columns), data=rows, allow_mixed_types=True)
         elif read_image(self._folder, event.path) is not None:
-            shown = wandb.Image(str(self._folder / event.path))
+            media = wandb.Image(str(self._folder / event.path))
         else:
             return
-        self._log(event, event.step, {media_key(event): shown})
+        self._log(event, event.step, {media_key(event): media})
 
     def _log(self, event: Event, step: int, row: dict[str, Any]) -> None:
         self._run.log(row | {"step": step, "_timestamp": event.time})
