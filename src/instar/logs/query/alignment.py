@@ -81,12 +81,12 @@ def axis_named(text: str, axes: Sequence[str] = PLACED_BY, where: str = "") -> s
     Raises:
         ConfigError: the axis is unknown; suggests one.
     """
-    known = _NAMES if "time" in axes else _NAMES | {"time": "wall_s"}
-    name = known.get(text.lower(), text.lower())
+    axis_names = _NAMES if "time" in axes else _NAMES | {"time": "wall_s"}
+    name = axis_names.get(text.lower(), text.lower())
     if name in axes:
         return name
-    near = get_close_matches(name, [*axes, *known], n=1)
-    suggestion = known.get(near[0], near[0]) if near else ""
+    near = get_close_matches(name, [*axes, *axis_names], n=1)
+    suggestion = axis_names.get(near[0], near[0]) if near else ""
     hint = f"did you mean {suggestion!r}?" if suggestion else f"expected one of {', '.join(axes)}"
     raise ConfigError.one(f"unknown axis {text!r}", where, hint)
 
@@ -134,10 +134,10 @@ def parse_place(text: str) -> AxisValue:
             raise ConfigError.one(f"{text!r} is not a place", hint="use --at-loss")
         return AxisValue(_BUDGETS.get(budget.kind, budget.kind), budget.amount)
     axis = axis_named(name.strip())
-    found = _amount(axis, amount)
-    if found is None or found < 0:
+    value = _amount(axis, amount)
+    if value is None or value < 0:
         raise _not_a_place(text)
-    return AxisValue(axis, found)
+    return AxisValue(axis, value)
 
 
 def even_places(axis: str, furthest: float) -> list[AxisValue]:
@@ -148,27 +148,27 @@ def even_places(axis: str, furthest: float) -> list[AxisValue]:
     return [AxisValue(axis, amount) for amount in dict.fromkeys(amounts) if amount > 0]
 
 
-def values_at(x: Floats, values: Floats, wanted: Floats) -> Floats:
-    """Interpolates a curve linearly at the places `wanted`.
+def values_at(x: Floats, values: Floats, places: Floats) -> Floats:
+    """Interpolates a curve linearly at the places `places`.
 
     NaN outside the curve, or next to a NaN. Of several points at one place the last counts. Shapes:
-    x and values [n], wanted [m], result [m].
+    x and values [n], places [m], result [m].
     """
     x, values = unique(x, values)
-    found = np.full(len(wanted), np.nan)
+    interpolated = np.full(len(places), np.nan)
     if not len(x):
-        return found
-    right = np.searchsorted(x, wanted, side="left")
+        return interpolated
+    right = np.searchsorted(x, places, side="left")
     inside = right < len(x)
     exact = inside.copy()
-    exact[inside] = x[right[inside]] == wanted[inside]
-    found[exact] = values[right[exact]]
+    exact[inside] = x[right[inside]] == places[inside]
+    interpolated[exact] = values[right[exact]]
     between = inside & ~exact & (right > 0)
     after = right[between]
-    share = (wanted[between] - x[after - 1]) / (x[after] - x[after - 1])
+    share = (places[between] - x[after - 1]) / (x[after] - x[after - 1])
     with np.errstate(invalid="ignore"):
-        found[between] = values[after - 1] + share * (values[after] - values[after - 1])
-    return found
+        interpolated[between] = values[after - 1] + share * (values[after] - values[after - 1])
+    return interpolated
 
 
 def unique(x: Floats, values: Floats) -> tuple[Floats, Floats]:
@@ -270,23 +270,27 @@ def saving(
     The share is 1 minus the geometric mean of the ratios; None: no pair reaches the value.
     """
     other_logs, base_logs = _logs(other, axis), _logs(base, axis)
-    both = [key for key in base if key in other]
-    if not both:
+    shared_keys = [key for key in base if key in other]
+    if not shared_keys:
         return _unpaired(other_logs, base_logs, len(base) + len(other))
     logs = [
-        other_logs[key] - base_logs[key] for key in both if key in other_logs and key in base_logs
+        other_logs[key] - base_logs[key]
+        for key in shared_keys
+        if key in other_logs and key in base_logs
     ]
     if not logs:
         return None
     spread = float(np.std(np.exp(logs), ddof=1)) if len(logs) > 1 else None
-    return Saving(1 - math.exp(sum(logs) / len(logs)), spread, len(logs), len(both) - len(logs))
+    return Saving(
+        1 - math.exp(sum(logs) / len(logs)), spread, len(logs), len(shared_keys) - len(logs)
+    )
 
 
 def _logs(group: Mapping[object, LossReached | None], axis: str) -> dict[object, float]:
     return {
-        key: math.log(found.at[axis])
-        for key, found in group.items()
-        if found is not None and found.at[axis] > 0
+        key: math.log(reached.at[axis])
+        for key, reached in group.items()
+        if reached is not None and reached.at[axis] > 0
     }
 
 
@@ -303,12 +307,12 @@ def _unpaired(
     return Saving(1 - ratio, spread, 0, runs - sum(map(len, sides)))
 
 
-def saving_text(found: Saving, what: str) -> str:
+def saving_text(savings_share: Saving, what: str) -> str:
     """Returns a saving as text: `31% fewer FLOPs`, `5% ±3% more tokens`, `as many steps`."""
-    share = found.share
-    spread = "" if found.spread is None else f" ±{found.spread:.0%}"
+    share = savings_share.share
+    spread = "" if savings_share.spread is None else f" ±{savings_share.spread:.0%}"
     seconds = "time" in what
-    if round(abs(share), 2) == 0 and found.spread is None:
+    if round(abs(share), 2) == 0 and savings_share.spread is None:
         return f"as {'much' if seconds else 'many'} {what}"
     less = "less" if seconds else "fewer"
     return f"{abs(share):.0%}{spread} {less if share >= 0 else 'more'} {what}"

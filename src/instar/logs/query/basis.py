@@ -81,17 +81,20 @@ def notes_on_bases(bases: Mapping[str, Basis]) -> list[str]:
     Args:
         bases: by the name of the run.
     """
-    known = {name: basis for name, basis in bases.items() if basis}
-    if not known:
+    known_bases = {name: basis for name, basis in bases.items() if basis}
+    if not known_bases:
         return []
-    first = next(iter(known))
+    first = next(iter(known_bases))
     lines: dict[tuple[str, ...], list[str]] = {}
-    for name, basis in known.items():
-        if reasons := incomparable(known[first], basis):
+    for name, basis in known_bases.items():
+        if reasons := incomparable(known_bases[first], basis):
             lines.setdefault(reasons, []).append(name)
-    told = [_line("values", names, first, reasons) for reasons, names in lines.items()]
-    more = len(told) - _NAMED
-    return [*told[:_NAMED], *([f"nor are those of runs on {more} other bases"] if more > 0 else [])]
+    notes = [_line("values", names, first, reasons) for reasons, names in lines.items()]
+    more = len(notes) - _NAMED
+    return [
+        *notes[:_NAMED],
+        *([f"nor are those of runs on {more} other bases"] if more > 0 else []),
+    ]
 
 
 def _line(what: str, names: Sequence[str], first: str, reasons: Sequence[str]) -> str:

@@ -23,10 +23,11 @@ from instar.logs.query.alignment import (
     saving,
     values_at,
 )
-from instar.logs.query.basis import comparability
+from instar.logs.query.basis import Comparability, comparability
 from instar.logs.query.groups import SAME_DATA, RunGroup, check_same_data, warnings_on_data
 from instar.logs.read.record import ALIASES, RunRecord, unknown_metric
 from instar.record.events import BeginsAnew, RunStarted, to_words
+from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -119,36 +120,26 @@ def compare(
         ConfigError: no run has such a metric, or nothing has been measured yet.
     """
     axes = {place.axis for place in places} or {axis}
-    wanted = tuple(ALIASES.get(metric, metric) for metric in metrics)
+    patterns = tuple(ALIASES.get(metric, metric) for metric in metrics)
     goal = ALIASES.get(target_metric, target_metric)
-    known: dict[str, None] = {}
-    curves: list[list[_Curves]] = []
     by_run = {record.run: record for record in records}
-    for group in groups:
-        known |= {metric: None for run in group.runs for metric in by_run[run].metrics}
-        curves.append(
-            [_curves(by_run[run], wanted or COMPARED, axes, target, goal) for run in group.runs]
-        )
-    where = ", ".join(group.name for group in groups)
-    for name in (*wanted, *([goal] if target is not None else [])):
-        if not any(fnmatchcase(metric, name) for metric in known):
-            raise unknown_metric(name, tuple(known), where)
+    curves = [
+        [_curves(by_run[run], patterns or COMPARED, axes, target, goal) for run in group.runs]
+        for group in groups
+    ]
+    requested = (*patterns, *([goal] if target is not None else []))
+    _check_metrics(requested, groups, by_run)
     configs = [config for group in groups for config in group.configs]
-    anew = tuple(text for record in records if (text := _anew(record)))
+    new_bases = tuple(text for record in records if (text := _anew(record)))
     evaluations = comparability(groups)
-    held_out = not evaluations.is_known
     if target is not None:
-        if goal.startswith("val/") and evaluations.differing:
-            raise ConfigError.one(evaluations.differing[0], where="--at-loss", hint=SAME_DATA)
-        if held_out or not goal.startswith("val/"):
-            check_same_data(configs, goal)
-        if anew and goal.startswith("val/"):
-            raise ConfigError.one(anew[0], where="--at-loss", hint="leave --at-loss out")
+        _check_goal(goal, evaluations, configs, new_bases)
     all_runs = [run for group in curves for run in group]
-    names = list(dict.fromkeys(name for run in all_runs for name in run.metrics))
+    names = sorted(
+        {name: None for run in all_runs for name in run.metrics}, key=_rank(patterns or COMPARED)
+    )
     if not names:
-        raise ConfigError.one(f"nothing has been measured yet in {where}")
-    names.sort(key=_rank(wanted or COMPARED))
+        raise ConfigError.one(f"nothing has been measured yet in {_names(groups)}")
     at = tuple(places or even_places(axis, _furthest(all_runs, axis)))
     return Comparison(
         groups=tuple(groups),
@@ -161,7 +152,11 @@ def compare(
             for name in names
         },
         config=differing([group.config() or None for group in groups]),
-        warnings=(*evaluations.differing, *warnings_on_data(configs, held_out=held_out), *anew),
+        warnings=(
+            *evaluations.differing,
+            *warnings_on_data(configs, held_out=not evaluations.is_known),
+            *new_bases,
+        ),
         to_loss=None if target is None else _to_loss(groups, curves, goal, target),
     )
 
@@ -169,7 +164,7 @@ def compare(
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns the comparison as JSON-ready data, groups by name."""
     names = [group.name for group in comparison.groups]
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "arms": [
             {
                 "name": group.name,
@@ -190,24 +185,56 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     }
     if comparison.to_loss is not None:
         goal = comparison.to_loss
-        found["to_loss"] = {
+        data["to_loss"] = {
             "metric": goal.metric,
             "target": goal.target,
             "reached": dict(zip(names, goal.reached, strict=True)),
             "savings": dict(zip(names[1:], goal.savings, strict=True)),
             "against": names[0],
         }
-    as_json: dict[str, Any] = to_words(msgspec.to_builtins(found, str_keys=True))
+    as_json: dict[str, Any] = to_words(msgspec.to_builtins(data, str_keys=True))
     return as_json
 
 
+def _check_metrics(
+    patterns: Iterable[str], groups: Sequence[RunGroup], by_run: Mapping[RunDir, RunRecord]
+) -> None:
+    """Raises ConfigError if no run has a metric that matches a pattern."""
+    available = dict.fromkeys(
+        metric for group in groups for run in group.runs for metric in by_run[run].metrics
+    )
+    for pattern in patterns:
+        if not any(fnmatchcase(metric, pattern) for metric in available):
+            raise unknown_metric(pattern, tuple(available), _names(groups))
+
+
+def _check_goal(
+    goal: str,
+    evaluations: Comparability,
+    configs: Sequence[Mapping[str, Any]],
+    new_bases: Sequence[str],
+) -> None:
+    """Raises ConfigError if it means nothing to compare where the runs reach a value of a metric."""
+    is_held_out = goal.startswith("val/")
+    if is_held_out and evaluations.differing:
+        raise ConfigError.one(evaluations.differing[0], where="--at-loss", hint=SAME_DATA)
+    if not (is_held_out and evaluations.is_known):
+        check_same_data(configs, goal)
+    if is_held_out and new_bases:
+        raise ConfigError.one(new_bases[0], where="--at-loss", hint="leave --at-loss out")
+
+
+def _names(groups: Sequence[RunGroup]) -> str:
+    return ", ".join(group.name for group in groups)
+
+
 def _curves(
-    record: RunRecord, wanted: Iterable[str], axes: Iterable[str], target: float | None, goal: str
+    record: RunRecord, patterns: Iterable[str], axes: Iterable[str], target: float | None, goal: str
 ) -> _Curves:
     starts = record.of(RunStarted)
     metrics = {}
     for name in record.metrics:
-        if any(fnmatchcase(name, pattern) for pattern in wanted):
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
             series = record.series(name)
             values = series.value[series.kept]
             metrics[name] = {axis: (series.axis(axis)[series.kept], values) for axis in axes}
@@ -220,7 +247,7 @@ def _curves(
 
 def _anew(record: RunRecord) -> str:
     """Returns since when a run's evaluations are comparable with its last one; empty: from the start."""
-    events = [each.event for each in record.of(BeginsAnew) if each.kept]
+    events = [logged.event for logged in record.of(BeginsAnew) if logged.kept]
     if not events:
         return ""
     event = events[-1]
@@ -231,10 +258,10 @@ def _anew(record: RunRecord) -> str:
 
 
 def _reached(record: RunRecord, goal: str, target: float) -> LossReached | None:
-    found = at_loss(record.series(goal), target)
-    if found is None or _LR not in record:
-        return found
-    return replace(found, decays_for=decays_after(record.series(_LR), found.at["step"]))
+    reached = at_loss(record.series(goal), target)
+    if reached is None or _LR not in record:
+        return reached
+    return replace(reached, decays_for=decays_after(record.series(_LR), reached.at["step"]))
 
 
 def _furthest(runs: Sequence[_Curves], axis: str) -> float:
@@ -251,20 +278,20 @@ def _furthest(runs: Sequence[_Curves], axis: str) -> float:
 def _cells(
     curves: Sequence[Mapping[str, tuple[Floats, Floats]]], places: Sequence[AxisValue]
 ) -> tuple[Cell, ...]:
-    found = np.full((len(curves), len(places)), np.nan)
-    covered = np.zeros_like(found, bool)
+    at_places = np.full((len(curves), len(places)), np.nan)
+    covered = np.zeros_like(at_places, bool)
     for axis in {place.axis for place in places}:
         columns = [number for number, place in enumerate(places) if place.axis == axis]
-        wanted = np.array([places[number].amount for number in columns])
+        amounts = np.array([places[number].amount for number in columns])
         for row, by_axis in enumerate(curves):
             if axis in by_axis:
                 x, values = by_axis[axis]
-                found[row, columns] = values_at(x, values, wanted)
+                at_places[row, columns] = values_at(x, values, amounts)
                 if len(x):
-                    covered[row, columns] = (x.min() <= wanted) & (wanted <= x.max())
+                    covered[row, columns] = (x.min() <= amounts) & (amounts <= x.max())
     return tuple(
         _cell(column[np.isfinite(column)], int((reached & ~np.isfinite(column)).sum()))
-        for column, reached in zip(found.T, covered.T, strict=True)
+        for column, reached in zip(at_places.T, covered.T, strict=True)
     )
 
 
@@ -289,8 +316,8 @@ def _to_loss(
 ) -> ToLoss:
     reached = tuple(tuple(run.reached for run in group) for group in curves)
     keyed: list[dict[object, LossReached | None]] = [
-        dict(zip(group.keys, found, strict=True))
-        for group, found in zip(groups, reached, strict=True)
+        dict(zip(group.keys, run_reached, strict=True))
+        for group, run_reached in zip(groups, reached, strict=True)
     ]
     base = keyed[0]
     savings = []
@@ -301,6 +328,6 @@ def _to_loss(
     return ToLoss(metric, target, reached, tuple(savings))
 
 
-def _rank(wanted: Sequence[str]) -> Any:
+def _rank(patterns: Sequence[str]) -> Any:
     """Sort key: the order in which metrics were requested."""
-    return lambda name: next(n for n, pattern in enumerate(wanted) if fnmatchcase(name, pattern))
+    return lambda name: next(n for n, pattern in enumerate(patterns) if fnmatchcase(name, pattern))

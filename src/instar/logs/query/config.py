@@ -51,22 +51,22 @@ def _changed(line: ConfigLine, value: Any, step: int) -> ConfigLine:
 
 def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
     """Returns the keys that resumes have set: value at the latest checkpoint, and step of the change."""
-    found: dict[str, tuple[Any, int]] = {}
+    changes: dict[str, tuple[Any, int]] = {}
     try:
-        named = read_regular(run.checkpoints / "latest", 64).decode().strip()
-        entries = read_manifest(run.checkpoints / Path(named).name).history
+        name = read_regular(run.checkpoints / "latest", 64).decode().strip()
+        entries = read_manifest(run.checkpoints / Path(name).name).history
     except (CheckpointError, OSError, ValueError):
-        return found
+        return changes
     if not entries:
-        return found
+        return changes
     from instar.schedule.operations import OVERRIDE, history_from_json
 
     with suppress(TypeError, ValueError):  # an edited manifest
         for change in history_from_json(entries):
             if change.operation.name == OVERRIDE:
-                given = dict(change.operation.value)
-                found |= {key: (value, change.step) for key, value in given.items()}
-    return found
+                values = dict(change.operation.value)
+                changes |= {key: (value, change.step) for key, value in values.items()}
+    return changes
 
 
 def derived_keys(configs: Sequence[Sequence[ConfigLine]]) -> set[str]:
@@ -85,7 +85,7 @@ def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[st
     from instar.config.load import load
 
     derived = derived_keys([config_lines(run) for run in runs])
-    found, faults = list[dict[str, Any]](), list[str]()
+    configs, faults = list[dict[str, Any]](), list[str]()
     for run in runs:
         try:
             check_regular(run.config)
@@ -95,13 +95,13 @@ def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[st
                 with suppress(ValueError):  # a key of a task that is not imported
                     config = with_values(config, changed)
             every = values(config)
-            found.append(
+            configs.append(
                 {k: redacted_value(k, value) for k, value in every.items() if k not in derived}
             )
         except ConfigError as error:
-            found.append({})
+            configs.append({})
             faults.append(f"{run.config}: {error.problems[0].message}")
         except OSError as error:
-            found.append({})
+            configs.append({})
             faults.append(f"{run.config}: {error.strerror}")
-    return found, faults
+    return configs, faults

@@ -60,5 +60,5 @@ def _end_of_log(record: RunRecord, rank: int) -> tuple[str, ...]:
         lines, _ = last_lines(record.run.log(rank), 4 * MAX_LINES)
     errors = [number for number, line in enumerate(lines) if _ERROR.search(line)]
     # a line of context before the error
-    shown = lines[max(0, errors[-1] - 1) :][:MAX_LINES] if errors else lines[-MAX_LINES:]
-    return tuple(line.decode("utf-8", "replace").rpartition("\r")[2] for line in shown)
+    excerpt = lines[max(0, errors[-1] - 1) :][:MAX_LINES] if errors else lines[-MAX_LINES:]
+    return tuple(line.decode("utf-8", "replace").rpartition("\r")[2] for line in excerpt)

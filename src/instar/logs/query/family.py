@@ -68,7 +68,7 @@ def in_trees(items: Sequence[T], summary_of: Callable[[T], CachedSummary]) -> li
         for _, child in sorted(children.get(path, ())):
             yield from tree(child, depth + 1)
 
-    return [each for root in reversed(roots) for each in tree(root, 0)]
+    return [node for root in reversed(roots) for node in tree(root, 0)]
 
 
 def _root(path: Path, by_path: dict[Path, T], summary_of: Callable[[T], CachedSummary]) -> Path:
@@ -88,14 +88,20 @@ def family_of(run: RunDir) -> tuple[FamilyMember, ...]:
         trunk = parent
     path = trunk.path.absolute()
     try:
-        beside = [each for each in path.parent.iterdir() if each.name.startswith(f"{path.name}.")]
+        siblings = [
+            sibling for sibling in path.parent.iterdir() if sibling.name.startswith(f"{path.name}.")
+        ]
     except OSError:
-        beside = []
-    summaries = [cached_summary(each) for each in (trunk, *map(RunDir, sorted(beside)))]
-    members = [each for each in summaries if each.run is trunk or branched(each)]
+        siblings = []
+    summaries = [
+        cached_summary(member_run) for member_run in (trunk, *map(RunDir, sorted(siblings)))
+    ]
+    members = [summary for summary in summaries if summary.run is trunk or branched(summary)]
     if len(members) == 1 and branched(members[0]) is None:
         return ()
-    return tuple(_member(each, depth) for depth, each in in_trees(members, lambda one: one))
+    return tuple(
+        _member(member, depth) for depth, member in in_trees(members, lambda summary: summary)
+    )
 
 
 def _member(summary: CachedSummary, depth: int) -> FamilyMember:

@@ -130,11 +130,11 @@ def _scatters(
             return ()
         with open_regular(file) as opened, pq.ParquetFile(opened) as table:
             names = [name for name in table.schema_arrow.names if name.endswith(_PREDICTED)]
-            found = [_scatter(table, name.removesuffix(_PREDICTED), points) for name in names]
+            scatters = [_scatter(table, name.removesuffix(_PREDICTED), points) for name in names]
     except (OSError, pa.ArrowException) as error:
         notes.append(f"test/predictions.parquet cannot be read: {error}")
         return ()
-    return tuple(scatter for scatter in found if scatter is not None)
+    return tuple(scatter for scatter in scatters if scatter is not None)
 
 
 def _scatter(table: Any, target: str, points: int) -> Scatter | None:

@@ -40,23 +40,25 @@ class RunGroup:
 
         Runs whose config cannot be read are left out; empty if all are.
         """
-        known = [config for config in self.configs if config]
-        every = {key: [config.get(key) for config in known] for config in known for key in config}
+        readable = [config for config in self.configs if config]
+        every = {
+            key: [config.get(key) for config in readable] for config in readable for key in config
+        }
         return {
-            key: one[0] if all(each == one[0] for each in one) else one
-            for key, one in every.items()
+            key: values[0] if all(value == values[0] for value in values) else values
+            for key, values in every.items()
         }
 
 
 def group_runs(
-    runs: Sequence[RunDir], by: By = "run", given: Mapping[RunDir, str] | None = None
+    runs: Sequence[RunDir], by: By = "run", group_names: Mapping[RunDir, str] | None = None
 ) -> tuple[list[RunGroup], list[str]]:
     """Returns the groups of `grouped` with the configs of their runs, and the faults of these."""
     configs, faults = config_values(runs)
-    found = grouped(runs, by, given, folders if by == "run" else None)
+    groups = grouped(runs, by, group_names, folders if by == "run" else None)
     return [
         RunGroup(name, tuple(runs[n] for n in group), tuple(configs[n] for n in group))
-        for name, group in found.items()
+        for name, group in groups.items()
     ], faults
 
 
@@ -80,10 +82,12 @@ def names(
     short = [printable(run.name) for run in runs]
     if len(set(short)) == len(runs):
         return short
-    given = values or given_values(runs)
-    keys = [key for key in differing(given) if key not in without]
+    run_values = values or given_values(runs)
+    keys = [key for key in differing(run_values) if key not in without]
     if 0 < len(keys) <= _MOST_KEYS:
-        labels = [_label(name, values, keys) for name, values in zip(short, given, strict=True)]
+        labels = [
+            _label(name, values, keys) for name, values in zip(short, run_values, strict=True)
+        ]
         if len(set(labels)) == len(runs):
             return labels
     return folders(runs)
@@ -101,7 +105,7 @@ def folders(runs: Sequence[RunDir]) -> list[str]:
 def grouped(
     runs: Sequence[RunDir],
     by: By,
-    given: Mapping[RunDir, str] | None = None,
+    group_names: Mapping[RunDir, str] | None = None,
     label: Callable[[Sequence[RunDir]], list[str]] | None = None,
     values: Sequence[Given] | None = None,
 ) -> dict[str, list[int]]:
@@ -112,30 +116,30 @@ def grouped(
         by: "run": each run is a group; "name": runs of one name; "seed": runs whose configs differ
             only in the seed and in how they are recorded. A run whose config cannot be read is then
             a group of its own.
-        given: names of the groups of some runs, whatever `by`; an empty one names none.
+        group_names: names of the groups of some runs, whatever `by`; an empty one names none.
         label: names the other groups, given their first runs; default `names`.
         values: `given_values` of the runs, if known.
     """
     groups: dict[str, list[int]] = {}
-    others: dict[object, list[int]] = {}
-    left = [n for n, run in enumerate(runs) if not (given or {}).get(run)]
-    values = values or (given_values(runs) if by == "seed" and left else None)
-    keys = {n: _key(n, runs[n], by, values[n] if values else {}) for n in left}
+    unnamed: dict[object, list[int]] = {}
+    ungrouped = [n for n, run in enumerate(runs) if not (group_names or {}).get(run)]
+    values = values or (given_values(runs) if by == "seed" and ungrouped else None)
+    keys = {n: _key(n, runs[n], by, values[n] if values else {}) for n in ungrouped}
     for n, run in enumerate(runs):
         if n in keys:
-            others.setdefault(keys[n], []).append(n)
+            unnamed.setdefault(keys[n], []).append(n)
         else:
-            groups.setdefault((given or {})[run], []).append(n)
-    numbers = [group[0] for group in others.values()]
+            groups.setdefault((group_names or {})[run], []).append(n)
+    numbers = [group[0] for group in unnamed.values()]
     firsts = [runs[n] for n in numbers]
     if label:
-        found = label(firsts)
+        labels = label(firsts)
     else:
         ignored = ("seed",) if by == "seed" else ()
-        found = names(firsts, ignored, [values[n] for n in numbers] if values else None)
-    for name, group in zip(found, others.values(), strict=True):
+        labels = names(firsts, ignored, [values[n] for n in numbers] if values else None)
+    for name, group in zip(labels, unnamed.values(), strict=True):
         groups[str(runs[group[0]].path) if name in groups else name] = group
-    return dict(sorted(groups.items(), key=lambda each: each[1][0]))
+    return dict(sorted(groups.items(), key=lambda entry: entry[1][0]))
 
 
 def _key(number: int, run: RunDir, by: By, values: Given) -> object:
@@ -172,15 +176,15 @@ def given_values(runs: Sequence[RunDir]) -> list[Given]:
     """Returns the underived values of each run; empty if its config cannot be read."""
     every = [config_lines(run) for run in runs]
     derived = derived_keys(every)
-    found: list[Given] = []
+    all_values: list[Given] = []
     for lines in every:
         values: Given = {}
         for line in lines:
             if not line.key or line.key in derived or line.key.partition(".")[0] in _KEPT:
                 continue
             values[line.key] = f"{values.get(line.key, '')} {_unquoted(line.value)}".strip()
-        found.append(values)
-    return found
+        all_values.append(values)
+    return all_values
 
 
 def _unquoted(text: str) -> str:
@@ -206,19 +210,19 @@ def _counted(operations: int) -> str:
     return f"{operations} operation{'' if operations == 1 else 's'}"
 
 
-def short_values(key: str, values: Sequence[object], whole: Sequence[str]) -> list[str]:
-    """Returns the values of one key for the cells of a table; `whole`: their full texts.
+def short_values(key: str, values: Sequence[object], texts: Sequence[str]) -> list[str]:
+    """Returns the values of one key for the cells of a table; `texts`: their full texts.
 
     A text that is too long is shortened to the number of operations of a schedule, or else to its
     beginning. `differs` is appended where an earlier, different value has the same short form.
     """
     short = [
         text if len(text) <= _LONGEST_IN_TABLE else _abbreviated(key, value, text)
-        for value, text in zip(values, whole, strict=True)
+        for value, text in zip(values, texts, strict=True)
     ]
     return [
-        cell if whole[short.index(cell)] == text else f"{cell}, differs"
-        for cell, text in zip(short, whole, strict=True)
+        cell if texts[short.index(cell)] == text else f"{cell}, differs"
+        for cell, text in zip(short, texts, strict=True)
     ]
 
 
@@ -275,20 +279,20 @@ def warnings_on_data(configs: Sequence[Config], *, held_out: bool = True) -> tup
 
 def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
     """Returns the differing keys that make losses incomparable; `held_out`: losses on held-out data."""
-    known = [config for config in configs if config]
-    tokenizers = {config.get("data.tokenizer") for config in known}
+    readable = [config for config in configs if config]
+    tokenizers = {config.get("data.tokenizer") for config in readable}
     # one val_source for all holds out the same text, but a bpe tokenizer is trained on the source
     same_held_out = (
-        all(config.get("data.val_source") for config in known) and "bpe" not in tokenizers
+        all(config.get("data.val_source") for config in readable) and "bpe" not in tokenizers
     )
-    generated = {f"data.{config.get('data.source')}" for config in known}
-    wanted = _ALWAYS if held_out and same_held_out else (*_ALWAYS, *_READ, *generated)
+    generated = {f"data.{config.get('data.source')}" for config in readable}
+    data_keys = _ALWAYS if held_out and same_held_out else (*_ALWAYS, *_READ, *generated)
     if "bpe" in tokenizers:
-        wanted = (*wanted, "data.vocab_size")
-    keys = dict.fromkeys(key for config in known for key in config)
+        data_keys = (*data_keys, "data.vocab_size")
+    keys = dict.fromkeys(key for config in readable for key in config)
     return [
         key
         for key in keys
-        if (key in wanted or any(key.startswith(f"{name}.") for name in wanted))
-        and len({repr(config.get(key)) for config in known}) > 1
+        if (key in data_keys or any(key.startswith(f"{name}.") for name in data_keys))
+        and len({repr(config.get(key)) for config in readable}) > 1
     ]

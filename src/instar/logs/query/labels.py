@@ -55,13 +55,13 @@ def read_labels(folder: Path) -> dict[str, RunLabels]:
 
 def labels_of(runs: Iterable[RunDir]) -> list[RunLabels]:
     """Returns the labels of each run."""
-    found: dict[Path, dict[str, RunLabels]] = {}
+    by_folder: dict[Path, dict[str, RunLabels]] = {}
     labels = []
     for run in runs:
         path = run.path.absolute()
-        if path.parent not in found:
-            found[path.parent] = read_labels(path.parent)
-        labels.append(found[path.parent].get(path.name, NONE))
+        if path.parent not in by_folder:
+            by_folder[path.parent] = read_labels(path.parent)
+        labels.append(by_folder[path.parent].get(path.name, NONE))
     return labels
 
 
@@ -92,11 +92,11 @@ def _change(path: Path, names: Iterable[str], change: Callable[[RunLabels], RunL
     make_folder(path.parent)
     with os.fdopen(own_regular(path.with_suffix(".lock"), mode=0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = _read(path) if path.exists() else {}
+        by_name = _read(path) if path.exists() else {}
         for name in names:
-            found[name] = _checked(change(found.get(name, NONE)))
-        kept = {name: labels for name, labels in sorted(found.items()) if labels != NONE}
-        content = msgspec.json.format(msgspec.json.encode(_File(runs=kept)), indent=1)
+            by_name[name] = _checked(change(by_name.get(name, NONE)))
+        changed = {name: labels for name, labels in sorted(by_name.items()) if labels != NONE}
+        content = msgspec.json.format(msgspec.json.encode(_File(runs=changed)), indent=1)
         replace_file(path, content + b"\n")
 
 

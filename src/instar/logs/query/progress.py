@@ -69,11 +69,11 @@ def budgets_of(run: RunDir) -> Iterator[Budget]:
 
 
 def _ends_at(summary: CachedSummary, budgets: Sequence[Budget]) -> float | None:
-    start = next((each for each in summary.events if isinstance(each, RunStarted)), None)
+    start = next((event for event in summary.events if isinstance(event, RunStarted)), None)
     last = summary.last
     if start is None or last is None or last.step <= start.step:
         return None
-    if any(isinstance(each, Stop | RunFinished | Failed) for each in summary.events):
+    if any(isinstance(event, Stop | RunFinished | Failed) for event in summary.events):
         return None
     steps = eta(budgets, last.counters, last.epoch, float(last.step))
     if steps is None:

@@ -36,11 +36,11 @@ def find_runs(texts: Sequence[str], out_dir: Path = Path("runs")) -> list[RunDir
     Raises:
         ConfigError: a text names no run; suggests one.
     """
-    found: dict[Path, RunDir] = {}
+    runs: dict[Path, RunDir] = {}
     for text in texts or (_LATEST,):
         for run in _resolve(text, out_dir):
-            found.setdefault(run.path.resolve(), run)
-    return list(found.values())
+            runs.setdefault(run.path.resolve(), run)
+    return list(runs.values())
 
 
 def _resolve(text: str, out_dir: Path) -> list[RunDir]:
@@ -57,8 +57,8 @@ def _resolve(text: str, out_dir: Path) -> list[RunDir]:
     if text == _LATEST and runs:
         return runs[-1:]
     exact = [run for run in runs if text in (run.path.name, run.id)]
-    if named := exact or [run for run in runs if run.name == text]:
-        return named
+    if matches := exact or [run for run in runs if run.name == text]:
+        return matches
     raise _no_run(text, out_dir)
 
 
@@ -71,8 +71,8 @@ def _run_containing(path: Path) -> RunDir | None:
 
 def _matching(pattern: str, out_dir: Path) -> Iterator[RunDir]:
     for base in ("", str(out_dir)):
-        found = sorted(glob.glob(pattern, root_dir=base or None, recursive=True))  # noqa: PTH207 (absolute ones too)
-        runs = list(_runs_at(Path(base, text) for text in found))
+        texts = sorted(glob.glob(pattern, root_dir=base or None, recursive=True))  # noqa: PTH207 (absolute ones too)
+        runs = list(_runs_at(Path(base, text) for text in texts))
         if runs:
             yield from runs
             return
@@ -135,8 +135,8 @@ class Row:
     @property
     def time_s(self) -> float | None:
         """Seconds from the first start to the last line."""
-        started, seen = self.summary.started, self.summary.seen
-        return None if started is None or seen is None else seen - started
+        started, last_seen = self.summary.started, self.summary.seen
+        return None if started is None or last_seen is None else last_seen - started
 
 
 def to_json(row: Row) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def to_json(row: Row) -> dict[str, Any]:
     }
     if (first := branched(summary)) is not None:
         fixed["branch_of"] = {"run": first.parent, "step": first.step, "name": first.name}
-    names = [each.name for each in fields(summary) if each.name not in _INNER]
+    names = [field.name for field in fields(summary) if field.name not in _INNER]
     as_json: dict[str, Any] = to_words(fixed | {name: getattr(summary, name) for name in names})
     return as_json
 
@@ -170,13 +170,13 @@ def runs_of(folders: Sequence[str], out_dir: Path) -> list[RunDir]:
     """
     if not folders:
         return runs_in(out_dir)
-    found: dict[Path, RunDir] = {}
+    runs: dict[Path, RunDir] = {}
     for text in folders:
         path = Path(text)
         empty = path.is_dir() and not RunDir(path).holds_run() and not runs_in(path)
         for run in [] if empty else find_runs([text], out_dir):
-            found.setdefault(run.path.resolve(), run)
-    return list(found.values())
+            runs.setdefault(run.path.resolve(), run)
+    return list(runs.values())
 
 
 def list_runs(
@@ -199,7 +199,7 @@ def list_runs(
     """
     if state is not None and state not in STATES:
         raise ConfigError.one(f"unknown state {state!r}", "--state", _state_hint(state))
-    chosen = [
+    matches = [
         (run, labels)
         for run, labels in zip(runs, labels_of(runs), strict=True)
         if (name is None or _matches(run, name))
@@ -207,8 +207,8 @@ def list_runs(
         and (archived or not labels.archived)
     ]
     if state is None and last is not None:
-        chosen = chosen[-last:]
-    rows = [row for row in _rows(chosen) if state in (None, row.status.state)]
+        matches = matches[-last:]
+    rows = [row for row in _rows(matches) if state in (None, row.status.state)]
     return rows if last is None else rows[-last:]
 
 
@@ -224,21 +224,21 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
     """Reads many runs in threads if they wait for the disk; others would only take turns."""
-    first, rest = runs[:FEW], runs[FEW:]
-    begun, computed = time.perf_counter(), time.thread_time()
-    rows = [_row(*each) for each in first]
+    first, later_runs = runs[:FEW], runs[FEW:]
+    began, computed = time.perf_counter(), time.thread_time()
+    rows = [_row(*pair) for pair in first]
     computed = time.thread_time() - computed
-    waited = time.perf_counter() - begun - computed
-    if not rest:
+    waited = time.perf_counter() - began - computed
+    if not later_runs:
         return rows
     with ExitStack() as stack:
-        more: Iterator[Row] = (_row(*each) for each in rest)
+        more: Iterator[Row] = (_row(*pair) for pair in later_runs)
         if waited > computed:
             from concurrent.futures import ThreadPoolExecutor
 
             pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
-            more = pool.map(lambda each: _row(*each), rest)
-        return rows + list(tracked(more, "reading records", "runs", len(rest)))
+            more = pool.map(lambda pair: _row(*pair), later_runs)
+        return rows + list(tracked(more, "reading records", "runs", len(later_runs)))
 
 
 def _row(run: RunDir, labels: RunLabels) -> Row:
@@ -254,6 +254,6 @@ def _matches(run: RunDir, name: str) -> bool:
 def _state_hint(state: str) -> str:
     from difflib import get_close_matches
 
-    matching = [known for known in STATES if known.startswith(state.lower())]
+    matching = [state_name for state_name in STATES if state_name.startswith(state.lower())]
     near = matching or get_close_matches(state.lower(), STATES, n=1)
     return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(STATES)}"

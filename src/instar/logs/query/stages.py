@@ -54,10 +54,10 @@ def stages(record: RunRecord) -> list[RunStage]:
         return []
     first = starts[0].event
     operations = [logged.event for logged in record.of(OperationEvent) if logged.kept]
-    growths = [each for each in operations if each.architecture]
+    growths = [operation for operation in operations if operation.architecture]
     places = [place_at(record, first.step), *map(place_of, growths), last_place(record)]
     model, parameters, architecture = first.model, first.parameters or None, first.architecture
-    found = []
+    run_stages = []
     for number, (begin, end) in enumerate(pairwise(places)):
         growth = growths[number - 1] if number else None
         if growth is not None:
@@ -65,7 +65,7 @@ def stages(record: RunRecord) -> list[RunStage]:
             after = growth.proof.get("parameters_after", math.nan)
             parameters = int(after) if math.isfinite(after) else None
             architecture = growth.architecture
-        found.append(
+        run_stages.append(
             RunStage(
                 from_step=int(begin["step"]),
                 to_step=int(end["step"]),
@@ -82,7 +82,7 @@ def stages(record: RunRecord) -> list[RunStage]:
                 val_loss=_last(record, "val/loss", begin["step"], end["step"]),
             )
         )
-    return found
+    return run_stages
 
 
 def operation_text(operation: OperationEvent) -> str:
@@ -116,14 +116,16 @@ def place_at(record: RunRecord, step: int) -> Place:
     at, place = ruler.axis("step"), dict[str, float]()
     for axis in AXES:
         before = _began(record) if axis == "time" else 0.0
-        known = np.concatenate([[before], ruler.axis(axis)])
-        place[axis] = float(np.interp(step, np.concatenate([[0.0], at]), known))
+        axis_values = np.concatenate([[before], ruler.axis(axis)])
+        place[axis] = float(np.interp(step, np.concatenate([[0.0], at]), axis_values))
     return place | {"step": float(step)}
 
 
 def last_place(record: RunRecord) -> Place:
     """Returns the last place that is not superseded."""
-    events = [each.event for each in record.events if each.kept and isinstance(each.event, Placed)]
+    events = [
+        logged.event for logged in record.events if logged.kept and isinstance(logged.event, Placed)
+    ]
     places = [place_of(event) for event in events]
     ruler = _ruler(record)
     if ruler is not None and len(ruler):

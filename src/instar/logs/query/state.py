@@ -53,7 +53,7 @@ class RunStatus:
 
 
 def run_status(
-    run: RunDir, events: Sequence[Event], seen: float, now: float | None = None
+    run: RunDir, events: Sequence[Event], last_seen: float, now: float | None = None
 ) -> RunStatus:
     """Returns the state of `run`.
 
@@ -63,7 +63,7 @@ def run_status(
 
     Args:
         events: contain the start and end events of the last segment.
-        seen: when the last line was written, in Unix seconds.
+        last_seen: when the last line was written, in Unix seconds.
         now: Unix seconds.
     """
     process = lock_owner(run.lock)
@@ -80,7 +80,7 @@ def run_status(
     if process is None and run.awaits_start():
         return RunStatus("stopped", "nothing trained in it yet", resumable, _resume(run), None)
     state, reason = _recorded_state(ends)
-    is_quiet = abs((time.time() if now is None else now) - seen) >= QUIET_S
+    is_quiet = abs((time.time() if now is None else now) - last_seen) >= QUIET_S
     if process is None and not ends and not _lock_is_reliable(run, started):
         # the lock may belong to another user, whose processes may be hidden too
         process = running_process(started.machine) if started is not None else None
@@ -102,13 +102,13 @@ def last_error(run: RunDir, since: float = 0.0) -> str:
     Errors caused by another rank's failure count only if there is no other. `since`: Unix seconds;
     earlier errors are ignored.
     """
-    found = [
+    errors = [
         error
         for path in sorted(run.logs.glob("rank_*.log"))
         if (error := _error_of(path)) is not None and error[0] >= since - 1
     ]
-    found.sort(key=lambda error: (bool(_SECONDARY.search(error[1])), error[0]))
-    return found[0][1] if found else ""
+    errors.sort(key=lambda error: (bool(_SECONDARY.search(error[1])), error[0]))
+    return errors[0][1] if errors else ""
 
 
 def _recorded_state(ends: Sequence[Event]) -> tuple[State, str]:
@@ -157,14 +157,14 @@ def _error_of(path: Path) -> tuple[float, str] | None:
         with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()
-        written = path.stat().st_mtime
+        written_at = path.stat().st_mtime
     except OSError:
         return None
     for line in reversed(lines):
         if match := _ERROR.match(line):
             with suppress(ValueError, OverflowError):  # not a valid time
-                written = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp()
-            return written, match[2].strip()
+                written_at = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp()
+            return written_at, match[2].strip()
         if match := _FATAL.match(line):
-            return written, match[0]
+            return written_at, match[0]
     return None

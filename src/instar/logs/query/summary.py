@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
@@ -124,18 +124,15 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
     """Summarizes `record`; `now`: Unix seconds, to judge whether a run on another machine is alive."""
     run = record.run
     events: list[Event] = [logged.event for logged in record.events]
-    kept = [logged.event for logged in record.events if logged.kept]
+    current_events = [logged.event for logged in record.events if logged.kept]
     starts = [event for event in events if isinstance(event, RunStarted)]
     first, current = (starts[0], starts[-1]) if starts else (None, None)
-    operations = tuple(event for event in kept if isinstance(event, OperationEvent))
+    operations = tuple(event for event in current_events if isinstance(event, OperationEvent))
     curves = {name: record.series(name) for name in record.metrics}
     ends = {name: end for name, series in curves.items() if (end := _end(series)) is not None}
-    at = _furthest(kept, curves, ends)
-    seen = max(
-        [e.time for e in events] + [float(s.time.max()) for s in curves.values() if len(s)],
-        default=0.0,
-    )
-    status = run_status(run, events, seen, now)
+    at = _furthest(current_events, curves, ends)
+    last_seen = _last_time(events, curves)
+    status = run_status(run, events, last_seen, now)
     model, parameters = _shape(current, operations)
     return Summary(
         path=str(run.path),
@@ -147,7 +144,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         go_on=status.go_on,
         process=status.process,
         started=first.time if first else 0.0,
-        seen=seen,
+        seen=last_seen,
         segments=len(starts),
         step=at.step,
         samples=at.samples,
@@ -158,42 +155,66 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         wall_s=at.wall_s,
         active_s=at.active_s,
         tokens_per_s=at.tokens / at.active_s if at.active_s > 0 else None,
-        last={
-            name: _value(curves, name, end)
-            for name, end in ends.items()
-            if not name.endswith(_OF_ERRORS)
-        },
-        best={
-            name: _value(curves, name, index)
-            for name, series in curves.items()
-            if (index := series.best(series.kept & np.isfinite(series.value))) is not None
-        },
+        last=_last_values(curves, ends),
+        best=_best_values(curves),
         best_metric=f"val/{current.best_metric if current else 'loss'}",
-        anew=tuple(
-            f"since step {event.step:,}: {', '.join(event.reasons)}"
-            for event in kept
-            if isinstance(event, BeginsAnew)
-        ),
+        anew=tuple(_messages(current_events, BeginsAnew)),
         operations=operations,
-        skipped_steps=sum(isinstance(event, Skip) for event in kept),
+        skipped_steps=sum(isinstance(event, Skip) for event in current_events),
         checkpoints=tuple(_checkpoints(run.checkpoints)),
         memory_peak_bytes=_peak(curves.get("memory_bytes")),
         model=model,
         parameters=parameters,
         devices=current.devices if current else "",
         world_size=current.world_size if current else 1,
-        warnings=tuple(event.message for event in kept if isinstance(event, Warn)),
-        alerts=tuple(
-            f"step {e.step:,}: {e.name}: {e.message}" for e in kept if isinstance(e, Alert)
-        ),
+        warnings=tuple(_messages(current_events, Warn)),
+        alerts=tuple(_messages(current_events, Alert)),
         faults=record.faults,
         family=family_of(run),
     )
 
 
+def _last_time(events: Sequence[Event], curves: Mapping[str, Series]) -> float:
+    """Returns when the last line was written, in Unix seconds; 0: there is none."""
+    times = [event.time for event in events]
+    return max(times + [float(s.time.max()) for s in curves.values() if len(s)], default=0.0)
+
+
+def _messages(
+    events: Sequence[Event], kind: type[Warn] | type[Alert] | type[BeginsAnew]
+) -> Iterator[str]:
+    """Yields the events of one kind as text."""
+    for event in events:
+        if not isinstance(event, kind):
+            continue
+        match event:
+            case Warn(message=message):
+                yield message
+            case Alert(step=step, name=name, message=message):
+                yield f"step {step:,}: {name}: {message}"
+            case BeginsAnew(step=step, reasons=reasons):
+                yield f"since step {step:,}: {', '.join(reasons)}"
+
+
+def _last_values(curves: dict[str, Series], ends: dict[str, int]) -> dict[str, MetricValue]:
+    return {
+        name: _value(curves, name, end)
+        for name, end in ends.items()
+        if not name.endswith(_OF_ERRORS)
+    }
+
+
+def _best_values(curves: dict[str, Series]) -> dict[str, MetricValue]:
+    return {
+        name: _value(curves, name, index)
+        for name, series in curves.items()
+        if (index := series.best(series.kept & np.isfinite(series.value))) is not None
+    }
+
+
 def _end(series: Series) -> int | None:
-    kept = np.flatnonzero(series.kept)
-    return int(kept[-1]) if len(kept) else None
+    current = np.flatnonzero(series.kept)
+    return int(current[-1]) if len(current) else None
 
 
 def _value(curves: dict[str, Series], name: str, index: int) -> MetricValue:
@@ -205,9 +226,9 @@ def _value(curves: dict[str, Series], name: str, index: int) -> MetricValue:
     return MetricValue(float(series.value[index]), int(series.step[index]), error)
 
 
-def _furthest(kept: list[Event], curves: dict[str, Series], ends: dict[str, int]) -> Placed:
+def _furthest(events: list[Event], curves: dict[str, Series], ends: dict[str, int]) -> Placed:
     """Returns the last place of the run, ignoring the final test, which may be of an earlier step."""
-    places = [event for event in kept if isinstance(event, Placed)]
+    places = [event for event in events if isinstance(event, Placed)]
     for name, end in ends.items():
         if not name.startswith("test/"):
             s = curves[name]
@@ -245,17 +266,17 @@ def _peak(memory: Series | None) -> int | None:
 
 def _checkpoints(folder: Path) -> Iterator[CheckpointEntry]:
     """Yields the published checkpoints by step; no tensor is read."""
-    named: dict[str, list[str]] = {}
+    pointers: dict[str, list[str]] = {}
     for path in sorted([*folder.glob("latest"), *folder.glob("best*")], reverse=True):
         try:
             text = read_regular(path).decode("utf-8", "replace").strip()
         except OSError:
             continue
-        named.setdefault(text, []).append(path.name)
-    found = [
+        pointers.setdefault(text, []).append(path.name)
+    checkpoints = [
         (int(match[1]), path)
         for path in folder.glob("step-*")
         if (match := _CHECKPOINT.fullmatch(path.name)) and (path / MANIFEST).is_file()
     ]
-    for step, path in sorted(found, key=lambda one: (one[0], one[1].stat().st_mtime)):
-        yield CheckpointEntry(path.name, step, tuple(named.get(path.name, ())))
+    for step, path in sorted(checkpoints, key=lambda entry: (entry[0], entry[1].stat().st_mtime)):
+        yield CheckpointEntry(path.name, step, tuple(pointers.get(path.name, ())))

@@ -92,12 +92,12 @@ def last_lines(path: Path, count: int, most_bytes: int = MAX_TAIL_BYTES) -> tupl
             begin -= step
             file.seek(begin)
             text = file.read(step) + text
-    whole = text[: text.rfind(b"\n") + 1]
-    lines = whole.split(b"\n")[:-1]
+    complete = text[: text.rfind(b"\n") + 1]
+    lines = complete.split(b"\n")[:-1]
     if begin > 0:
         lines = lines[1:]  # its beginning was not read
     return lines[len(lines) - count :] if count < len(lines) else lines, end - (
-        len(text) - len(whole)
+        len(text) - len(complete)
     )
 
 
@@ -107,13 +107,13 @@ def last_events(path: Path, count: int) -> tuple[list[Event], int]:
     Raises:
         OSError: it cannot be read.
     """
-    wanted = count
+    line_count = count
     while True:
-        lines, end = last_lines(path, wanted)
+        lines, end = last_lines(path, line_count)
         events = [event for _, event in events_in(lines)]
-        if len(events) >= count or len(lines) < wanted:
+        if len(events) >= count or len(lines) < line_count:
             return events[max(0, len(events) - count) :], end
-        wanted *= 2
+        line_count *= 2
 
 
 def unit_of(path: Path) -> str:
@@ -126,14 +126,14 @@ def unit_of(path: Path) -> str:
     return event.unit if isinstance(event, RunStarted) else "token"
 
 
-def follow(run: RunDir, seen: Sequence[Event], offset: int) -> Iterator[list[Event]]:
+def follow(run: RunDir, past_events: Sequence[Event], offset: int) -> Iterator[list[Event]]:
     """Yields the events appended to a run's record after `offset`, until the run ends.
 
-    `seen`: events before `offset` that the caller has read.
+    `past_events`: events before `offset` that the caller has read.
     """
     follower = Follower(run.events, offset)
     lifecycle: deque[Event] = deque(maxlen=8)
-    at = _remember(lifecycle, seen)
+    at = _remember(lifecycle, past_events)
     while True:
         before = run_status(run, tuple(lifecycle), at).state == "running"
         new = follower.poll()

@@ -86,18 +86,18 @@ def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
         ("active_s", "active time"),
     )
     for name, by_axis, reached in zip(names[1:], goal.savings, goal.reached[1:], strict=True):
-        savings = [(found, what) for axis, what in axes if (found := by_axis[axis]) is not None]
+        savings = [(share, what) for axis, what in axes if (share := by_axis[axis]) is not None]
         if savings:
-            words = ", ".join(saving_text(found, what) for found, what in savings)
-            beside = _pairing_note(
-                max((found for found, _ in savings), key=lambda found: found.pairs)
+            words = ", ".join(saving_text(share, what) for share, what in savings)
+            note = _pairing_note(
+                max((share for share, _ in savings), key=lambda share: share.pairs)
             )
-            yield f"{name} reaches {goal.metric} {goal.target:g} with {words} than {base}{beside}"
+            yield f"{name} reaches {goal.metric} {goal.target:g} with {words} than {base}{note}"
         else:
             missing = [
                 label
-                for label, found in ((base, goal.reached[0]), (name, reached))
-                if not any(found)
+                for label, reached in ((base, goal.reached[0]), (name, reached))
+                if not any(reached)
             ]
             who = " and ".join(missing)
             verb = "does" if len(missing) == 1 else "do"
@@ -109,13 +109,13 @@ def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
             yield f"{name} and {base} cannot be compared: {why}"
 
 
-def _pairing_note(found: Saving) -> str:
-    parts = [f"{found.pairs} pairs of equal seed"] if found.pairs > 1 else []
-    parts += [] if found.pairs else ["no seed in common: means"]
-    if found.left_out:
-        several, what = found.left_out > 1, "pair" if found.pairs else "run"
+def _pairing_note(share: Saving) -> str:
+    parts = [f"{share.pairs} pairs of equal seed"] if share.pairs > 1 else []
+    parts += [] if share.pairs else ["no seed in common: means"]
+    if share.left_out:
+        several, what = share.left_out > 1, "pair" if share.pairs else "run"
         parts.append(
-            f"{found.left_out} {f'{what}s do' if several else f'{what} does'} not reach it"
+            f"{share.left_out} {f'{what}s do' if several else f'{what} does'} not reach it"
         )
     return f" ({'; '.join(parts)})" if parts else ""
 
@@ -146,16 +146,16 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
     unit = unit_text(comparison.unit)
     rows, notes = [], []
     for name, group, reached in zip(names, comparison.groups, goal.reached, strict=True):
-        for run, found in zip(group.runs, reached, strict=True):
+        for run, run_reached in zip(group.runs, reached, strict=True):
             label = name if len(group.runs) == 1 else f"{name}: {run.path.name}"
-            rows.append((label, *_reached(found)))
-            if found is not None and found.left_at_step is not None:
-                notes.append(f"{label} is worse again at step {found.left_at_step:,}")
-            if found is not None and found.from_the_start:
+            rows.append((label, *_reached(run_reached)))
+            if run_reached is not None and run_reached.left_at_step is not None:
+                notes.append(f"{label} is worse again at step {run_reached.left_at_step:,}")
+            if run_reached is not None and run_reached.from_the_start:
                 notes.append(f"{label} reaches it at its first measurement or earlier")
-            if found is not None and found.decays_for:
+            if run_reached is not None and run_reached.decays_for:
                 notes.append(
-                    f"{label} reaches it while its learning rate falls, {found.decays_for:.0%} before its "
+                    f"{label} reaches it while its learning rate falls, {run_reached.decays_for:.0%} before its "
                     "end; ended there, it would be lower: compare runs at their ends"
                 )
     headers = ("", "step", unit, "FLOPs", "active", "wall")
@@ -163,10 +163,10 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
     return Block(f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), tuple(notes))
 
 
-def _reached(found: LossReached | None) -> tuple[str, ...]:
-    if found is None:
+def _reached(reached: LossReached | None) -> tuple[str, ...]:
+    if reached is None:
         return ("not reached", NONE, NONE, NONE, NONE)
-    at = found.at
+    at = reached.at
     return (
         f"{at['step']:,.0f}",
         si(round(at["tokens"])),
@@ -180,12 +180,12 @@ def _config(comparison: Comparison, names: Sequence[str]) -> Block:
     if not comparison.config:
         return Block("configs", notes=("no key differs",))
     if len(names) <= MOST_COLUMNS:
-        rows = [(key, *_short(key, each)) for key, each in comparison.config.items()]
+        rows = [(key, *_short(key, values)) for key, values in comparison.config.items()]
         return Block("configs", ("", *names), tuple(rows), numbers=False)
     rows = []
-    for key, each in comparison.config.items():
+    for key, group_values in comparison.config.items():
         by_value: dict[str, tuple[object, list[str]]] = {}
-        for name, value in zip(names, each, strict=True):
+        for name, value in zip(names, group_values, strict=True):
             by_value.setdefault(repr(value), (value, []))[1].append(name)
         short = _short(key, [value for value, _ in by_value.values()])
         rows += [
@@ -196,5 +196,5 @@ def _config(comparison: Comparison, names: Sequence[str]) -> Block:
 
 
 def _short(key: str, values: Sequence[object]) -> list[str]:
-    whole = [NONE if value is None else plain(value) for value in values]
-    return short_values(key, values, whole)
+    texts = [NONE if value is None else plain(value) for value in values]
+    return short_values(key, values, texts)

@@ -28,13 +28,13 @@ def watch_streams() -> None:
         sys.stderr = _visible(sys.stderr, io.FileIO)
 
 
-def _visible(given: Any, kind: type[io.FileIO]) -> _Visible:
+def _visible(stream: Any, kind: type[io.FileIO]) -> _Visible:
     return _Visible(
-        io.BufferedWriter(kind(given.fileno(), "wb", closefd=False)),
-        given.encoding,
-        given.errors,
-        line_buffering=given.line_buffering,
-        write_through=given.write_through,
+        io.BufferedWriter(kind(stream.fileno(), "wb", closefd=False)),
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )
 
 

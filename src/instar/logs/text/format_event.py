@@ -94,8 +94,8 @@ class EventFormatter:
                 resumable = "  resumable" if event.resumable else ""
                 return [f"{step_text(event)}  stop: {event.reason}{resumable}"]
             case NewGradients():
-                kept, new = (loss(g, 4) for g in (event.grad_norm_kept, event.grad_norm_new))
-                return [f"{step_text(event)}  after {event.operation}  gn kept {kept}  new {new}"]
+                old, new = (loss(g, 4) for g in (event.grad_norm_kept, event.grad_norm_new))
+                return [f"{step_text(event)}  after {event.operation}  gn kept {old}  new {new}"]
             case Layers():
                 return [f"{step_text(event)}  layers  gn {_groups(event.grad_norm)}"]
             case Delta():

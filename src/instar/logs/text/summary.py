@@ -94,7 +94,9 @@ def page(summary: Summary, width: int) -> list[str]:
         lines += ["", *aligned([("metric", "last", "at", "best", "at"), *rows], range(1, 5), width)]
     if summary.operations:
         lines += ["", "operations"]
-        for line in (line for each in summary.operations for line in operation_lines(each)):
+        for line in (
+            line for operation in summary.operations for line in operation_lines(operation)
+        ):
             lines += wrapped(line, width, " " * 9)
     if summary.family:
         lines += [
@@ -153,8 +155,10 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
         yield (
             "checkpoints",
             [
-                f"{kept.name} ({', '.join(kept.pointers)})" if kept.pointers else kept.name
-                for kept in summary.checkpoints
+                f"{checkpoint.name} ({', '.join(checkpoint.pointers)})"
+                if checkpoint.pointers
+                else checkpoint.name
+                for checkpoint in summary.checkpoints
             ],
         )
 
@@ -166,13 +170,13 @@ def family_rows(summary: Summary) -> list[tuple[str, ...]]:
     """Returns a row for each run of a family, as a tree."""
     return [
         (
-            indented(each.name, each.depth),
-            "" if each.branched_at is None else f"step {each.branched_at:,}",
-            each.state,
-            NONE if each.step is None else f"{each.step:,}",
-            best_text(each.best_metric, each.best),
+            indented(member.name, member.depth),
+            "" if member.branched_at is None else f"step {member.branched_at:,}",
+            member.state,
+            NONE if member.step is None else f"{member.step:,}",
+            best_text(member.best_metric, member.best),
         )
-        for each in summary.family
+        for member in summary.family
     ]
 
 
