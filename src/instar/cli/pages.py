@@ -129,7 +129,7 @@ def plot(
         end=None if end is None else place_on(x, end, "--to"),
         marks=marks,
         by=by or "run",
-        given={} if by else found,
+        group_names={} if by else found,
     )
     read = read_all([*found])
     _deliver(read.records, wanted, form, output, open_it=open_it)

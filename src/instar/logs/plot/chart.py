@@ -174,7 +174,7 @@ _SEPARATOR = re.compile(r"(?<!\d[eE])[-_/ ]")
 """ends a word of a name; in 1e-3 it does not"""
 
 
-def short_names(names: Sequence[str], most: int = 40) -> list[str]:
+def short_names(names: Sequence[str], max_length: int = 40) -> list[str]:
     """Returns names without the words that all begin with, the middle of long ones left out; in full if
     two would become equal. `shortNames` of web/charts/texts.js does the same."""
     shared = names[0] if len(names) > 1 else ""
@@ -184,9 +184,9 @@ def short_names(names: Sequence[str], most: int = 40) -> list[str]:
     if any(re.match(r"\d*( |$)", name[begins[-1] :], re.ASCII) for name in names):
         begins.pop()  # a number alone names nothing
     begin = begins[-1] if begins else 0
-    half = most // 2
+    half = max_length // 2
     short = [name[begin:] or name for name in names]
-    short = [n if len(n) <= most else f"{n[: half - 1]}…{n[-half:]}" for n in short]
+    short = [n if len(n) <= max_length else f"{n[: half - 1]}…{n[-half:]}" for n in short]
     return short if len(set(short)) == len(set(names)) else list(names)
 
 
@@ -203,9 +203,9 @@ def panel_label(metrics: Sequence[str], units: Sequence[str]) -> str:
 
 def metric_text(metric: str) -> str:
     """Returns `validation loss` for `val/loss`."""
-    split, _, rest = metric.partition("/")
-    if split in _SPLITS and rest:
-        return f"{_SPLITS[split]} {rest.replace('/', ' ')}"
+    split, _, name_in_split = metric.partition("/")
+    if split in _SPLITS and name_in_split:
+        return f"{_SPLITS[split]} {name_in_split.replace('/', ' ')}"
     return _NAMES.get(metric, metric.replace("_", " ") if "/" not in metric else metric)
 
 
@@ -225,10 +225,10 @@ def subtitle(records: Sequence[RunRecord]) -> str:
 
 
 def _shapes(record: RunRecord) -> str:
-    found = [stage for stage in stages(record) if stage.model]
-    if not found:
+    run_stages = [stage for stage in stages(record) if stage.model]
+    if not run_stages:
         return ""
-    ends = [found[0]] if len(found) == 1 else [found[0], found[-1]]
+    ends = [run_stages[0]] if len(run_stages) == 1 else [run_stages[0], run_stages[-1]]
     texts = [
         stage.model + (f", {si(stage.parameters)}" if stage.parameters else "") for stage in ends
     ]

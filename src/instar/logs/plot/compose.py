@@ -64,13 +64,13 @@ class ChartRequest:
     end: float | None = None
     marks: bool = True
     by: By = "run"
-    given: Mapping[RunDir, str] = field(default_factory=dict)
+    group_names: Mapping[RunDir, str] = field(default_factory=dict)
     """names of the groups of some runs, whatever `by`"""
     points: int = 2000
     """maximum points per curve; fewer if there are many curves"""
 
 
-def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
+def compose(records: Sequence[RunRecord], request: ChartRequest) -> Chart:
     """Returns the chart of these runs.
 
     Raises:
@@ -79,181 +79,182 @@ def compose(records: Sequence[RunRecord], wanted: ChartRequest) -> Chart:
     if not any(record.metrics for record in records):
         where = ", ".join(str(record.run.path) for record in records)
         raise ConfigError.one(f"nothing to draw: no metric has been recorded yet in {where}")
-    _check_metrics(records, wanted)
-    check_axis(wanted.axis, [record for record in records if record.metrics])
+    _check_metrics(records, request)
+    check_axis(request.axis, [record for record in records if record.metrics])
     runs = [record.run for record in records]
-    groups = grouped(runs, wanted.by, wanted.given)
-    metrics = sum(map(len, wanted.panels))
+    groups = grouped(runs, request.by, request.group_names)
+    metrics = sum(map(len, request.panels))
     room = max(_MIN_POINTS, _ALL_POINTS // (metrics * len(groups)))
-    wanted = replace(wanted, points=min(wanted.points, room))
+    request = replace(request, points=min(request.points, room))
     members = [[records[n] for n in numbers] for numbers in groups.values()]
     panels = tuple(
-        _panel(metrics, members, wanted, right=wanted.lr and number == 0)
-        for number, metrics in enumerate(wanted.panels)
+        _panel(metrics, members, request, right=request.lr and number == 0)
+        for number, metrics in enumerate(request.panels)
     )
-    empty = [
-        metric
-        for each, panel in zip(wanted.panels, panels, strict=True)
-        if not panel.curves
-        for metric in each
-    ]
+    notes = [*_empty_note(request, panels)]
     panels = tuple(panel for panel in panels if panel.curves)
     if not panels:
-        raise ConfigError.one(_why_nothing(records, wanted))
-    if empty:
-        notes = (*panels[0].notes, f"nothing to draw of {', '.join(empty)}")
-        panels = (replace(panels[0], notes=notes), *panels[1:])
-    if data_notes := notes_on_data({k: [runs[n] for n in each] for k, each in groups.items()}):
-        panels = (replace(panels[0], notes=(*panels[0].notes, *data_notes)), *panels[1:])
+        raise ConfigError.one(_why_nothing(records, request))
+    notes += notes_on_data({k: [runs[n] for n in numbers] for k, numbers in groups.items()})
+    panels = (replace(panels[0], notes=(*panels[0].notes, *notes)), *panels[1:])
     labels = [
         f"{name} ({len(numbers)} runs)" if len(numbers) > 1 else name
         for name, numbers in groups.items()
     ]
-    one = len(records) == 1
-    limits = _limits(panels, wanted)
-    found = (
-        annotate(members, wanted.axis, limits)
-        if wanted.marks and len(members) <= MAX_MARKED_RUNS
+    is_single = len(records) == 1
+    limits = _limits(panels, request)
+    marks = (
+        annotate(members, request.axis, limits)
+        if request.marks and len(members) <= MAX_MARKED_RUNS
         else ()
     )
     return Chart(
-        title=records[0].run.path.name if one else _title(labels, len(records)),
+        title=records[0].run.path.name if is_single else _title(labels, len(records)),
         subtitle=subtitle(records),
-        axis=wanted.axis,
-        label=axis_label(wanted.axis, _units(records), 0.0 if wanted.log_x else limits[1]),
+        axis=request.axis,
+        label=axis_label(request.axis, _units(records), 0.0 if request.log_x else limits[1]),
         runs=tuple(labels),
         panels=panels,
-        marks=found,
-        log_x=wanted.log_x,
+        marks=marks,
+        log_x=request.log_x,
         limits=limits,
     )
 
 
-def _check_metrics(records: Sequence[RunRecord], wanted: ChartRequest) -> None:
-    known = list(dict.fromkeys(name for record in records for name in record.metrics))
+def _empty_note(request: ChartRequest, panels: Sequence[Panel]) -> Iterator[str]:
+    """Yields which metrics have no curve, if there are any."""
+    pairs = zip(request.panels, panels, strict=True)
+    if empty := [metric for metrics, panel in pairs if not panel.curves for metric in metrics]:
+        yield f"nothing to draw of {', '.join(empty)}"
+
+
+def _check_metrics(records: Sequence[RunRecord], request: ChartRequest) -> None:
+    available = list(dict.fromkeys(name for record in records for name in record.metrics))
     where = str(records[0].run.path) if len(records) == 1 else f"these {len(records)} runs"
-    requested = [metric for metrics in wanted.panels for metric in metrics]
+    requested = [metric for metrics in request.panels for metric in metrics]
     missing = [
-        unknown_metric(metric, known, where).problems[0]
-        for metric in (*requested, *(["lr"] if wanted.lr else []))
+        unknown_metric(metric, available, where).problems[0]
+        for metric in (*requested, *(["lr"] if request.lr else []))
         if not any(metric in record for record in records)
     ]
-    if missing and (wanted.panels != LOSS_CURVES or len(missing) == len(requested)):
+    if missing and (request.panels != LOSS_CURVES or len(missing) == len(requested)):
         raise ConfigError(*missing)
 
 
 def _panel(
     metrics: Sequence[str],
     members: Sequence[Sequence[RunRecord]],
-    wanted: ChartRequest,
+    request: ChartRequest,
     *,
     right: bool,
 ) -> Panel:
     curves = [
-        _curve(metric, run, [record for record in group if metric in record], wanted)
+        _curve(metric, run, [record for record in group if metric in record], request)
         for metric in (ALIASES.get(name, name) for name in metrics)
         for run, group in enumerate(members)
         if any(metric in record for record in group)
     ]
-    shown = tuple(curve for curve in curves if curve is not None)
+    drawn_curves = tuple(curve for curve in curves if curve is not None)
     lr_curves = [
-        _curve("lr", run, [record for record in group if "lr" in record], replace(wanted, weight=0))
+        _curve(
+            "lr", run, [record for record in group if "lr" in record], replace(request, weight=0)
+        )
         for run, group in enumerate(members)
         if right and any("lr" in record for record in group)
     ]
-    lost = sum(curve.left_out for curve in shown)
-    notes = [f"{lost} point{'' if lost == 1 else 's'} cannot be drawn"] if lost else []
+    left_out = sum(curve.left_out for curve in drawn_curves)
+    notes = [f"{left_out} point{'' if left_out == 1 else 's'} cannot be drawn"] if left_out else []
     limits = None
-    if wanted.clip is not None and (found := _clip(shown, wanted.clip)) is not None:
-        limits, cut = found
+    if request.clip is not None and (clipped := _clip(drawn_curves, request.clip)) is not None:
+        limits, cut = clipped
         notes = [*cut, *notes]
     units = _units([record for group in members for record in group])
     return Panel(
-        label=panel_label([curve.metric for curve in shown] or list(metrics), units),
-        curves=shown,
+        label=panel_label([curve.metric for curve in drawn_curves] or list(metrics), units),
+        curves=drawn_curves,
         right=tuple(curve for curve in lr_curves if curve is not None),
-        log=wanted.log,
+        log=request.log,
         limits=limits,
         notes=tuple(notes),
     )
 
 
 def _curve(
-    metric: str, run: int, records: Sequence[RunRecord], wanted: ChartRequest
+    metric: str, run: int, records: Sequence[RunRecord], request: ChartRequest
 ) -> Curve | None:
     """Returns a metric of one run, or the mean of several; None if nothing can be drawn."""
-    everything = [_within(record.series(metric), wanted) for record in records]
+    everything = [_within(record.series(metric), request) for record in records]
     current = [s if s.kept.all() else s.current() for s in everything]
-    drawable = [_drawable(series, wanted) for series in current]
-    lost = sum(int((~known).sum()) for known in drawable)
-    if not any(known.any() for known in drawable):
+    drawable = [_drawable(series, request) for series in current]
+    left_out = sum(int((~mask).sum()) for mask in drawable)
+    if not any(mask.any() for mask in drawable):
         return None
     split = metric.partition("/")[0]
     held_out = split in ("val", "test")
     if len(current) > 1:
-        weight = 0.0 if held_out else wanted.weight
+        weight = 0.0 if held_out else request.weight
         lines = [
-            (series.axis(wanted.axis), smooth(np.where(known, series.value, np.nan), weight))
-            for series, known in zip(current, drawable, strict=True)
+            (series.axis(request.axis), smooth(np.where(mask, series.value, np.nan), weight))
+            for series, mask in zip(current, drawable, strict=True)
         ]
         if (mean := band(lines)) is None:
             return None
-        indices = thin(mean.mean, wanted.points)
+        indices = thin(mean.mean, request.points)
         low, high = mean.mean - mean.deviation, mean.mean + mean.deviation
-        if wanted.log:
+        if request.log:
             low = np.where(low > 0, low, mean.mean)
         limits = (low[indices], high[indices])
         line = Polyline(mean.x[indices], mean.mean[indices])
-        return Curve(metric, run, line, band=limits, held_out=held_out, left_out=lost)
-    series, known = current[0], drawable[0]
-    values = series.value if known.all() else np.where(known, series.value, np.nan)
-    weight = 0.0 if held_out else wanted.weight
-    line = _line(series, smooth(values, weight) if weight else values, wanted)
+        return Curve(metric, run, line, band=limits, held_out=held_out, left_out=left_out)
+    series, mask = current[0], drawable[0]
+    values = series.value if mask.all() else np.where(mask, series.value, np.nan)
+    weight = 0.0 if held_out else request.weight
+    line = _line(series, smooth(values, weight) if weight else values, request)
     return Curve(
         metric,
         run,
         line,
-        raw=_line(series, values, wanted) if weight else None,
+        raw=_line(series, values, request) if weight else None,
         superseded=tuple(
-            _line(part, np.where(_drawable(part, wanted), part.value, np.nan), wanted)
+            _line(part, np.where(_drawable(part, request), part.value, np.nan), request)
             for part in _superseded(everything[0])
         ),
-        best=_best(series, known, wanted) if held_out else None,
+        best=_best(series, mask, request) if held_out else None,
         held_out=held_out,
-        left_out=lost,
+        left_out=left_out,
     )
 
 
-def _within(series: Series, wanted: ChartRequest) -> Series:
-    places = series.axis(wanted.axis)
-    inside = np.abs(places) < (_LAST_TIME if wanted.axis == "time" else _FARTHEST)
-    if wanted.start is not None:
-        inside &= places >= wanted.start
-    if wanted.end is not None:
-        inside &= places <= wanted.end
-    if wanted.log_x:
+def _within(series: Series, request: ChartRequest) -> Series:
+    places = series.axis(request.axis)
+    inside = np.abs(places) < (_LAST_TIME if request.axis == "time" else _FARTHEST)
+    if request.start is not None:
+        inside &= places >= request.start
+    if request.end is not None:
+        inside &= places <= request.end
+    if request.log_x:
         inside &= places > 0
     return series if inside.all() else series.take(inside)
 
 
-def _drawable(series: Series, wanted: ChartRequest) -> npt.NDArray[np.bool_]:
-    known: npt.NDArray[np.bool_] = np.abs(series.value) < _LARGEST
-    return known & (series.value > 1 / _LARGEST) if wanted.log else known
+def _drawable(series: Series, request: ChartRequest) -> npt.NDArray[np.bool_]:
+    mask: npt.NDArray[np.bool_] = np.abs(series.value) < _LARGEST
+    return mask & (series.value > 1 / _LARGEST) if request.log else mask
 
 
-def _line(series: Series, values: Floats, wanted: ChartRequest) -> Polyline:
+def _line(series: Series, values: Floats, request: ChartRequest) -> Polyline:
     """Returns the thinned line, on a logarithmic axis thinned per decade; on time axes, the line is
     broken between segments."""
-    places = series.axis(wanted.axis)
-    if wanted.log_x and len(places) > wanted.points:
+    places = series.axis(request.axis)
+    if request.log_x and len(places) > request.points:
         edges = np.flatnonzero(np.diff(np.floor(np.log10(places)))) + 1
         parts = np.split(np.arange(len(places)), edges)
-        chosen = np.concatenate([part[thin(values[part], wanted.points)] for part in parts])
+        indices = np.concatenate([part[thin(values[part], request.points)] for part in parts])
     else:
-        chosen = thin(values, wanted.points)
-    x, y = places[chosen], values[chosen]
-    if wanted.axis in _CLOCKS:
-        pauses = np.flatnonzero(np.diff(series.segment[chosen])) + 1
+        indices = thin(values, request.points)
+    x, y = places[indices], values[indices]
+    if request.axis in _CLOCKS:
+        pauses = np.flatnonzero(np.diff(series.segment[indices])) + 1
         x, y = np.insert(x, pauses, x[pauses]), np.insert(y, pauses, np.nan)
     return Polyline(x, y)
 
@@ -267,10 +268,10 @@ def _superseded(series: Series) -> Iterator[Series]:
 
 
 def _best(
-    series: Series, known: npt.NDArray[np.bool_], wanted: ChartRequest
+    series: Series, mask: npt.NDArray[np.bool_], request: ChartRequest
 ) -> tuple[float, float] | None:
-    at = series.best(known) if known.sum() > 1 else None
-    return None if at is None else (float(series.axis(wanted.axis)[at]), float(series.value[at]))
+    at = series.best(mask) if mask.sum() > 1 else None
+    return None if at is None else (float(series.axis(request.axis)[at]), float(series.value[at]))
 
 
 def _clip(
@@ -291,7 +292,7 @@ def _clip(
     return (low, high), notes
 
 
-def _limits(panels: Sequence[Panel], wanted: ChartRequest) -> tuple[float, float]:
+def _limits(panels: Sequence[Panel], request: ChartRequest) -> tuple[float, float]:
     lines = [
         line
         for panel in panels
@@ -301,11 +302,11 @@ def _limits(panels: Sequence[Panel], wanted: ChartRequest) -> tuple[float, float
     ]
     low = min(float(line.x.min()) for line in lines)
     high = max(float(line.x.max()) for line in lines)
-    if wanted.start is None and not wanted.log_x and wanted.axis != "time" and low < high / 4:
+    if request.start is None and not request.log_x and request.axis != "time" and low < high / 4:
         low = min(0.0, low)
-    if high - low > 1e-6 * abs(high) or (wanted.axis == "time" and high > low):
+    if high - low > 1e-6 * abs(high) or (request.axis == "time" and high > low):
         return low, high
-    room = 30.0 if wanted.axis == "time" else abs(high) / 2 or 0.5
+    room = 30.0 if request.axis == "time" else abs(high) / 2 or 0.5
     return low - room, high + room
 
 
@@ -316,13 +317,13 @@ def _title(labels: Sequence[str], runs: int) -> str:
     return title if len(title) <= _LONGEST_TITLE else f"{runs} runs"
 
 
-def _why_nothing(records: Sequence[RunRecord], wanted: ChartRequest) -> str:
-    metrics_text = ", ".join(metric for metrics in wanted.panels for metric in metrics)
+def _why_nothing(records: Sequence[RunRecord], request: ChartRequest) -> str:
+    metrics_text = ", ".join(metric for metrics in request.panels for metric in metrics)
     where = str(records[0].run.path) if len(records) == 1 else f"{len(records)} runs"
     series_in_range = [
-        _within(record.series(metric), wanted).current()
+        _within(record.series(metric), request).current()
         for record in records
-        for metrics in wanted.panels
+        for metrics in request.panels
         for metric in metrics
         if metric in record
     ]
@@ -331,7 +332,7 @@ def _why_nothing(records: Sequence[RunRecord], wanted: ChartRequest) -> str:
         return f"nothing to draw: {metrics_text} of {where} has no point between --from and --to"
     if not np.isfinite(values).any():
         return f"nothing to draw: none of the {len(values)} values of {metrics_text} in {where} is finite"
-    if wanted.log and not (values > 0).any():
+    if request.log and not (values > 0).any():
         return f"nothing to draw: no value of {metrics_text} in {where} is above 0, as --log needs"
     return f"nothing to draw: the runs of {where} have no common range of {metrics_text}"
 
@@ -349,7 +350,7 @@ def annotate(
 ) -> tuple[Annotation, ...]:
     """Returns operations, checkpoints, resumes, alerts and failures that are not superseded, within
     the limits, in order. Overrides are left out: the resume that set them is annotated."""
-    found = [
+    annotations = [
         Annotation(
             mark["kind"],
             mark["x"][axis],
@@ -367,10 +368,10 @@ def annotate(
         and mark["x"][axis] is not None
         and limits[0] <= mark["x"][axis] <= limits[1]
     ]
-    return tuple(sorted(dict.fromkeys(found), key=lambda mark: mark.x))
+    return tuple(sorted(dict.fromkeys(annotations), key=lambda mark: mark.x))
 
 
-def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], chosen: float) -> Chart:
+def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], best_rate: float) -> Chart:
     """Returns a chart of the final losses of short trainings over their learning rates: a curve per round, and a
     mark at the chosen rate.
 
@@ -387,7 +388,7 @@ def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], chosen: flo
     )
     panel = Panel(metric_text("val/loss"), curves, limits=(lowest - room, top + room))
     rates = [rate for points in rounds.values() for rate, _ in points]
-    text = f"lr {chosen:.2g}"
+    text = f"lr {best_rate:.2g}"
     return Chart(
         title="Final loss by learning rate",
         subtitle="",
@@ -395,7 +396,7 @@ def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], chosen: flo
         label=metric_text("lr"),
         runs=tuple(rounds),
         panels=(panel,),
-        marks=(Annotation("operation", chosen, len(rounds) - 1, text, text, "setting"),),
+        marks=(Annotation("operation", best_rate, len(rounds) - 1, text, text, "setting"),),
         log_x=True,
         limits=(min(rates), max(rates)),
     )

@@ -24,7 +24,7 @@ _TICKS = 8
 
 
 def deltas_picture(
-    found: Sequence[LinkStatistics], title: str, kind: Literal["png", "svg", "pdf"]
+    links: Sequence[LinkStatistics], title: str, kind: Literal["png", "svg", "pdf"]
 ) -> bytes:
     """Returns a file with three panels over the links of a chain, at even distances: density,
     overlap, and the density of each layer.
@@ -32,46 +32,46 @@ def deltas_picture(
     Raises:
         ConfigError: there are no links, or matplotlib is not installed.
     """
-    if not found:
+    if not links:
         raise ConfigError.one("the chain has no links yet, only anchors: there is nothing to draw")
-    return rendered(lambda: _draw(found, title), kind)
+    return rendered(lambda: _draw(links, title), kind)
 
 
-def _draw(found: Sequence[LinkStatistics], title: str) -> Figure:
+def _draw(links: Sequence[LinkStatistics], title: str) -> Figure:
     from matplotlib.figure import Figure
 
-    layers = list(dict.fromkeys(name for each in found for name in each.layers))
+    layers = list(dict.fromkeys(name for link in links for name in link.layers))
     heights = [_CURVE, _CURVE, max(_CURVE, min(_LARGEST, _ROW * len(layers)))]
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
     rows = figure.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": heights})
-    _curve(rows[0], [each.whole.density for each in found], "share of weights changed")
-    _curve(rows[1], [each.whole.overlap for each in found], "overlap with the link before")
-    _map(figure, rows[2], found, layers)
-    places = np.unique(np.linspace(0, len(found) - 1, _TICKS).astype(int))
+    _curve(rows[0], [link.whole.density for link in links], "share of weights changed")
+    _curve(rows[1], [link.whole.overlap for link in links], "overlap with the link before")
+    _map(figure, rows[2], links, layers)
+    places = np.unique(np.linspace(0, len(links) - 1, _TICKS).astype(int))
     # after a resume, steps go back
-    rows[2].set_xticks(places, [f"{found[place].step:,}" for place in places])
+    rows[2].set_xticks(places, [f"{links[place].step:,}" for place in places])
     rows[2].set_xlabel("step")
     rows[0].set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
     return figure
 
 
 def _curve(axes: Axes, values: Sequence[float | None], label: str) -> None:
-    known = [np.nan if value is None else value for value in values]
-    axes.plot(range(len(known)), known, color=COLOURS[0], marker=".", markersize=3)
+    numbers = [np.nan if value is None else value for value in values]
+    axes.plot(range(len(numbers)), numbers, color=COLOURS[0], marker=".", markersize=3)
     axes.set_ylim(bottom=0.0)
     axes.set_ylabel(label)
 
 
 def _map(
-    figure: Figure, axes: Axes, found: Sequence[LinkStatistics], layers: Sequence[str]
+    figure: Figure, axes: Axes, links: Sequence[LinkStatistics], layers: Sequence[str]
 ) -> None:
-    density = np.full((len(layers), len(found)), np.nan)
-    for column, each in enumerate(found):
-        for name, share in each.layers.items():
+    density = np.full((len(layers), len(links)), np.nan)
+    for column, link in enumerate(links):
+        for name, share in link.layers.items():
             density[layers.index(name), column] = share.density
     style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
     image = axes.imshow(density, vmin=0.0, **style)
     axes.grid(visible=False)
-    shown = range(0, len(layers), -(-len(layers) // int(_LARGEST / _ROW)))
-    axes.set_yticks(list(shown), [layers[row] for row in shown])
+    labelled = range(0, len(layers), -(-len(layers) // int(_LARGEST / _ROW)))
+    axes.set_yticks(list(labelled), [layers[row] for row in labelled])
     figure.colorbar(image, ax=axes, label="share changed", pad=0.01)

@@ -42,9 +42,9 @@ def number_ticks(axis: Any, name: str) -> None:
     base = base_of(name, high)
     steps = [1, 2, 3, 6, 10] if base in (60, 3600) and high < 60 * base else [1, 2, 2.5, 5, 10]
     count = 6 if axis.axis_name == "x" else 5
-    found = base * np.asarray(MaxNLocator(count, steps=steps).tick_values(low / base, high / base))
+    ticks = base * np.asarray(MaxNLocator(count, steps=steps).tick_values(low / base, high / base))
     if base > 1:
-        axis.set_major_locator(FixedLocator([place for place in found if low <= place <= high]))
+        axis.set_major_locator(FixedLocator([place for place in ticks if low <= place <= high]))
     else:
         axis.set_major_locator(MaxNLocator(count, steps=steps))
 
@@ -99,7 +99,7 @@ class Label:
     mark: Annotation
     row: int
     """counted from below"""
-    left: bool
+    to_left: bool
     """whether the text ends at its mark instead of starting there"""
 
 
@@ -119,7 +119,7 @@ def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) ->
             marker="^", ms=3.5, color=FAINT, alpha=0.8, markeredgewidth=0, zorder=4,
         )  # fmt: skip
     for label in labels:
-        _label(panels[0], label.mark, label.row, shade(label.mark), left=label.left)
+        _label(panels[0], label.mark, label.row, shade(label.mark), to_left=label.to_left)
 
 
 def _shade_of_mark(chart: Chart) -> Callable[[Annotation], Any]:
@@ -135,24 +135,24 @@ def place_labels(chart: Chart) -> list[Label]:
     that no line crosses a label to its left. Labels that do not fit are left out.
     """
     wide = (WIDTH - 1.0) * 72
-    one = len(chart.runs) == 1
+    is_single = len(chart.runs) == 1
     first: dict[tuple[str, float], Annotation] = {}
     for mark in chart.marks:
         if mark.kind != "checkpoint":
-            first.setdefault((mark.name, mark.x if one else mark.run), mark)
+            first.setdefault((mark.name, mark.x if is_single else mark.run), mark)
     placed: list[tuple[float, Label]] = []
     for mark in sorted(first.values(), key=lambda mark: -mark.x):
         at = wide * _share(mark.x, *chart.view, log=chart.log_x)
         length = 4.1 * len(mark.name) + 10
-        left = at + length > wide + 24
-        begin = at - length if left else at
+        to_left = at + length > wide + 24
+        begin = at - length if to_left else at
         covered = [label.row for x, label in placed if begin <= x <= begin + length]
         if (row := max(covered, default=-1) + 1) < _ROWS:
-            placed.append((at, Label(mark, row, left)))
+            placed.append((at, Label(mark, row, to_left)))
     return [label for _, label in placed]
 
 
-def _label(axes: Axes, mark: Annotation, row: int, shade: Any, *, left: bool) -> None:
+def _label(axes: Axes, mark: Annotation, row: int, shade: Any, *, to_left: bool) -> None:
     place: dict[str, Any] = {
         "xy": (mark.x, 1),
         "xycoords": axes.get_xaxis_transform(),
@@ -163,7 +163,7 @@ def _label(axes: Axes, mark: Annotation, row: int, shade: Any, *, left: bool) ->
     straight = {"shrinkA": 0, "shrinkB": 0}
     axes.annotate("", xytext=(0, 13 + 10 * row), arrowprops=leader | straight, **place)
     axes.annotate(
-        mark.name, xytext=(-3 if left else 3, 5 + 10 * row), ha="right" if left else "left",
+        mark.name, xytext=(-3 if to_left else 3, 5 + 10 * row), ha="right" if to_left else "left",
         va="bottom", fontsize=7, color=shade, zorder=6,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6}, **place,
     )  # fmt: skip
@@ -284,14 +284,14 @@ def _label_ends(axes: Axes, chart: Chart, panel: Panel) -> None:
     colour, names = colour_of(chart, panel), short_names(chart.runs, 20)
     ends = {}
     for curve in panel.curves:
-        drawn = np.flatnonzero(np.isfinite(curve.line.y))
-        if len(drawn) and curve.run not in ends:
-            ends[curve.run] = curve, curve.line.x[drawn[-1]], float(curve.line.y[drawn[-1]])
-    taken = -np.inf
+        indices = np.flatnonzero(np.isfinite(curve.line.y))
+        if len(indices) and curve.run not in ends:
+            ends[curve.run] = curve, curve.line.x[indices[-1]], float(curve.line.y[indices[-1]])
+    lowest = -np.inf
     for curve, x, y in sorted(ends.values(), key=lambda end: end[2]):
         at = axes.transData.transform((x, y))[1] * 72 / axes.figure.dpi
-        up = max(3.0, taken + 8 - at)
-        taken = at + up
+        up = max(3.0, lowest + 8 - at)
+        lowest = at + up
         axes.annotate(
             names[curve.run], (x, y), (-2, up), textcoords="offset points", ha="right", fontsize=7,
             color=colour(curve), zorder=5, annotation_clip=False,
@@ -310,10 +310,10 @@ def _draw_right(axes: Axes, chart: Chart, panel: Panel) -> None:
     right_axes = axes.twinx()
     right_axes.grid(visible=False)
     right_axes.spines["right"].set_visible(True)
-    one = len(chart.runs) == 1
+    is_single = len(chart.runs) == 1
     shades = colours(len(chart.runs))
     for curve in panel.right:
-        shade = FAINT if one else shades[curve.run]
+        shade = FAINT if is_single else shades[curve.run]
         right_axes.plot(curve.line.x, curve.line.y, color=shade, lw=0.9, ls=":", zorder=1)
     right_axes.set_ylim(0, None)
     power = power_of(right_axes.get_ylim()[1])

@@ -66,15 +66,15 @@ def add_legend(axes: Axes, chart: Chart, panel: Panel) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     down = _BELOW_AXIS if panel is chart.panels[-1] else _BELOW_PANEL
-    if found := entries(chart, panel):
+    if handles := entries(chart, panel):
         shift = ScaledTranslation(0, -down / 72, axes.figure.dpi_scale_trans)
         axes.legend(
-            handles=[_sample(text, **look) for text, look in found],
+            handles=[_sample(text, **look) for text, look in handles],
             loc="upper left",
             bbox_to_anchor=(0, 0),
             bbox_transform=axes.transAxes + shift,
             borderaxespad=0,
-            ncols=_columns([text for text, _ in found]),
+            ncols=_columns([text for text, _ in handles]),
         )
     if notes := _notes(panel):
         axes.annotate(
@@ -104,37 +104,37 @@ def entries(chart: Chart, panel: Panel) -> list[Entry]:
     several; those common to all panels are in the first."""
     colour = colour_of(chart, panel)
     several, first = len(chart.runs) > 1, panel is chart.panels[0]
-    found = [*_runs(chart, panel, colour)] if several and first else []
+    handles = [*_runs(chart, panel, colour)] if several and first else []
     if len(panel.metrics) > 1:
         for metric in panel.metrics:
             curve = next(curve for curve in panel.curves if curve.metric == metric)
             shade = FAINT if several else colour(curve)
             look = {"ls": DASHED, "marker": "o", "ms": 3.2} if curve.held_out else {}
-            found.append((curve_text(metric), {"color": shade, **look}))
+            handles.append((curve_text(metric), {"color": shade, **look}))
     if panel.right:
-        found.append((metric_text("lr"), {"color": FAINT, "lw": 0.9, "ls": ":"}))
+        handles.append((metric_text("lr"), {"color": FAINT, "lw": 0.9, "ls": ":"}))
     best = [curve for curve in panel.curves if curve.best is not None and not crowded(panel)]
     if best and (first or not several):
         shade = FAINT if several else colour(best[0])
-        one = len(best) == 1 and not several and best[0].best
-        label = f"best, {one[1]:.4g}" if one else "best"
-        found.append((label, {"ls": "", **ring(shade)}))
-    return [*found, *_shared(chart)] if first else found
+        has_one_best = len(best) == 1 and not several and best[0].best
+        label = f"best, {has_one_best[1]:.4g}" if has_one_best else "best"
+        handles.append((label, {"ls": "", **ring(shade)}))
+    return [*handles, *_shared(chart)] if first else handles
 
 
 def _runs(chart: Chart, panel: Panel, colour: Callable[[Curve], Any]) -> Iterator[Entry]:
     """Yields an entry per run; of many runs, an even choice."""
     shades = {curve.run: colour(curve) for curve in panel.curves}
     runs = list(shades)
-    rest = 0
+    omitted = 0
     if len(runs) > _MAX_LABELLED:
-        rest = len(runs) - _FROM_MANY
+        omitted = len(runs) - _FROM_MANY
         runs = [runs[n * (len(runs) - 1) // (_FROM_MANY - 1)] for n in range(_FROM_MANY)]
     names = short_names(chart.runs)
     for run in runs:
         yield names[run], {"color": shades[run]}
-    if rest:
-        yield f"and {rest} more", {"ls": ""}
+    if omitted:
+        yield f"and {omitted} more", {"ls": ""}
 
 
 def _shared(chart: Chart) -> Iterator[Entry]:

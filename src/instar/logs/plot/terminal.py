@@ -89,13 +89,13 @@ def terminal(chart: Chart, size: TerminalSize) -> str:
     ticks = [_y_ticks(panel, rows) for panel, rows in zip(panels, heights, strict=True)]
     ticks = [(at, [_words(text, size) for text in texts]) for at, texts in ticks]
     label_width = max(len(text) for _, texts in ticks for text in texts)
-    drawn = [
+    curves = [
         _draw_panel(
             plotext, chart, panel, size, rows, marks, at, [t.rjust(label_width) for t in texts]
         )
         for panel, rows, (at, texts) in zip(panels, heights, ticks, strict=True)
     ]
-    text = "\n".join([_words(chart.title, size), *drawn, *footer])
+    text = "\n".join([_words(chart.title, size), *curves, *footer])
     if size.ascii:
         text = text.translate(_BOX)
     return "\n".join(line.rstrip() for line in text.splitlines())
@@ -182,7 +182,7 @@ def _legend(
         words = [names[curve.run]] if len(chart.runs) > 1 else []
         words += [curve_text(curve.metric)] if len(panel.metrics) > 1 else []
         entries.append((look, _words(" ".join(words), size, size.width - 4)))
-    rest = len(panel.curves) - len(looks)
+    omitted = len(panel.curves) - len(looks)
     line, used = "", 0
     for look, text in entries:
         length = len(text) + 4
@@ -192,8 +192,8 @@ def _legend(
         line += f"  {_tinted(look.key, look.colour)} {text}"
         used += length
     yield line
-    if rest:
-        yield f"  and {rest} more"
+    if omitted:
+        yield f"  and {omitted} more"
 
 
 def _y_range(panel: Panel) -> tuple[float, float]:
@@ -252,18 +252,18 @@ def _mark_lines(chart: Chart, marks: Sequence[Annotation], size: TerminalSize) -
     first: dict[tuple[str, int], Annotation] = {}
     for mark in marks:
         first.setdefault((mark.text, mark.run), mark)
-    shown = list(first.values())[:_MAX_MARKS]
-    places = [_words(_place_text(chart, mark.x), size) for mark in shown]
+    first_marks = list(first.values())[:_MAX_MARKS]
+    places = [_words(_place_text(chart, mark.x), size) for mark in first_marks]
     label_width = max(map(len, places), default=0)
     names = short_names(chart.runs, size.width // 3)
     lines = []
-    for at, mark in zip(places, shown, strict=True):
+    for at, mark in zip(places, first_marks, strict=True):
         of_run = f" of {names[mark.run]}" if len(chart.runs) > 1 else ""
         text = _words(f"{mark.text}{of_run}", size, size.width - label_width - 3)
         bar = _tinted("│", _bar_colour(chart, mark, size))
         lines.append(f"{at.rjust(label_width)} {bar} {text}")
-    rest = len(first) - len(shown)
-    return [*lines, f"{'':label_width}   and {rest} more"] if rest else lines
+    omitted = len(first) - len(first_marks)
+    return [*lines, f"{'':label_width}   and {omitted} more"] if omitted else lines
 
 
 def _bar_colour(chart: Chart, mark: Annotation, size: TerminalSize) -> str | None:
@@ -294,10 +294,10 @@ def _tinted(text: str, colour: str | None) -> str:
 
 def _parts(line: Polyline) -> Iterator[Polyline]:
     """Yields the parts of a line between its gaps."""
-    known = np.isfinite(line.y)
-    edges = np.flatnonzero(np.diff(known.astype(np.int8))) + 1
+    mask = np.isfinite(line.y)
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
     for piece in np.split(np.arange(len(line)), edges):
-        if len(piece) and known[piece[0]]:
+        if len(piece) and mask[piece[0]]:
             yield Polyline(line.x[piece], line.y[piece])
 
 

@@ -33,28 +33,30 @@ def smooth(values: npt.ArrayLike, weight: float) -> Floats:
     if weight == 0:
         return smoothed
     finite = np.isfinite(smoothed)
-    known = smoothed[finite]
-    bias = -np.expm1(np.arange(1, len(known) + 1) * np.log(weight))
-    smoothed[finite] = _decaying_sum((1 - weight) * known, weight) / bias
+    last_value = smoothed[finite]
+    bias = -np.expm1(np.arange(1, len(last_value) + 1) * np.log(weight))
+    smoothed[finite] = _decaying_sum((1 - weight) * last_value, weight) / bias
     return smoothed
 
 
 def _decaying_sum(values: Floats, decay: float) -> Floats:
     """Computes sₖ = decay · sₖ₋₁ + vₖ in blocks: a triangular matrix product within blocks, and the
     same recurrence over their last values."""
-    whole = len(values) - len(values) % _BLOCK
+    full = len(values) - len(values) % _BLOCK
     age = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
     within = np.tril(decay ** np.maximum(age, 0))
     sums = np.empty_like(values)
     carry = 0.0
-    if whole:
-        blocks = values[:whole].reshape(-1, _BLOCK) @ within.T
+    if full:
+        blocks = values[:full].reshape(-1, _BLOCK) @ within.T
         carried = _decaying_sum(blocks[:, -1], decay**_BLOCK)
         blocks[1:] += np.multiply.outer(carried[:-1], decay ** np.arange(1, _BLOCK + 1))
-        sums[:whole] = blocks.ravel()
+        sums[:full] = blocks.ravel()
         carry = carried[-1]
-    rest = len(values) - whole
-    sums[whole:] = within[:rest, :rest] @ values[whole:] + carry * decay ** np.arange(1, rest + 1)
+    remainder = len(values) - full
+    sums[full:] = within[:remainder, :remainder] @ values[full:] + carry * decay ** np.arange(
+        1, remainder + 1
+    )
     return sums
 
 
@@ -69,10 +71,10 @@ def thin(values: npt.ArrayLike, points: int) -> Ints:
     if len(column) <= points:
         return np.arange(len(column))
     low, high = _extremes(column, (points - 2) // 2)
-    kept = [np.array([0, len(column) - 1]), low, high]
+    indices = [np.array([0, len(column) - 1]), low, high]
     if not (np.isfinite(column[low]).all() and np.isfinite(column[high]).all()):
-        kept[1:] = _finite_extremes(column, (points - 2) // 3)
-    return np.unique(np.concatenate(kept)).astype(np.int64)
+        indices[1:] = _finite_extremes(column, (points - 2) // 3)
+    return np.unique(np.concatenate(indices)).astype(np.int64)
 
 
 def _buckets(column: Floats, count: int) -> list[Floats]:
@@ -121,15 +123,15 @@ def band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
     Curves are interpolated at the places of the one with the fewest points. Non-finite points are
     left out.
     """
-    known = [(x[finite], y[finite]) for x, y in curves if (finite := np.isfinite(y)).any()]
-    if not known or len(known) < len(curves):
+    finite_curves = [(x[finite], y[finite]) for x, y in curves if (finite := np.isfinite(y)).any()]
+    if not finite_curves or len(finite_curves) < len(curves):
         return None
-    low = max(x[0] for x, _ in known)
-    high = min(x[-1] for x, _ in known)
+    low = max(x[0] for x, _ in finite_curves)
+    high = min(x[-1] for x, _ in finite_curves)
     if low > high:
         return None
-    fewest = min((x for x, _ in known), key=len)
+    fewest = min((x for x, _ in finite_curves), key=len)
     places = np.unique(np.concatenate([[low], fewest[(fewest > low) & (fewest < high)], [high]]))
-    values = np.stack([np.interp(places, x, y) for x, y in known])
-    deviation = values.std(axis=0, ddof=1) if len(known) > 1 else np.zeros_like(places)
+    values = np.stack([np.interp(places, x, y) for x, y in finite_curves])
+    deviation = values.std(axis=0, ddof=1) if len(finite_curves) > 1 else np.zeros_like(places)
     return Band(places, values.mean(axis=0), deviation)

@@ -116,16 +116,16 @@ def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | Non
     return _page(title, data, "\n\n".join(texts))
 
 
-def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) -> str:
+def plot_html(records: Sequence[RunRecord], chart: Chart, request: ChartRequest) -> str:
     """Returns a page with an interactive plot: zoom, choice of the axis.
 
     Raises:
         ConfigError: an option is not supported in HTML.
     """
-    _check_plot(wanted)
-    panels = [[ALIASES.get(metric, metric) for metric in panel] for panel in wanted.panels]
+    _check_plot(request)
+    panels = [[ALIASES.get(metric, metric) for metric in panel] for panel in request.panels]
     titles = [panel.label for panel in chart.panels]
-    if wanted.lr:
+    if request.lr:
         panels, titles = [*panels, ["lr"]], [*titles, "learning rate"]
     metrics = [metric for panel in panels for metric in panel]
     points = max(100, min(MAX_POINTS, MAX_PLOT_POINTS // (len(metrics) * len(records))))
@@ -134,32 +134,32 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, wanted: ChartRequest) 
         chart_data(record, points, metrics=metrics) | {"key": str(key), "name": printable(name)}
         for key, (record, name) in enumerate(zip(records, labels, strict=True))
     ]
-    groups = chart_groups(_by_key(records), wanted.by, wanted.given)
+    groups = chart_groups(_by_key(records), request.by, request.group_names)
     data = {
         "title": printable(chart.title),
         "lead": printable(chart.subtitle),
         "panels": [
-            ReportPanel(title, tuple(each), wide=True)
-            for title, each in zip(titles, panels, strict=True)
+            ReportPanel(title, tuple(panel), wide=True)
+            for title, panel in zip(titles, panels, strict=True)
         ],
         "answers": {"/api/curves": {"runs": runs}, "/api/groups": {"groups": groups}},
         "wanted": {
-            "x": wanted.axis,
-            "log": "1" if wanted.log else "",
-            "smooth": str(wanted.weight),
-            "marks": "1" if wanted.marks else "0",
+            "x": request.axis,
+            "log": "1" if request.log else "",
+            "smooth": str(request.weight),
+            "marks": "1" if request.marks else "0",
             "mean": "1",
         },
     }
     return _page(chart.title, data, "")
 
 
-def _check_plot(wanted: ChartRequest) -> None:
+def _check_plot(request: ChartRequest) -> None:
     options = {
-        "--clip": wanted.clip,
-        "--log-x": wanted.log_x,
-        "--from": wanted.start is not None,
-        "--to": wanted.end is not None,
+        "--clip": request.clip,
+        "--log-x": request.log_x,
+        "--from": request.start is not None,
+        "--to": request.end is not None,
     }
     hint = "zoom in the page itself, or write a png, svg or pdf"
     problems = [
@@ -226,16 +226,16 @@ def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
     metrics = dict.fromkeys(name for record in records for name in record.metrics)
     curves = [n for n in metrics if not n.endswith(":error") and not n.startswith("test/")]
     losses = tuple(name for name in ("loss", "val/loss") if name in metrics)
-    found = [ReportPanel("Loss", losses, wide=True)] if losses else []
+    charts = [ReportPanel("Loss", losses, wide=True)] if losses else []
     layered = tuple(name for name in curves if name.startswith(tuple(_GROUPS)))
     for prefix, title in _GROUPS.items():
         members = _numbered(name for name in layered if name.startswith(prefix))
         if members and len(records) <= MAX_LAYERED:
-            found.append(ReportPanel(title, members, log=True, wide=True))
-    shown = {*losses, *layered}
-    single = [ReportPanel(name, (name,)) for name in curves if name not in shown]
+            charts.append(ReportPanel(title, members, log=True, wide=True))
+    charted = {*losses, *layered}
+    single = [ReportPanel(name, (name,)) for name in curves if name not in charted]
     held_out = [panel for panel in single if "/" in panel.metrics[0]]
-    return [*found[:1], *held_out, *(p for p in single if p not in held_out), *found[1:]]
+    return [*charts[:1], *held_out, *(p for p in single if p not in held_out), *charts[1:]]
 
 
 def _numbered(names: Iterable[str]) -> tuple[str, ...]:
@@ -261,19 +261,19 @@ def _charted(records: Sequence[RunRecord], charts: Sequence[ReportPanel]) -> lis
     kinds.append([panel for panel in charts if panel.log])
     groups = [[metric for panel in kind for metric in panel.metrics] for kind in kinds]
     share = CURVE_BYTES // POINT_BYTES // max(1, sum(map(bool, groups)))
-    found = [
+    data_of_runs = [
         chart_data(record, metrics=()) | {"key": str(key)} for key, record in enumerate(records)
     ]
     for metrics in groups:
         points = _points(records, metrics, share)
-        for data, record in zip(found, records, strict=True):
+        for data, record in zip(data_of_runs, records, strict=True):
             data["series"] |= chart_series(record, points, metrics)
-    room = max(10, MAX_MARKS // len(found))
-    for data in found:
+    room = max(10, MAX_MARKS // len(data_of_runs))
+    for data in data_of_runs:
         names = dict.fromkeys(mark["kind"] for mark in data["marks"])
         of_kind = [[mark for mark in data["marks"] if mark["kind"] == name] for name in names]
         data["marks"] = [mark for marks in of_kind for mark in _evenly(marks, room)]
-    return found
+    return data_of_runs
 
 
 def _points(records: Sequence[RunRecord], metrics: Sequence[str], room: int) -> int:
