@@ -26,7 +26,6 @@ from instar.config.load import load
 from instar.logs.query.config import config_values
 from instar.logs.read.record import read
 from instar.logs.web import server as connection
-from instar.logs.web.curves import Curves
 from instar.logs.web.report import report_html
 from instar.logs.web.server import Ending, bind, configured
 from instar.record.recorder import Recorder
@@ -534,17 +533,3 @@ def test_secrets_of_a_config_are_shown_nowhere(tmp_path: Path) -> None:
         text += client.get("/api/compare?run=grow-aaaaa&run=grow-bbbbb").text
     assert "data.example.org/a.txt" in text
     assert "SECRET" not in text
-
-
-def test_the_curves_that_are_kept_are_bounded_in_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = written(tmp_path / "grow-aaaaa", dict.fromkeys(range(1, 500), 1.0))
-    kept = Curves()
-    one = len(kept.of("a", run, ["loss"], 2000))
-    monkeypatch.setattr("instar.logs.web.curves.KEPT_BYTES", 5 * one)
-    for number in range(50):
-        kept.of(f"run-{number}", run, ["loss"], 2000)
-        kept.of("a", run, ["loss"], 2000)
-        assert sum(len(drawn.json) for drawn in kept._kept.values()) == kept._bytes <= 5 * one
-    assert ("a", ("loss",), 2000) in kept._kept

@@ -27,7 +27,7 @@ from instar.logs.read.summary_cache import cached_summary
 from instar.logs.web import PLACES
 from instar.logs.web.catalog import Catalog, MakeFleets
 from instar.logs.web.comparison import comparison
-from instar.logs.web.curves import POINTS, Curves, chart_groups, marks, printable
+from instar.logs.web.curves import POINTS, chart_groups, curves_of_run, marks, printable
 from instar.logs.web.sections import PARTS, sections
 from instar.logs.web.stream import MAX_RUNS, EventStream, log_after, stream
 from instar.record.events import Event, to_words
@@ -82,7 +82,6 @@ class Site:
         self._is_ending = is_ending
         self._catalog = Catalog(folder, row, unseen)
         self._fleets = make_fleets(folder, self._catalog.runs) if make_fleets else None
-        self._curves = Curves()
         self._files = {
             path.name: path for place in PAGE for path in place.iterdir() if path.is_file()
         }
@@ -99,9 +98,9 @@ class Site:
     def runs(self, request: Request) -> Response:  # noqa: ARG002
         self._catalog.refresh()
         catalog = self._catalog
-        seen = f"{catalog.boot}.{catalog.version}"
+        version = f"{catalog.boot}.{catalog.version}"
         rows, _ = catalog.since(0)
-        return _json({"folder": str(self._folder), "seen": seen, "rows": rows})
+        return _json({"folder": str(self._folder), "seen": version, "rows": rows})
 
     def curves(self, request: Request) -> Response:
         query = request.query_params
@@ -113,9 +112,10 @@ class Site:
             if run is None:
                 continue
             try:
-                parts.append(self._curves.of(key, run, metrics, points))
+                answer = curves_of_run(key, run, metrics, points)
             except (InstarError, OSError) as error:
-                parts.append(msgspec.json.encode({"key": key, "error": str(error)}))
+                answer = {"key": key, "error": str(error)}
+            parts.append(msgspec.json.encode(answer))  # at once: as text, curves take less memory
         return Response(b'{"runs":[' + b",".join(parts) + b"]}", media_type="application/json")
 
     async def stream(self, request: Request) -> EventStream:
@@ -141,8 +141,8 @@ class Site:
         keys = request.query_params.getlist("run")[:MAX_RUNS]
         runs = {key: run for key in keys if (run := self._catalog.find(key)) is not None}
         of_fleets = self._fleets.groups(runs) if self._fleets else {}
-        given = {run: of_fleets.get(key, "") for key, run in runs.items()}
-        return _json({"groups": chart_groups(runs, "seed", given)})
+        group_names = {run: of_fleets.get(key, "") for key, run in runs.items()}
+        return _json({"groups": chart_groups(runs, "seed", group_names)})
 
     def events(self, request: Request) -> Response:
         return _json(events_of(self._run(request)))
@@ -190,9 +190,9 @@ def row(run: RunDir) -> dict[str, Any]:
         return {"id": printable(run.id), "name": printable(run.path.name), "state": "unread"} | {
             "reason": printable(summary.fault)
         }
-    written = run.events if has_record else run.config
+    source = run.events if has_record else run.config
     first = branched(summary)
-    status = run_status(run, summary.events, summary.seen or written.stat().st_mtime)
+    status = run_status(run, summary.events, summary.seen or source.stat().st_mtime)
     as_json: dict[str, Any] = to_words(
         {
             "id": printable(summary.id),
@@ -204,7 +204,7 @@ def row(run: RunDir) -> dict[str, Any]:
             "best": summary.best,
             "best_metric": printable(summary.best_metric),
             "higher_is_better": summary.best_is_max,
-            "started": summary.started or written.stat().st_mtime,
+            "started": summary.started or source.stat().st_mtime,
             "seen": summary.seen,
             "model": printable(summary.model),
             "unit": summary.unit,
@@ -214,13 +214,13 @@ def row(run: RunDir) -> dict[str, Any]:
     return as_json
 
 
-def unseen(run: RunDir, written: float) -> dict[str, Any]:
-    """Returns the row of a run that has not been read yet; `written`: Unix seconds."""
+def unseen(run: RunDir, written_at: float) -> dict[str, Any]:
+    """Returns the row of a run that has not been read yet; `written_at`: Unix seconds."""
     return {
         "id": printable(run.id),
         "name": printable(run.name),
         "state": "unseen",
-        "started": written,
+        "started": written_at,
     }
 
 
@@ -234,8 +234,8 @@ def sections_of(run: RunDir, part: str) -> dict[str, Any]:
     # a run without a record has a config
     record = RunRecord(run, [], {}, ()) if part == "config" else read(run)
     answer: dict[str, Any] = {"sections": sections(part, record)}
-    if part == "stages" and (found := stages(record)):
-        last = found[-1]
+    if part == "stages" and (run_stages := stages(record)):
+        last = run_stages[-1]
         answer["shape"] = {"model": printable(last.model), "parameters": last.parameters}
     return answer
 
@@ -252,10 +252,10 @@ def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
 def events_of(run: RunDir) -> dict[str, Any]:
     """Returns the latest `MAX_EVENTS` events other than measurements, in order."""
     record = read(run)
-    shown = record.events[-MAX_EVENTS:]
+    latest = record.events[-MAX_EVENTS:]
     return {
         "total": len(record.events),
-        "events": [_event(record, logged) for logged in shown],
+        "events": [_event(record, logged) for logged in latest],
         "faults": list(map(printable, record.faults)),
     }
 
@@ -300,8 +300,10 @@ def _text(fields: dict[str, Any]) -> str:
     """Returns the message of an event, or its numbers."""
     if "message" in fields:
         return str(fields["message"])
-    shown = {k: v for k, v in fields.items() if isinstance(v, str | int | float) and k not in _AXES}
-    texts = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in shown.items()}
+    plain_fields = {
+        k: v for k, v in fields.items() if isinstance(v, str | int | float) and k not in _AXES
+    }
+    texts = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in plain_fields.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in texts.items())
 
 

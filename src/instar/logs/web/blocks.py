@@ -50,14 +50,14 @@ def table(
     all_lines = list(lines)
     if not all_lines:
         return {}
-    shown = all_lines[-rows:]
+    last_lines = all_lines[-rows:]
     superseded = [n for n, logged in enumerate(source[-rows:]) if not logged.kept]
     return {
         "kind": "table",
         "title": title,
         "heads": [head.removesuffix(">") for head in heads],
         "numbers": [n for n, head in enumerate(heads) if head.endswith(">")],
-        "rows": shown,
+        "rows": last_lines,
         "superseded": superseded,
         "left_out": max(0, max(len(source), len(all_lines)) - rows),
         **more,
@@ -67,17 +67,17 @@ def table(
 def notices(title: str, items: Sequence[tuple[str, int | None, str]], rows: int) -> Section:
     if not items:
         return {}
-    shown = [
+    texts = [
         (kind, "" if step is None else f"step {step:,}", shortened(text, 4000))
         for kind, step, text in items[-rows:]
     ]
     left_out = max(0, len(items) - rows)
-    return {"kind": "notices", "title": title, "items": shown, "left_out": left_out}
+    return {"kind": "notices", "title": title, "items": texts, "left_out": left_out}
 
 
 def text_section(*lines: str) -> Section:
-    found = [line for line in lines if line]
-    return {"kind": "text", "title": "", "lines": found} if found else {}
+    non_empty = [line for line in lines if line]
+    return {"kind": "text", "title": "", "lines": non_empty} if non_empty else {}
 
 
 def finite_text(text: Callable[[float], str], value: float) -> str:
@@ -117,9 +117,9 @@ def printable_section(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {printable(str(key)): printable_section(each) for key, each in value.items()}
+        return {printable(str(key)): printable_section(section) for key, section in value.items()}
     if isinstance(value, list | tuple):
-        return [printable_section(each) for each in value]
+        return [printable_section(section) for section in value]
     return value
 
 
@@ -132,8 +132,8 @@ def image_section(record: RunRecord, share: float) -> dict[str, Any]:
     items: list[dict[str, Any]] = []
     room, left_out = share * IMAGE_BYTES, 0
     counts: dict[tuple[str, str], int] = {}
-    found = [logged.event for logged in record.of(ImageEvent) if logged.kept]
-    for event in reversed(found):
+    images = [logged.event for logged in record.of(ImageEvent) if logged.kept]
+    for event in reversed(images):
         key = event.split, event.name
         counts[key] = counts.get(key, 0) + 1
         content = read_image(record.run.path, event.path) if room > 0 else None
@@ -147,15 +147,15 @@ def image_section(record: RunRecord, share: float) -> dict[str, Any]:
                 "src": f"data:image/png;base64,{base64.b64encode(content).decode()}",
             }
         )
-    if not found:
+    if not images:
         return {}
     return {"kind": "images", "title": "Images", "items": items, "left_out": left_out}
 
 
 def table_sections(record: RunRecord, rows: int) -> Iterator[dict[str, Any]]:
     """Yield the first `rows` rows of the latest table of each name and split."""
-    kept = (logged.event for logged in record.of(TableEvent) if logged.kept)
-    latest = {(event.split, event.name): event for event in kept}
+    tables = (logged.event for logged in record.of(TableEvent) if logged.kept)
+    latest = {(event.split, event.name): event for event in tables}
     for event in [*latest.values()][:MAX_TABLES]:
         cells = [row[:MAX_COLUMNS] for row in event.rows[:rows]]
         columns = event.columns[:MAX_COLUMNS]

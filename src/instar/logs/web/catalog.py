@@ -98,8 +98,8 @@ class Catalog:
 
     def _priority(self, key: str, mark: _Mark | None) -> tuple[float, int]:
         """Sort key: least recently read runs first; among unread runs, the latest written first."""
-        known = self._entries.get(key)
-        return known.read_at if known else 0.0, -mark[0] if mark else 0
+        entry = self._entries.get(key)
+        return entry.read_at if entry else 0.0, -mark[0] if mark else 0
 
     def since(self, version: int) -> tuple[list[dict[str, Any]], list[str]]:
         """Returns the rows that changed after a version, and the names of runs removed since."""
@@ -137,33 +137,35 @@ class Catalog:
             root = self.root.resolve()
             return {_key(root.name): RunDir(root)}
         try:
-            with os.scandir(self.root) as found:
-                names = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+            with os.scandir(self.root) as folder_entries:
+                names = [
+                    entry.name for entry in folder_entries if entry.is_dir(follow_symlinks=False)
+                ]
         except OSError:
             return {}
         return {_key(name): RunDir(self.root / name) for name in names}
 
     def _update(self, key: str, run: RunDir, mark: _Mark | None, is_late: bool) -> bool:
         """Updates a run's entry; returns whether the run was read."""
-        known = self._entries.get(key)
-        running = known is not None and known.row.get("state") == "running"
-        if known and known.mark == mark and not (running and lock_owner(run.lock) is None):
+        entry = self._entries.get(key)
+        running = entry is not None and entry.row.get("state") == "running"
+        if entry and entry.mark == mark and not (running and lock_owner(run.lock) is None):
             return False
         if mark is None or not _has_no_symlinks(run):
             self._forget(key)
             return False
         if is_late:
-            if known is None:
+            if entry is None:
                 self._put(
                     key,
                     CatalogEntry(run, {"key": key, **self.unread_row(run, mark[0] / 1e9)}, _NEVER),
                 )
             return False
         row = {"key": key, **self._row(run)}
-        if known:
-            row |= {name: known.row[name] for name in _LABELS if name in known.row}
-        if known and known.row == row:
-            known.mark = mark
+        if entry:
+            row |= {name: entry.row[name] for name in _LABELS if name in entry.row}
+        if entry and entry.row == row:
+            entry.mark = mark
         else:
             self._put(key, CatalogEntry(run, row, mark))
         self._entries[key].read_at = time.monotonic()
@@ -217,12 +219,12 @@ MAX_TAGS = 20
 
 def _label_fields(labels: RunLabels) -> dict[str, Any]:
     """Returns what a row says of a run's labels; nothing where there is nothing to say."""
-    found = {
+    fields = {
         "tags": [_key(tag[:40]) for tag in labels.tags[:MAX_TAGS]],
         "note": _key(labels.note[:MAX_NOTE]),
         "archived": labels.archived,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _has_no_symlinks(run: RunDir) -> bool:

@@ -56,23 +56,23 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
     ]
     warnings = [("Warning:", None, text) for text in texts]
     differences = list[list[Cell]]()
-    for key, values in differing([each or None for each in configs]).items():
-        whole = [plain(each[key]) if key in each else "" for each in configs]
-        short = short_values(key, values, whole)
+    for key, values in differing([config or None for config in configs]).items():
+        full_texts = [plain(config[key]) if key in config else "" for config in configs]
+        short = short_values(key, values, full_texts)
         cells: list[Cell] = [
             {"text": brief, "full": "" if brief == text else shortened(text, 20_000)}
-            for brief, text in zip(short, whole, strict=True)
+            for brief, text in zip(short, full_texts, strict=True)
         ]
         differences.append([key, *cells])
     heads = ("", *(folder_name(record) for record in records))
     title = "Differences between the configs"
-    found = [
+    blocks = [
         notices("", warnings, MAX_ROWS),
         _runs(records, differences),
         text_section(*(f"Not compared: {shortened(fault)}" for fault in faults)),
         table(title, heads, differences, MAX_ROWS, runs=True),
     ]
-    return [printable_section(each) for each in found if each]
+    return [printable_section(block) for block in blocks if block]
 
 
 def _runs(records: Sequence[RunRecord], differences: Sequence[Sequence[Cell]]) -> Section:
@@ -90,12 +90,12 @@ def _runs(records: Sequence[RunRecord], differences: Sequence[Sequence[Cell]]) -
     present = dict.fromkeys(head for row in rows for head in row)
     tags = ["tags"] if "tags" in present else []
     heads = list(dict.fromkeys(("state", *tags, *first, *present)))
-    shown = [head for head in heads if head in first or head not in (*_MINOR, *keys)]
+    visible = [head for head in heads if head in first or head not in (*_MINOR, *keys)]
     return {
         "kind": "runs",
         "title": "Runs",
         "heads": heads,
-        "shown": shown,
+        "shown": visible,
         "rows": [
             {"name": folder_name(record), "cells": [row.get(head) for head in heads]}
             for record, row in zip(records, rows, strict=True)
@@ -103,11 +103,13 @@ def _runs(records: Sequence[RunRecord], differences: Sequence[Sequence[Cell]]) -
     }
 
 
-def _row(summary: Summary, found: Sequence[RunStage], labels: RunLabels) -> dict[str, list[Any]]:
+def _row(
+    summary: Summary, run_stages: Sequence[RunStage], labels: RunLabels
+) -> dict[str, list[Any]]:
     row: dict[str, list[Any]] = {"state": [summary.state, "", None]}
     if labels.tags:
         row["tags"] = [", ".join(shortened(tag, 40) for tag in labels.tags[:20]), "", None]
-    for label, value, note, number in key_figures(summary, found):
+    for label, value, note, number in key_figures(summary, run_stages):
         row[label] = [value, note, number if math.isfinite(number) else None]
     count = len(summary.operations)
     row["operations"] = [str(count), "", count]

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from instar.config.errors import shortened
-from instar.config.files import open_regular
 from instar.logs.plot.transforms import thin
 from instar.logs.query.groups import By, given_values, grouped
 from instar.logs.query.stages import operation_text, place_at, place_of
@@ -58,13 +53,13 @@ def chart_data(
     from instar.logs.query.summary import summarize
 
     summary = summarize(record)
-    wanted = [m for m in record.metrics if not m.endswith(":error")] if metrics is None else metrics
+    names = [m for m in record.metrics if not m.endswith(":error")] if metrics is None else metrics
     return {
         "id": printable(summary.id),
         "name": printable(summary.name),
         "state": summary.state,
         "unit": summary.unit,
-        "series": chart_series(record, points, wanted, axes),
+        "series": chart_series(record, points, names, axes),
         "marks": marks(record, axes),
     }
 
@@ -86,15 +81,15 @@ def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, 
     """
     superseded = series.take(~series.kept)
     current = series.current()
-    chosen = thin(current.value, points)
+    indices = thin(current.value, points)
     even: dict[str, list[int]] = {}
-    if len(chosen) < len(current):
+    if len(indices) < len(current):
         stride = 1 << math.ceil(math.log2(len(current) / max(1, points // 4)))
         spaced = np.unique(np.append(np.arange(0, len(current), stride), len(current) - 1))
-        chosen = np.union1d(spaced, thin(current.value, points - len(spaced)))
-        even = {"even": np.searchsorted(chosen, spaced).tolist()}
+        indices = np.union1d(spaced, thin(current.value, points - len(spaced)))
+        even = {"even": np.searchsorted(indices, spaced).tolist()}
     return (
-        _columns(current.take(chosen), axes)
+        _columns(current.take(indices), axes)
         | even
         | {
             "superseded": [
@@ -112,13 +107,13 @@ def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]
     `sign` tells the growth of a model from a change of settings; `name` is short, and empty for kinds
     whose sign says it all.
     """
-    found = []
+    marked = []
     for logged in record.events:
         mark = _mark(logged.event)
         if mark is not None:
             kind, name, title, lines = mark
             place = _place(record, logged)
-            found.append(
+            marked.append(
                 {
                     "kind": kind,
                     "sign": _sign(logged.event) or kind,
@@ -129,11 +124,11 @@ def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]
                     "superseded": not logged.kept,
                 }
             )
-    return found
+    return marked
 
 
 def chart_groups(
-    runs: Mapping[str, RunDir], by: By, given: Mapping[RunDir, str] | None = None
+    runs: Mapping[str, RunDir], by: By, group_names: Mapping[RunDir, str] | None = None
 ) -> list[dict[str, Any]]:
     """Returns the groups of runs over which a page draws means: `{name, runs, of}`, see `grouped`.
 
@@ -143,14 +138,14 @@ def chart_groups(
     """
     keys, every = list(runs), list(runs.values())
     values = given_values(every)
-    seeds = [each.get("seed") for each in values]
+    seeds = [run_values.get("seed") for run_values in values]
     return [
         {
             "name": printable(name),
             "runs": [keys[n] for n in group],
             "of": "seeds" if len({seeds[n] for n in group} - {None}) == len(group) else "runs",
         }
-        for name, group in grouped(every, by, given, values=values).items()
+        for name, group in grouped(every, by, group_names, values=values).items()
     ]
 
 
@@ -230,8 +225,8 @@ def _columns(series: Series, axes: Sequence[str]) -> dict[str, Any]:
 
 def _axis(series: Series, axis: str) -> list[Any]:
     if axis in _WHOLE:
-        whole: Ints = getattr(series, axis)
-        return list(whole.tolist())
+        numbers: Ints = getattr(series, axis)
+        return list(numbers.tolist())
     values = series.axis(axis)
     if axis in _DECIMALS:
         return _numbers(np.round(values, _DECIMALS[axis]))
@@ -246,11 +241,11 @@ def _numbers(values: Floats) -> list[float | None]:
 
 def _rounded(values: Floats) -> Floats:
     """Rounds to `SIGNIFICANT_FIGURES`."""
-    known = np.isfinite(values) & (values != 0)
-    size = np.floor(np.log10(np.abs(np.where(known, values, 1.0))))
+    mask = np.isfinite(values) & (values != 0)
+    size = np.floor(np.log10(np.abs(np.where(mask, values, 1.0))))
     up = 10.0 ** np.clip(SIGNIFICANT_FIGURES - 1 - size, 0, 300)
     down = 10.0 ** np.clip(size - SIGNIFICANT_FIGURES + 1, 0, 300)
-    return np.where(known, np.round(values / down * up) / up * down, values)
+    return np.where(mask, np.round(values / down * up) / up * down, values)
 
 
 def _coordinate(axis: str, value: float) -> float | int | None:
@@ -259,96 +254,34 @@ def _coordinate(axis: str, value: float) -> float | int | None:
     return int(value) if axis in _WHOLE else float(f"{value:.12g}")
 
 
-KEPT_BYTES = 256 << 20
-"""bytes of all cached curves"""
 POINTS = 2000
-STALE_BYTES = 256 << 10
-"""bytes by which a record may have grown since its curve was thinned"""
+"""most points of a curve that a page draws"""
 
 
-@dataclass(frozen=True)
-class CachedCurves:
-    """A run's curves as JSON, and the offset in its record up to which they were read."""
+def curves_of_run(
+    key: str, run: RunDir, metrics: Sequence[str], points: int = POINTS
+) -> dict[str, Any]:
+    """Returns `{key, offset, names, series, marks}`, without metrics that the run lacks; `offset`: up to
+    where its record was read.
 
-    inode: int
-    offset: int
-    json: bytes
-
-    def is_current(self, inode: int, size: int) -> bool:
-        return inode == self.inode and 0 <= size - self.offset <= STALE_BYTES
-
-
-@dataclass
-class Curves:
-    """Caches the curves that were requested last; thread-safe."""
-
-    _bytes: int = 0
-    _kept: OrderedDict[tuple[str, tuple[str, ...], int], CachedCurves] = field(
-        default_factory=OrderedDict
-    )
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def of(self, key: str, run: RunDir, metrics: Sequence[str], points: int) -> bytes:
-        """Returns `{key, offset, names, series, marks}` as JSON, without metrics that the run lacks.
-
-        Without metrics, the marks are always current.
-
-        Raises:
-            RecordError: the record cannot be read.
-        """
-        place = (key, tuple(metrics), points)
-        status = run.events.stat()
-        with self._lock:
-            cached = self._kept.get(place)
-            if cached is not None:
-                self._kept.move_to_end(place)
-        is_current = cached is not None and cached.is_current(status.st_ino, status.st_size)
-        if (
-            metrics
-            and cached is not None
-            and is_current
-            and not _has_new_segment(run, cached.offset)
-        ):
-            return cached.json
-        data, offset = draw(key, run, metrics, points)
-        cached = CachedCurves(status.st_ino, offset, msgspec.json.encode(data))
-        if not metrics:
-            return cached.json
-        with self._lock:
-            self._bytes += len(cached.json) - len(
-                before.json if (before := self._kept.pop(place, None)) else b""
-            )
-            self._kept[place] = cached
-            while self._bytes > KEPT_BYTES:
-                self._bytes -= len(self._kept.popitem(last=False)[1].json)
-        return cached.json
-
-
-def draw(key: str, run: RunDir, metrics: Sequence[str], points: int) -> tuple[dict[str, Any], int]:
-    """Returns a run's curves and marks, and the offset up to which they were read."""
+    Raises:
+        RecordError: the record cannot be read.
+    """
     record = read(run)
     present = [name for name in dict.fromkeys(metrics) if ALIASES.get(name, name) in record]
-    found = {name: record.series(name) for name in present}
-    data = {
+    series_by_name = {name: record.series(name) for name in present}
+    return {
         "key": key,
         "offset": record.end,
         "names": [name for name in record.metrics if not name.endswith(":error")],
         "series": {
             name: curve(series, points) | {"segment": _last_segment(series)}
-            for name, series in found.items()
+            for name, series in series_by_name.items()
         },
         "marks": marks(record),
     }
-    return data, record.end
-
-
-def _has_new_segment(run: RunDir, offset: int) -> bool:
-    """Whether a segment may have started since, which changes which points are superseded."""
-    with open_regular(run.events) as file:
-        file.seek(offset)
-        return b'"run_started"' in file.read(STALE_BYTES)
 
 
 def _last_segment(series: Series) -> int:
-    kept = np.flatnonzero(series.kept)
-    return int(series.segment[kept[-1]]) if len(kept) else 0
+    current = np.flatnonzero(series.kept)
+    return int(series.segment[current[-1]]) if len(current) else 0

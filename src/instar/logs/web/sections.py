@@ -67,23 +67,23 @@ _PROOFS = ("exact", "bounded", "lossy")
 
 def sections(part: str, record: RunRecord, rows: int = MAX_ROWS) -> list[Section]:
     """Returns the sections of one of `PARTS`, with tables of the last `rows` rows."""
-    return [printable_section(each) for each in PARTS[part](record, rows) if each]
+    return [printable_section(section) for section in PARTS[part](record, rows) if section]
 
 
 def failure(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
     """Yields the error of a crashed run."""
-    found = run_failure(record)
-    if found is not None:
-        rank = "" if found.rank is None else f"on rank {found.rank}"
-        step = "" if found.step is None else f"at step {found.step:,}"
+    failure_found = run_failure(record)
+    if failure_found is not None:
+        rank = "" if failure_found.rank is None else f"on rank {failure_found.rank}"
+        step = "" if failure_found.step is None else f"at step {failure_found.step:,}"
         yield {
             "kind": "failure",
             "title": "",
-            "type": found.type or "Crashed",
+            "type": failure_found.type or "Crashed",
             "where": " ".join(filter(None, (rank, step))),
-            "message": shortened(found.message, 4000),
-            "resume": found.resume,
-            "log": [shortened(line, 400) for line in found.log],
+            "message": shortened(failure_found.message, 4000),
+            "resume": failure_found.resume,
+            "log": [shortened(line, 400) for line in failure_found.log],
         }
 
 
@@ -111,7 +111,7 @@ def _lead(summary: Summary) -> Iterator[str]:
     yield summary.path
 
 
-def key_figures(summary: Summary, found: Sequence[RunStage]) -> Iterator[Figure]:
+def key_figures(summary: Summary, run_stages: Sequence[RunStage]) -> Iterator[Figure]:
     """Yields the key figures of a run."""
     best = [name for name in summary.best if name.startswith("val/")]
     for name in best[:HEADLINES]:
@@ -125,7 +125,7 @@ def key_figures(summary: Summary, found: Sequence[RunStage]) -> Iterator[Figure]
         lowest = summary.best.get("loss")
         note = "" if lowest is None else f"lowest {lowest.value:.4f} at step {lowest.step:,}"
         yield "training loss", f"{loss.value:.4f}", note, loss.value
-    sizes = [stage.parameters for stage in found if stage.parameters]
+    sizes = [stage.parameters for stage in run_stages if stage.parameters]
     grown = len(sizes) > 1 and sizes[0] != sizes[-1]
     if sizes:
         size = "→".join(map(si, [sizes[0], sizes[-1]] if grown else sizes[-1:]))
@@ -161,13 +161,13 @@ def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
 def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     """Yields operations, the stages between them, and the architecture of each stage."""
     yield _operations(record.of(OperationEvent), rows)
-    found = stages(record)
+    run_stages = stages(record)
     unit = summarize(record).unit
     spent = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
     heads = ("steps", "starts with", "shape", "parameters>", *spent)
-    yield table("Stages", heads, map(_stage_row, found), rows)
-    shapes = [dict(stage.architecture) for stage in found][-MAX_SHAPES:]
-    first = len(found) - len(shapes) + 1
+    yield table("Stages", heads, map(_stage_row, run_stages), rows)
+    shapes = [dict(stage.architecture) for stage in run_stages][-MAX_SHAPES:]
+    first = len(run_stages) - len(shapes) + 1
     lines = list[list[Cell]]()
     for key in dict.fromkeys(key for shape in shapes for key in shape):
         values = [shortened(str(msgspec.to_builtins(shape.get(key, "–"))), 200) for shape in shapes]
@@ -180,9 +180,9 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     yield table("Architecture", ("", *numbered), lines, rows)
 
 
-def _operations(found: Sequence[RecordedEvent[OperationEvent]], rows: int) -> Section:
+def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) -> Section:
     lines = list[list[Cell]]()
-    for logged in found[-rows:]:
+    for logged in operations[-rows:]:
         event = logged.event
         proof, label = event.proof, event.preserves
         sizes = [proof.get(f"parameters_{when}") for when in ("before", "after")]
@@ -204,7 +204,7 @@ def _operations(found: Sequence[RecordedEvent[OperationEvent]], rows: int) -> Se
             ]
         )
     heads = ("step>", "operation", "reason", "parameters", "function", "max |Δlogit|>", "Δloss>")
-    return table("Operations", (*heads, "duration>"), lines, rows, found)
+    return table("Operations", (*heads, "duration>"), lines, rows, operations)
 
 
 def _stage_row(stage: RunStage) -> list[Cell]:
@@ -247,8 +247,8 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
     if test is not None:
         yield from map(scatter_section, test.scatters)
         yield text_section(*test.notes)
-    written = [logged.event for logged in record.of(Wrote) if logged.kept]
-    written = written[-max(1, rows // ROWS_PER_SAMPLE) :]
+    texts_written = [logged.event for logged in record.of(Wrote) if logged.kept]
+    texts_written = texts_written[-max(1, rows // ROWS_PER_SAMPLE) :]
     samples = [
         {
             "step": event.step,
@@ -256,7 +256,7 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
             "prompt": shortened(event.prompt, 2000),
             "text": shortened(event.text, 4000),
         }
-        for event in reversed(written)
+        for event in reversed(texts_written)
     ]
     yield {"kind": "samples", "title": "Text samples", "items": samples} if samples else {}
     yield image_section(record, rows / MAX_ROWS)
@@ -271,8 +271,8 @@ def scatter_section(scatter: Scatter) -> Section:
     across = (scatter.true - low) * scale
     up = SCATTER_SIDE - (scatter.predicted - low) * scale
     dots = zip(across.tolist(), up.tolist(), strict=True)
-    shown = len(scatter.true)
-    part = f", {shown:,} of {scatter.count:,}" if shown < scatter.count else ""
+    count = len(scatter.true)
+    part = f", {count:,} of {scatter.count:,}" if count < scatter.count else ""
     return {
         "kind": "scatter",
         "target": scatter.target,
@@ -299,12 +299,12 @@ def system(record: RunRecord, rows: int) -> Iterator[Section]:
 
 def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
     reached: dict[int, int] = {}
-    kept: dict[int, int] = {}
+    current: dict[int, int] = {}
     ends: dict[int, str] = {}
     for segment, step, counts in _places(record):
         reached[segment] = max(step, reached.get(segment, 0))
         if counts:
-            kept[segment] = max(step, kept.get(segment, 0))
+            current[segment] = max(step, current.get(segment, 0))
     for logged in record.events:
         match logged.event:
             case Stop(segment=segment, reason=reason):
@@ -314,15 +314,17 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
     running = summarize(record).state == "running"
     starts = [logged.event for logged in record.of(RunStarted)]
     for start in starts:
-        last, counted = reached.get(start.segment), kept.get(start.segment)
+        last, counted = reached.get(start.segment), current.get(start.segment)
         steps = f"{start.step:,}" + ("" if last is None else f" – {last:,}")
-        lost = "" if counted == last else "superseded"
+        superseded = "" if counted == last else "superseded"
         is_running = running and start is starts[-1]
         yield [
             str(start.segment),
             {
                 "text": steps,
-                "note": lost if counted is None else lost and f"{lost} after {counted:,}",
+                "note": superseded
+                if counted is None
+                else superseded and f"{superseded} after {counted:,}",
             },
             date_text(start.time),
             start.resumed_from or "",
@@ -343,10 +345,10 @@ def _places(record: RunRecord) -> Iterator[tuple[int, int, bool]]:
 
 
 def _checkpoints(record: RunRecord, rows: int) -> Section:
-    found, on_disk = record.of(Saved), summarize(record).checkpoints
-    pointers = {kept.name: ", ".join(kept.pointers) or "kept" for kept in on_disk}
+    saves, on_disk = record.of(Saved), summarize(record).checkpoints
+    pointers = {checkpoint.name: ", ".join(checkpoint.pointers) or "kept" for checkpoint in on_disk}
     lines = []
-    for logged in found[-rows:]:
+    for logged in saves[-rows:]:
         event = logged.event
         folder = event.path.rpartition("/")[2]
         size = "" if not event.size_bytes else finite_text(bytes_text, event.size_bytes)
@@ -354,8 +356,8 @@ def _checkpoints(record: RunRecord, rows: int) -> Section:
         now = pointers.get(folder, "removed")
         lines.append([f"{event.step:,}", folder, shortened(event.reason), size, *times, now])
     heads = ("step>", "folder", "reason", "size>", "duration>", "training stalled>", "now")
-    note = f"{len(found):,} written, {len(on_disk):,} on disk"
-    return table("Checkpoints", heads, lines, rows, found, note=note, folded=len(lines) > 8)
+    note = f"{len(saves):,} written, {len(on_disk):,} on disk"
+    return table("Checkpoints", heads, lines, rows, saves, note=note, folded=len(lines) > 8)
 
 
 def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:

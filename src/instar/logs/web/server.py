@@ -75,7 +75,7 @@ class Guard:
         given_token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         sets_cookie = False
 
-        async def sent(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answer = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
@@ -98,7 +98,7 @@ class Guard:
                 401,
                 {"WWW-Authenticate": "Bearer"},
             )
-        await app(scope, receive, sent)
+        await app(scope, receive, send_with_headers)
 
     def _is_served(self, host: str) -> bool:
         name = host_name(host)
@@ -113,8 +113,8 @@ class Guard:
         return True
 
     def _has_token(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_token(given.strip()):
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(token.strip()):
             return True
         try:
             morsel = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
@@ -122,15 +122,15 @@ class Guard:
             return False
         return morsel is not None and self._is_token(morsel.value)
 
-    def _redeem(self, given: str) -> bool:
+    def _redeem(self, token: str) -> bool:
         for ticket in self.tickets:
-            if hmac.compare_digest(given.encode("utf-8", "replace"), ticket.encode()):
+            if hmac.compare_digest(token.encode("utf-8", "replace"), ticket.encode()):
                 self.tickets.remove(ticket)
                 return True
-        return self._is_token(given)
+        return self._is_token(token)
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
 
 
 def host_name(host: str) -> str:

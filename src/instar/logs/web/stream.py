@@ -98,7 +98,7 @@ class PageUpdates:
     @property
     def id(self) -> str:
         """The event id: the state up to which everything has been sent."""
-        at = {shown.key: shown.follower.offset for shown in self._shown}
+        at = {view.key: view.follower.offset for view in self._shown}
         offsets = ",".join(str(at.get(key, 0)) for key in self._requested_keys)
         ends = ["" if log is None else str(log.offset) for log in (self._log, self._fleet_log)]
         return "|".join([f"{self._boot}.{self._version}", offsets, *ends])
@@ -127,13 +127,13 @@ class PageUpdates:
         if (boot, version) == (self._boot, self._version):
             return
         reset = boot != self._boot
-        rows, gone = self._catalog.since(0 if reset else self._version)
+        rows, removed = self._catalog.since(0 if reset else self._version)
         self._boot, self._version = boot, version
-        yield "runs", {"seen": f"{boot}.{version}", "all": reset, "rows": rows, "gone": gone}
+        yield "runs", {"seen": f"{boot}.{version}", "all": reset, "rows": rows, "gone": removed}
 
     def _points(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for shown in self._shown:
-            follower, restarts = shown.follower, shown.follower.restarts
+        for view in self._shown:
+            follower, restarts = view.follower, view.follower.restarts
             try:
                 size = follower.path.stat().st_size
             except OSError:
@@ -143,14 +143,14 @@ class PageUpdates:
             if size - follower.offset > BEHIND_BYTES:
                 # a line that is being written is read when it is whole
                 _, follower.offset = last_lines(follower.path, 0)
-                yield "anew", {"key": shown.key}
+                yield "anew", {"key": view.key}
                 continue
             events = follower.poll()
-            if follower.restarts > restarts or _branches(shown.run, events):
-                yield "anew", {"key": shown.key}
+            if follower.restarts > restarts or _branches(view.run, events):
+                yield "anew", {"key": view.key}
                 continue
-            for message in news(shown.run, events, self._metrics):
-                yield "news", {"key": shown.key, "offset": follower.offset, **message}
+            for message in news(view.run, events, self._metrics):
+                yield "news", {"key": view.key, "offset": follower.offset, **message}
 
     def _log_of(self, text: str, offset: int) -> ShownLog | None:
         key, _, rank = text.rpartition("/")
@@ -168,10 +168,10 @@ class PageUpdates:
         """Yields the list of fleets and the fleet that the page shows, if they have changed."""
         if self._fleets is None:
             return
-        found: dict[str, dict[str, Any]] = {"fleets": {"rows": self._fleets.rows()}}
+        messages: dict[str, dict[str, Any]] = {"fleets": {"rows": self._fleets.rows()}}
         if self._fleet:
-            found["fleet"] = self._fleets.view(self._fleet) or {"name": self._fleet, "state": ""}
-        for name, data in found.items():
+            messages["fleet"] = self._fleets.view(self._fleet) or {"name": self._fleet, "state": ""}
+        for name, data in messages.items():
             as_bytes = msgspec.json.encode(data)
             if as_bytes != self._sent.get(name):
                 self._sent[name] = as_bytes
@@ -245,9 +245,9 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
             block = file.read(LOG_BYTES)
     except OSError:
         return "", offset, False
-    whole = block[: block.rfind(b"\n") + 1]
-    shown = whole.partition(b"\n")[2] if skipped else whole
-    return redacted(shown.decode("utf-8", "replace")), offset + len(whole), skipped
+    lines = block[: block.rfind(b"\n") + 1]
+    text = lines.partition(b"\n")[2] if skipped else lines
+    return redacted(text.decode("utf-8", "replace")), offset + len(lines), skipped
 
 
 def stream(
@@ -320,19 +320,23 @@ def branches(run: RunDir, events: Iterable[Event]) -> bool:
 
 
 def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict[str, Any]:
-    """Returns one message with the events of a stretch within one segment."""
+    """Returns curve_points message with the events of a stretch within curve_points segment."""
     measured = [event for event in events if is_measured(type(event))]
-    others = [RecordedEvent(event) for event in events if not is_measured(type(event))]
-    series = {name: one for part in tables_of(measured).values() for name, one in _series(part)}
+    events_only = [RecordedEvent(event) for event in events if not is_measured(type(event))]
+    series = {
+        name: curve_points
+        for part in tables_of(measured).values()
+        for name, curve_points in _series(part)
+    }
     return {
         "points": {
-            printable(name): {"segment": events[0].segment} | curve(one, ALL_POINTS)
-            for name, one in series.items()
+            printable(name): {"segment": events[0].segment} | curve(part, ALL_POINTS)
+            for name, part in series.items()
             if name in metrics
         },
         "names": [printable(name) for name in series if not name.endswith(":error")],
-        "marks": marks(RunRecord(run, others, {}, ())),
-        "told": bool(others),
+        "marks": marks(RunRecord(run, events_only, {}, ())),
+        "told": bool(events_only),
     }
 
 
@@ -342,5 +346,5 @@ def _series(events: Any) -> Iterator[tuple[str, Series]]:
     builder.add(events)
     table = builder.table()
     for name, value in table.metrics.items():
-        whole = Series(name, value, table.axes, np.ones(len(value), np.bool_))
-        yield name, whole.take(present(value))
+        everything = Series(name, value, table.axes, np.ones(len(value), np.bool_))
+        yield name, everything.take(present(value))
