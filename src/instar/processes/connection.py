@@ -45,7 +45,7 @@ class AnsweringProcess:
 
     def __init__(
         self,
-        serve: str,
+        serve: Callable[..., None],
         *words: object,
         env: Mapping[str, str],
         silent: bool = False,
@@ -54,14 +54,14 @@ class AnsweringProcess:
         """Start the process.
 
         Args:
-            serve: module whose `serve(connection, *words)` answers; `connection` is that of `accept`.
+            serve: function of a module that answers, called with the connection of `accept` and `words`.
             silent: discard stdout and stderr.
             allocate: makes the buffers of received parts.
         """
         start = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from instar.processes.connection import accept; from {serve} import serve; "
-            f"serve(accept(int(sys.argv[1])), *{words!r})"
+            f"from {__name__} import accept; from {serve.__module__} import {serve.__name__}; "
+            f"{serve.__name__}(accept(int(sys.argv[1])), *{words!r})"
         )
         # blocked: a signal before it ignores them would end it
         self._child, self._socket = Child.connected(

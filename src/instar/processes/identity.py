@@ -123,14 +123,14 @@ def _check_holder(descriptor: int, name: ProcessName) -> None:
         raise NotHolder(f"there is no process {name.pid} that started then")
     lock = os.fstat(descriptor)
     home = Path(f"/proc/{name.pid}")
-    held = re.compile(rf"^lock:\s+\d+: FLOCK\s+ADVISORY\s+WRITE\s+{name.pid}\s", re.MULTILINE)
+    lock_line = re.compile(rf"^lock:\s+\d+: FLOCK\s+ADVISORY\s+WRITE\s+{name.pid}\s", re.MULTILINE)
     try:
         # a second name could be that of a lock which belongs to something else
         if lock.st_nlink == 1 and home.stat().st_uid in (lock.st_uid, os.geteuid()):
             for entry in (home / "fd").iterdir():
                 with suppress(FileNotFoundError):  # closed meanwhile
                     same = os.path.samestat(entry.stat(), lock)
-                    if same and held.search((home / "fdinfo" / entry.name).read_text()):
+                    if same and lock_line.search((home / "fdinfo" / entry.name).read_text()):
                         return
     except OSError as error:
         raise NotHolder(f"what process {name.pid} holds cannot be seen: {error.strerror}") from None
@@ -143,11 +143,11 @@ def kill_stopped_sibling(pid: int) -> None:
     import psutil
 
     with suppress(psutil.Error, ValueError, TypeError, OverflowError):
-        process, own = psutil.Process(pid), psutil.Process()
+        process, this = psutil.Process(pid), psutil.Process()
         if (
-            process.uids() == own.uids()
-            and process.ppid() == own.ppid()
-            and process.cmdline() == own.cmdline()
+            process.uids() == this.uids()
+            and process.ppid() == this.ppid()
+            and process.cmdline() == this.cmdline()
             and process.status() == psutil.STATUS_STOPPED
         ):
             process.kill()  # unless its number is another process's by now

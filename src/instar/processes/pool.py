@@ -115,7 +115,7 @@ class _Worker:
         self._asking = threading.Lock()
         self._closed = False
         self.process = AnsweringProcess(
-            __name__, env=_ONE_THREAD | os.environ, allocate=_uninitialized
+            serve_calls, env=_ONE_THREAD | os.environ, allocate=_uninitialized
         )
         self._thread = threading.Thread(target=self._talk, name=f"instar-{name}", daemon=True)
         self._thread.start()
@@ -151,8 +151,8 @@ class _Worker:
     def _answer(self, request: Parts) -> Any:
         try:
             raised, content = _unpacked(self.process.exchange(request))
-        except ProcessLost as lost:
-            end = f"(process {self.process.pid}) {exit_text(lost.status)}"
+        except ProcessLost as ending:
+            end = f"(process {self.process.pid}) {exit_text(ending.status)}"
             raise WorkerLost(f"{self.name} {'is closed' if self._closed else end}") from None
         if not raised:
             return content
@@ -162,7 +162,7 @@ class _Worker:
         raise error from WorkerTraceback(f"in {self.name} (process {self.process.pid}):\n{place}")
 
 
-def serve(connection: socket.socket) -> None:
+def serve_calls(connection: socket.socket) -> None:
     """Main function of a worker: open an object, answer calls to it until the connection closes."""
     with connection, suppress(EOFError, OSError):
         opened: list[Any] = []

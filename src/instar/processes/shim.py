@@ -62,8 +62,8 @@ def main() -> None:
                 code = 1
                 try:
                     control.close()
-                    for others in shims.values():
-                        _close(others)
+                    for inherited in shims.values():
+                        _close(inherited)
                     _serve_tree(fds)
                     code = 0
                 finally:
@@ -81,8 +81,8 @@ def _reap(shims: dict[int, list[int]]) -> None:
             if pid == 0:
                 break
             if pid in shims:
-                for left in _descendants(os.getpid(), but=shims.keys() - {pid}):
-                    _kill(left, signal.SIGKILL)
+                for orphan in _descendants(os.getpid(), but=shims.keys() - {pid}):
+                    _kill(orphan, signal.SIGKILL)
                 _close(shims.pop(pid))
 
 
@@ -189,10 +189,10 @@ class _Tree:
                 if pid == self.pid:
                     self.running = False
                     self.conclude(os.waitstatus_to_exitcode(status), usage)
-                    left = _descendants(os.getpid())
-                    for one in left:
-                        _kill(one, signal.SIGTERM)
-                        _kill(one, signal.SIGCONT)
+                    orphans = _descendants(os.getpid())
+                    for orphan in orphans:
+                        _kill(orphan, signal.SIGTERM)
+                        _kill(orphan, signal.SIGCONT)
                     self.kill_at = min(self.kill_at, time.monotonic() + _LEFT_GRACE_S)
         except ChildProcessError:
             return True
@@ -244,23 +244,23 @@ def _remove(folder: str) -> None:
 
 def _descendants(root: int, but=frozenset()) -> list[int]:  # type: ignore[no-untyped-def]
     """Return the living descendants of a process, without the subtrees of `but`."""
-    found: list[int] = []
+    pids: list[int] = []
     waiting = [root]
     while waiting:
         for child in _children(waiting.pop()):
-            if child not in but and child not in found:
-                found.append(child)
+            if child not in but and child not in pids:
+                pids.append(child)
                 waiting.append(child)
-    return found
+    return pids
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
             with suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:  # noqa: PTH123
-                found += map(int, file.read().split())
-    return found
+                pids += map(int, file.read().split())
+    return pids
 
 
 def _ignores(pid: int, number: int) -> bool:

@@ -63,7 +63,7 @@ class Exit:
             raise ValueError(f"not the result of a command: {error!r}") from None
         if (type(status), type(stopped), type(peak)) != (int, bool, int):
             raise ValueError("not the result of a command: a field of another type")
-        if not all(type(each) in (int, float) and math.isfinite(each) for each in seconds):
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in seconds):
             raise ValueError("not the result of a command: a time that is none")
         return cls(status, stopped, float(seconds[0]), float(seconds[1]), peak)
 

@@ -15,7 +15,7 @@ from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
 from instar.data.text.foreign.limited import LimitedProcess, RequestFailed
-from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json, special_tokens
+from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json_file, special_tokens
 from instar.data.text.tokenizer import BPETokenizer, Tokenizer, folder_of
 
 PLAIN = """\
@@ -97,18 +97,18 @@ class ChatTemplate:
             ValueError: the template refuses the conversation, or what an answer adds cannot be told apart.
         """
         options = options or {}
-        whole = len(messages)
+        count = len(messages)
         trained = [number for number, message in enumerate(messages) if _is_trained(message)]
         if self.marks_answers:
-            ((text, marked),) = self._marked(messages, options, [whole])
-            kept = self._of_messages(messages, options, marked, trained)
-            return [Rendering(text, kept, of_template=True)]
+            ((text, marked),) = self._marked(messages, options, [count])
+            renderings = self._of_messages(messages, options, marked, trained)
+            return [Rendering(text, renderings, of_template=True)]
         answers = [
             number for number, message in enumerate(messages) if message["role"] == ASSISTANT
         ]
         prompts = [(number, True) for number in answers]
         throughs = [(number + 1, False) for number in answers]
-        *parts, text = self._texts(messages, options, [*prompts, *throughs, (whole, False)])
+        *parts, text = self._texts(messages, options, [*prompts, *throughs, (count, False)])
         pairs = zip(parts[: len(answers)], parts[len(answers) :], strict=True)
         added = dict(zip(answers, pairs, strict=True))
         if not all(through.startswith(prompt) for prompt, through in added.values()):
@@ -117,12 +117,12 @@ class ChatTemplate:
                 "the assistant's tokens cannot be told apart; give a data.chat_template with "
                 "{% generation %} around them"
             )
-        last = whole - 1
+        last = count - 1
         spans = {}
         for number, (prompt, through) in added.items():
             stays = through if number == last else through.removesuffix(self.end.only_last)
             if not text.startswith(stays):
-                return [self._alone(*added[each]) for each in trained]
+                return [self._alone(*added[number]) for number in trained]
             spans[number] = (len(prompt), len(stays))
         ends = dict(spans)
         for number, (begin, end) in spans.items():
@@ -164,14 +164,14 @@ class ChatTemplate:
         last = dict(zip(answers, counts[1:], strict=True))
         return [span for number in trained for span in spans[first[number] : last[number]]]
 
-    def opened(self, said: str) -> tuple[str, str]:
+    def opened(self, question: str) -> tuple[str, str]:
         """Return the conversation that a user opens, up to the assistant's answer, and the text that ends an
         answer: a special token, if one does.
 
         Raises:
             ValueError: the template refuses the conversation.
         """
-        text = self.prompt([_message("user", said)])
+        text = self.prompt([_message("user", question)])
         return text, self.end.token or self.end.text or str(self.special.get("eos_token", ""))
 
     def prompt(self, messages: Messages) -> str:
@@ -190,16 +190,16 @@ class ChatTemplate:
         Raises:
             ValueError: the template leaves the answer out.
         """
-        said = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
+        messages = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
         try:
-            (whole,) = self._texts(said, {}, [(2, False)])
+            (text,) = self._texts(messages, {}, [(2, False)])
         except ValueError:
             return AnswerEnd()
-        if _ANSWER not in whole:
+        if _ANSWER not in text:
             raise ValueError("the chat template leaves out what the assistant says")
-        tail = whole.rpartition(_ANSWER)[2]
+        tail = text.rpartition(_ANSWER)[2]
         try:
-            (longer,) = self._texts([*said, _message("user", _NEXT)], {}, [(3, False)])
+            (longer,) = self._texts([*messages, _message("user", _NEXT)], {}, [(3, False)])
             opening = longer.rpartition(_ANSWER)[2].partition(_NEXT)[0]
         except ValueError:  # it takes one question only
             opening = tail
@@ -239,10 +239,10 @@ class ChatTemplate:
             )
         if not (self.marks_answers and self.end.token):
             return ""
-        said = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
-        ((text, spans),) = self._marked(said, {}, [2])
-        rest = text[max((end for _, end in spans), default=0) :]
-        if not (self.end.appended or self.end.token in rest):
+        messages = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
+        ((text, spans),) = self._marked(messages, {}, [2])
+        ending = text[max((end for _, end in spans), default=0) :]
+        if not (self.end.appended or self.end.token in ending):
             return ""
         return (
             f"the chat template leaves {self.end.token} out of its {{% generation %}}: the model will not "
@@ -276,11 +276,11 @@ class ChatTemplate:
         except (RecursionError, ValueError) as error:
             raise ValueError(f"a chat template cannot be given it: {error}") from error
         some = max(1, _TEXTS_BYTES // len(request))
-        found: list[tuple[str, Spans]] = []
+        rendered: list[tuple[str, Spans]] = []
         for first in range(0, len(parts), some):
-            asked = {"ask": "render", "texts": parts[first : first + some], "spans": spans}
+            message = {"ask": "render", "texts": parts[first : first + some], "spans": spans}
             try:
-                reply, _ = _process(self.text).ask(asked, request)
+                reply, _ = _process(self.text).ask(message, request)
             except RequestFailed as error:
                 raise ConfigError.one(
                     f"the chat template cannot be rendered: {error}",
@@ -291,9 +291,9 @@ class ChatTemplate:
                 raise ImportError(reply["missing"])
             if "refused" in reply:
                 raise ValueError(f"the chat template refuses it: {reply['refused']}")
-            places = [[(begin, end) for begin, end in each] for each in reply["spans"]]
-            found += zip(reply["texts"], places, strict=True)
-        return found
+            places = [[(begin, end) for begin, end in text_spans] for text_spans in reply["spans"]]
+            rendered += zip(reply["texts"], places, strict=True)
+        return rendered
 
 
 @lru_cache(maxsize=1)
@@ -316,14 +316,14 @@ def _is_trained(message: Message) -> bool:
 
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """Return `data.chat_template`, or the template beside the tokenizer, or else `PLAIN`."""
-    given = None if data.chat_template is None else Path(data.chat_template)
-    beside = folder_of(data.tokenizer)
-    assert beside is not None  # the tokenizer is a file
-    return template_beside(beside, tokenizer, given, follow=True)
+    file = None if data.chat_template is None else Path(data.chat_template)
+    folder = folder_of(data.tokenizer)
+    assert folder is not None  # the tokenizer is a file
+    return template_beside(folder, tokenizer, file, follow=True)
 
 
 def template_beside(
-    beside: Path, tokenizer: Tokenizer, given: Path | None = None, *, follow: bool = False
+    folder: Path, tokenizer: Tokenizer, chosen_file: Path | None = None, *, follow: bool = False
 ) -> ChatTemplate:
     """Return the template in a file, or that of a folder with a tokenizer, or else `PLAIN` after what the
     tokenizer adds before a text.
@@ -331,26 +331,28 @@ def template_beside(
     Args:
         follow: whether files of the folder may be symbolic links, as in the cache of the hub.
     """
-    config = read_json(beside / TOKENIZER_CONFIG, follow=follow)
+    config = read_json_file(folder / TOKENIZER_CONFIG, follow=follow)
     special: dict[str, Any] = {"eos_token": tokenizer.end_token or ""}
-    special |= special_tokens(beside, follow=follow)
+    special |= special_tokens(folder, follow=follow)
     tokens = tokenizer.special if isinstance(tokenizer, BPETokenizer) else ()
 
     def template(text: str, origin: Path) -> ChatTemplate:
         return ChatTemplate(text, special, tokens, str(origin))
 
-    if given is not None:
-        return template(_text(given, follow=True), given)
-    if (file := beside / "chat_template.jinja").is_file():
+    if chosen_file is not None:
+        return template(_text(chosen_file, follow=True), chosen_file)
+    if (file := folder / "chat_template.jinja").is_file():
         return template(_text(file, follow=follow), file)
-    found = config.get("chat_template")
-    if isinstance(found, list):  # of several by name
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
-    if isinstance(found, str):
-        return template(found, beside / TOKENIZER_CONFIG)
+    saved = config.get("chat_template")
+    if isinstance(saved, list):  # of several by name
+        by_name = {
+            entry.get("name"): entry.get("template") for entry in saved if isinstance(entry, dict)
+        }
+        saved = by_name.get("default")
+    if isinstance(saved, str):
+        return template(saved, folder / TOKENIZER_CONFIG)
     begin = tokenizer.decode(tokenizer.before.tolist())
-    return template(f"{{{{- {json.dumps(begin)} -}}}}\n{PLAIN}" if begin else PLAIN, beside)
+    return template(f"{{{{- {json.dumps(begin)} -}}}}\n{PLAIN}" if begin else PLAIN, folder)
 
 
 def _text(path: Path, *, follow: bool) -> str:

@@ -98,15 +98,15 @@ class Local:
         with self._lock:
             self._fast.encode_special_tokens = True
             encoded = self._fast.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
 
     def parse(self, texts: Sequence[str]) -> list[tuple[TokenIds, Places]]:
         with self._lock:
             self._fast.encode_special_tokens = False
             encoded = self._fast.encode_batch(texts, add_special_tokens=False)
         return [
-            (np.array(one.ids, np.uint32), np.array(one.offsets, np.int64).reshape(-1, 2))
-            for one in encoded
+            (np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+            for encoding in encoded
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -114,8 +114,8 @@ class Local:
         return text
 
     def vocabulary(self) -> dict[str, int]:
-        found: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
-        return found
+        ids: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        return ids
 
 
 class Limited:
@@ -147,8 +147,8 @@ class Limited:
         return self._ask({"ask": "decode"}, content)[1].decode()
 
     def vocabulary(self) -> dict[str, int]:
-        found: dict[str, int] = json.loads(self._ask({"ask": "vocabulary"}, b"")[1])
-        return found
+        ids: dict[str, int] = json.loads(self._ask({"ask": "vocabulary"}, b"")[1])
+        return ids
 
     def _rows(self, ask: str, texts: Sequence[bytes]) -> list[TokenIds]:
         reply, packed = self._ask({"ask": ask, "sizes": [*map(len, texts)]}, b"".join(texts))

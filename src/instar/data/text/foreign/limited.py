@@ -50,7 +50,7 @@ class LimitedProcess:
         process = self._process
         if process is None or process.is_inherited:
             process = AnsweringProcess(
-                worker.__name__, self._kind, self._limit_s, env=os.environ, silent=True
+                worker.serve_limited, self._kind, self._limit_s, env=os.environ, silent=True
             )
             self._process = process
             self._end = weakref.finalize(self, process.end, 0.0)

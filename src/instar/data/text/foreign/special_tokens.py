@@ -39,10 +39,10 @@ def special_tokens(folder: Path, *, follow: bool) -> dict[str, str]:
     Raises:
         ConfigError: a file cannot be read.
     """
-    config = read_json(folder / TOKENIZER_CONFIG, follow=follow)
+    config = read_json_file(folder / TOKENIZER_CONFIG, follow=follow)
     legacy: Mapping[str, Any] = {}
     if "added_tokens_decoder" not in config:
-        legacy = read_json(folder / _SPECIAL_TOKENS_MAP, follow=follow)
+        legacy = read_json_file(folder / _SPECIAL_TOKENS_MAP, follow=follow)
     tokens = {}
     for key, token in {**config, **legacy}.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -64,9 +64,9 @@ def end_token_of(
     Raises:
         ConfigError: a file cannot be read.
     """
-    kept = read_json(folder / END_FILE, follow=follow).get("eos_token")
+    saved = read_json_file(folder / END_FILE, follow=follow).get("eos_token")
     token = (
-        kept if isinstance(kept, str) else special_tokens(folder, follow=follow).get("eos_token")
+        saved if isinstance(saved, str) else special_tokens(folder, follow=follow).get("eos_token")
     )
     if token is not None:
         if token in vocabulary:
@@ -74,7 +74,7 @@ def end_token_of(
         return EndToken(missing=f"the eos_token {token!r} beside it is not in its vocabulary")
     texts = {vocabulary[text]: text for text in added if text in vocabulary}
     for name in _EOS_IDS:
-        ids = read_json(folder / name, follow=follow).get("eos_token_id")
+        ids = read_json_file(folder / name, follow=follow).get("eos_token_id")
         number = ids[0] if isinstance(ids, list) and ids else ids
         if isinstance(number, int):
             if number in texts:
@@ -123,7 +123,7 @@ def _around_text(pieces: list[Any], tokens: dict[str, Any]) -> tuple[list[int], 
     return sides[0], sides[1]
 
 
-def read_json(path: Path, *, follow: bool) -> dict[str, Any]:
+def read_json_file(path: Path, *, follow: bool) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is no file. Raises ConfigError if it cannot be read."""
     try:
         content = json.loads(read_regular(path, follow=follow)) if path.is_file() else {}

@@ -32,7 +32,7 @@ Reply = tuple[dict[str, Any], bytes]
 Answer = Callable[[dict[str, Any], bytes], Reply]
 
 
-def serve(connection: socket.socket, kind: str, limit_s: int) -> None:
+def serve_limited(connection: socket.socket, kind: str, limit_s: int) -> None:
     """Answer requests until the connection is closed."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -75,7 +75,7 @@ def _template(saved: bytes) -> Answer:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
             return {"missing": str(error)}, b""
-        given = json.loads(content)
+        conversation = json.loads(content)
         texts, spans = [], []
         for count, prompt in request["texts"]:
             more = {"return_assistant_tokens_mask": True} if request["spans"] else {}
@@ -83,9 +83,9 @@ def _template(saved: bytes) -> Answer:
                 more["add_generation_prompt"] = True
             try:
                 rendered: Any = render_jinja_template(
-                    conversations=[given["messages"][:count]],
+                    conversations=[conversation["messages"][:count]],
                     chat_template=template,
-                    **{**given["variables"], **more},
+                    **{**conversation["variables"], **more},
                 )
             except MemoryError:
                 raise
@@ -126,11 +126,12 @@ def _answered(tokenizer: Any, request: dict[str, Any], content: bytes) -> Reply:
     tokenizer.encode_special_tokens = request["ask"] == "encode"
     if request["ask"] == "encode":
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        rows = [array.array("I", one.ids) for one in encoded]
+        rows = [array.array("I", encoding.ids) for encoding in encoded]
     else:
         encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
         rows = [
-            array.array("I", one.ids) + array.array("I", chain(*one.offsets)) for one in encoded
+            array.array("I", encoding.ids) + array.array("I", chain(*encoding.offsets))
+            for encoding in encoded
         ]
     return {"counts": [*map(len, rows)]}, b"".join(rows)
 
@@ -139,6 +140,6 @@ def _limit_memory(more: int) -> None:
     """Let this process take some memory more than it has; Linux only."""
     with suppress(OSError, ValueError):
         with open("/proc/self/status") as file:  # noqa: PTH123
-            held = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (held + LIMIT_BYTES + more, most))
+            used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT_BYTES + more, hard_limit))
