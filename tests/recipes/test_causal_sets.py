@@ -18,7 +18,7 @@ from instar.recipes.causal_sets.generate import (
     Relation,
     causal_relation,
     causal_sets,
-    links,
+    links_of_relation,
     ordering_fraction,
     percolate,
     prepare,
@@ -103,7 +103,7 @@ def test_orders_are_transitive_and_go_forwards(related: Relation) -> None:
 @given(related=orders)
 def test_links_are_the_transitive_reduction(related: Relation) -> None:
     graph = nx.from_numpy_array(related, create_using=nx.DiGraph)
-    assert set(zip(*np.nonzero(links(related)), strict=True)) == set(
+    assert set(zip(*np.nonzero(links_of_relation(related)), strict=True)) == set(
         nx.transitive_reduction(graph).edges
     )
 
@@ -168,7 +168,7 @@ def test_columns_say_what_the_order_says() -> None:
     }
     for number in range(60):
         related, reduced = relation_of(whole, number), relation_of(linked, number)
-        assert np.array_equal(links(related), reduced)
+        assert np.array_equal(links_of_relation(related), reduced)
         fraction = dense(whole["ordering_fraction"])[number]
         assert fraction == np.float32(ordering_fraction(related))
         x = ragged(cut(whole, number, number + 1)["x"]).flat

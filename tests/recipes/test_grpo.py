@@ -22,7 +22,7 @@ from instar.config.errors import ConfigError
 from instar.recipes.grpo.data import load_questions
 from instar.recipes.grpo.evaluate import pass_at_k
 from instar.recipes.grpo.options import Options
-from instar.recipes.grpo.train import train
+from instar.recipes.grpo.train import train_grpo
 from instar.record.events import (
     Delta,
     Eval,
@@ -59,7 +59,7 @@ def train_in(folder: Path, resume: Any = None, **changes: Any) -> Options:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         told = options(**changes)
-        train(told, resume)
+        train_grpo(told, resume)
     return told
 
 

@@ -21,8 +21,8 @@ from instar.recipes.grpo.models import (
     TextEncoder,
     chat_prompt,
     end_ids,
-    load_model,
-    sample,
+    load_policy,
+    sample_completions,
 )
 from instar.recipes.grpo.serve import ModelService
 
@@ -49,10 +49,10 @@ def test_the_end_that_only_one_of_them_has_is_that_of_both(
     folder: Path, tokenizer: str | None, ids: Any
 ) -> None:
     say_end(folder, tokenizer=tokenizer, ids=ids)
-    model, loaded = load_model(str(folder), "arithmetic")
+    model, loaded = load_policy(str(folder), "arithmetic")
     assert loaded.eos_token_id == loaded.pad_token_id == 0
     assert end_ids(model) == (ids if isinstance(ids, list) else [0])
-    (drawn,) = sample(model, loaded.pad_token_id, [[5, 6, 7]], 1, Sampling(4), seed=0)
+    (drawn,) = sample_completions(model, loaded.pad_token_id, [[5, 6, 7]], 1, Sampling(4), seed=0)
     assert 1 <= len(drawn) <= 4
 
 
@@ -60,7 +60,7 @@ def test_a_model_without_an_end_is_refused_by_name(folder: Path) -> None:
     say_end(folder, tokenizer=None, ids=None)
     message = f"{re.escape(str(folder))} has no token that ends a text"
     with pytest.raises(ConfigError, match=message):
-        load_model(str(folder), "arithmetic")
+        load_policy(str(folder), "arithmetic")
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "llama", "llama2"])
@@ -78,7 +78,7 @@ def test_texts_and_chats_become_what_transformers_makes_of_them(kind: str, tmp_p
 
 
 def test_a_text_that_a_tokenizer_fails_on_is_an_answer_and_the_server_goes_on() -> None:
-    model, tokenizer = load_model("tiny", "arithmetic")
+    model, tokenizer = load_policy("tiny", "arithmetic")
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     doubled = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
     saved["normalizer"] = {"type": "Sequence", "normalizers": [doubled] * 40}
@@ -107,4 +107,4 @@ def test_a_tokenizer_that_fails_is_refused_before_transformers_uses_it(folder: P
     saved["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
     (folder / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match="the tokenizer cannot be used to encode text"):
-        load_model(str(folder), "arithmetic")
+        load_policy(str(folder), "arithmetic")

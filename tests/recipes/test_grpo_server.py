@@ -17,7 +17,7 @@ from forks import forks_for_grpo
 from safetensors.torch import load, save
 
 from instar.config.errors import ConfigError
-from instar.recipes.grpo.models import Sampling, load_model, sample
+from instar.recipes.grpo.models import Sampling, load_policy, sample_completions
 from instar.recipes.grpo.samplers import CompletionServer, ServerLost, ServerSampler, find_server
 from instar.recipes.grpo.weights import get_weights
 
@@ -64,7 +64,7 @@ def trained() -> Any:
     """The tiny model, trained by other weights than the server began with."""
     import torch
 
-    model, tokenizer = load_model("tiny", "arithmetic")
+    model, tokenizer = load_policy("tiny", "arithmetic")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -88,7 +88,9 @@ def test_samples_of_a_server_are_those_of_the_trainers_own_weights(
 ) -> None:
     model, tokenizer = trained
     prompts = tokenizer(["1+2=", "3+4=", "0+0="])["input_ids"]
-    ours = sample(model, tokenizer.pad_token_id, prompts, 4, Sampling(max_tokens=5), seed=7)
+    ours = sample_completions(
+        model, tokenizer.pad_token_id, prompts, 4, Sampling(max_tokens=5), seed=7
+    )
     with sampler_of(address, model) as sampler:
         assert sampler.draw(prompts, 4, 7, step=1).ids == ours
         assert sampler.draw(prompts, 4, 8, step=1).ids != ours

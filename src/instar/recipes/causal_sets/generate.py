@@ -85,7 +85,7 @@ def causal_sets(
     """
     sets = [_draw(options, seed, index) for index in range(begin, end)]
     related = [relation for relation, _, _ in sets]
-    linked = [links(relation) for relation in related]
+    linked = [links_of_relation(relation) for relation in related]
     edges = linked if options.relations == "links" else related
     return {
         "x": _ragged(
@@ -149,7 +149,7 @@ def percolate(points: int, relations: int, generator: np.random.Generator) -> Re
     return nearest
 
 
-def links(related: Relation) -> Relation:
+def links_of_relation(related: Relation) -> Relation:
     """Return the transitive reduction: the relations with no point in between."""
     paths = related.astype(np.float32)
     linked: Relation = related & (paths @ paths == 0)
@@ -197,15 +197,17 @@ def _thresholds(bonds: NDArray[np.float32], below: float) -> NDArray[np.float32]
     where no chain of such bonds exists.
     """
     points = len(bonds)
-    least = np.full_like(bonds, 2)
-    np.fill_diagonal(least, 0)
+    thresholds = np.full_like(bonds, 2)
+    np.fill_diagonal(thresholds, 0)
     for first in range(points - 2, -1, -1):
         later = slice(first + 1, points)
         via = first + 1 + np.flatnonzero(bonds[first, later] < below)
         if via.size:
-            least[first, later] = np.maximum(bonds[first, via, None], least[via, later]).min(axis=0)
-    np.fill_diagonal(least, 2)
-    return least
+            thresholds[first, later] = np.maximum(
+                bonds[first, via, None], thresholds[via, later]
+            ).min(axis=0)
+    np.fill_diagonal(thresholds, 2)
+    return thresholds
 
 
 def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
@@ -226,9 +228,11 @@ def _check_options(options: CausalSetsConfig, folder: Path) -> None:
     expected = {"kind": _KIND, **options.model_dump(mode="json")}
     differing = [key for key in expected if stored.get(key) != expected[key]]
     if differing:
-        found = ", ".join(f"{key}={stored.get(key)!r}, not {expected[key]!r}" for key in differing)
+        differences = ", ".join(
+            f"{key}={stored.get(key)!r}, not {expected[key]!r}" for key in differing
+        )
         raise ConfigError.one(
-            f"the samples in {folder} were generated with other options: {found}",
+            f"the samples in {folder} were generated with other options: {differences}",
             where="data.path",
             hint=f"set these keys under {SECTION} to the same values, or choose another data.path",
             key="data.path",

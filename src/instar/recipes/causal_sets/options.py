@@ -50,10 +50,12 @@ ordering fraction."""
 
 def conflicts(options: CausalSetsConfig, section: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield keys that contradict each other, with a message; `section` is their dotted prefix."""
-    least, most = f"{section}.min_points", f"{section}.max_points"
+    fewest_key, largest_key = f"{section}.min_points", f"{section}.max_points"
     if options.min_points > options.max_points:
-        message = f"{least} is {options.min_points}, more than {most}, {options.max_points}"
-        yield (least, most), message
+        message = (
+            f"{fewest_key} is {options.min_points}, more than {largest_key}, {options.max_points}"
+        )
+        yield (fewest_key, largest_key), message
     for name, values in (("dimensions", options.dimensions), ("features", options.features)):
         if len(set(values)) < len(values):
             yield (f"{section}.{name}",), f"{section}.{name} has a duplicate value"

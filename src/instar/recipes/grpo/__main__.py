@@ -11,7 +11,7 @@ import click
 from instar.cli.main import run_command
 from instar.recipes.grpo.checkpoints import Resume
 from instar.recipes.grpo.options import Options
-from instar.recipes.grpo.train import train
+from instar.recipes.grpo.train import train_grpo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
@@ -56,9 +56,9 @@ def _option(name: str, help: str, kind: Any = _POSITIVE) -> Callable[[_Function]
     flag_value="latest",
     help="continue from the latest checkpoint; auto: if there is one",
 )
-def main(resume: Resume | None, **given: Any) -> int:
+def main(resume: Resume | None, **options: Any) -> int:
     """Train."""
-    train(Options(**given), resume)
+    train_grpo(Options(**options), resume)
     return 0
 
 

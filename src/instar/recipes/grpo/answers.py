@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instar.recipes.grpo.numbers import NotANumber, Number, evaluate
+from instar.recipes.grpo.numbers import NotANumber, Number, evaluate_expression
 
 MOST_CHARACTERS = 400
 """an answer that is longer is compared as text"""
@@ -35,16 +35,16 @@ def final_answer(text: str) -> str | None:
     if (boxed := _boxed(text)) is not None:
         return boxed
     for pattern in (_MARKED, _STATED):
-        if found := [match[1].strip() for match in pattern.finditer(text)]:
-            return found[-1] or None
+        if answers := [match[1].strip() for match in pattern.finditer(text)]:
+            return answers[-1] or None
     numbers = _NUMBER.findall(text)
     return numbers[-1].rstrip(",") if numbers else None
 
 
 def is_correct(completion: str, expected: str) -> bool:
     """Whether the final answer of a completion equals `expected`, itself an answer or a solution."""
-    given = final_answer(completion)
-    return given is not None and same_answer(given, final_answer_of_solution(expected))
+    answer = final_answer(completion)
+    return answer is not None and same_answer(answer, final_answer_of_solution(expected))
 
 
 def final_answer_of_solution(solution: str) -> str:
@@ -54,9 +54,9 @@ def final_answer_of_solution(solution: str) -> str:
     return boxed if boxed is not None else marked[-1].strip() if marked else solution.strip()
 
 
-def same_answer(given: str, expected: str) -> bool:
+def same_answer(answer: str, expected: str) -> bool:
     """Whether two answers are equal. Commas separate thousands, or else the items of a list."""
-    texts = _plain(given), _plain(expected)
+    texts = _plain(answer), _plain(expected)
     if texts[0] == texts[1]:
         return bool(texts[0])
     if max(map(len, texts)) > MOST_CHARACTERS:
@@ -68,14 +68,14 @@ def same_answer(given: str, expected: str) -> bool:
 def _boxed(text: str) -> str | None:
     """Return the content of the last box, whose braces are balanced, or None."""
     for match in reversed([*_BOX.finditer(text)]):
-        rest = text[match.end() :]
-        if not rest.startswith("{"):
-            return rest.split("$")[0].split()[0] if rest.split("$")[0].split() else None
+        following = text[match.end() :]
+        if not following.startswith("{"):
+            return following.split("$")[0].split()[0] if following.split("$")[0].split() else None
         depth = 0
-        for at, char in enumerate(rest):
+        for at, char in enumerate(following):
             depth += (char == "{") - (char == "}")
             if depth == 0:
-                return rest[1:at].strip()
+                return following[1:at].strip()
     return None
 
 
@@ -117,9 +117,9 @@ def _plain(text: str) -> str:
     return _ASSIGNED.sub("", text)
 
 
-def _same(given: str, expected: str) -> bool:
+def _same(answer: str, expected: str) -> bool:
     """Compare two texts in one reading of their commas."""
-    return _value(given) == _value(expected) or _same_quantity(given, expected)
+    return _value(answer) == _value(expected) or _same_quantity(answer, expected)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _value(text: str) -> object:
     if r"\pm" in text:
         return _Group("", _unordered([text.replace(r"\pm", sign) for sign in "+-"]))
     try:
-        return evaluate(text)
+        return evaluate_expression(text)
     except NotANumber:
         return _as_text(text)
 
@@ -193,15 +193,15 @@ _WITH_UNIT = re.compile(
 )
 
 
-def _same_quantity(given: str, expected: str) -> bool:
+def _same_quantity(answer: str, expected: str) -> bool:
     """Compare numbers of which one or both have a unit. A missing unit is that of the other.
 
     50% is 50, as data sets leave the sign out, and 0.5 beside a number without a sign.
     """
-    one, two = _quantity(given), _quantity(expected)
-    if one is None or two is None or not (one[1] or two[1]):
+    first, two = _quantity(answer), _quantity(expected)
+    if first is None or two is None or not (first[1] or two[1]):
         return False
-    (number, unit), (other, other_unit) = one, two
+    (number, unit), (other, other_unit) = first, two
     if unit and other_unit:
         return unit == other_unit and number == other
     percent = number if unit == "%" else other if other_unit == "%" else None
@@ -214,8 +214,8 @@ def _quantity(text: str) -> tuple[Number, str] | None:
     match = _WITH_UNIT.fullmatch(text)
     try:
         if match is None:
-            return evaluate(text), ""
+            return evaluate_expression(text), ""
         unit = match["unit"].strip().lower().replace(" ", "")
-        return evaluate(match["number"]), unit.rstrip("s") or unit
+        return evaluate_expression(match["number"]), unit.rstrip("s") or unit
     except NotANumber:
         return None

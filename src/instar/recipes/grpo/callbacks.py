@@ -114,12 +114,12 @@ class RunCallback(TrainerCallback):
             return
         if last:
             writer.flush()
-        for written in writer.written():
-            self._record.wrote_delta(written)
+        for delta in writer.written():
+            self._record.wrote_delta(delta)
 
     def _evaluated(self, step: int) -> None:
         began = time.perf_counter()
-        found = self._evaluate(step)
-        self._record.evaluated(step, found, time.perf_counter() - began)
-        reached = "  ".join(f"pass@{k} {value:.3f}" for k, value in found.pass_at.items())
-        logger.info("%6d  %s  val loss %.4f", step, reached, found.loss)
+        pass_rates = self._evaluate(step)
+        self._record.evaluated(step, pass_rates, time.perf_counter() - began)
+        reached = "  ".join(f"pass@{k} {value:.3f}" for k, value in pass_rates.pass_at.items())
+        logger.info("%6d  %s  val loss %.4f", step, reached, pass_rates.loss)

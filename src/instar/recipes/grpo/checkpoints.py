@@ -30,16 +30,16 @@ def find_checkpoint(options: Options, resume: Resume | None) -> Path | None:
         ConfigError: there is none, it is of a run with other options, or a new run would overwrite one.
     """
     folder = options.output_dir
-    whole = sorted(folder.glob(f"{_PREFIX}*/{MARKER}"), key=lambda path: step_of(path.parent))
+    markers = sorted(folder.glob(f"{_PREFIX}*/{MARKER}"), key=lambda path: step_of(path.parent))
     if resume is None:
-        if whole or RunDir(folder).holds_run():
+        if markers or RunDir(folder).holds_run():
             raise ConfigError.one(
                 f"{folder} holds a run",
                 where="--run-suffix",
                 hint="continue it with --resume, or choose another --run-suffix",
             )
         return None
-    if not whole:
+    if not markers:
         if resume == "auto":
             return None
         raise ConfigError.one(
@@ -47,7 +47,7 @@ def find_checkpoint(options: Options, resume: Resume | None) -> Path | None:
             where="--resume",
             hint="leave it out to start the run, or write --resume auto for either",
         )
-    checkpoint = whole[-1].parent
+    checkpoint = markers[-1].parent
     _check_fixed(checkpoint, options)
     return checkpoint
 
@@ -61,9 +61,9 @@ def read_marker(checkpoint: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's `instar.json`; raises ConfigError."""
     path = checkpoint / MARKER
     try:
-        found = json.loads(of_bounded_depth(read_regular(path)))
-        if isinstance(found, dict) and isinstance(found.get("options"), dict):
-            return found
+        marker = json.loads(of_bounded_depth(read_regular(path)))
+        if isinstance(marker, dict) and isinstance(marker.get("options"), dict):
+            return marker
         problem = "no options"
     except (OSError, ValueError) as error:
         problem = str(error)

@@ -73,7 +73,7 @@ def load_questions(dataset: str) -> Questions:
     return Questions(questions[:-held_out], questions[-held_out:])
 
 
-def name_of(dataset: str) -> str:
+def dataset_name(dataset: str) -> str:
     """Return the name of a data set in the names of folders."""
     return Path(dataset).stem
 
@@ -149,11 +149,11 @@ def _cells(row: Any, where: str) -> Sequence[str]:
         for columns in COLUMNS:
             if all(isinstance(row.get(column), str) for column in columns):
                 return [row[column] for column in columns]
-    found = (
+    cells = (
         f"columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
     )
     raise ConfigError.one(
-        f"{where}: {found}",
+        f"{where}: {cells}",
         where="--dataset",
         hint=f"rows have texts {' and '.join(COLUMNS[0])}, or {' and '.join(COLUMNS[1])}",
     )
@@ -161,4 +161,4 @@ def _cells(row: Any, where: str) -> Sequence[str]:
 
 def texts(questions: Questions) -> Iterator[str]:
     """Yield all questions and answers for training, as texts for a tokenizer."""
-    return chain.from_iterable((each.question, each.answer) for each in questions.train)
+    return chain.from_iterable((question.question, question.answer) for question in questions.train)

@@ -40,7 +40,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate(
+def evaluate_pass_rates(
     questions: Sequence[Question],
     prompts: Sequence[Ids],
     sampler: Sampler,
@@ -52,10 +52,13 @@ def evaluate(
     step: int,
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Return pass@k and its standard errors over the questions, by k."""
-    drawn = sampler.draw(prompts, samples, seed, step).ids
+    completions = sampler.draw(prompts, samples, seed, step).ids
     correct = [
-        sum(is_correct(decode(ids), each.answer) for ids in drawn[i * samples : (i + 1) * samples])
-        for i, each in enumerate(questions)
+        sum(
+            is_correct(decode(ids), question.answer)
+            for ids in completions[i * samples : (i + 1) * samples]
+        )
+        for i, question in enumerate(questions)
     ]
     by_k = {k: [pass_at_k(samples, count, k) for count in correct] for k in ks}
     return {k: _mean(v) for k, v in by_k.items()}, {k: _standard_error(v) for k, v in by_k.items()}
@@ -82,15 +85,15 @@ def _loss_sum(model: Any, pad_id: int, prompts: Sequence[Ids], solutions: Sequen
     import torch
     import torch.nn.functional as F
 
-    whole = [[*prompt, *solution] for prompt, solution in zip(prompts, solutions, strict=True)]
-    longest = max(map(len, whole))
+    rows = [[*prompt, *solution] for prompt, solution in zip(prompts, solutions, strict=True)]
+    longest = max(map(len, rows))
     device = model.device
-    ids_BT = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in whole], device=device)
+    ids_BT = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows], device=device)
     kept_BT = torch.tensor(
-        [[1] * len(ids) + [0] * (longest - len(ids)) for ids in whole], device=device
+        [[1] * len(ids) + [0] * (longest - len(ids)) for ids in rows], device=device
     )
     targets_BT = ids_BT.clone()
-    for row, (prompt, ids) in enumerate(zip(prompts, whole, strict=True)):
+    for row, (prompt, ids) in enumerate(zip(prompts, rows, strict=True)):
         targets_BT[row, : len(prompt)] = -100
         targets_BT[row, len(ids) :] = -100
     logits_BTV = model(input_ids=ids_BT, attention_mask=kept_BT).logits[:, :-1]

@@ -33,7 +33,7 @@ class Sampling:
     top_p: float = 1.0
 
 
-def load_model(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, Any]:
+def load_policy(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, Any]:
     """Return a causal language model and its tokenizer.
 
     Args:
@@ -47,8 +47,8 @@ def load_model(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, A
 
     kind = getattr(torch, dtype)
     if model == TINY:
-        made, tokenizer = make_tiny(texts(load_questions(dataset)))
-        return made.to(kind), tokenizer
+        tiny_model, tokenizer = make_tiny(texts(load_questions(dataset)))
+        return tiny_model.to(kind), tokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if (Path(model) / TOKENIZER_FILE).is_file():
@@ -179,7 +179,7 @@ def make_tiny(texts: Iterable[str]) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def sample(
+def sample_completions(
     model: Any, pad_id: int, prompts: Sequence[Ids], n: int, sampling: Sampling, seed: int
 ) -> list[Ids]:
     """Draw n completions of each prompt, in the order of the prompts.
@@ -192,7 +192,7 @@ def sample(
     import torch
 
     devices = [model.device] if model.device.type == "cuda" else []
-    found: list[Ids] = []
+    completions: list[Ids] = []
     was_training = model.training
     model.eval()
     try:
@@ -200,10 +200,10 @@ def sample(
             torch.manual_seed(seed)
             at_once = max(1, _ROWS_AT_ONCE // n)
             for begin in range(0, len(prompts), at_once):
-                found += _sample(model, pad_id, prompts[begin : begin + at_once], n, sampling)
+                completions += _sample(model, pad_id, prompts[begin : begin + at_once], n, sampling)
     finally:
         model.train(was_training)
-    return found
+    return completions
 
 
 def _sample(
@@ -214,11 +214,13 @@ def _sample(
 
     longest = max(map(len, prompts))
     rows = [[pad_id] * (longest - len(ids)) + list(ids) for ids in prompts for _ in range(n)]
-    kept = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts for _ in range(n)]
+    attention_mask = [
+        [0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts for _ in range(n)
+    ]
     ends = end_ids(model)
-    drawn = model.generate(
+    generated = model.generate(
         input_ids=torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(kept, device=model.device),
+        attention_mask=torch.tensor(attention_mask, device=model.device),
         generation_config=GenerationConfig(
             do_sample=True,
             max_new_tokens=sampling.max_tokens,
@@ -229,7 +231,7 @@ def _sample(
             pad_token_id=pad_id,
         ),
     )
-    return [_up_to_end(row, ends) for row in drawn[:, longest:].tolist()]
+    return [_up_to_end(row, ends) for row in generated[:, longest:].tolist()]
 
 
 def end_ids(model: Any) -> Ids:
@@ -239,4 +241,4 @@ def end_ids(model: Any) -> Ids:
 
 
 def _up_to_end(ids: Ids, ends: Sequence[int]) -> Ids:
-    return next((ids[: at + 1] for at, each in enumerate(ids) if each in ends), ids)
+    return next((ids[: at + 1] for at, token in enumerate(ids) if token in ends), ids)

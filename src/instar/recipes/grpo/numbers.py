@@ -49,7 +49,7 @@ Number: TypeAlias = Fraction | Irrational
 Value: TypeAlias = Fraction | Decimal
 
 
-def evaluate(text: str) -> Number:
+def evaluate_expression(text: str) -> Number:
     """Return the value of an expression.
 
     Raises:
@@ -124,8 +124,8 @@ class _Parser:
 
     def _signed(self) -> Value:
         sign = 1
-        while taken := self._take("+", "-"):
-            sign = -sign if taken == "-" else sign
+        while operator := self._take("+", "-"):
+            sign = -sign if operator == "-" else sign
         value = self._power()
         return -value if sign < 0 else value
 
@@ -154,11 +154,11 @@ class _Parser:
         if self._take(r"\sqrt"):
             degree = Fraction(2)
             if self._take("["):
-                given = self._sum()
+                inner = self._sum()
                 self._close("[")
-                if not isinstance(given, Fraction) or given.denominator != 1 or not 1 < given < 100:
+                if not isinstance(inner, Fraction) or inner.denominator != 1 or not 1 < inner < 100:
                     raise NotANumber("degree of a root")
-                degree = given
+                degree = inner
             return _root(self._argument(), int(degree))
         if self._take(r"\pi"):
             return +_PI
@@ -205,22 +205,22 @@ def _real(value: Value) -> Decimal:
     return Decimal(value.numerator) / Decimal(value.denominator)
 
 
-def _add(one: Value, two: Value, sign: int) -> Value:
-    if isinstance(one, Fraction) and isinstance(two, Fraction):
-        return _bounded(one + sign * two)
-    return _bounded(_real(one) + sign * _real(two))
+def _add(first: Value, two: Value, sign: int) -> Value:
+    if isinstance(first, Fraction) and isinstance(two, Fraction):
+        return _bounded(first + sign * two)
+    return _bounded(_real(first) + sign * _real(two))
 
 
-def _multiply(one: Value, two: Value) -> Value:
-    if isinstance(one, Fraction) and isinstance(two, Fraction):
-        return _bounded(one * two)
-    return _bounded(_real(one) * _real(two))
+def _multiply(first: Value, two: Value) -> Value:
+    if isinstance(first, Fraction) and isinstance(two, Fraction):
+        return _bounded(first * two)
+    return _bounded(_real(first) * _real(two))
 
 
-def _divide(one: Value, two: Value) -> Value:
-    if isinstance(one, Fraction) and isinstance(two, Fraction):
-        return _bounded(one / two)
-    return _bounded(_real(one) / _real(two))
+def _divide(first: Value, two: Value) -> Value:
+    if isinstance(first, Fraction) and isinstance(two, Fraction):
+        return _bounded(first / two)
+    return _bounded(_real(first) / _real(two))
 
 
 def _integer_power(base: Value, exponent: int) -> Value:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.recipes.grpo.data import name_of
+from instar.recipes.grpo.data import dataset_name
 
 Generation = Literal["local", "server", "vllm"]
 MAY_CHANGE = frozenset(
@@ -68,7 +68,7 @@ class Options:
 
     @property
     def name(self) -> str:
-        return f"trl_{name_of(self.dataset)}_{self.suffix}"
+        return f"trl_{dataset_name(self.dataset)}_{self.suffix}"
 
     @property
     def output_dir(self) -> Path:
@@ -78,7 +78,7 @@ class Options:
     @property
     def delta_dir(self) -> Path:
         """Differences of the weights between steps."""
-        return Path("checkpoints") / f"deltas_{name_of(self.dataset)}_{self.suffix}"
+        return Path("checkpoints") / f"deltas_{dataset_name(self.dataset)}_{self.suffix}"
 
     @property
     def log_dir(self) -> Path:
@@ -88,7 +88,7 @@ class Options:
     def wandb_name(self) -> str:
         """The name and id of the run in W&B."""
         model = Path(self.model).name.lower()
-        return f"trl_{name_of(self.dataset)}_grpo_{model}_{self.suffix}"
+        return f"trl_{dataset_name(self.dataset)}_grpo_{model}_{self.suffix}"
 
     @property
     def rows(self) -> int:
@@ -126,20 +126,20 @@ def check_options(options: Options) -> None:
 
 def _problems(options: Options) -> list[tuple[str, str, str]]:
     """Return messages, hints and places."""
-    found = []
+    problems = []
     if options.rows % options.micro_batch:
         message = f"{options.prompts} prompts × {options.generations} generations are {options.rows} completions"
         hint = f"which must be a multiple of --micro-batch {options.micro_batch}"
-        found.append((message, hint, "--micro-batch"))
+        problems.append((message, hint, "--micro-batch"))
     if options.pass_k > options.eval_samples:
         message = f"pass@{options.pass_k} needs as many samples, not {options.eval_samples}"
-        found.append((message, "raise --eval-samples", "--pass-k"))
+        problems.append((message, "raise --eval-samples", "--pass-k"))
     if any(char in options.suffix for char in "/\\\0") or options.suffix in (".", ".."):
-        found.append(("a suffix is part of folder names", "leave out slashes", "--run-suffix"))
+        problems.append(("a suffix is part of folder names", "leave out slashes", "--run-suffix"))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         hint = "start one process per run; several runs: examples/fleet/grpo.yaml"
-        found.append(("GRPO trains in one process", hint, "WORLD_SIZE"))
-    return found
+        problems.append(("GRPO trains in one process", hint, "WORLD_SIZE"))
+    return problems
 
 
 def check_installed(*packages: str) -> None:

@@ -76,20 +76,20 @@ class GrpoRecord:
             )
         )
 
-    def evaluated(self, step: int, found: PassRates, seconds: float) -> None:
-        value = found.pass_at[1]
+    def evaluated(self, step: int, pass_rates: PassRates, seconds: float) -> None:
+        value = pass_rates.pass_at[1]
         best = self._best is None or value > self._best[0]
         if best:
             self._best = value, step
         self._recorder.write(
             Eval(
                 split="val",
-                loss=found.loss,
-                eval_tokens=found.tokens,
+                loss=pass_rates.loss,
+                eval_tokens=pass_rates.tokens,
                 seconds=seconds,
                 best=best,
-                extra={f"pass@{k}": v for k, v in found.pass_at.items()},
-                errors={f"pass@{k}": v for k, v in found.standard_errors.items()},
+                extra={f"pass@{k}": v for k, v in pass_rates.pass_at.items()},
+                errors={f"pass@{k}": v for k, v in pass_rates.standard_errors.items()},
                 **self._place(step),
             )
         )
@@ -97,8 +97,8 @@ class GrpoRecord:
     def saved(self, step: int, checkpoint: Path, reason: str) -> None:
         self._recorder.write(Saved(path=str(checkpoint), reason=reason, **self._place(step)))
 
-    def wrote_delta(self, written: Written) -> None:
-        self._recorder.write(written.event(**self._place(written.link.step)))
+    def wrote_delta(self, delta: Written) -> None:
+        self._recorder.write(delta.event(**self._place(delta.link.step)))
 
     def stopped(self, step: int, reason: str, *, resumable: bool) -> None:
         self._recorder.write(Stop(reason=reason, resumable=resumable, **self._place(step)))
@@ -136,5 +136,5 @@ def _versions() -> dict[str, str]:
 
     from instar import __version__
 
-    found = {name: version(name) for name in ("torch", "transformers", "trl")}
-    return {"instar": __version__, "python": platform.python_version(), **found}
+    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
+    return {"instar": __version__, "python": platform.python_version(), **versions}

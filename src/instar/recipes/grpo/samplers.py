@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from instar.config.errors import ConfigError, InstarError
 from instar.data.order import key_bytes
-from instar.recipes.grpo.models import Ids, Sampling, sample
+from instar.recipes.grpo.models import Ids, Sampling, sample_completions
 from instar.recipes.grpo.weights import get_weights, name_of_weights
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LocalSampler:
     sampling: Sampling
 
     def draw(self, prompts: Sequence[Ids], n: int, seed: int, step: int) -> Drawn:  # noqa: ARG002
-        return Drawn(sample(self.model, self.pad_id, prompts, n, self.sampling, seed))
+        return Drawn(sample_completions(self.model, self.pad_id, prompts, n, self.sampling, seed))
 
 
 class ServerSampler:
@@ -75,7 +75,7 @@ class ServerSampler:
         """
         self._model, self._server, self._sampling = model, server, sampling
         self._patience_s, self._pause = patience_s, pause
-        self._client = http_client(server.address, patience_s)
+        self._client = sampler_client(server.address, patience_s)
         self.close = self._client.close
         self._content, self._weights, self._step = b"", "", -1
 
@@ -136,7 +136,7 @@ class VllmSampler:
         vllm.generation_kwargs["seed"] = seed
         repeated = [list(ids) for ids in prompts for _ in range(n)]
         _, ids, log_probs, _ = vllm.generate(prompts=repeated, images=None, num_generations=n)
-        return Drawn(ids, [[token[0] for token in each] for each in log_probs])
+        return Drawn(ids, [[token[0] for token in tokens] for tokens in log_probs])
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def find_server(generation: str, port: int, model: str) -> CompletionServer:
     """
     address = f"http://127.0.0.1:{port}"
     listed = _listed(generation, address)
-    names = [str(each.get("id")) for each in listed]
+    names = [str(entry.get("id")) for entry in listed]
     if model not in names:
         raise ConfigError.one(
             f"the server at {address} has {', '.join(names) or 'no model'}, not {model}",
@@ -178,10 +178,10 @@ def _listed(generation: str, address: str) -> list[dict[str, Any]]:
 
     command = "vllm serve MODEL" if generation == "vllm" else "python -m instar.recipes.grpo.serve"
     try:
-        with http_client(address, _CHECK_S) as client:
+        with sampler_client(address, _CHECK_S) as client:
             client.get("/health").raise_for_status()
             listed = client.get("/v1/models").raise_for_status().json()["data"]
-            return [dict(each) for each in listed]
+            return [dict(entry) for entry in listed]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ConfigError.one(
             f"no server answers at {address}: {str(error) or type(error).__name__}",
@@ -190,7 +190,7 @@ def _listed(generation: str, address: str) -> list[dict[str, Any]]:
         ) from error
 
 
-def http_client(address: str, timeout_s: float) -> httpx.Client:
+def sampler_client(address: str, timeout_s: float) -> httpx.Client:
     import httpx
 
     return httpx.Client(base_url=address, trust_env=False, timeout=timeout_s)

@@ -23,7 +23,14 @@ import msgspec
 from instar.cli.main import run_command
 from instar.config.errors import ConfigError
 from instar.config.files import of_bounded_depth
-from instar.recipes.grpo.models import Ids, Sampling, TextEncoder, end_ids, load_model, sample
+from instar.recipes.grpo.models import (
+    Ids,
+    Sampling,
+    TextEncoder,
+    end_ids,
+    load_policy,
+    sample_completions,
+)
 from instar.recipes.grpo.options import check_installed
 from instar.recipes.grpo.weights import INITIAL, Unfit, put_weights, size_bytes
 
@@ -92,33 +99,33 @@ class ModelService:
         if body is None:
             return _too_large(_REQUEST_BYTES)
         try:
-            asked = _decoder.decode(of_bounded_depth(body))
+            body_fields = _decoder.decode(of_bounded_depth(body))
             # in a thread: the tokenizer of a folder may take long to fail
-            prompts = await asyncio.to_thread(self._ids, asked)
+            prompts = await asyncio.to_thread(self._ids, body_fields)
         except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             return _answer({"error": str(error)}, 400)
-        if asked.model not in (None, self._name):
-            return _answer({"error": f"this server has {self._name}, not {asked.model}"}, 404)
+        if body_fields.model not in (None, self._name):
+            return _answer({"error": f"this server has {self._name}, not {body_fields.model}"}, 404)
         async with self._lock:
-            if asked.weights not in (None, self._weights):
+            if body_fields.weights not in (None, self._weights):
                 return _answer({"error": "other weights", "weights": self._weights}, 409)
             seed, self._next_seed = self._next_seed, self._next_seed + 1
-            sampling = Sampling(asked.max_tokens, asked.temperature, asked.top_p)
+            sampling = Sampling(body_fields.max_tokens, body_fields.temperature, body_fields.top_p)
             pad_id = self._tokenizer.pad_token_id
-            drawn = await asyncio.to_thread(
-                sample,
+            completions = await asyncio.to_thread(
+                sample_completions,
                 self._model,
                 pad_id,
                 prompts,
-                asked.n,
+                body_fields.n,
                 sampling,
-                seed if asked.seed is None else asked.seed,
+                seed if body_fields.seed is None else body_fields.seed,
             )
         choices = [
-            self._choice(index, prompts[index // asked.n], ids, asked.max_tokens)
-            for index, ids in enumerate(drawn)
+            self._choice(index, prompts[index // body_fields.n], ids, body_fields.max_tokens)
+            for index, ids in enumerate(completions)
         ]
-        used = [sum(map(len, prompts)), sum(map(len, drawn))]
+        used = [sum(map(len, prompts)), sum(map(len, completions))]
         usage = dict(zip(("prompt_tokens", "completion_tokens"), used, strict=True))
         return _answer(
             {
@@ -141,38 +148,40 @@ class ModelService:
                 return _answer({"error": str(error)}, 422)
         return _answer({"weights": self._weights})
 
-    def _ids(self, asked: _Completions) -> list[Ids]:
+    def _ids(self, request: _Completions) -> list[Ids]:
         """Return the prompts as ids; raises ValueError."""
-        ids = [each for each in asked.prompt if isinstance(each, int)]
-        given: Sequence[Any] = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
-        if ids and len(ids) < len(given):
+        ids = [token for token in request.prompt if isinstance(token, int)]
+        parts: Sequence[Any] = (
+            request.prompt if isinstance(request.prompt, list) else [request.prompt]
+        )
+        if ids and len(ids) < len(parts):
             raise ValueError("prompts are texts or lists of ids")
-        given = [ids] if ids else given
-        texts = [each for each in given if isinstance(each, str)]
+        parts = [ids] if ids else parts
+        texts = [part for part in parts if isinstance(part, str)]
         of_texts = iter(self._encoder(texts) if texts else ())
-        prompts = [next(of_texts) if isinstance(each, str) else each for each in given]
-        most = self._model.config.max_position_embeddings
-        known = self._model.config.vocab_size
+        prompts = [next(of_texts) if isinstance(part, str) else part for part in parts]
+        longest = self._model.config.max_position_embeddings
+        vocabulary_size = self._model.config.vocab_size
         if not prompts or not all(prompts):
             raise ValueError("a prompt is empty")
-        if len(prompts) * asked.n > _MOST_COMPLETIONS:
+        if len(prompts) * request.n > _MOST_COMPLETIONS:
             raise ValueError(f"more than {_MOST_COMPLETIONS} completions")
-        if max(map(len, prompts)) + asked.max_tokens > most:
-            raise ValueError(f"a prompt and max_tokens are more than the model's {most} tokens")
-        if any(not 0 <= each < known for ids in prompts for each in ids):
-            raise ValueError(f"ids are below {known}")
+        if max(map(len, prompts)) + request.max_tokens > longest:
+            raise ValueError(f"a prompt and max_tokens are more than the model's {longest} tokens")
+        if any(not 0 <= token < vocabulary_size for ids in prompts for token in ids):
+            raise ValueError(f"ids are below {vocabulary_size}")
         return prompts
 
     @cached_property
     def _encoder(self) -> TextEncoder:
         return TextEncoder(self._tokenizer)
 
-    def _choice(self, index: int, prompt: Ids, ids: Ids, most: int) -> dict[str, Any]:
+    def _choice(self, index: int, prompt: Ids, ids: Ids, limit: int) -> dict[str, Any]:
         ended = bool(ids) and ids[-1] in end_ids(self._model)
         return {
             "index": index,
             "text": self._tokenizer.decode(ids, skip_special_tokens=True),
-            "finish_reason": "stop" if ended or len(ids) < most else "length",
+            "finish_reason": "stop" if ended or len(ids) < limit else "length",
             "logprobs": None,
             "prompt_token_ids": prompt,
             "token_ids": ids,
@@ -214,15 +223,15 @@ def _answer(content: Any, status: int = 200) -> Response:
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True
 )
-def serve(model: str, dataset: str, host: str, port: int, seed: int, dtype: str) -> int:
+def serve_model(model: str, dataset: str, host: str, port: int, seed: int, dtype: str) -> int:
     """Run the server until it is stopped."""
     check_installed("transformers", "starlette", "uvicorn")
     import uvicorn
 
-    service = ModelService(model, *load_model(model, dataset, dtype), seed)
+    service = ModelService(model, *load_policy(model, dataset, dtype), seed)
     uvicorn.run(service.app(), host=host, port=port, log_level="warning")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda: int(serve.main(standalone_mode=False) or 0)))
+    sys.exit(run_command(lambda: int(serve_model.main(standalone_mode=False) or 0)))

@@ -27,8 +27,8 @@ from instar.recipes.grpo.checkpoints import (
     step_of,
 )
 from instar.recipes.grpo.data import Question, Questions, load_questions
-from instar.recipes.grpo.evaluate import PassRates, evaluate, reference_loss
-from instar.recipes.grpo.models import Ids, Sampling, chat_prompt, load_model
+from instar.recipes.grpo.evaluate import PassRates, evaluate_pass_rates, reference_loss
+from instar.recipes.grpo.models import Ids, Sampling, chat_prompt, load_policy
 from instar.recipes.grpo.options import Options, check_options
 from instar.recipes.grpo.record import GrpoRecord
 from instar.recipes.grpo.samplers import (
@@ -50,7 +50,7 @@ _EXPECTED_WARNINGS = (
 )
 
 
-def train(options: Options, resume: Resume | None = None) -> None:
+def train_grpo(options: Options, resume: Resume | None = None) -> None:
     """Train from the beginning or from a checkpoint, until `max_steps` or a stop signal.
 
     Raises:
@@ -107,7 +107,7 @@ class _Run:
             active_s=float(marker.get("active_s", 0.0)),
         )
         seed_everything(options.seed)
-        self._model, self._tokenizer = load_model(options.model, options.dataset)
+        self._model, self._tokenizer = load_policy(options.model, options.dataset)
         self._questions = questions
         self._held_out = questions.test[: options.eval_prompts]
         self._trainer = self._make_trainer(server)
@@ -147,8 +147,8 @@ class _Run:
         from instar.recipes.grpo.callbacks import RunCallback
 
         rows = {
-            "prompt": [self._prompt(each) for each in self._ordered()],
-            "solution": [final_answer_of_solution(each.answer) for each in self._ordered()],
+            "prompt": [self._prompt(question) for question in self._ordered()],
+            "solution": [final_answer_of_solution(question.answer) for question in self._ordered()],
         }
         options = self._options
         deltas: list[Any] = []
@@ -206,17 +206,17 @@ class _Run:
         n, step = self._options.generations, trainer.state.global_step
         ids = self._ids(prompts[::n])
         seed = sampling_seed(self._options.seed, "train", step)
-        drawn = self._sampler.draw(ids, n, seed, step)
+        completions = self._sampler.draw(ids, n, seed, step)
         return {
-            "prompt_ids": [each for each in ids for _ in range(n)],
-            "completion_ids": drawn.ids,
-            "logprobs": drawn.log_probs,
+            "prompt_ids": [prompt for prompt in ids for _ in range(n)],
+            "completion_ids": completions.ids,
+            "logprobs": completions.log_probs,
         }
 
     def _evaluate(self, step: int) -> PassRates:
         options, tokenizer = self._options, self._tokenizer
-        prompts = self._ids([self._prompt(each) for each in self._held_out])
-        pass_at, errors = evaluate(
+        prompts = self._ids([self._prompt(question) for question in self._held_out])
+        pass_at, errors = evaluate_pass_rates(
             self._held_out,
             prompts,
             self._sampler,
@@ -226,7 +226,7 @@ class _Run:
             seed=sampling_seed(options.seed, "evaluate", step),
             step=step,
         )
-        texts = [each.answer + tokenizer.eos_token for each in self._held_out]
+        texts = [question.answer + tokenizer.eos_token for question in self._held_out]
         solutions = tokenizer(texts, add_special_tokens=False)["input_ids"]
         loss, tokens = reference_loss(self._model, tokenizer.pad_token_id, prompts, solutions)
         return PassRates(pass_at, errors, loss, tokens)
@@ -299,9 +299,9 @@ def _logging(path: Path) -> Iterator[None]:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     disable_progress_bar()
-    shown = logging.StreamHandler(sys.stdout)
-    shown.addFilter(lambda line: line.levelno < logging.ERROR)  # the command prints errors
-    handlers: list[logging.Handler] = [shown, logging.FileHandler(path)]
+    stdout_handler = logging.StreamHandler(sys.stdout)
+    stdout_handler.addFilter(lambda line: line.levelno < logging.ERROR)  # the command prints errors
+    handlers: list[logging.Handler] = [stdout_handler, logging.FileHandler(path)]
     logger.setLevel(logging.INFO)
     for handler in handlers:
         logger.addHandler(handler)

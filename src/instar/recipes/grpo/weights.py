@@ -36,20 +36,20 @@ def put_weights(model: Any, content: bytes) -> str:
     from safetensors.torch import load
 
     try:
-        given = load(content)
+        tensors = load(content)
     except SafetensorError as error:
         raise Unfit(f"not safetensors: {error}") from error
-    own = dict(model.named_parameters())
-    if different := sorted(own.keys() ^ given.keys()):
-        raise Unfit(f"{different[0]} is {'missing' if different[0] in own else 'unknown'}")
-    for name, parameter in own.items():
-        if (form := _form(given[name])) != _form(parameter):
+    parameters = dict(model.named_parameters())
+    if different := sorted(parameters.keys() ^ tensors.keys()):
+        raise Unfit(f"{different[0]} is {'missing' if different[0] in parameters else 'unknown'}")
+    for name, parameter in parameters.items():
+        if (form := _form(tensors[name])) != _form(parameter):
             raise Unfit(f"{name} is {form}, not {_form(parameter)}")
-        if not torch.isfinite(given[name]).all():
+        if not torch.isfinite(tensors[name]).all():
             raise Unfit(f"{name} has values that are not finite")
     with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(given[name])
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
     return name_of_weights(content)
 
 
