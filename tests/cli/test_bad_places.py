@@ -15,7 +15,7 @@ import pytest
 from written_runs import written
 
 from instar.config.errors import sentence_of
-from instar.distributed.failure import error_text, out_of_memory
+from instar.distributed.failure import exception_text, out_of_memory
 from instar.logs.web import app
 from instar.logs.web.catalog import Catalog
 
@@ -105,7 +105,7 @@ def test_too_little_memory_is_said_so() -> None:
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
     )
     assert out_of_memory(error)
-    assert error_text(error).startswith("out of memory")
+    assert exception_text(error).startswith("out of memory")
     assert not out_of_memory(RuntimeError("shapes differ"))
 
 

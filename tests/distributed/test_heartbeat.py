@@ -10,7 +10,7 @@ from instar.distributed.heartbeat import (
     Heartbeat,
     LastHeartbeat,
     Position,
-    diagnose,
+    diagnose_hang,
     silent_ranks,
     wait_after_stop,
 )
@@ -26,7 +26,7 @@ def beat(**facts: object) -> Heartbeat:
 
 
 def verdict(*seen: LastHeartbeat) -> Diagnosis | None:
-    return diagnose(dict(enumerate(seen)), SILENCE_S, WAIT_S)[0]
+    return diagnose_hang(dict(enumerate(seen)), SILENCE_S, WAIT_S)[0]
 
 
 def test_a_silent_rank_is_named_with_its_last_place() -> None:
@@ -124,9 +124,9 @@ def test_ranks_that_hang_in_a_step_have_less_time_after_a_stop() -> None:
     """But as much as three times what a step took, and saves have the time that they had."""
     hung = [LastHeartbeat(beat(still_s=25.0), 0), LastHeartbeat(beat(still_s=25.0, waits_for=8), 0)]
     seen = dict(enumerate(hung))
-    assert diagnose(seen, SILENCE_S, WAIT_S)[0] is None
+    assert diagnose_hang(seen, SILENCE_S, WAIT_S)[0] is None
     assert wait_after_stop(seen, WAIT_S, 1.0) == 20.0
-    found = diagnose(seen, SILENCE_S, wait_after_stop(seen, WAIT_S, 1.0))[0]
+    found = diagnose_hang(seen, SILENCE_S, wait_after_stop(seen, WAIT_S, 1.0))[0]
     assert found is not None
     assert found.ranks == (0,)
     assert wait_after_stop(seen, WAIT_S, 50.0) == 150.0
@@ -161,7 +161,7 @@ def test_there_is_a_verdict_exactly_when_a_limit_has_passed(all_seen: list[LastH
     passed = any(one.silent_s >= SILENCE_S for one in all_seen)
     passed |= any(one.waits_for and one.still_s >= WAIT_S for one in beats)
     passed |= all(one.still_s >= WAIT_S for one in beats)
-    found, due_s = diagnose(dict(enumerate(all_seen)), SILENCE_S, WAIT_S)
+    found, due_s = diagnose_hang(dict(enumerate(all_seen)), SILENCE_S, WAIT_S)
     assert (found is not None) == passed
     assert (due_s <= 0) == passed
 

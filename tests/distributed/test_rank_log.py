@@ -11,7 +11,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import Interrupted, PeerError, read_failure
-from instar.distributed.rank_log import RankLog, log_path, run_rank
+from instar.distributed.rank_log import RankLog, rank_log_path, run_rank
 
 Python = Callable[..., "subprocess.Popen[str]"]
 logger = logging.getLogger("instar.test")
@@ -36,9 +36,9 @@ def fail(log: RankLog, step: int | None = None, run_dir: Path | None = None) -> 
 def test_lines_before_and_after_the_folder_is_known_are_in_the_log(tmp_path: Path) -> None:
     with RankLog(0) as log:
         logger.info("before")
-        assert log.open(tmp_path) == log_path(tmp_path, 0)
+        assert log.open(tmp_path) == rank_log_path(tmp_path, 0)
         logger.warning("after %d", 2)
-    lines = log_path(tmp_path, 0).read_text().splitlines()
+    lines = rank_log_path(tmp_path, 0).read_text().splitlines()
     time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     assert re.fullmatch(rf"\[RANK 0\] {time} INFO: before", lines[0])
     assert re.fullmatch(rf"\[RANK 0\] {time} WARNING: after 2", lines[1])
@@ -50,7 +50,7 @@ def test_a_second_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
         with RankLog(0) as log:
             log.open(tmp_path)
             logger.info("started")
-    assert log_path(tmp_path, 0).read_text().count("started") == 2
+    assert rank_log_path(tmp_path, 0).read_text().count("started") == 2
 
 
 def test_an_exception_is_in_the_record(record: Path) -> None:
@@ -74,7 +74,7 @@ def test_torchrun_reads_the_record_too(record: Path) -> None:
 def test_the_traceback_is_in_the_log(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="boom"):
         fail(RankLog(0), run_dir=tmp_path)
-    text = log_path(tmp_path, 0).read_text()
+    text = rank_log_path(tmp_path, 0).read_text()
     assert "ERROR: rank 0 failed: ValueError: boom\nTraceback" in text
 
 
@@ -143,7 +143,7 @@ with RankLog(1) as log:
 print("after")
 """
     assert python(program, str(tmp_path)).communicate(timeout=30) == ("before\nafter\n", "")
-    text = log_path(tmp_path, 1).read_text()
+    text = rank_log_path(tmp_path, 1).read_text()
     assert "printed\nfrom C++\n" in text
     assert "ERROR: uncaught in thread loader\nTraceback" in text
 
@@ -158,7 +158,7 @@ with RankLog(0) as log:
     faulthandler._sigsegv()
 """
     python(program, str(tmp_path)).communicate(timeout=30)
-    assert "Segmentation fault" in log_path(tmp_path, 0).read_text()
+    assert "Segmentation fault" in rank_log_path(tmp_path, 0).read_text()
 
 
 FULL = """
@@ -189,7 +189,7 @@ def test_a_full_disk_under_a_log_ends_nothing(tmp_path: Path, python: Python, en
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert said == errors == ""
-    lines = log_path(tmp_path, 1).read_text().splitlines()
+    lines = rank_log_path(tmp_path, 1).read_text().splitlines()
     assert lines[:3] == ["printed before", "printed", "on stderr"][: len(lines)]
     assert len(lines) == (4 if ends == "freed" else 1)
 
@@ -197,7 +197,7 @@ def test_a_full_disk_under_a_log_ends_nothing(tmp_path: Path, python: Python, en
 def test_a_log_that_cannot_be_opened_ends_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    log_path(tmp_path, 0).mkdir(parents=True)
+    rank_log_path(tmp_path, 0).mkdir(parents=True)
     with RankLog(0) as log:
         log.open(tmp_path)
         logger.info("nobody hears this")

@@ -55,7 +55,10 @@ def test_every_rank_misses_a_device_that_only_the_last_needs(
 
 def test_devices_are_indices(two_ranks: pytest.MonkeyPatch) -> None:
     two_ranks.setenv("INSTAR_DEVICES", "0,first")
-    with pytest.raises(ConfigError, match="indices such as 0,1"), join(ParallelConfig(), "cuda"):
+    with (
+        pytest.raises(ConfigError, match="indices such as 0,1"),
+        join(ParallelConfig(), "cuda"),
+    ):
         pass
 
 

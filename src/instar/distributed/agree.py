@@ -28,7 +28,7 @@ from instar.distributed.failure import (
     PeerError,
     PeerLost,
     RunFailed,
-    error_text,
+    exception_text,
     exit_code_of,
     is_secondary,
     may_be_secondary,
@@ -52,8 +52,8 @@ def agree(world: World, value: Json) -> Json:
         RunFailed: on every rank, if rank 0's value is not JSON (NaN, infinity, keys that are not
             strings, other types).
     """
-    sent = _encoded(value) if world.is_main else b""
-    return _decoded(_broadcast(world, sent))
+    content = _encoded(value) if world.is_main else b""
+    return _decoded(_broadcast(world, content))
 
 
 def gather(world: World, value: Json) -> list[Json]:
@@ -214,19 +214,19 @@ class FlagReducer:
         if len(sums) != self._width:
             raise ValueError(f"expected {self._width} sums as in the first call, got {len(sums)}")
         flag = Flag(request)
-        own = torch.tensor([flag is Flag.STOP, flag is Flag.ERROR, *sums], dtype=torch.float64)
+        flags = torch.tensor([flag is Flag.STOP, flag is Flag.ERROR, *sums], dtype=torch.float64)
         if self._world.size == 1:
-            return PendingFlags(self._world, [own], None)
+            return PendingFlags(self._world, [flags], None)
         # one tensor each: rows of a matrix take four times as many operators
-        rows = [torch.empty(len(own), dtype=own.dtype) for _ in range(self._world.size)]
+        rows = [torch.empty(len(flags), dtype=flags.dtype) for _ in range(self._world.size)]
         with collective(self._world, "sending its flags"):
             # not an all-reduce, whose ring takes twice as many messages, one after the other
-            work = dist.all_gather(rows, own, group=self._world.group, async_op=True)
+            work = dist.all_gather(rows, flags, group=self._world.group, async_op=True)
         return PendingFlags(self._world, rows, work)
 
 
 def _fault(error: BaseException) -> dict[str, Json]:
-    text = error_text(error)[:4000]
+    text = exception_text(error)[:4000]
     if not isinstance(error, InstarError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return {
@@ -277,9 +277,9 @@ def _broadcast(world: World, data: bytes) -> bytes:
         length = _length(frame)
         if length <= _ROOM:
             return _body(frame, length)
-        rest = _bytes(data) if world.is_main else torch.empty(length, dtype=torch.uint8)
-        dist.broadcast(rest, 0, group=world.group)
-    return _raw(rest)
+        payload = _bytes(data) if world.is_main else torch.empty(length, dtype=torch.uint8)
+        dist.broadcast(payload, 0, group=world.group)
+    return _raw(payload)
 
 
 def _gather(world: World, data: bytes) -> list[bytes]:
@@ -294,7 +294,7 @@ def _gather(world: World, data: bytes) -> list[bytes]:
             return [_body(frame, n) for frame, n in zip(frames, lengths, strict=True)]
         padded = list(torch.empty(world.size, longest, dtype=torch.uint8).unbind())
         dist.all_gather(padded, _bytes(data.ljust(longest, b"\0")), group=world.group)
-    return [_raw(whole[:n]) for whole, n in zip(padded, lengths, strict=True)]
+    return [_raw(buffer[:n]) for buffer, n in zip(padded, lengths, strict=True)]
 
 
 def _frame(data: bytes) -> Tensor:

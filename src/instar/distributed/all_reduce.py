@@ -33,19 +33,19 @@ class Subtrees:
         """Add the next leaf; takes ownership of it. Return the lists that are free again."""
         right, leaves, free = leaf, 1, []
         while self._sums and self._sums[-1][0] == leaves:
-            _, left = self._sums.pop()
-            if left:
-                torch._foreach_add_(left, right)
+            _, left_sum = self._sums.pop()
+            if left_sum:
+                torch._foreach_add_(left_sum, right)
             free.append(right)
-            right, leaves = left, 2 * leaves
+            right, leaves = left_sum, 2 * leaves
         self._sums.append((leaves, right))
         return free
 
     def root(self, leaves: int) -> list[Tensor]:
         """Return the sums over all leaves, of which there are `leaves`, and start again."""
-        ((found, total),) = self._sums
-        if found != leaves:
-            raise ValueError(f"expected {leaves} leaves, got {found}")
+        ((count, total),) = self._sums
+        if count != leaves:
+            raise ValueError(f"expected {leaves} leaves, got {count}")
         self._sums.clear()
         return total
 
@@ -109,14 +109,14 @@ class DeterministicAllReduce:
                 peer = self.world.rank ^ (1 << level)
                 middle = (begin + end) // 2
                 halves = slice(begin, middle), slice(middle, end)
-                kept, given = halves if self.world.rank < peer else reversed(halves)
-                _swap(peer, subtree[given], received[kept])
+                added_half, sent_half = halves if self.world.rank < peer else reversed(halves)
+                _swap(peer, subtree[sent_half], received[added_half])
                 # floating-point addition commutes bit for bit, so either operand may be the left one
-                subtree[kept] += received[kept]
-                begin, end = kept.start, kept.stop
-                shared.append((peer, kept, given))
-            for peer, kept, given in reversed(shared):
-                _swap(peer, subtree[kept], subtree[given])
+                subtree[added_half] += received[added_half]
+                begin, end = added_half.start, added_half.stop
+                shared.append((peer, added_half, sent_half))
+            for peer, added_half, sent_half in reversed(shared):
+                _swap(peer, subtree[added_half], subtree[sent_half])
         self._free.append(received)
 
     def _take(self) -> Tensor:
@@ -152,12 +152,12 @@ def norms_of_rows(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the Euclidean norm of each group of tensors, given as the `row_squares` of all rows of
     each; (groups,), float64."""
     none = torch.zeros((), dtype=torch.float64)
-    return torch.stack([torch.cat(list(each)).sum().sqrt() if each else none for each in groups])
+    return torch.stack([torch.cat(list(group)).sum().sqrt() if group else none for group in groups])
 
 
-def _swap(peer: int, sent: Tensor, received: Tensor) -> None:
-    both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-    for work in dist.batch_isend_irecv(both):
+def _swap(peer: int, outgoing: Tensor, received: Tensor) -> None:
+    operations = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, received, peer)]
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 

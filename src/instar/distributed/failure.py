@@ -162,7 +162,7 @@ def may_be_secondary(error: BaseException) -> bool:
     )
 
 
-def root_of(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """Return this rank's own exception, if `error` is the PeerError that reports it to all ranks."""
     if isinstance(error, PeerError) and not error.secondary:
         return error.__cause__ or error
@@ -172,7 +172,7 @@ def root_of(error: BaseException) -> BaseException:
 def out_of_memory(error: BaseException) -> bool:
     """Whether `error` is a failed memory allocation of torch or Python."""
     signs = ("can't allocate memory", "out of memory", "Cannot allocate memory")
-    root = root_of(error)
+    root = root_cause(error)
     return isinstance(root, MemoryError) or (
         isinstance(root, RuntimeError) and any(sign in str(root) for sign in signs)
     )
@@ -183,7 +183,7 @@ def transport_text(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\.cc:\d+\]\s*|\. This is typically.*", "", str(error), flags=re.DOTALL)
 
 
-def error_text(error: BaseException) -> str:
+def exception_text(error: BaseException) -> str:
     """Return the message of an exception with its notes."""
     text = sentence_of(error) if isinstance(error, OSError) else str(error)
     if out_of_memory(error):
@@ -193,13 +193,13 @@ def error_text(error: BaseException) -> str:
 
 def describe_failure(error: BaseException, rank: int, step: int | None) -> Failure:
     """Return the failure record of `error` on `rank` at `step`."""
-    root = root_of(error)
+    root = root_cause(error)
     doing = f" (while {error.what})" if isinstance(error, PeerError) and root is not error else ""
     return Failure(
         rank=rank,
         step=step,
         kind=type(root).__name__,
-        message=f"{error_text(root)}{doing}",
+        message=f"{exception_text(root)}{doing}",
         exit_code=exit_code_of(error),
         secondary=is_secondary(error),
         time=time.time(),
@@ -242,12 +242,12 @@ def remove_orphaned(environ: Mapping[str, str], patience_s: float = 0.0) -> None
         if time.monotonic() >= deadline:
             return
         time.sleep(0.005)
-    own = Path(record).parent
-    folder = own.parents[1]
+    start_folder = Path(record).parent
+    folder = start_folder.parents[1]
     if folder.name.startswith(FOLDER_PREFIX):
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(start_folder, ignore_errors=True)
         with suppress(OSError):  # other ranks still have theirs
-            own.parent.rmdir()
+            start_folder.parent.rmdir()
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -283,7 +283,7 @@ def point_to_log(log: Path, environ: Mapping[str, str]) -> None:
         _log_pointer(Path(record)).write_text(str(log.absolute()), encoding="utf-8")
 
 
-def log_of(record: Path) -> Path | None:
+def log_of_failure(record: Path) -> Path | None:
     """Return the log of the rank whose failure record is, or would be, at `record`."""
     try:
         return Path(_log_pointer(record).read_text(encoding="utf-8"))

@@ -151,7 +151,7 @@ STOP_WAIT_S = 20.0
 
 
 def wait_after_stop(
-    seen: Mapping[int, LastHeartbeat], wait_s: float, longest_still_s: float
+    last_seen: Mapping[int, LastHeartbeat], wait_s: float, longest_still_s: float
 ) -> float:
     """Return how long ranks that were told to stop may wait for each other: less, if all are in a step.
 
@@ -162,14 +162,16 @@ def wait_after_stop(
         wait_s: without a stop.
         longest_still_s: the longest time without progress that a step has taken until now.
     """
-    living = [one.beat for one in seen.values() if one.beat is None or one.beat.ended is None]
+    living = [
+        last.beat for last in last_seen.values() if last.beat is None or last.beat.ended is None
+    ]
     if not all(beat is not None and beat.where.startswith("step ") for beat in living):
         return wait_s
     return min(wait_s, max(STOP_WAIT_S, 3 * longest_still_s))
 
 
-def diagnose(
-    seen: Mapping[int, LastHeartbeat], silence_s: float, wait_s: float
+def diagnose_hang(
+    last_seen: Mapping[int, LastHeartbeat], silence_s: float, wait_s: float
 ) -> tuple[Diagnosis | None, float]:
     """Diagnose a hang from the heartbeats of all ranks.
 
@@ -181,61 +183,67 @@ def diagnose(
     Returns:
         the diagnosis, if a rank hangs, and the seconds until the next check is due.
     """
-    living = {rank: one for rank, one in seen.items() if one.beat is None or one.beat.ended is None}
-    if any(one.silent_s >= silence_s for one in living.values()):
+    living = {
+        rank: last
+        for rank, last in last_seen.items()
+        if last.beat is None or last.beat.ended is None
+    }
+    if any(last.silent_s >= silence_s for last in living.values()):
         # with the others of a lost host, whose last heartbeats were a little later
-        silent = [rank for rank, one in living.items() if one.silent_s >= silence_s / 2]
-        return _silent(seen, silent, [rank for rank in living if rank not in silent]), 0.0
-    waiting = {rank: one.beat for rank, one in living.items() if one.beat and one.beat.waits_for}
+        silent = [rank for rank, last in living.items() if last.silent_s >= silence_s / 2]
+        return _silent(last_seen, silent, [rank for rank in living if rank not in silent]), 0.0
+    waiting = {
+        rank: last.beat for rank, last in living.items() if last.beat and last.beat.waits_for
+    }
     waiting_longest = [rank for rank, beat in waiting.items() if beat.still_s >= wait_s]
     if waiting_longest:
-        return _late(seen, min(waiting_longest, key=lambda rank: waiting[rank].waits_for)), 0.0
-    still_s = [one.beat.still_s if one.beat else 0.0 for one in living.values()]
+        return _late(last_seen, min(waiting_longest, key=lambda rank: waiting[rank].waits_for)), 0.0
+    still_s = [last.beat.still_s if last.beat else 0.0 for last in living.values()]
     if still_s and min(still_s) >= wait_s:
         return _stuck(living, wait_s), 0.0
-    due = [silence_s - one.silent_s for one in living.values()]
+    due = [silence_s - last.silent_s for last in living.values()]
     due += [wait_s - beat.still_s for beat in waiting.values()]
     due += [wait_s - min(still_s, default=0.0)]
     return None, min(due)
 
 
 def _silent(
-    seen: Mapping[int, LastHeartbeat], ranks: Sequence[int], others: Sequence[int]
+    last_seen: Mapping[int, LastHeartbeat], ranks: Sequence[int], peers: Sequence[int]
 ) -> Diagnosis:
     """Name the silent ranks, and the position of a living one: ranks advance in lockstep, so it tells
     how far the silent ones got."""
-    beats = _beats(seen)
+    beats = _beats(last_seen)
     hosts = {rank: beat.host_name for rank, beat in beats.items()}
-    silent_hosts, other_hosts = ({hosts[r] for r in of if r in hosts} for of in (ranks, others))
+    silent_hosts, other_hosts = ({hosts[r] for r in of if r in hosts} for of in (ranks, peers))
     parts = []
     for rank in ranks:
-        one = seen[rank]
-        last = f"last seen {one.beat.place}" if one.beat else "not seen since the rendezvous"
-        named = name_of(rank, hosts)
-        parts.append(f"{named} has sent no heartbeat for {one.silent_s:.0f} s: {last}")
+        heard = last_seen[rank]
+        last = f"last seen {heard.beat.place}" if heard.beat else "not seen since the rendezvous"
+        name = rank_name(rank, hosts)
+        parts.append(f"{name} has sent no heartbeat for {heard.silent_s:.0f} s: {last}")
     parts += [
         f"no heartbeat arrives from host {host}: it is down or frozen, or the network to it is lost"
         for host in sorted(silent_hosts - other_hosts)
     ]
-    observer = next((other for other in others if other in beats), None)
+    observer = next((other for other in peers if other in beats), None)
     if observer is not None:
         parts.append(f"rank {observer} is {beats[observer].place}")
     return Diagnosis("; ".join(parts), tuple(ranks))
 
 
-def name_of(rank: int, hosts: Mapping[int, str]) -> str:
+def rank_name(rank: int, hosts: Mapping[int, str]) -> str:
     """Return e.g. "rank 3", with its host if the ranks in `hosts` are on several."""
     several = rank in hosts and len(set(hosts.values())) > 1
     return f"rank {rank} on host {hosts[rank]}" if several else f"rank {rank}"
 
 
-def _beats(seen: Mapping[int, LastHeartbeat]) -> dict[int, Heartbeat]:
-    return {rank: one.beat for rank, one in seen.items() if one.beat is not None}
+def _beats(last_seen: Mapping[int, LastHeartbeat]) -> dict[int, Heartbeat]:
+    return {rank: last.beat for rank, last in last_seen.items() if last.beat is not None}
 
 
-def _late(seen: Mapping[int, LastHeartbeat], waiting_longest: int) -> Diagnosis:
+def _late(last_seen: Mapping[int, LastHeartbeat], waiting_longest: int) -> Diagnosis:
     """Name the ranks missing in the collective in which rank `waiting_longest` waits."""
-    beats = _beats(seen)
+    beats = _beats(last_seen)
     hosts = {rank: beat.host_name for rank, beat in beats.items()}
     first = beats[waiting_longest]
     missing = [
@@ -244,27 +252,27 @@ def _late(seen: Mapping[int, LastHeartbeat], waiting_longest: int) -> Diagnosis:
         if beat.arrived < first.waits_for and beat.waits_for < first.waits_for
     ]
     if not missing:
-        return _stuck(seen, first.still_s)
+        return _stuck(last_seen, first.still_s)
     parts = [
-        f"{name_of(rank, hosts)} has not entered a collective ({first.doing}) for {first.still_s:.0f} s: "
+        f"{rank_name(rank, hosts)} has not entered a collective ({first.doing}) for {first.still_s:.0f} s: "
         f"{_state(beats[rank])}"
         for rank in missing
     ]
     return Diagnosis("; ".join(parts), tuple(missing))
 
 
-def _stuck(seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
+def _stuck(last_seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
     """All ranks are equally far: the one at fault is the one that does not wait, judging by its line."""
-    beats = _beats(seen)
+    beats = _beats(last_seen)
     hosts = {rank: beat.host_name for rank, beat in beats.items()}
     busy = [rank for rank, beat in beats.items() if not (beat.in_torch or beat.waits_for)]
     if 0 < len(busy) < len(beats):
         parts = [
-            f"all other ranks wait for {name_of(rank, hosts)}: {_state(beats[rank])}"
+            f"all other ranks wait for {rank_name(rank, hosts)}: {_state(beats[rank])}"
             for rank in busy
         ]
         return Diagnosis("; ".join(parts), tuple(busy))
-    parts = [f"{name_of(rank, hosts)} is {beat.place}" for rank, beat in beats.items()]
+    parts = [f"{rank_name(rank, hosts)} is {beat.place}" for rank, beat in beats.items()]
     return Diagnosis(f"no rank has made progress for {wait_s:.0f} s: {'; '.join(parts)}", ())
 
 
@@ -331,8 +339,8 @@ class StoreClient:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="heartbeat").start()
 
-    def exchange(self, own: Heartbeat) -> Future[Heartbeats]:
-        return self._do(lambda: self._exchange(own))
+    def exchange(self, beat: Heartbeat) -> Future[Heartbeats]:
+        return self._do(lambda: self._exchange(beat))
 
     def decide(self, verdict: Diagnosis) -> Future[Diagnosis]:
         return self._do(
@@ -342,12 +350,12 @@ class StoreClient:
     def close(self) -> None:
         self._tasks.put(None)
 
-    def _exchange(self, own: Heartbeat) -> Heartbeats:
+    def _exchange(self, beat: Heartbeat) -> Heartbeats:
         if not self._has_verdict_key:
             # Reading a key that does not exist would block.
             self._store.compare_set(_VERDICT, "", "")
             self._has_verdict_key = True
-        self._store.set(_key(self._rank), own.encode())
+        self._store.set(_key(self._rank), beat.encode())
         for rank in [rank for rank in self._absent if self._store.check([_key(rank)])]:
             self._absent.remove(rank)
             self._present.append(rank)
@@ -396,7 +404,7 @@ def probe_host(address: str, limit_s: float) -> threading.Event:
     return answered
 
 
-def line_of(thread: int) -> tuple[str, bool]:
+def line_of_thread(thread: int) -> tuple[str, bool]:
     """Return the innermost line of Python that a thread is at, and whether it belongs to torch."""
     frame = sys._current_frames().get(thread)
     if frame is None:

@@ -125,25 +125,25 @@ def broadcast_from_rank_0(
         return tensors
     own_layout: dict[str, Json] = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
     layout = cast(dict[str, tuple[str, list[int]]], agree(world, own_layout))
-    found: dict[str, Tensor] = {}
+    received: dict[str, Tensor] = {}
     for name, (dtype, shape) in layout.items():
         if world.is_main:
-            found[name] = tensors[name].detach().contiguous()
+            received[name] = tensors[name].detach().contiguous()
         elif own_layout.get(name) == [dtype, shape] and tensors[name].is_contiguous():
-            found[name] = tensors[name].detach()
+            received[name] = tensors[name].detach()
         else:
             kind = getattr(torch, dtype.partition(".")[2])
-            found[name] = torch.empty(shape, dtype=kind, device=world.device)
+            received[name] = torch.empty(shape, dtype=kind, device=world.device)
     with collective(world, what):
         works = [
             # as bytes: gloo does not support every dtype
             dist.broadcast(_bytes(tensor), 0, group=world.group, async_op=True)
-            for tensor in found.values()
+            for tensor in received.values()
             if tensor.numel()
         ]
         for work in works:
             work.wait()
-    return found
+    return received
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -212,18 +212,22 @@ def check_replicas_equal(world: World, tensors: Mapping[str, Tensor], shard: int
     if all(len({digests[rank][1] for rank in ranks}) == 1 for ranks in replicas.values()):
         return
     everyones = cast(list[dict[str, str]], gather(world, hashes))
-    found = (
+    differing = (
         _differing(ranks[0], {rank: everyones[rank] for rank in ranks})
         for ranks in replicas.values()
     )
-    raise RunFailed("; ".join(filter(None, found)))
+    raise RunFailed("; ".join(filter(None, differing)))
 
 
 def _differing(first: int, hashes: Mapping[int, Mapping[str, str]]) -> str:
     """Return what differs from a rank's tensors, and on which ranks, of hashes by rank and tensor."""
     messages = []
     for name in sorted(set().union(*hashes.values())):
-        ranks = [rank for rank, one in hashes.items() if one.get(name) != hashes[first].get(name)]
+        ranks = [
+            rank
+            for rank, rank_hashes in hashes.items()
+            if rank_hashes.get(name) != hashes[first].get(name)
+        ]
         if ranks:
             messages.append(
                 f"{name} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
@@ -237,13 +241,13 @@ def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     sums = {name: checksum(tensor) for name, tensor in tensors.items() if tensor.is_cuda}
     words = torch.stack([*sums.values()]).tolist() if sums else []
     on_gpu = dict(zip(sums, words, strict=True))
-    found = {}
+    hashes = {}
     for name, tensor in sorted(tensors.items()):
         digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         content = str(on_gpu[name]).encode() if name in on_gpu else _bytes(tensor).numpy().data
         digest.update(content)
-        found[name] = digest.hexdigest()
-    return found
+        hashes[name] = digest.hexdigest()
+    return hashes
 
 
 _CHUNK = 1 << 22

@@ -73,20 +73,23 @@ def placement(environ: Mapping[str, str], parallel: ParallelConfig | None = None
         ConfigError: variables are missing, not numbers, or contradict each other.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        found = _from_torchrun(environ, parallel)
+        environment = _from_torchrun(environ, parallel)
     elif "SLURM_PROCID" in environ and _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         # SLURM_NTASKS is also set in a batch script, where one process runs; the step's count
         # is set by srun only.
-        found = _from_slurm(environ, parallel)
+        environment = _from_slurm(environ, parallel)
     else:
         return Placement()
-    if not (0 <= found.rank < found.size and 0 <= found.local_rank < found.local_size):
+    if not (
+        0 <= environment.rank < environment.size
+        and 0 <= environment.local_rank < environment.local_size
+    ):
         raise ConfigError.one(
-            f"rank {found.rank} of {found.size} (local {found.local_rank} of {found.local_size}) "
+            f"rank {environment.rank} of {environment.size} (local {environment.local_rank} of {environment.local_size}) "
             "is not a possible rank",
             where="environment",
         )
-    return found
+    return environment
 
 
 def share_cores(environ: MutableMapping[str, str]) -> None:
@@ -268,7 +271,7 @@ def resolve_ranks(
     Raises:
         ConfigError: they contradict each other.
     """
-    chosen = tuple(parallel.devices if devices is None else devices)
+    indices = tuple(parallel.devices if devices is None else devices)
     if place.is_set:
         ranks = place.size
         if nproc is not None:
@@ -282,7 +285,7 @@ def resolve_ranks(
     elif devices is not None:
         ranks = nproc or len(devices)
     else:
-        ranks = nproc or parallel.world_size or len(chosen) or 1
+        ranks = nproc or parallel.world_size or len(indices) or 1
     local_ranks = place.local_size if place.is_set else ranks
     limit = max(256, 32 * (os.cpu_count() or 1))
     if not place.is_set and local_ranks > limit:
@@ -292,13 +295,13 @@ def resolve_ranks(
             where="parallel.world_size" if nproc is None and devices is None else "--nproc",
             hint="on several machines, each starts its own ranks with torchrun or srun",
         )
-    if chosen and len(chosen) < local_ranks:
+    if indices and len(indices) < local_ranks:
         raise ConfigError.one(
-            f"{local_ranks} ranks on this machine, but devices {','.join(map(str, chosen))} only",
+            f"{local_ranks} ranks on this machine, but devices {','.join(map(str, indices))} only",
             where="parallel.devices" if devices is None else "--devices",
             hint="one per rank",
         )
-    return RankCount(ranks, chosen[:local_ranks])
+    return RankCount(ranks, indices[:local_ranks])
 
 
 def usable_cores() -> int:

@@ -27,7 +27,7 @@ from instar.distributed.failure import (
     exit_code_of,
     out_of_memory,
     point_to_log,
-    root_of,
+    root_cause,
     write_failure,
 )
 from instar.distributed.placement import placement
@@ -40,7 +40,7 @@ MAX_HELD_BYTES = 1 << 20
 """of log lines while the disk refuses writes; further lines are dropped"""
 
 
-def log_path(run_dir: Path, rank: int) -> Path:
+def rank_log_path(run_dir: Path, rank: int) -> Path:
     """Return the path of the log of rank `rank`."""
     return run_dir / "logs" / f"rank_{rank}.log"
 
@@ -73,7 +73,7 @@ class RankLog:
         A failing disk never ends the run: lines that cannot be written are held in memory. Called again, it
         goes on in the folder of another run, such as a branch.
         """
-        path = log_path(run_dir, self.rank)
+        path = rank_log_path(run_dir, self.rank)
         self._close()
         self._appender = _appender(path)
         self._file = self._stream()
@@ -131,7 +131,7 @@ class RankLog:
         if exit_code_of(error) in STOPPED:
             logger.info("stopped: %s", error)
             return
-        failure, root = describe_failure(error, self.rank, self.step), root_of(error)
+        failure, root = describe_failure(error, self.rank, self.step), root_cause(error)
         write_failure(failure, root, os.environ)
         cause = root.__cause__ if isinstance(root, UserCodeFailed) else root
         expected = isinstance(cause, InstarError)
@@ -164,9 +164,9 @@ class RankLog:
     def _restore(self, streams: tuple[int, int, TextIO, TextIO]) -> None:
         flush(sys.stdout, sys.stderr)
         sys.stdout, sys.stderr = streams[2:]
-        for number, kept in zip((1, 2), streams[:2], strict=True):
-            os.dup2(kept, number)
-            os.close(kept)
+        for number, stream in zip((1, 2), streams[:2], strict=True):
+            os.dup2(stream, number)
+            os.close(stream)
         self._streams = None
 
 

@@ -58,13 +58,13 @@ def wait_for_all_ranks(store: RendezvousStore, rank: int, size: int, timeout_s: 
 def _lead(store: RendezvousStore, size: int) -> Iterator[str]:
     """Rank 0's part: polls once per `next`; yields "" until all ranks have acknowledged, then the prefix."""
     joined_keys = [_joined_key(rank) for rank in range(size)]
-    seen: list[str] = []
+    starts: list[str] = []
     name = ""
     while True:
         if store.check(joined_keys):
             tokens = [token.decode() for token in store.multi_get(joined_keys)]
-            if tokens != seen:
-                seen, name = tokens, uuid.uuid4().hex
+            if tokens != starts:
+                starts, name = tokens, uuid.uuid4().hex
                 store.set(_OFFER, json.dumps({"name": name, "tokens": tokens}))
             if store.check([_answer_key(name, rank) for rank in range(1, size)]):
                 store.set(_go_key(name), "")
@@ -94,9 +94,9 @@ def _offered(store: RendezvousStore, rank: int, token: str) -> str:
 def _absent(store: RendezvousStore, rank: int, size: int, token: str) -> list[int]:
     """Return the ranks that have not come, as far as this rank can tell from the store."""
     name = _offered(store, rank, token)
-    others = [other for other in range(1, size) if other != rank]
+    peers = [other for other in range(1, size) if other != rank]
     if name:
-        absent = [other for other in others if not store.check([_answer_key(name, other)])]
+        absent = [other for other in peers if not store.check([_answer_key(name, other)])]
     else:
         absent = [other for other in range(size) if not store.check([_joined_key(other)])]
     # With no offer, or one that all have acknowledged, the missing rank is rank 0.
@@ -172,15 +172,15 @@ def listen_to_hosts(port: int, host: str, key: str) -> int | None:
         ConfigError: it cannot be bound; names the port and the `key` that set it.
     """
     local_addresses = {
-        one.address.partition("%")[0]
+        address.address.partition("%")[0]
         for addresses in psutil.net_if_addrs().values()
-        for one in addresses
+        for address in addresses
     }
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    address = str(found[0][4][0])
+    address = str(infos[0][4][0])
     if is_loopback(address) or address.partition("%")[0] not in local_addresses:
         return None
     return listen(port, address, key)[0]

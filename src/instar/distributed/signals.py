@@ -269,7 +269,7 @@ def detach_closed_streams() -> None:
         with suppress(OSError):
             polled = select.poll()
             polled.register(number, 0)
-            if any(found & (select.POLLHUP | select.POLLERR) for _, found in polled.poll(0)):
+            if any(flags & (select.POLLHUP | select.POLLERR) for _, flags in polled.poll(0)):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, number)
                 os.close(null)

@@ -21,7 +21,7 @@ from instar.distributed.failure import (
     RECORD_VARIABLE,
     STOPPED,
     Failure,
-    log_of,
+    log_of_failure,
     read_failure,
 )
 from instar.distributed.placement import LaunchOptions, child_environment
@@ -226,7 +226,7 @@ class _Rank:
 
     def exit(self) -> RankExit:
         assert self.status is not None
-        log = log_of(self._record)
+        log = log_of_failure(self._record)
         output = self.child.output if log is None else (log,)
         failure = read_failure(self._record)
         return RankExit(self.rank, self.status, self.killed, failure, output, log)

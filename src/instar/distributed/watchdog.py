@@ -39,10 +39,10 @@ from instar.distributed.heartbeat import (
     LastHeartbeat,
     Position,
     StoreClient,
-    diagnose,
-    line_of,
-    name_of,
+    diagnose_hang,
+    line_of_thread,
     probe_host,
+    rank_name,
     silent_ranks,
     stack_of,
     this_host,
@@ -113,13 +113,13 @@ def watch_ranks(
         yield watch.position
     except BaseException as error:
         watch.stop()
-        lost = is_secondary(error)
-        if (lost and not isinstance(error, PeerError)) or may_be_secondary(error):
-            better = watch.explain(error, certain=lost)
+        secondary = is_secondary(error)
+        if (secondary and not isinstance(error, PeerError)) or may_be_secondary(error):
+            better = watch.explain(error, certain=secondary)
             if better is not None:
                 watch.leave(str(better), lost=True)
                 raise better from error
-        watch.leave(f"{type(error).__name__}: {error}", lost=lost)
+        watch.leave(f"{type(error).__name__}: {error}", lost=secondary)
         raise
     else:
         watch.stop()
@@ -201,20 +201,20 @@ class Watchdog:
                 possible, and a rank that answers is not blamed.
         """
         deadline, cause = time.monotonic() + self._search_s, transport_text(error)
-        before = {rank: one.beat.count for rank, one in self._seen.items() if one.beat}
+        before = {rank: last.beat.count for rank, last in self._seen.items() if last.beat}
         first: dict[int, int] = {}
-        own = self._beat(ended=str(error), lost=True)
+        final_beat = self._beat(ended=str(error), lost=True)
         while True:
-            news = self._ask(own, deadline)
+            news = self._ask(final_beat, deadline)
             if news is None:
-                gone = certain or self._served.rank not in (None, self._rank)
-                return self._store_gone(cause) if gone else None
+                store_is_gone = certain or self._served.rank not in (None, self._rank)
+                return self._store_gone(cause) if store_is_gone else None
             first = first or {rank: beat.count for rank, beat in news.beats.items()}
             if news.verdict:
                 return _missing(news.verdict)
-            found = self._ended(news.beats, cause)
-            if found is not None:
-                return found
+            diagnosis = self._ended(news.beats, cause)
+            if diagnosis is not None:
+                return diagnosis
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
@@ -231,10 +231,10 @@ class Watchdog:
             if beat.ended is not None and not beat.lost:
                 why = f"failed: {beat.ended}" if beat.ended else "has left the run"
                 return PeerLost(f"{cause}; rank {rank} {why}")
-        gone = [rank for rank, beat in beats.items() if beat.ended is None and self._is_gone(beat)]
-        if not gone:
+        ranks = [rank for rank, beat in beats.items() if beat.ended is None and self._is_gone(beat)]
+        if not ranks:
             return None
-        places = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in gone)
+        places = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in ranks)
         return PeerLost(f"{cause}; {places}")
 
     def _watch(self) -> None:
@@ -248,27 +248,27 @@ class Watchdog:
             awake_s = min(now - last, pause_s + margin_s)
             last = now
             self._measure_progress(awake_s)
-            own = self._beat()
+            beat = self._beat()
             # At most the margin, or part of the wait would not count.
-            self._exchange(own, awake_s, answer_s)
-            verdict, due_s = self._diagnose(own)
+            self._exchange(beat, awake_s, answer_s)
+            verdict, due_s = self._diagnose(beat)
             if verdict is not None:
                 self._end(verdict)
             pause_s = min(self._limits.interval_s, max(0.02, due_s / 2))
 
     def _measure_progress(self, awake_s: float) -> None:
-        moved = self._moves != self.position.moves
-        if moved:
+        has_moved = self._moves != self.position.moves
+        if has_moved:
             self._longest_still_s = max(self._longest_still_s, self._stalled_s)
         self._moves = self.position.moves
-        self._stalled_s = 0.0 if moved else self._stalled_s + awake_s
+        self._stalled_s = 0.0 if has_moved else self._stalled_s + awake_s
 
-    def _exchange(self, own: Heartbeat, awake_s: float, limit_s: float) -> None:
+    def _exchange(self, this_beat: Heartbeat, awake_s: float, limit_s: float) -> None:
         """Exchange heartbeats, without waiting longer than `limit_s` for the store's answer."""
         if self._store_lost:
             return
         if self._answer is None:
-            self._answer = self._client.exchange(own)
+            self._answer = self._client.exchange(this_beat)
         try:
             news = self._answer.result(limit_s)
         except NoAnswer:
@@ -280,25 +280,25 @@ class Watchdog:
             return
         self._answer, self._unanswered_s = None, 0.0
         self._probe, self._network_due_s = None, self._limits.silence_s
-        for rank, seen in self._seen.items():
+        for rank, last in self._seen.items():
             beat = news.beats.get(rank)
-            same = (beat and beat.count) == (seen.beat and seen.beat.count)
-            self._seen[rank] = LastHeartbeat(beat, seen.silent_s + awake_s if same else 0.0)
+            same = (beat and beat.count) == (last.beat and last.beat.count)
+            self._seen[rank] = LastHeartbeat(beat, last.silent_s + awake_s if same else 0.0)
         if news.verdict:
             self._end(news.verdict)
 
-    def _diagnose(self, own: Heartbeat) -> tuple[Diagnosis | None, float]:
+    def _diagnose(self, beat: Heartbeat) -> tuple[Diagnosis | None, float]:
         limits, last_seen = self._limits, self._seen
         if self._store_lost or self._unanswered_s:
-            if (lost := self._diagnose_store(own)) is not None:
-                return lost, 0.0
-            last_seen = {rank: replace(one, silent_s=0.0) for rank, one in last_seen.items()}
-        seen, wait_s = {**last_seen, self._rank: LastHeartbeat(own, 0.0)}, limits.wait_s
+            if (diagnosis := self._diagnose_store(beat)) is not None:
+                return diagnosis, 0.0
+            last_seen = {rank: replace(last, silent_s=0.0) for rank, last in last_seen.items()}
+        by_rank, wait_s = {**last_seen, self._rank: LastHeartbeat(beat, 0.0)}, limits.wait_s
         if stop_requested():
-            wait_s = wait_after_stop(seen, wait_s, self._longest_still_s)
-        return diagnose(seen, limits.silence_s, wait_s)
+            wait_s = wait_after_stop(by_rank, wait_s, self._longest_still_s)
+        return diagnose_hang(by_rank, limits.silence_s, wait_s)
 
-    def _diagnose_store(self, own: Heartbeat) -> Diagnosis | None:
+    def _diagnose_store(self, beat: Heartbeat) -> Diagnosis | None:
         probe_s = min(PROBE_S, self._limits.silence_s / 2)
         if self._probe is None and self._unanswered_s >= self._network_due_s - probe_s:
             self._probe = probe_host(self._served.address, probe_s)
@@ -309,7 +309,7 @@ class Watchdog:
         if self._served.rank is None:
             return None  # ranks keep training while their launcher is stopped
         # A closed connection may also mean that the rank has finished and left.
-        waiting = own.waits_for > 0 and self._stalled_s >= 2
+        waiting = beat.waits_for > 0 and self._stalled_s >= 2
         silent = self._unanswered_s >= self._limits.silence_s
         return self._server_lost() if silent or (self._store_lost and waiting) else None
 
@@ -329,19 +329,19 @@ class Watchdog:
         beat = self._seen[server].beat
         last = f"last seen {beat.place}" if beat else "not seen since the rendezvous"
         serves = f"the store at {self._served.address}, which it serves"
-        named = self._name_of(server)
+        name = self._name_of(server)
         if beat is not None and beat.ended:
-            message = f"{named}, which served the store, has left: {beat.ended}"
+            message = f"{name}, which served the store, has left: {beat.ended}"
         elif self._store_lost:
-            message = f"{named} is gone: {last}; lost {serves}"
+            message = f"{name} is gone: {last}; lost {serves}"
         else:
             silent = f"has not answered for {self._unanswered_s:.0f} s"
-            message = f"{named} {silent}: {last}; {serves}, is silent too"
+            message = f"{name} {silent}: {last}; {serves}, is silent too"
         return Diagnosis(message, (server,))
 
     def _name_of(self, rank: int) -> str:
-        hosts = {other: one.beat.host_name for other, one in self._seen.items() if one.beat}
-        return name_of(rank, {**hosts, self._rank: self._host_name})
+        hosts = {other: last.beat.host_name for other, last in self._seen.items() if last.beat}
+        return rank_name(rank, {**hosts, self._rank: self._host_name})
 
     def _last_seen(self, ranks: Sequence[int], beats: Mapping[int, Heartbeat]) -> str:
         return "; ".join(
@@ -370,26 +370,26 @@ class Watchdog:
             self._store_lost = True
             return PeerLost(f"{cause}; {self._server_lost().message}")
         message = f"{cause}; lost the store at {self._served.address}"
-        beats = {rank: one.beat for rank, one in self._seen.items() if one.beat}
+        beats = {rank: last.beat for rank, last in self._seen.items() if last.beat}
         # a launcher serves it on rank 0's host
-        there = beats[0].host_name if 0 in beats else self._host_name
-        lost = [rank for rank, beat in beats.items() if beat.host_name == there]
-        if there == self._host_name:
+        host = beats[0].host_name if 0 in beats else self._host_name
+        ranks = [rank for rank, beat in beats.items() if beat.host_name == host]
+        if host == self._host_name:
             return PeerLost(message)
-        return _missing(Diagnosis(f"{message}; {self._last_seen(lost, beats)}", tuple(lost)))
+        return _missing(Diagnosis(f"{message}; {self._last_seen(ranks, beats)}", tuple(ranks)))
 
-    def _ask(self, own: Heartbeat, deadline: float) -> Heartbeats | None:
+    def _ask(self, beat: Heartbeat, deadline: float) -> Heartbeats | None:
         if self._store_lost:
             return None
         try:
-            return self._client.exchange(own).result(max(0.05, deadline - time.monotonic()))
+            return self._client.exchange(beat).result(max(0.05, deadline - time.monotonic()))
         except (NoAnswer, RuntimeError):
             return None
 
     def _beat(self, ended: str | None = None, *, lost: bool = False) -> Heartbeat:
         self._count += 1
         position = self.position
-        line, in_torch = line_of(position.thread) if self._stalled_s >= 1 else ("", False)
+        line, in_torch = line_of_thread(position.thread) if self._stalled_s >= 1 else ("", False)
         return Heartbeat(
             count=self._count,
             step=position.step,

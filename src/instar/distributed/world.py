@@ -90,24 +90,24 @@ def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
         RunFailed: the ranks cannot reach each other.
     """
     place = placement(os.environ, config)
-    chosen = device_of(device, place, chosen_devices(os.environ, config.devices))
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    torch_device = device_of(device, place, chosen_devices(os.environ, config.devices))
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
     if place.size == 1:
-        yield World(place.rank, place.local_rank, 1, chosen, "none")
+        yield World(place.rank, place.local_rank, 1, torch_device, "none")
         return
-    backend = _backend(config.backend, chosen)
+    backend = _backend(config.backend, torch_device)
     excepthook = sys.excepthook
     store = _meet(place, config.timeout_s)
     with _interface_for_gloo(place):
         try:
             with _watching(store, place, config) as position:
-                _connect(store, place, backend, chosen)
+                _connect(store, place, backend, torch_device)
                 yield World(
                     place.rank,
                     place.local_rank,
                     place.size,
-                    chosen,
+                    torch_device,
                     backend,
                     position,
                     local_size=place.local_size,
@@ -181,12 +181,12 @@ def _watching(
     store: PrefixStore, place: Placement, config: ParallelConfig
 ) -> AbstractContextManager[Position]:
     # A connection serves one thread at a time, and the main thread may block on its own.
-    own = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+    watch_store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
     # The watchdog measures its waits itself, and a stopped launcher must not end the run.
-    own.set_timeout(_TRANSPORT_LIMIT)
+    watch_store.set_timeout(_TRANSPORT_LIMIT)
     served = StoreAddress(f"{place.host}:{place.port}", None if _agent_serves() else 0)
     limits = WatchdogLimits.of(config.silence_s, config.timeout_s, place.size)
-    return watch_ranks(own, served, place.rank, place.size, limits, _part)
+    return watch_ranks(watch_store, served, place.rank, place.size, limits, _part)
 
 
 def _agent_serves() -> bool:
@@ -317,12 +317,12 @@ def _interface_to(place: Placement) -> str | None:
     if place.one_host:
         names = [name for _, name in socket.if_nameindex()]
         return next((name for name in ("lo", "lo0") if name in names), None)
-    own = _address_towards(place.host)
-    if own is None or is_loopback(own):
+    address = _address_towards(place.host)
+    if address is None or is_loopback(address):
         # on rank 0's host, whose name resolves to a loopback there
-        own = _reached_at(place.port)
+        address = _reached_at(place.port)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(own == one.address.partition("%")[0] for one in addresses):
+        if any(address == interface.address.partition("%")[0] for interface in addresses):
             return name
     return None
 
@@ -330,10 +330,14 @@ def _interface_to(place: Placement) -> str | None:
 def _reached_at(port: int) -> str | None:
     """Return the address of this host at which other hosts have connected to `port`; None if unknown."""
     with suppress(psutil.Error):
-        for one in psutil.net_connections("tcp"):
-            ip, at = one.laddr or ("", 0)
+        for connection in psutil.net_connections("tcp"):
+            ip, at = connection.laddr or ("", 0)
             address = ip.removeprefix("::ffff:")  # IPv4 at an IPv6 socket
-            if one.status == psutil.CONN_ESTABLISHED and at == port and not is_loopback(address):
+            if (
+                connection.status == psutil.CONN_ESTABLISHED
+                and at == port
+                and not is_loopback(address)
+            ):
                 return address
     return None
 
@@ -350,19 +354,19 @@ def _address_towards(host: str) -> str | None:
         return None
 
 
-def _backend(wanted: str, device: torch.device) -> str:
+def _backend(backend: str, device: torch.device) -> str:
     if device.type == "cpu":
-        if wanted == "nccl":
+        if backend == "nccl":
             raise ConfigError.one(
                 "nccl needs GPUs, but the device is cpu",
                 where="parallel.backend",
                 hint="use gloo or auto",
             )
         return "gloo"
-    return "gloo" if wanted == "gloo" else "cpu:gloo,cuda:nccl"
+    return "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
 
 
-def chosen_devices(environ: Mapping[str, str], given: Sequence[int]) -> tuple[int, ...]:
+def chosen_devices(environ: Mapping[str, str], devices: Sequence[int]) -> tuple[int, ...]:
     """Return the GPU indices for the ranks of this machine: from the environment, else `given`.
 
     Raises:
@@ -372,10 +376,10 @@ def chosen_devices(environ: Mapping[str, str], given: Sequence[int]) -> tuple[in
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() for part in parts):
         raise _no_device(f"devices must be indices such as 0,1, not {text!r}")
-    return tuple(map(int, parts)) or tuple(given)
+    return tuple(map(int, parts)) or tuple(devices)
 
 
-def device_of(wanted: str, place: Placement, devices: Sequence[int]) -> torch.device:
+def device_of(kind: str, place: Placement, devices: Sequence[int]) -> torch.device:
     """Return the device of a rank, chosen by its *local* rank among `devices` (empty: 0, 1, 2 …).
 
     Indices count the GPUs visible under CUDA_VISIBLE_DEVICES. The devices of all local ranks are
@@ -384,43 +388,43 @@ def device_of(wanted: str, place: Placement, devices: Sequence[int]) -> torch.de
     Raises:
         ConfigError: a device does not exist; names it.
     """
-    told = ",".join(map(str, devices))
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    listed = ",".join(map(str, devices))
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         if devices:
             raise _no_device(
-                f"devices {told} were requested, but "
-                + ("this host has no GPU" if wanted == "auto" else "the device is cpu")
+                f"devices {listed} were requested, but "
+                + ("this host has no GPU" if kind == "auto" else "the device is cpu")
             )
         return torch.device("cpu")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name, _, index = wanted.partition(":")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name, _, index = kind.partition(":")
     if name not in ("auto", "cuda"):
-        raise _no_device(f"unknown device {wanted!r}")
+        raise _no_device(f"unknown device {kind!r}")
     if index and place.local_size > 1:
         raise _no_device(
-            f"{wanted} is one device, but {place.local_size} ranks run on this host",
+            f"{kind} is one device, but {place.local_size} ranks run on this host",
             hint="use cuda, and choose devices with --devices",
         )
-    if place.own_gpu and there == 1 and not devices:
+    if place.own_gpu and count == 1 and not devices:
         return torch.device("cuda", 0)
     indices = [int(index)] if index else list(devices) or list(range(place.local_size))
     if len(indices) < place.local_size:
-        raise _no_device(f"{place.local_size} ranks on this host, but only devices {told}")
-    absent = [index for index in indices[: place.local_size] if index >= there]
+        raise _no_device(f"{place.local_size} ranks on this host, but only devices {listed}")
+    absent = [index for index in indices[: place.local_size] if index >= count]
     if absent:
         raise _no_device(
-            f"cuda:{absent[0]} does not exist: {_visible(there)}",
-            hint="use fewer ranks or other devices" if there else "use cpu",
+            f"cuda:{absent[0]} does not exist: {_visible(count)}",
+            hint="use fewer ranks or other devices" if count else "use cpu",
         )
     return torch.device("cuda", indices[place.local_rank])
 
 
-def _visible(there: int) -> str:
-    gpus = f"{there} GPU{'' if there == 1 else 's'}"
+def _visible(count: int) -> str:
+    gpus = f"{count} GPU{'' if count == 1 else 's'}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return f"this host has {gpus}"
-    numbers = f", counted from 0 to {there - 1}" if there > 1 else ", cuda:0" if there else ""
+    numbers = f", counted from 0 to {count - 1}" if count > 1 else ", cuda:0" if count else ""
     return f"CUDA_VISIBLE_DEVICES={visible} leaves {gpus}{numbers}"
 
 
