@@ -198,8 +198,8 @@ def parse_budget(text: str) -> Budget:
         return Budget("loss", float(loss[1].replace("_", "")))
     match = _AMOUNT.fullmatch(text.strip())
     if not match:
-        meant = _meant(text.strip())
-        forms = f"write {meant}; there are {FORMS}" if meant else f"write {FORMS}"
+        amount = _meant(text.strip())
+        forms = f"write {amount}; there are {FORMS}" if amount else f"write {FORMS}"
         raise ValueError(f"not a budget: {text[:60]!r}; {forms}")
     number, scale, counted, measured = match.groups()
     kind, seconds = _UNITS[counted or measured]
@@ -217,10 +217,12 @@ def _meant(text: str) -> str:
     if re.fullmatch(_NUMBER, text, re.A):
         return f"{text}it for steps"
     for unit, words in _SPELT_OUT.items():
-        one = "|".join(words.split())
-        found = re.fullmatch(rf"{_NUMBER}\s*([kKMBGT]?)\s*(?:{one}|{unit})", text, re.I | re.A)
-        if found and _AMOUNT.fullmatch(written := f"{found[1]}{found[2]}{unit}"):
-            return written
+        unit_words = "|".join(words.split())
+        match = re.fullmatch(
+            rf"{_NUMBER}\s*([kKMBGT]?)\s*(?:{unit_words}|{unit})", text, re.I | re.A
+        )
+        if match and _AMOUNT.fullmatch(amount := f"{match[1]}{match[2]}{unit}"):
+            return amount
     return ""
 
 
@@ -233,22 +235,22 @@ def meant_number(text: str, key: str) -> int | float | None:
     """Parse "0,1", "10,000", "10%", "5k", "2**5", "1024*4" or "1e-3x", and "10min" if the key ends
     in _minutes; None if the number is ambiguous."""
     text = text.strip()
-    if found := re.fullmatch(r"(\d{1,3}(?:,\d{3})+)", text):
-        return int(found[1].replace(",", ""))
-    if found := re.fullmatch(r"([+-]?\d+),(\d+)", text):
-        return float(f"{found[1]}.{found[2]}")
-    if found := re.fullmatch(rf"({_PLAIN})\s*%", text):
-        return _shortest(float(found[1]) / 100)
-    if found := re.fullmatch(r"(\d{1,6})\s*(\*\*|\^|\*)\s*(\d{1,6})", text):
-        a, sign, b = int(found[1]), found[2], int(found[3])
+    if match := re.fullmatch(r"(\d{1,3}(?:,\d{3})+)", text):
+        return int(match[1].replace(",", ""))
+    if match := re.fullmatch(r"([+-]?\d+),(\d+)", text):
+        return float(f"{match[1]}.{match[2]}")
+    if match := re.fullmatch(rf"({_PLAIN})\s*%", text):
+        return _shortest(float(match[1]) / 100)
+    if match := re.fullmatch(r"(\d{1,6})\s*(\*\*|\^|\*)\s*(\d{1,6})", text):
+        a, sign, b = int(match[1]), match[2], int(match[3])
         return a * b if sign == "*" else a**b if b <= 63 else None
-    if found := re.fullmatch(rf"({_PLAIN})\s*([kKmMbBgG]?)", text):
-        return _shortest(float(found[1]) * _SUFFIXES[found[2].lower()])
+    if match := re.fullmatch(rf"({_PLAIN})\s*([kKmMbBgG]?)", text):
+        return _shortest(float(match[1]) * _SUFFIXES[match[2].lower()])
     try:
         budget = parse_budget(text)
     except ValueError:
-        found = re.fullmatch(rf"({_PLAIN})\s*[a-zA-Z]", text)
-        return _shortest(float(found[1])) if found else None
+        match = re.fullmatch(rf"({_PLAIN})\s*[a-zA-Z]", text)
+        return _shortest(float(match[1])) if match else None
     if budget.kind != "seconds":
         return _shortest(budget.amount)
     units = [size for ending, size in _OF_TIME.items() if key.endswith(ending)]

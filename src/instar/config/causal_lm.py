@@ -38,9 +38,9 @@ class CausalLMConfig(TextConfig):
     )
 
     def conflicts(self) -> list[ConfigProblem]:
-        found = super().conflicts()
+        conflicts = super().conflicts()
         if self.starts_from is None and self.model.config is None:
-            found.append(
+            conflicts.append(
                 ConfigProblem(
                     (f"model.{FROM}", "task"),
                     f"model.{FROM} must name the folder of a model of transformers",
@@ -49,14 +49,14 @@ class CausalLMConfig(TextConfig):
             )
         longest = self.longest_context
         if self.model.context is not None and longest is not None and self.model.context > longest:
-            found.append(
+            conflicts.append(
                 ConfigProblem(
                     ("model.context",),
                     f"model.context is {self.model.context:,}, but the model reads at most "
                     f"{longest:,} tokens",
                 )
             )
-        return found
+        return conflicts
 
     @property
     def full_context(self) -> int:
@@ -67,5 +67,5 @@ class CausalLMConfig(TextConfig):
     @property
     def longest_context(self) -> int | None:
         config = self.model.config or {}
-        found = config.get("max_position_embeddings", config.get("n_positions"))
-        return found if type(found) is int and found > 0 else None
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
+        return positions if type(positions) is int and positions > 0 else None

@@ -29,7 +29,7 @@ def rank_checks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
 
 def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield requested metrics that the task does not measure."""
-    known = config.metrics
+    metrics = config.metrics
     plateau = "learning_rate.plateau.metric"
     requested = [(plateau, plateau, config.learning_rate.plateau.metric)]
     requested += [
@@ -54,12 +54,14 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
             "set checkpoint.on_best: true, or test.weights: last",
         )
     for key, list_key, metric in requested:
-        if metric not in known:
-            suggestion = nearest(metric, known)
+        if metric not in metrics:
+            suggestion = nearest(metric, metrics)
             yield ConfigProblem(
                 (key, list_key),
                 f"{key}: this run has no metric '{metric}'",
-                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(known)}",
+                f"did you mean '{suggestion}'?"
+                if suggestion
+                else f"there are {', '.join(metrics)}",
             )
 
 
@@ -213,21 +215,21 @@ def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _schedule(config: RunConfig) -> list[ConfigProblem]:
-    schedule, found = config.learning_rate, []
+    schedule, problems = config.learning_rate, []
     for index, text in enumerate(config.train.until):
         try:
             parse_budget(text)
         except ValueError as error:
             key = f"train.until[{index}]"
-            found.append(ConfigProblem((key, "train.until"), f"{key}: {error}"))
+            problems.append(ConfigProblem((key, "train.until"), f"{key}: {error}"))
     if not config.train.until:
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("train.until",), "train.until is empty: the run would never end", "e.g. 2000it"
             )
         )
     if schedule.shape in ("step", "exponential") and schedule.decay_every is None:
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("learning_rate.decay_every", "learning_rate.shape"),
                 f"learning_rate.decay_every is needed: with shape {schedule.shape}, the rate is "
@@ -236,27 +238,27 @@ def _schedule(config: RunConfig) -> list[ConfigProblem]:
             )
         )
     if not schedule.has_end:
-        return found
+        return problems
     end = schedule.lr_decay_iters
     if end is not None and schedule.warmup_iters >= end:
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),
                 f"learning_rate.warmup_iters ({schedule.warmup_iters}) must be less than "
                 f"learning_rate.lr_decay_iters ({end})",
             )
         )
-    return found
+    return problems
 
 
 def _elastic(config: RunConfig) -> list[ConfigProblem]:
     if config.reproducible == "fixed":
         return []
-    found = []
+    problems = []
     slices = config.parallel.elastic.virtual_ranks
     if slices & (slices - 1):
         below = 1 << (slices.bit_length() - 1)
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("parallel.elastic.virtual_ranks", "reproducible"),
                 f"parallel.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
@@ -265,7 +267,7 @@ def _elastic(config: RunConfig) -> list[ConfigProblem]:
             )
         )
     if config.compile:
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("compile", "reproducible"),
                 "compile: true cannot be combined with reproducible: elastic: the kernels of a "
@@ -274,7 +276,7 @@ def _elastic(config: RunConfig) -> list[ConfigProblem]:
             )
         )
     if config.parallel.ddp.exchange == "bfloat16":
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("parallel.ddp.exchange", "reproducible"),
                 "parallel.ddp.exchange: bfloat16 cannot be combined with reproducible: elastic: what is "
@@ -282,7 +284,7 @@ def _elastic(config: RunConfig) -> list[ConfigProblem]:
                 "remove one of them",
             )
         )
-    return found
+    return problems
 
 
 def parallel_checks(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -97,7 +97,7 @@ def parse(
 
 
 def read(
-    path: str, start: str, named: SourceLocation | None = None, within: KeyPath = ()
+    path: str, start: str, link: SourceLocation | None = None, within: KeyPath = ()
 ) -> tuple[Document | None, list[ConfigProblem]]:
     """Parse a file; None after a problem that prevents it.
 
@@ -108,7 +108,7 @@ def read(
     """
     location = SourceLocation(path)
     if is_address(path):
-        return None, [problem_at(named or location, message_of(path), HINT)]
+        return None, [problem_at(link or location, message_of(path), HINT)]
     try:
         with open_regular(path, follow=True) as file:
             raw = file.read(MAX_BYTES + 1)
@@ -118,11 +118,13 @@ def read(
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
         hint = near_path(path, "*.y*ml") or start
-        if named is not None and named.line:
-            return None, [problem_at(named, f"no such file: {path}", hint)]
+        if link is not None and link.line:
+            return None, [problem_at(link, f"no such file: {path}", hint)]
         return None, [problem_at(location, "no such file", hint)]
     except IsADirectoryError:
-        candidates = ", ".join(str(each) for each in sorted(Path(path).glob("*.y*ml"))[:3])
+        candidates = ", ".join(
+            str(candidate) for candidate in sorted(Path(path).glob("*.y*ml"))[:3]
+        )
         hint = candidates and f"it holds {candidates}"
         return None, [problem_at(location, "is a folder, not a config file", hint)]
     except UnicodeDecodeError as error:
@@ -133,10 +135,10 @@ def read(
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return None, [problem_at(location, f"cannot be read: {reason}")]
-    document, found = parse(text, path, within=within)
+    document, problems = parse(text, path, within=within)
     if document is not None and document.data is not None:
-        return document, found
-    return None, found or [problem_at(location, "the file is empty", start)]
+        return document, problems
+    return None, problems or [problem_at(location, "the file is empty", start)]
 
 
 def parse_option(
@@ -144,16 +146,16 @@ def parse_option(
 ) -> tuple[Document | None, list[ConfigProblem]]:
     """Parse the `--set` text `a.b=v` as a document {a: {b: v}}; without a value, v is None."""
     source = f"--set {shortened(text, 80)}"
-    key, equals, given = text.partition("=")
+    key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or path == ("",):
         message, hint = "--set expects key=value", f"e.g. --set {example}"
         return None, [problem_at(SourceLocation(source), message, hint)]
-    document, found = parse(given, source, path)
-    if document is None and not found:  # nothing after "="
+    document, problems = parse(value, source, path)
+    if document is None and not problems:  # nothing after "="
         place = SourceLocation(source)
         return Document(_nested(path, None), {(): (place, place)}), []
-    return document, found
+    return document, problems
 
 
 def merged(below: Any, above: Any) -> Any:
@@ -187,8 +189,8 @@ def dotted(path: KeyPath) -> str:
 
 def odd_space(text: str) -> str:
     """Name a space character that YAML treats as a letter; empty if there is none."""
-    found = re.search(r"[^\S \t\r\n]", text)
-    return f"the space U+{ord(found[0]):04X} is a letter to YAML" if found else ""
+    match = re.search(r"[^\S \t\r\n]", text)
+    return f"the space U+{ord(match[0]):04X} is a letter to YAML" if match else ""
 
 
 _TYPOGRAPHIC = "“”„‘’‚«»"
@@ -259,9 +261,9 @@ class _Reader:
             return None
 
     def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         merged: dict[str, Any] = {}
-        seen = set[str]()
+        keys = set[str]()
         inside = f" in {self.name(path)}" if path else ""
         # own keys override merged ones wherever they are written, so read merges first
         for key_node, value_node in sorted(
@@ -276,20 +278,20 @@ class _Reader:
                 self.report(f"invalid key: {odd}", place, hint="write ordinary spaces")
             elif key_node.tag == f"{_TAG}merge":
                 merged = self.merge(value_node, path, place) | merged
-            elif key in seen:
+            elif key in keys:
                 first = self.places[(*path, key)][0]
                 message = f"duplicate key '{key}'{inside}; first given at {first}"
                 self.report(message, place, self.name((*path, key)))
             else:
-                seen.add(key)
+                keys.add(key)
                 merged.pop(key, None)
                 own_path = (*path, key)
                 if own_path in self.places:  # from a merge
                     self.unreadable = {p for p in self.unreadable if p[: len(own_path)] != own_path}
                 value = self.read(value_node, own_path, place)
                 if own_path not in self.unreadable:
-                    given[key] = value
-        return merged | given
+                    values[key] = value
+        return merged | values
 
     def merge(self, node: Node, path: KeyPath, place: SourceLocation) -> dict[str, Any]:
         """Return the merged keys of the mappings that `<<` names; earlier ones take precedence."""

@@ -46,12 +46,12 @@ class SourceLocation:
         if not self.line or may_hold_secret(self.text[near]):
             return ""
         start = max(0, self.column - SHOWN_COLUMNS // 2) if self.column > SHOWN_COLUMNS else 0
-        shown = self.text[start : start + SHOWN_COLUMNS]
-        shown = "\t".join(map(printable, shown.split("\t")))
-        before = shown[: self.column - 1 - start]
+        excerpt = self.text[start : start + SHOWN_COLUMNS]
+        excerpt = "\t".join(map(printable, excerpt.split("\t")))
+        before = excerpt[: self.column - 1 - start]
         pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
         number = f"{self.line:>3}"
-        return f"{number} | {shown}\n{' ' * len(number)} | {pad}^"
+        return f"{number} | {excerpt}\n{' ' * len(number)} | {pad}^"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the most similar word, if any is similar enough."""
     from difflib import get_close_matches
 
-    by_lower = {each.lower(): each for each in words}
+    by_lower = {word.lower(): word for word in words}
     close = get_close_matches(word.lower(), by_lower, 1, cutoff)
     return by_lower[close[0]] if close else None
 
@@ -134,7 +134,7 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
 def near_path(path: str, pattern: str = "*") -> str:
     """Return a hint for a path that does not exist: a similarly named file next to it."""
     folder = Path(path).parent
-    candidates = [each.name for each in folder.glob(pattern)] if folder.is_dir() else []
+    candidates = [entry.name for entry in folder.glob(pattern)] if folder.is_dir() else []
     suggestion = nearest(Path(path).name, candidates)
     return f"did you mean '{folder / suggestion}'?" if suggestion else ""
 
@@ -222,7 +222,7 @@ _ACTING = re.compile(
 def visible(text: str) -> str:
     """Escape control and bidirectional characters as `\\u001b`, so that a terminal shows them and
     JSON reads them back equal."""
-    return _ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _ACTING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 @contextmanager

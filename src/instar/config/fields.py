@@ -105,11 +105,11 @@ def root_of(task: str) -> type[RunConfig]:
         root: type[RunConfig] = getattr(importlib.import_module(module), name)
         return root
     if ":" not in task:
-        meant = nearest(task, ROOTS)
-        own = _own_class(task) or "or name your own as module:class"
+        closest = nearest(task, ROOTS)
+        custom_task = _own_class(task) or "or name your own as module:class"
         raise _task_error(
             f"unknown task '{task}'; known are {', '.join(ROOTS)}",
-            f"did you mean '{meant}'?" if meant else own,
+            f"did you mean '{closest}'?" if closest else custom_task,
         )
     task_class = custom_task_class(task)
     model, data = getattr(task_class, "Model", Section), getattr(task_class, "Data", SamplesConfig)
@@ -124,8 +124,10 @@ def root_of(task: str) -> type[RunConfig]:
         "model": (model, Field(default_factory=model, description="the model's shape")),
         "data": (data, Field(default_factory=data, description="samples and their order")),
     }
-    made: type[RunConfig] = create_model("CustomTaskConfig", __base__=CustomTaskConfig, **fields)
-    return made
+    config_class: type[RunConfig] = create_model(
+        "CustomTaskConfig", __base__=CustomTaskConfig, **fields
+    )
+    return config_class
 
 
 def custom_task_class(task: str) -> type[Any]:
@@ -134,10 +136,10 @@ def custom_task_class(task: str) -> type[Any]:
     Raises:
         ConfigError: it cannot be imported, or is not a class.
     """
-    found = load_named(task, key="task")
-    if not isinstance(found, type):
+    task_class = load_named(task, key="task")
+    if not isinstance(task_class, type):
         raise _task_error(f"{task} is not a class")
-    return found
+    return task_class
 
 
 def _own_class(task: str) -> str:
@@ -155,17 +157,17 @@ def _task_error(message: str, hint: str = "") -> ConfigError:
 @cache
 def sections(root: Root) -> dict[str, type[BaseModel]]:
     """Return every section by its dotted name, in the schema's order; "" is the top level."""
-    found: dict[str, type[BaseModel]] = {"": root}
+    sections_by_name: dict[str, type[BaseModel]] = {"": root}
     for name, field in root.model_fields.items():
-        _add_sections(found, name, field.annotation)
-    return found
+        _add_sections(sections_by_name, name, field.annotation)
+    return sections_by_name
 
 
-def _add_sections(found: dict[str, type[BaseModel]], name: str, annotation: Any) -> None:
+def _add_sections(sections_by_name: dict[str, type[BaseModel]], name: str, annotation: Any) -> None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        found[name] = annotation
+        sections_by_name[name] = annotation
         for inner, field in annotation.model_fields.items():
-            _add_sections(found, f"{name}.{inner}", field.annotation)
+            _add_sections(sections_by_name, f"{name}.{inner}", field.annotation)
 
 
 @cache
@@ -182,7 +184,7 @@ def keys(root: Root) -> dict[str, FieldInfo]:
 @cache
 def schedule_keys() -> dict[KeyPath, FieldInfo]:
     """Return the keys of a scheduled operation, by their paths in the first one."""
-    found: dict[KeyPath, type[BaseModel]] = {
+    keys: dict[KeyPath, type[BaseModel]] = {
         (): ScheduledOperation,
         ("when",): When,
         ("when", "plateau"): PlateauTrigger,
@@ -192,7 +194,7 @@ def schedule_keys() -> dict[KeyPath, FieldInfo]:
     }
     return {
         ("schedule", 0, *path, name): field
-        for path, section in found.items()
+        for path, section in keys.items()
         for name, field in section.model_fields.items()
     }
 
@@ -231,8 +233,10 @@ def emptied_sections(root: Root, tree: Mapping[str, Any], *, null: bool) -> Iter
         if path and (value == {} or (null and value is None)):
             yield path
         elif isinstance(value, Mapping):
-            inner = (((*path, name), each) for name, each in value.items())
-            pending += [(own, each) for own, each in inner if is_section(root, own)]
+            inner = (((*path, name), child) for name, child in value.items())
+            pending += [
+                (child_path, child) for child_path, child in inner if is_section(root, child_path)
+            ]
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
@@ -266,29 +270,31 @@ def with_values(config: C, changed: Mapping[str, Any]) -> C:
     return from_values(type(config), values(config) | dict(changed))
 
 
-def from_values(root: type[C], given: Mapping[str, Any]) -> C:
+def from_values(root: type[C], values: Mapping[str, Any]) -> C:
     """Return the config with these values of dotted keys, and defaults elsewhere.
 
     Raises:
         ValueError: a key does not exist or a value is invalid.
     """
-    known = {key: value for key, value in given.items() if key not in FORMER}
-    tree = nested({tuple(key.split(".")): value for key, value in known.items()})
+    current = {key: value for key, value in values.items() if key not in FORMER}
+    tree = nested({tuple(key.split(".")): value for key, value in current.items()})
     return root.model_validate_json(json.dumps(tree))
 
 
-def differing(each: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
+def differing(configs: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
     """Return the keys whose values differ, with the value in each mapping; None if it lacks the
     key.
 
     A mapping that is None is unknown and differs from nothing.
     """
-    known = [one for one in each if one is not None]
-    found: dict[str, tuple[Any, ...]] = {}
-    for key in dict.fromkeys(key for one in known for key in one):
-        if any(one.get(key) != known[0].get(key) for one in known):
-            found[key] = tuple(None if one is None else one.get(key) for one in each)
-    return found
+    recorded = [config for config in configs if config is not None]
+    differences: dict[str, tuple[Any, ...]] = {}
+    for key in dict.fromkeys(key for config in recorded for key in config):
+        if any(config.get(key) != recorded[0].get(key) for config in recorded):
+            differences[key] = tuple(
+                None if config is None else config.get(key) for config in configs
+            )
+    return differences
 
 
 # Changing a key when a run is resumed. Launch-only keys say where a run is and how one process
@@ -367,11 +373,11 @@ def json_schema(root: Root) -> dict[str, Any]:
 def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
     """Return `json_schema`, or that of one section or key, extended by what the loader also
     accepts: empty sections, one text for a list of texts, and a path for the schedule."""
-    whole = json_schema(root)
+    schema = json_schema(root)
     if not name or name in sections(root):
-        node = sections(root)[name].model_json_schema() if name else whole
+        node = sections(root)[name].model_json_schema() if name else schema
     else:
-        node = whole
+        node = schema
         for step in name.split("."):
             node = alternatives(root, node)[0]["properties"][step]
         if name == "schedule":
@@ -385,7 +391,7 @@ def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
             )
             node = {
                 **node,
-                "$defs": {kind.__name__: whole["$defs"][kind.__name__] for kind in kinds},
+                "$defs": {kind.__name__: schema["$defs"][kind.__name__] for kind in kinds},
             }
     widened: dict[str, Any] = _widen(node)
     return widened
@@ -400,8 +406,8 @@ def _widen(node: Any) -> Any:
         operations = {"$ref": f"#/$defs/{ScheduledOperation.__name__}"}
         if node.get("items") not in ({"type": "string"}, operations):
             return node
-        rest = {name: inner for name, inner in node.items() if name not in ("type", "items")}
-        return {"anyOf": [{"type": "array", "items": node["items"]}, {"type": "string"}], **rest}
+        others = {name: inner for name, inner in node.items() if name not in ("type", "items")}
+        return {"anyOf": [{"type": "array", "items": node["items"]}, {"type": "string"}], **others}
     node = {name: _widen(inner) for name, inner in node.items()}
     if "$ref" in node:
         return {"anyOf": [{"$ref": node.pop("$ref")}, {"type": "null"}], **node}
@@ -411,19 +417,19 @@ def _widen(node: Any) -> Any:
 def choices(root: Root, path: KeyPath) -> list[dict[str, Any]]:
     """Return the alternative JSON Schemas, without references, of the value at a path of keys and
     list indices; empty if there is no such path."""
-    found: list[dict[str, Any]] = [json_schema(root)]
+    nodes: list[dict[str, Any]] = [json_schema(root)]
     for step in path:
-        inner = (_inside(each, step) for each in found)
-        found = [choice for node in inner if node for choice in alternatives(root, node)]
-    return found
+        inner = (_inside(node, step) for node in nodes)
+        nodes = [choice for node in inner if node for choice in alternatives(root, node)]
+    return nodes
 
 
 def _inside(node: Mapping[str, Any], step: str | int) -> Any:
     """Return the JSON Schema of what a key or an index leads to; None: nothing."""
     if isinstance(step, int):
         return node.get("items")
-    named = [*node.get("patternProperties", {}).values(), node.get("additionalProperties")]
-    return node.get("properties", {}).get(step, named[0])
+    children = [*node.get("patternProperties", {}).values(), node.get("additionalProperties")]
+    return node.get("properties", {}).get(step, children[0])
 
 
 def alternatives(root: Root, node: dict[str, Any]) -> list[dict[str, Any]]:
@@ -432,5 +438,5 @@ def alternatives(root: Root, node: dict[str, Any]) -> list[dict[str, Any]]:
         name = str(node["$ref"]).rpartition("/")[2]
         node = json_schema(root)["$defs"][name] | node
     if "anyOf" in node:
-        return [choice for each in node["anyOf"] for choice in alternatives(root, each)]
+        return [choice for option in node["anyOf"] for choice in alternatives(root, option)]
     return [node]

@@ -98,8 +98,8 @@ def of_bounded_depth(text: _Text) -> _Text:
     if raw.count(b"[") + raw.count(b"{") <= MOST_NESTED:
         return text
     depth = 0
-    for found in _BRACKETS.finditer(raw):
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+    for match in _BRACKETS.finditer(raw):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match[0], 0)
         if depth > MOST_NESTED:
             raise TooDeep(f"nested more than {MOST_NESTED} levels deep")
     return text
@@ -137,10 +137,10 @@ def open_inside(folder: Path) -> int:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its missing parents, and sync their names."""
-    missing = [one for one in (path, *path.parents) if not one.exists()]
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        sync_name(made)
+    for created in missing:
+        sync_name(created)
 
 
 def sync_name(path: Path) -> None:
@@ -165,8 +165,12 @@ def _link_on_the_way(path: Path) -> Path | None:
     """Return the symbolic link, if any, among the folders from a folder of a run or a fleet to a file in it.
     Whoever wrote the run's folder may have planted it; the run's folder itself may be a link."""
     above = list(islice(path.parents, _DEEPEST))
-    own = [number for number, folder in enumerate(above) if _is_of_run(folder)]
-    return next((each for each in above[: own[-1] + 1] if each.is_symlink()), None) if own else None
+    positions = [number for number, folder in enumerate(above) if _is_of_run(folder)]
+    return (
+        next((folder for folder in above[: positions[-1] + 1] if folder.is_symlink()), None)
+        if positions
+        else None
+    )
 
 
 def _is_of_run(folder: Path) -> bool:
@@ -209,11 +213,11 @@ def cache_home(kind: str) -> Path | None:
     It is in `$INSTAR_CACHE_DIR`, or else in `$XDG_CACHE_HOME/instar` or `~/.cache/instar`; only
     this user can enter it.
     """
-    given = os.environ.get("INSTAR_CACHE_DIR", "")
+    variable = os.environ.get("INSTAR_CACHE_DIR", "")
     above = os.environ.get("XDG_CACHE_HOME", "")
     try:
         cache_dir = Path(above) if Path(above).is_absolute() else Path.home() / ".cache"
-        home = Path(given) if given else cache_dir / "instar"
+        home = Path(variable) if variable else cache_dir / "instar"
         home.mkdir(0o700, parents=True, exist_ok=True)
         status = home.lstat()  # a link could lead to another folder owned by this user
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

@@ -89,13 +89,13 @@ class HeadConfig(Section):
     def directions(self) -> dict[str, Direction]:
         """Its metrics: cross entropy and accuracy, or mean absolute and squared errors; and
         `metrics`."""
-        found: dict[str, Direction] = (
+        directions: dict[str, Direction] = (
             {"loss": "min", "accuracy": "max"}
             if self.kind == "classification"
             else {"mae": "min", "mse": "min"}
         )
-        found |= dict.fromkeys(self.metrics, "max")
-        return {f"{self.name}/{metric}": direction for metric, direction in found.items()}
+        directions |= dict.fromkeys(self.metrics, "max")
+        return {f"{self.name}/{metric}": direction for metric, direction in directions.items()}
 
     @property
     def outputs(self) -> int:
@@ -219,10 +219,10 @@ class GraphConfig(RunConfig):
 
     @property
     def metrics(self) -> dict[str, Direction]:
-        found: dict[str, Direction] = {"loss": "min"}
+        directions: dict[str, Direction] = {"loss": "min"}
         for head in self.model.heads:
-            found |= head.directions
-        return found
+            directions |= head.directions
+        return directions
 
     def conflicts(self) -> list[ConfigProblem]:
         return graph_checks(self)
@@ -276,12 +276,12 @@ def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _head_metrics(head: HeadConfig, key: str) -> Iterator[ConfigProblem]:
-    known = get_args(ClassMetric if head.kind == "classification" else ValueMetric)
-    if wrong := [metric for metric in head.metrics if metric not in known]:
+    metrics = get_args(ClassMetric if head.kind == "classification" else ValueMetric)
+    if wrong := [metric for metric in head.metrics if metric not in metrics]:
         yield ConfigProblem(
             (key, "model.heads"),
             f"{key}: {', '.join(wrong)} is no metric of a {head.kind}",
-            f"there are {', '.join(known)}",
+            f"there are {', '.join(metrics)}",
         )
     if head.metrics and find_spec("torchmetrics") is None:
         yield ConfigProblem(

@@ -237,11 +237,11 @@ _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
     """Return sizes that are not divisible as required."""
-    found = []
+    problems = []
     heads, width = model.n_head, model.n_embd
     if model.head_dim is not None:
         if model.positions == "rope" and model.head_dim % 2:
-            found.append(
+            problems.append(
                 ConfigProblem(
                     ("model.head_dim", "model.positions"),
                     f"rope turns pairs of channels: model.head_dim must be even, got {model.head_dim}",
@@ -249,7 +249,7 @@ def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
             )
     elif width % heads:
         multiple = max(heads, round(width / heads) * heads)
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("model.n_embd", "model.n_head"),
                 f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
@@ -257,30 +257,30 @@ def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
             )
         )
     elif model.positions == "rope" and (width // heads) % 2:
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("model.n_embd", "model.n_head", "model.positions"),
                 f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
                 f"got {width} / {heads} = {width // heads}",
             )
         )
-    number, each = model.num_experts, model.num_experts_per_tok
-    if each is not None and (number is None or each > number):
-        found.append(
+    number, per_token = model.num_experts, model.num_experts_per_tok
+    if per_token is not None and (number is None or per_token > number):
+        problems.append(
             ConfigProblem(
                 ("model.num_experts_per_tok", "model.num_experts"),
-                f"model.num_experts_per_tok ({each}) must be at most model.num_experts "
+                f"model.num_experts_per_tok ({per_token}) must be at most model.num_experts "
                 f"({'which is not set' if number is None else number})",
             )
         )
     if model.n_kv_head is not None and heads % model.n_kv_head:
-        found.append(
+        problems.append(
             ConfigProblem(
                 ("model.n_kv_head", "model.n_head"),
                 f"model.n_head ({heads}) must be divisible by model.n_kv_head ({model.n_kv_head})",
             )
         )
-    return found
+    return problems
 
 
 def data_checks(data: DataConfig) -> list[ConfigProblem]:

@@ -115,9 +115,9 @@ def from_launcher() -> Loaded | None:
 
 def unpacked(text: str) -> Loaded:
     """Deserialize `Loaded.packed`; nothing is read, merged or checked again."""
-    task, given, origins, places = json.loads(text)
+    task, values, origins, places = json.loads(text)
     located = {key: SourceLocation(*place) for key, place in places.items()}
-    return Loaded(root_of(task).model_validate(given), origins, given, located)
+    return Loaded(root_of(task).model_validate(values), origins, values, located)
 
 
 def load(
@@ -151,35 +151,41 @@ def load(
     if import_task:
         check_trusted(path, [document.data for document in documents])
     root = _root(documents, findings, import_task=import_task)
-    given: dict[KeyPath, ConfigEntry] = {}
+    merged: dict[KeyPath, ConfigEntry] = {}
     emptied: dict[KeyPath, str] = {}
     for document in documents:
         origin = SET if document in options else ""
         entries = _entries(root, document, findings, origin)
         for section in emptied_sections(root, document.data, null=bool(origin)):
             emptied[section] = origin or str(document.place(section, key=True))
-            given = {p: e for p, e in given.items() if p[: len(section)] != section}
-        given |= {p: entry.over(given.get(p)) for p, entry in entries.items()}
+            merged = {p: e for p, e in merged.items() if p[: len(section)] != section}
+        merged |= {p: entry.over(merged.get(p)) for p, entry in entries.items()}
     layer: dict[KeyPath, ConfigEntry] = {}
-    for name in _chosen_presets(root, given, findings):
+    for name in _chosen_presets(root, merged, findings):
         text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
         preset = findings.add(*parse(text, f"{PRESET}{name}"))
         layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
     layer = {p: e for p, e in layer.items() if not any(p[: len(up)] == up for up in emptied)}
-    layer |= given
+    layer |= merged
     if checks:
         _refuse_addresses(layer, findings)
     conflicts: Sequence[ConfigProblem] = ()
-    if weights is not None and ("model", FROM) in given and ("model", FROM) in layer:
-        brought, origin, conflicts = weights({dotted(p): each.value for p, each in given.items()})
-        made = findings.add(*parse(yaml_of(brought), origin))
-        layer |= _entries(root, made, findings, origin) if brought and made else {}
-    whole = _open_schedule(root, layer, findings)
+    if weights is not None and ("model", FROM) in merged and ("model", FROM) in layer:
+        weight_values, origin, conflicts = weights(
+            {dotted(p): entry.value for p, entry in merged.items()}
+        )
+        weights_layer = findings.add(*parse(yaml_of(weight_values), origin))
+        layer |= (
+            _entries(root, weights_layer, findings, origin)
+            if weight_values and weights_layer
+            else {}
+        )
+    schedule_is_open = _open_schedule(root, layer, findings)
     config = _validated(root, layer, findings)
     if config is not None and (path is None or file is not None):
-        config, refused = _grown(root, config, layer, findings, whole=whole)
-        found = (problem for check in checks for problem in check(config))
-        _compare((*conflicts, *refused, *found), value_places(layer), findings)
+        config, refused = _grown(root, config, layer, findings, schedule_is_open=schedule_is_open)
+        problems = (problem for check in checks for problem in check(config))
+        _compare((*conflicts, *refused, *problems), value_places(layer), findings)
     if findings.problems or config is None:
         raise findings.error()
     origins = {key: _emptied_by(emptied, key) for key in values(config)}
@@ -223,12 +229,12 @@ class _Findings:
         self,
         path: str,
         start: str,
-        named: SourceLocation | None = None,
+        location: SourceLocation | None = None,
         within: KeyPath = (),
     ) -> Document | None:
         """Parse a file, see `document.read`; None after a problem that prevents it."""
         self.files.append(path)
-        return self.add(*read(path, start, named, within))
+        return self.add(*read(path, start, location, within))
 
     def mark_doubtful(self, root: Root, path: KeyPath) -> None:
         """Mark a key, or all keys of a section, as unreliable."""
@@ -240,11 +246,11 @@ class _Findings:
         """Return all problems by file and by position in it, before those of options."""
         # report a problem in an aliased value once, however often it is merged
         once: dict[tuple[str, str], ConfigProblem] = {}
-        for each in self.problems:
-            text = re.sub(r"\[\d+\]", "", each.message) if each.excerpt else each.message
-            once.setdefault((each.where, text), each)
+        for problem in self.problems:
+            text = re.sub(r"\[\d+\]", "", problem.message) if problem.excerpt else problem.message
+            once.setdefault((problem.where, text), problem)
         problems = sorted(once.values(), key=self._order)
-        return ConfigError(*(replace(each, task=self.task) for each in problems))
+        return ConfigError(*(replace(problem, task=self.task) for problem in problems))
 
     def _order(self, problem: ConfigProblem) -> tuple[bool, int, int, int]:
         place = problem.place
@@ -265,7 +271,7 @@ def _read_config(path: str, findings: _Findings) -> Document | None:
 
 def _root(documents: Sequence[Document], findings: _Findings, *, import_task: bool) -> Root:
     """Return the config class of the task named by the last mapping that has one."""
-    naming = [each for each in documents if "task" in each.data]
+    naming = [document for document in documents if "task" in document.data]
     task = naming[-1].data["task"] if naming else None
     if not isinstance(task, str):
         return root_of(LANGUAGE)
@@ -292,7 +298,7 @@ def _entries(
     root: Root, document: Document, findings: _Findings, origin: str
 ) -> dict[KeyPath, ConfigEntry]:
     """Return a document's values by path; an empty origin means the position of the key."""
-    found: dict[KeyPath, ConfigEntry] = {}
+    entries: dict[KeyPath, ConfigEntry] = {}
     tainted = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
     for path in document.unreadable:
         findings.mark_doubtful(root, path)
@@ -305,15 +311,15 @@ def _entries(
             findings.doubtful.add(dotted(path))
         elif not is_section(root, path):
             place = document.place(path, key=True)
-            found[path] = ConfigEntry(value, origin or str(place), document, path, path)
+            entries[path] = ConfigEntry(value, origin or str(place), document, path, path)
         elif value is not None:
             name = dotted(path)
             findings.mark_doubtful(root, path)
-            given = show(redacted_value(name, value))
-            message = f"{name} is a section of 'key: value' lines, got {given}"
+            text = show(redacted_value(name, value))
+            message = f"{name} is a section of 'key: value' lines, got {text}"
             hint = suggestions.section_hint(root, name)
             findings.note(document.place(path), message, hint, f"{name}.")
-    return found
+    return entries
 
 
 def _emptied_by(emptied: Mapping[KeyPath, str], key: str) -> str:
@@ -324,24 +330,24 @@ def _emptied_by(emptied: Mapping[KeyPath, str], key: str) -> str:
 
 
 def _chosen_presets(
-    root: Root, given: dict[KeyPath, ConfigEntry], findings: _Findings
+    root: Root, entries: dict[KeyPath, ConfigEntry], findings: _Findings
 ) -> list[str]:
     """Return the names of the requested presets that exist; remove the others from `given`."""
-    entry = given.get(("preset",))
+    entry = entries.get(("preset",))
     if entry is None:
         return []
     requested = entry.value if isinstance(entry.value, list) else [entry.value]
-    known = names_in(PRESETS)
+    presets = names_in(PRESETS)
     for index, name in enumerate(requested):
-        if name not in known:
-            findings.doubtful |= keys(root).keys() - {dotted(path) for path in given}
-            suggestion = nearest(str(name), known)
+        if name not in presets:
+            findings.doubtful |= keys(root).keys() - {dotted(path) for path in entries}
+            suggestion = nearest(str(name), presets)
             hint = (
-                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(known)}"
+                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(presets)}"
             )
             findings.note(entry.place((index,)), f"unknown preset {show(name)}", hint, "preset")
-            given.pop(("preset",), None)
-    return [name for name in requested if name in known]
+            entries.pop(("preset",), None)
+    return [name for name in requested if name in presets]
 
 
 def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Findings) -> bool:
@@ -350,14 +356,14 @@ def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Fin
     entry = layer.get((SCHEDULE,))
     if entry is None or not isinstance(entry.value, str):
         return False
-    named = entry.place()
-    sibling = Path(named.source).parent / entry.value
+    location = entry.place()
+    sibling = Path(location.source).parent / entry.value
     hint = (
         f"did you mean '{sibling}'?"
         if sibling.is_file()
         else "the path is relative to the working directory"
     )
-    document = findings.read(entry.value, hint, named, (SCHEDULE,))
+    document = findings.read(entry.value, hint, location, (SCHEDULE,))
     data = None if document is None else document.data
     inside: KeyPath = ()
     if document is not None and isinstance(data, dict) and data.keys() == {"model", SCHEDULE}:
@@ -384,7 +390,7 @@ def _grown(
     layer: dict[KeyPath, ConfigEntry],
     findings: _Findings,
     *,
-    whole: bool,
+    schedule_is_open: bool,
 ) -> tuple[RunConfig, Sequence[ConfigProblem]]:
     """Expand a preset that computes its values, in the layer too; or return what prevents it.
 
@@ -393,16 +399,16 @@ def _grown(
     Args:
         whole: the schedule's file names the first shape too, so there is nothing left to compute.
     """
-    whole = whole and bool(growing.chosen(config))
-    refused = [] if whole else list(growing.conflicts(config))
+    schedule_is_open = schedule_is_open and bool(growing.chosen(config))
+    refused = [] if schedule_is_open else list(growing.conflicts(config))
     schedule = layer.get((SCHEDULE,))
     if refused or (schedule is not None and schedule.value == []):
         return config, refused
-    if values_of := growing.left_out(config) if whole else growing.expansion(config):
+    if values_of := growing.left_out(config) if schedule_is_open else growing.expansion(config):
         origin = f"{PRESET}{growing.chosen(config)[0]}"
-        made = findings.add(*parse(yaml_of(values_of), origin))
-        assert made is not None
-        layer |= _entries(root, made, findings, origin)
+        preset_document = findings.add(*parse(yaml_of(values_of), origin))
+        assert preset_document is not None
+        layer |= _entries(root, preset_document, findings, origin)
         config = with_values(config, values_of)
     return config, refused
 
@@ -413,8 +419,8 @@ def _tree(root: Root, layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, Any]:
         {
             path: [entry.value]
             if isinstance(entry.value, str)
-            and (known := keys(root).get(".".join(map(str, path))))
-            and get_origin(known.annotation) is tuple
+            and (field := keys(root).get(".".join(map(str, path))))
+            and get_origin(field.annotation) is tuple
             else entry.value
             for path, entry in layer.items()
         }
@@ -484,9 +490,9 @@ def _compare(
     """Record keys that conflict, at the first of them that the user wrote."""
     for problem in problems:
         if findings.doubtful.isdisjoint(problem.keys):
-            written = [place for key in problem.keys if (place := place_of(places, key))]
+            places_of_keys = [place for key in problem.keys if (place := place_of(places, key))]
             place = min(
-                written,
+                places_of_keys,
                 key=lambda place: place.source.startswith((PRESET, WEIGHTS)),
                 default=SourceLocation(DEFAULT),
             )

@@ -60,18 +60,18 @@ def operation_places(layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, str]:
 
 def value_places(layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, SourceLocation]:
     """Return the position of each value and nested value; for a preset's, the preset."""
-    found: dict[str, SourceLocation] = {}
+    places: dict[str, SourceLocation] = {}
     within = {(id(entry.document), entry.inside): entry for entry in layer.values()}
     for document in {id(entry.document): entry.document for entry in layer.values()}.values():
         for path, (_, place) in document.places.items():
             starts = (path[:n] for n in range(len(path) + 1))
-            start = next((each for each in starts if (id(document), each) in within), None)
+            start = next((start for start in starts if (id(document), start) in within), None)
             if start is not None:
                 entry = within[id(document), start]
-                made = entry.origin.startswith((PRESET, WEIGHTS))
+                is_generated = entry.origin.startswith((PRESET, WEIGHTS))
                 name = dotted((*entry.path, *path[len(start) :]))
-                found[name] = SourceLocation(entry.origin) if made else place
-    return found
+                places[name] = SourceLocation(entry.origin) if is_generated else place
+    return places
 
 
 def place_of(places: Mapping[str, SourceLocation], key: str) -> SourceLocation | None:
@@ -88,7 +88,7 @@ def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
 
 
 def yaml_of(
-    given: Mapping[str, Any], origins: Mapping[str, str] | None = None, root: Root | None = None
+    values: Mapping[str, Any], origins: Mapping[str, str] | None = None, root: Root | None = None
 ) -> str:
     """Format values of dotted keys as YAML that reads back equal, grouped by section.
 
@@ -97,7 +97,7 @@ def yaml_of(
     """
     lines: list[str] = []
     section = ""
-    for key, value in given.items():
+    for key, value in values.items():
         lines += opening(section, section := key.rpartition(".")[0], root)
         for index, line in enumerate(entry(key, value)):
             origin = (origins or {}).get(f"{key}[{index - 1}]" if index else key)
@@ -156,8 +156,8 @@ def _needs_no_quotes(text: str) -> bool:
     """Whether a text can be written without quotes, also in a list."""
     if not re.fullmatch(r"[\w./][\w./<=-]*", text, re.ASCII):
         return False
-    document, found = parse(f"[{text}]", "")
-    return not found and document is not None and document.data == [text]
+    document, problems = parse(f"[{text}]", "")
+    return not problems and document is not None and document.data == [text]
 
 
 def _quoted(text: str) -> str:

@@ -157,11 +157,11 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _sgd_defaults(cls, given: Any) -> Any:
+    def _sgd_defaults(cls, values: Any) -> Any:
         """SGD has other defaults: weight decay as in AdamW would be far too strong in its gradient."""
-        if isinstance(given, dict) and given.get("name") == "sgd":
-            return {"weight_decay": 0.0, "momentum": 0.9, **given}
-        return given
+        if isinstance(values, dict) and values.get("name") == "sgd":
+            return {"weight_decay": 0.0, "momentum": 0.9, **values}
+        return values
 
 
 class Watch(Section):
@@ -525,8 +525,8 @@ class RunConfig(Section):
     @property
     def starts_from(self) -> str | None:
         """The weights to start from, `model.from`; None: random ones."""
-        named: str | None = getattr(self.model, FROM, None)
-        return named
+        start: str | None = getattr(self.model, FROM, None)
+        return start
 
     @property
     def metrics(self) -> Mapping[str, Direction]:
@@ -598,8 +598,8 @@ def with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
                 section,
                 Field(default_factory=section, description=field.description),
             )
-        made: type[C] = changed(root, "", **sections)
-        return made
+        config_class: type[C] = changed(root, "", **sections)
+        return config_class
 
     return decorated
 

@@ -70,10 +70,10 @@ def check_address(address: str) -> str:
         )
     try:
         parts = urlsplit(address)
-        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # its text holds a part of the address
-        whole = False
-    if not whole:
+        is_complete = False
+    if not is_complete:
         raise ValueError("an address of http or https, e.g. https://example.org/hooks/1")
     return address
 
@@ -100,14 +100,14 @@ def with_from(section: type[S]) -> type[S]:
         "checkpoint's folder, or a Hugging Face folder (for task language with a GPT-2 or Llama); the "
         "shape and the tokenizer come with them; default: random",
     )
-    made: type[S] = create_model(
+    section_class: type[S] = create_model(
         section.__name__,
         __base__=section,
         __doc__=section.__doc__,
         __module__=section.__module__,
         **{FROM: (str | None, about)},  # type: ignore[call-overload]
     )
-    return made
+    return section_class
 
 
 if TYPE_CHECKING:

@@ -130,8 +130,8 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     section, name = dotted(path[:-1]), str(path[-1])
     message = f"unknown key '{name}'" + (f" in {section}" if section else "")
     if dotted(path) in RENAMED:
-        meant, hint = RENAMED[dotted(path)]
-        return message, hint, meant
+        new_name, hint = RENAMED[dotted(path)]
+        return message, hint, new_name
     if section not in sections(root):  # in an item of a list
         candidates = [
             key for choice in choices(root, path[:-1]) for key in choice.get("properties", ())
@@ -148,8 +148,8 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
         return message, f"write '{last}:' under '{home}:'", name
     fields, known_aliases = sections(root)[section].model_fields, aliases(root)
     suggestion = known_aliases.get(f"{section}.{name}")
-    for known in (keys(root), sections(root)):
-        owners = [key for key in known if key and key.rpartition(".")[2] == name]
+    for names in (keys(root), sections(root)):
+        owners = [key for key in names if key and key.rpartition(".")[2] == name]
         if suggestion is None and owners:
             homes = [key.rpartition(".")[0] for key in owners]
             places = [f"in {home}" if home else "at the top level" for home in homes]
@@ -173,24 +173,24 @@ PATTERNS = {
 }
 
 
-def expected(root: Root, path: KeyPath, given: Any = None) -> str:
+def expected(root: Root, path: KeyPath, value: Any = None) -> str:
     """Describe the allowed values of the key at a path: "a whole number greater than 0 or null".
 
     Bounds that only catch typing errors are mentioned only if `given` exceeds them.
     """
-    return " or ".join(_in_words(root, choice, given) for choice in choices(root, path))
+    return " or ".join(_in_words(root, choice, value) for choice in choices(root, path))
 
 
-def _in_words(root: Root, node: dict[str, Any], given: Any) -> str:
+def _in_words(root: Root, node: dict[str, Any], value: Any) -> str:
     if "enum" in node:
         return f"one of {', '.join(map(str, node['enum']))}"
     if "const" in node:
         return str(node["const"])
     match node.get("type"):
         case "integer":
-            return f"a whole number{_bounds(node, given)}"
+            return f"a whole number{_bounds(node, value)}"
         case "number":
-            return f"a number{_bounds(node, given)}"
+            return f"a number{_bounds(node, value)}"
         case "boolean":
             return "true or false"
         case "null":
@@ -220,20 +220,20 @@ FAR = 100
 """Inclusive bounds at or beyond it only catch typing errors."""
 
 
-def _bounds(node: dict[str, Any], given: Any) -> str:
+def _bounds(node: dict[str, Any], value: Any) -> str:
     words = {
         "exclusiveMinimum": "greater than",
         "minimum": "of at least",
         "exclusiveMaximum": "less than",
         "maximum": "at most",
     }
-    number = given if isinstance(given, int | float) else 0
-    found = [
+    number = value if isinstance(value, int | float) else 0
+    bounds = [
         f"{word} {_bound(node[name])}"
         for name, word in words.items()
         if name in node and (name.startswith("ex") or abs(node[name]) < max(FAR, abs(number)))
     ]
-    return f" {' and '.join(found)}" if found else ""
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
 def _bound(number: float) -> str:
@@ -246,7 +246,7 @@ def _bound(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:,g}"
 
 
-def wrong_value(root: Root, path: KeyPath, given: Any, kind: str, reason: str) -> tuple[str, str]:
+def wrong_value(root: Root, path: KeyPath, value: Any, kind: str, reason: str) -> tuple[str, str]:
     """Return message and hint for a value that the schema rejects.
 
     Args:
@@ -261,50 +261,50 @@ def wrong_value(root: Root, path: KeyPath, given: Any, kind: str, reason: str) -
         return f"{name} must be {reason or expected(root, path, None)}", ""
     if not choices(root, path) or kind in ("value_error", "assertion_error"):
         reason = reason.removeprefix("Value error, ")
-        return f"{name}: {reason[:1].lower()}{reason[1:]}, got {show(given)}", ""
-    hint = _hint(root, name, choices(root, path), given)
-    return f"{name} must be {expected(root, path, given)}, got {show(given)}", hint
+        return f"{name}: {reason[:1].lower()}{reason[1:]}, got {show(value)}", ""
+    hint = _hint(root, name, choices(root, path), value)
+    return f"{name} must be {expected(root, path, value)}, got {show(value)}", hint
 
 
 _YES_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
-def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], given: Any) -> str:
+def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], value: Any) -> str:
     types = {choice.get("type") for choice in allowed}
-    if given is None:
+    if value is None:
         instead = default(keys(root)[name]) if name in keys(root) else None
         return "" if instead is None else f"leave the line out for the default, {show(instead)}"
-    if isinstance(given, str):
-        text, number = given.lower(), _number(given)
+    if isinstance(value, str):
+        text, number = value.lower(), _number(value)
         is_number = "number" in types or ("integer" in types and (number or 0) % 1 == 0)
         if "boolean" in types and text in _YES_NO:
-            return f"YAML 1.2 reads '{given}' as text, write {_YES_NO[text]}"
-        if odd := odd_space(given):
+            return f"YAML 1.2 reads '{value}' as text, write {_YES_NO[text]}"
+        if odd := odd_space(value):
             return f"{odd}; write ordinary spaces, or none"
         if (number is not None and is_number) or ("boolean" in types and text in ("true", "false")):
             return "drop the quotes"
         if "null" in types and text in ("none", "nil"):
             return "write null"
         if suggestion := nearest(
-            given, [str(w) for choice in allowed for w in choice.get("enum", ())]
+            value, [str(w) for choice in allowed for w in choice.get("enum", ())]
         ):
             return f"did you mean '{suggestion}'?"
         if name == "device" and text in ("gpu", "nvidia"):
             return "did you mean 'cuda'?"
-        number = meant_number(given, name)
+        number = meant_number(value, name)
         if number is not None and ("number" in types or ("integer" in types and number % 1 == 0)):
             return f"write the number out, {show(number)}"
-    if name == "device" and type(given) is int:
-        return f"write cuda:{given}"
+    if name == "device" and type(value) is int:
+        return f"write cuda:{value}"
     if name == "schedule":
         return "or the path of a file with it"
-    if isinstance(given, int) and name.startswith("train.until"):
-        return f"write {given}it for steps"
-    if isinstance(given, float) and "integer" in types and given.is_integer():
-        return f"write {int(given)}"
+    if isinstance(value, int) and name.startswith("train.until"):
+        return f"write {value}it for steps"
+    if isinstance(value, float) and "integer" in types and value.is_integer():
+        return f"write {int(value)}"
     has_pattern = any("pattern" in choice for choice in allowed)
-    if isinstance(given, bool | int | float) and "string" in types and not has_pattern:
-        return f"put it in quotes to make it text: {show(show(given))}"
+    if isinstance(value, bool | int | float) and "string" in types and not has_pattern:
+        return f"put it in quotes to make it text: {show(show(value))}"
     return ""
 
 

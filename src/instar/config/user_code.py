@@ -63,14 +63,14 @@ def load_named(name: str, *, key: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         raise wrong(f"{module_name} cannot be imported: {what_happened(error)}") from error
     if not hasattr(module, function_name):
-        names = [each for each in vars(module) if callable(getattr(module, each))]
+        names = [name for name in vars(module) if callable(getattr(module, name))]
         close = difflib.get_close_matches(function_name, names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else ""
         raise wrong(f"the module {module_name} has no {function_name!r}", hint)
-    found: Callable[..., Any] = getattr(module, function_name)
-    if not callable(found):
-        raise wrong(f"{name} is not callable: its type is {type(found).__name__}")
-    return found
+    factory: Callable[..., Any] = getattr(module, function_name)
+    if not callable(factory):
+        raise wrong(f"{name} is not callable: its type is {type(factory).__name__}")
+    return factory
 
 
 def what_happened(error: BaseException) -> str:
@@ -142,13 +142,13 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
         return
     from instar.config.document import show
 
-    named = {key: text for document in documents for key, text in _named(document)}
+    code_keys = {key: text for document in documents for key, text in _named(document)}
     problems = []
-    for key, text in named.items():
+    for key, text in code_keys.items():
         files = [*_of_config(path), *([] if key == _PROGRAM else module_files(text))]
-        found = next(((file, owner) for file in files if (owner := foreign_owner(file))), None)
-        if found is not None:
-            file, owner = found
+        foreign = next(((file, owner) for file in files if (owner := foreign_owner(file))), None)
+        if foreign is not None:
+            file, owner = foreign
             problems.append(
                 ConfigProblem(
                     (key,),
@@ -180,11 +180,11 @@ def module_files(name: str) -> Iterator[Path]:
     """
     folders = [Path.cwd(), *map(Path, sys.path)]
     for part in name.partition(":")[0].split("."):
-        found = next((file for folder in folders if (file := _module_in(folder, part))), None)
+        path = next((file for folder in folders if (file := _module_in(folder, part))), None)
         packages = [folder / part for folder in folders if (folder / part).is_dir()]
-        if found is not None:
-            packages = [found.parent] if found.parent.name == part else []
-            yield from (file for file in (found, found.parent) if not _is_pythons(file))
+        if path is not None:
+            packages = [path.parent] if path.parent.name == part else []
+            yield from (file for file in (path, path.parent) if not _is_pythons(file))
         folders = packages
         yield from (folder for folder in folders if not _is_pythons(folder))
 

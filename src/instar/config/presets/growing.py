@@ -68,8 +68,8 @@ def expansion(config: RunConfig) -> dict[str, Any]:
 
 def left_out(config: RunConfig) -> dict[str, Any]:
     """Return the values of a config that no longer names these presets."""
-    others = [name for name in _presets(config) if name not in DIVISORS]
-    return {"preset": others, "sizes": []}
+    other_presets = [name for name in _presets(config) if name not in DIVISORS]
+    return {"preset": other_presets, "sizes": []}
 
 
 def _schedule(
@@ -99,7 +99,7 @@ def _steps(config: LanguageConfig) -> int | None:
     batch = config.train.batch_size * config.train.gradient_accumulation_steps
     per_step = {"steps": 1, "samples": batch, "tokens": batch * config.context}
     budgets = _budgets(config) or []
-    if any(each.kind == "epochs" for each in budgets):
+    if any(budget.kind == "epochs" for budget in budgets):
         return None
     ends = [math.ceil(b.amount / per_step[b.kind]) for b in budgets if b.kind in _COUNTED]
     return min(ends, default=None)
@@ -107,15 +107,15 @@ def _steps(config: LanguageConfig) -> int | None:
 
 def conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield what keeps the selected preset from being expanded."""
-    found = chosen(config)
-    if config.sizes and not found:
+    names = chosen(config)
+    if config.sizes and not names:
         text = "sizes says nothing without a preset that grows"
         yield ConfigProblem(("sizes",), text, "add preset: moult or preset: family")
-    if len(found) > 1:
+    if len(names) > 1:
         text = "presets moult and family cannot be combined"
         yield ConfigProblem(("preset",), text, "family is moult with a branch before each growth")
-    elif found:
-        yield from _conflicts(config, *found)
+    elif names:
+        yield from _conflicts(config, *names)
 
 
 def _conflicts(config: RunConfig, preset: str) -> Iterator[ConfigProblem]:
@@ -138,21 +138,19 @@ def _conflicts(config: RunConfig, preset: str) -> Iterator[ConfigProblem]:
 
 
 def _of_sizes(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:
-    layers, given = config.model.n_layer, config.sizes
+    layers, stage_layers = config.model.n_layer, config.sizes
     keys = ("model.n_layer", "sizes", "preset")
-    if not given:
+    if not stage_layers:
         if len(sizes(preset, layers)) < 2:
             near = [n for n in (layers - 1, layers + 1) if len(sizes(preset, n)) > 1]
             hint = f"write {' or '.join(map(str, near)) or 4}, or the sizes, each a multiple of the one before"
             text = f"preset {preset}: n_layer {layers} has no half and no third to begin with"
             yield ConfigProblem(keys, text, hint)
-    elif given[-1] != layers:
-        text = (
-            f"sizes ends with {given[-1]} layers, and model.n_layer, the final shape, is {layers}"
-        )
+    elif stage_layers[-1] != layers:
+        text = f"sizes ends with {stage_layers[-1]} layers, and model.n_layer, the final shape, is {layers}"
         yield ConfigProblem(("sizes", *keys), text, "the last size is the final shape")
-    elif len(given) < 2 or any(b % a or a == b for a, b in pairwise(given)):
-        text = f"sizes must be two or more, each a multiple of the one before, got {list(given)}"
+    elif len(stage_layers) < 2 or any(b % a or a == b for a, b in pairwise(stage_layers)):
+        text = f"sizes must be two or more, each a multiple of the one before, got {list(stage_layers)}"
         yield ConfigProblem(
             ("sizes", *keys), text, "growth is by copies of all layers, e.g. [2, 4, 8]"
         )
@@ -162,7 +160,7 @@ def _of_budget(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:
     budgets, keys = _budgets(config), ("train.until", "preset")
     if budgets is None:
         return  # an invalid budget is reported elsewhere
-    kinds = {each.kind for each in budgets}
+    kinds = {budget.kind for budget in budgets}
     if not kinds & {*_COUNTED, "epochs"}:
         text = f"preset {preset} grows at a share of the budget, and only time or the loss ends this run"
         yield ConfigProblem(keys, text, "add a number of steps or tokens, e.g. 2000it")
