@@ -24,7 +24,7 @@ from instar.checkpoint.delta import pair
 from instar.checkpoint.delta.chain import append
 from instar.checkpoint.delta.statistics import statistics
 from instar.config.language import ModelConfig
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
 from report import Case, case, options, parser, publish
 
@@ -89,7 +89,7 @@ def trained(shape: tuple[int, int], steps: int) -> GPT:
     """Returns a model that has learned some of the text, in fp32."""
     layers, width = shape
     config = ModelConfig(n_layer=layers, n_head=layers, n_embd=width, context=CONTEXT)
-    model = GPT(resolve(config, 256))
+    model = GPT(resolve_architecture(config, 256))
     model.init_weights(0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     for _, batch in zip(range(steps), random_batches(seed=0), strict=False):

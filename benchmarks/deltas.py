@@ -20,7 +20,7 @@ import torch
 
 from instar.checkpoint.delta.writer import Written
 from instar.config.budget import Counters
-from instar.run.loop.checkpointing import save_if_due
+from instar.run.loop.checkpointing import save_checkpoint_if_due
 from instar.run.loop.trainer import Trainer
 from pauses import Size, timed, trainer_of
 from report import Case, case, options, parser, publish
@@ -125,7 +125,7 @@ def turn(run: Trainer) -> float:
     """Seconds of a step, beside which the weights before it are saved."""
 
     def train() -> None:
-        run.state = save_if_due(run.state, run.parts)
+        run.state = save_checkpoint_if_due(run.state, run.parts)
         run.step()
 
     seconds = timed(train)

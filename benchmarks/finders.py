@@ -23,8 +23,8 @@ import torch
 
 from instar.config.load import load
 from instar.distributed.world import World
-from instar.run.find.learning_rate import BUDGET, search
-from instar.run.find.training import final_loss, opened, shortened
+from instar.run.find.learning_rate import BUDGET, search_rate
+from instar.run.find.training import final_loss, opened, shorten_config
 from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
 from report import Case, case, options, parser, publish
 
@@ -100,14 +100,14 @@ def compared(model: Model, effort: Effort) -> list[Case]:
     prepared = preflight(loaded, 1, new=False)
 
     def loss(lr: float, steps: int) -> float:
-        short = shortened(prepared.config, lr, steps, effort.steps, _HELD_OUT)
+        short = shorten_config(prepared.config, lr, steps, effort.steps, _HELD_OUT)
         return final_loss(prepared, short, WORLD, steps)
 
     rates = [model.lowest * 2.0**n for n in range(effort.rates)]
     grid = {lr: loss(lr, effort.steps) for lr in rates}
     best = min(grid, key=grid.__getitem__)
     half = effort.steps // 2
-    found = search(loss, model.start, half, BUDGET * half)
+    found = search_rate(loss, model.start, half, BUDGET * half)
     suggested = range_test(prepared, effort.steps // 4)
     lowest = grid[best]
     print(f"{model.name}: " + "  ".join(f"{lr:.2g} {each:.4f}" for lr, each in grid.items()))
@@ -131,7 +131,7 @@ def range_test(prepared: Prepared, steps: int) -> float:
     """The rate of the steepest fall of the smoothed loss while the rate rises from 1e-6 to 1."""
     rates = np.geomspace(1e-6, 1.0, steps)
     losses: list[float] = []
-    config = shortened(prepared.config, prepared.config.optimizer.lr, steps, steps, 1)
+    config = shorten_config(prepared.config, prepared.config.optimizer.lr, steps, steps, 1)
     with opened(prepared, config, WORLD) as trainer:
         for lr in rates:
             settings = replace(

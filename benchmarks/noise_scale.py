@@ -106,7 +106,7 @@ def true_noise_scale(trainer: Trainer, most: int) -> float:
     squares, number = 0.0, min(most, len(source) - 1)  # the last sample may be shorter
     for index in range(number):
         batch = to_device(source.read(np.array([index])), torch.device("cpu"))
-        loss = task.loss_sum(stepper.bare_model, batch) / source.weights(np.array([index]))
+        loss = task.loss_sum(stepper.unwrapped_model, batch) / source.weights(np.array([index]))
         gradients = torch.autograd.grad(loss, parameters)
         squares += sum(g.double().square().sum().item() for g in gradients)
         for sum_, gradient in zip(total, gradients, strict=True):

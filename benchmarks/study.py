@@ -9,7 +9,7 @@ from functools import cache
 
 from instar.config.language import LanguageConfig
 from instar.config.load import load
-from instar.models.architecture import Architecture, resolve
+from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
 from segments import Segment
@@ -38,7 +38,7 @@ class Shape:
         """One of the sizes, as `settings` asks for it."""
         config = load(None, (*self.settings(), f"model.n_layer={layers}")).config
         assert isinstance(config, LanguageConfig)
-        return resolve(config.model, self.vocabulary)
+        return resolve_architecture(config.model, self.vocabulary)
 
     @property
     def parameters(self) -> int:

@@ -21,9 +21,9 @@ from instar.record.events import (
     Failed,
     OperationEvent,
     RunStarted,
+    SampleText,
     Train,
     Warn,
-    Wrote,
 )
 from instar.record.recorder import Recorder
 
@@ -67,7 +67,7 @@ def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
     with Recorder(run.events) as record:
         record.write(RunStarted(run_id=ESCAPES, step=20, model=ESCAPES, devices=ESCAPES))
         record.write(Train(loss=1.0, extra={f"m{ESCAPES}": 1.0}, **place))
-        record.write(Wrote(text=ESCAPES, prompt=ESCAPES, **place))
+        record.write(SampleText(text=ESCAPES, prompt=ESCAPES, **place))
         record.write(Warn(message=ESCAPES, step=21))
         record.write(
             OperationEvent(name=ESCAPES, verb="GROW", change=ESCAPES, reason=ESCAPES, **place)

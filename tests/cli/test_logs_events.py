@@ -17,10 +17,10 @@ from instar.record.events import (
     Layers,
     NewGradients,
     OperationEvent,
+    SampleText,
     Skip,
     Unrecognised,
     Warn,
-    Wrote,
 )
 from instar.record.rundir import RunDir
 
@@ -118,7 +118,7 @@ def test_every_kind_has_a_line(tmp_path: Path) -> None:
     events = [
         Alert(name="stall", message="no step for 5 min", **at),
         Skip(**at),
-        Wrote(prompt="a", text="b\nc", **at),
+        SampleText(prompt="a", text="b\nc", **at),
         AnalysisEvent(findings={}, suggestions=("more width",), **at),
         AnalysisEvent(findings={}, **at),
         NewGradients(operation="widen_mlp", grad_norm_kept=1.0, grad_norm_new=0.5, **at),

@@ -22,7 +22,7 @@ from instar.config.load import load
 from instar.data.order import order_of
 from instar.distributed import parallel
 from instar.distributed.world import World
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
 from instar.models.graph_shape import resolve_graph
 from instar.run.loop.optimizer import build_optimizers, set_learning_rate
@@ -40,7 +40,7 @@ def config_of(*overrides: str) -> Any:
 def gpt(config: Any) -> Any:
     """Sizes of all parameters, and logits of a model in training mode."""
     assert isinstance(config, LanguageConfig)
-    model = GPT(resolve(config.model, 64))
+    model = GPT(resolve_architecture(config.model, 64))
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(

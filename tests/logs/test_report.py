@@ -26,7 +26,7 @@ from instar.logs.query import final_test
 from instar.logs.query.config import config_lines, config_values, derived_keys
 from instar.logs.read.record import read
 from instar.logs.web.report import inlined, panels, report_html, write_report
-from instar.record.events import Delta, Event, Layers, OperationEvent, RecordError, Warn, Wrote
+from instar.record.events import Delta, Event, Layers, OperationEvent, RecordError, SampleText, Warn
 from instar.record.rundir import RunDir
 
 HOSTILE = (
@@ -304,7 +304,7 @@ def test_the_latest_sample_is_open_and_its_blanks_are_kept(
     tmp_path: Path, browser: Browser
 ) -> None:
     lines: list[tuple[Event, int]] = [(started(), 1), *steps(1, 2)]
-    lines += [(Wrote(prompt="\n", text=f"  {n}:\tdone\n\n", **place(n)), 1) for n in (1, 2)]
+    lines += [(SampleText(prompt="\n", text=f"  {n}:\tdone\n\n", **place(n)), 1) for n in (1, 2)]
     run = write(tmp_path / "run", lines)
     with watched(browser) as seen:
         seen.page.goto(write_report(run).as_uri())

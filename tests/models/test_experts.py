@@ -17,7 +17,7 @@ from torch import Tensor
 from instar.config.language import ModelConfig, shape_checks
 from instar.config.sections import Operation
 from instar.growth.operators import plan
-from instar.models.architecture import Architecture, resolve, section_of
+from instar.models.architecture import Architecture, resolve_architecture, section_of
 from instar.models.cost import flops_per_token, memory_estimate, state_bytes
 from instar.models.experts import (
     Groups,
@@ -204,7 +204,7 @@ def test_routers_and_biases_are_vectors_of_experts() -> None:
 @STYLES
 def test_a_shape_is_the_same_after_json_and_as_a_section(arch: Architecture) -> None:
     assert Architecture.from_dict(arch.to_dict()) == arch
-    assert resolve(section_of(arch), arch.vocab_size) == arch
+    assert resolve_architecture(section_of(arch), arch.vocab_size) == arch
     assert "num_experts" not in gpt2().to_dict()
 
 

@@ -12,12 +12,14 @@ from transformers.generation.logits_process import (
 
 from instar.config.language import ModelConfig
 from instar.data.text.tokenizer import ByteTokenizer, train_bpe
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT, KVCache
 from instar.models.module import SMALL_FLOPS, enough_threads
 from instar.models.sampling import TextStream, continuations, filtered, generate
 
-ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20)
+ARCH = resolve_architecture(
+    ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20
+)
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])
 
 
@@ -100,7 +102,9 @@ def test_draws_follow_the_distribution_of_the_model(model: GPT) -> None:
 def test_a_cache_of_keys_and_values_changes_no_logits(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    model = GPT(resolve(ModelConfig(**{"n_embd": 16, "n_head": 2, "context": 8} | options), 20))
+    model = GPT(
+        resolve_architecture(ModelConfig(**{"n_embd": 16, "n_head": 2, "context": 8} | options), 20)
+    )
     model.init_weights(0)
     model.eval().to(dtype)
     tokens = torch.arange(16).view(2, 8) * 7 % 20

@@ -37,7 +37,7 @@ from instar.data.text.tokenizer import (
     train_bpe,
     train_char,
 )
-from instar.models.architecture import Architecture, resolve
+from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf.folder import export_folder, import_folder
 from instar.models.hf.tensors import to_tensors
@@ -228,7 +228,7 @@ def test_what_transformers_saved_becomes_a_run(
     assert path == tmp_path / "run/checkpoints/step-0"
     assert load(path).manifest.reason == "imported from hf"
     config = load_config(str(tmp_path / "run/run.yaml")).config
-    assert resolve(config.model, 90) == ours.arch
+    assert resolve_architecture(config.model, 90) == ours.arch
     assert config.name == "run"
 
 
@@ -313,7 +313,7 @@ def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
 
 
 def test_a_tokenizer_of_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
-    small = resolve(ModelConfig(n_layer=1, n_head=1, n_embd=8, context=8), 256)
+    small = resolve_architecture(ModelConfig(n_layer=1, n_head=1, n_embd=8, context=8), 256)
     export_folder(load(published(tmp_path / "run", random_model(small))), tmp_path / "hf")
     (tmp_path / "hf/tokenizer.json").write_text(TOKENIZERS[2].to_json())
     with pytest.raises(CheckpointError, match=r"tokenizer.json: \d+ tokens, but .* 256 rows"):
@@ -370,7 +370,7 @@ def test_heads_of_another_width_are_those_of_the_run(tmp_path: Path) -> None:
     export_folder(load(published(tmp_path / "run", random_model(arch))), tmp_path / "hf")
     path = import_folder(tmp_path / "hf", tmp_path / "again", tokenizer="byte")
     config = load_config(str(tmp_path / "again/run.yaml")).config
-    assert resolve(config.model, 300) == load_gpt(path).arch == arch
+    assert resolve_architecture(config.model, 300) == load_gpt(path).arch == arch
 
 
 def test_folders_that_hold_something_are_left_alone(tmp_path: Path) -> None:

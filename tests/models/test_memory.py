@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from instar.config.language import ModelConfig
-from instar.models.architecture import Architecture, resolve
+from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.cost import chunk_rows, memory_estimate
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
 from instar.models.shape import count_parameters
 
-GPT2 = resolve(ModelConfig(n_layer=3, n_head=4, n_embd=64, context=64), 80)
+GPT2 = resolve_architecture(ModelConfig(n_layer=3, n_head=4, n_embd=64, context=64), 80)
 LLAMA = replace(
     GPT2, n_kv_head=2, norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False
 )

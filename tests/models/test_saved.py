@@ -22,12 +22,12 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import publish
 from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
-from instar.models.architecture import Mask, resolve
+from instar.models.architecture import Mask, resolve_architecture
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf.companions import beside, with_chat
 from instar.models.lora import Lora
 
-ARCH = resolve(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
+ARCH = resolve_architecture(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
 SUPPORT = Path(__file__).parents[1] / "support"
 TWO_RANKS = """
 import sys

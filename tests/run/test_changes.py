@@ -69,7 +69,7 @@ def test_a_probe_is_one_pass_over_a_few_samples(make_grown: Make, more: Sequence
     context = run.state.settings.context
     samples = probe_samples(held_out, device)
     assert samples.weight == min(8, -(-PROBE_WEIGHT // context)) * context
-    model, calls = run.parts.stepper.bare_model, list[Any]()
+    model, calls = run.parts.stepper.unwrapped_model, list[Any]()
     with model.register_forward_hook(lambda *each: calls.append(each)):
         found = probe(task, model, samples)
     assert len(calls) == 1

@@ -21,14 +21,14 @@ from instar.run.changes import live_growth
 from instar.run.loop.optimizer import copy_tensors
 from instar.run.loop.step import Stepper
 from instar.run.loop.trainer import Trainer
-from instar.schedule.operations import planned
+from instar.schedule.operations import plan_operation
 
 Make = Callable[..., Trainer]
 WIDEN = Operation("widen_hidden", 48)
 
 
 def candidate(run: Trainer, operation: Operation) -> live_growth.Candidate:
-    after, plan = planned(run.state.in_force, operation, run.state.step)
+    after, plan = plan_operation(run.state.in_force, operation, run.state.step)
     assert plan is not None
     return live_growth.make_candidate(run.state, run.parts, operation, after, plan)
 
@@ -56,7 +56,7 @@ def test_every_tensor_that_will_train_is_compared_with_the_plan(
     for _ in range(2):
         run.step()
     made = candidate(run, operation)
-    after, _ = planned(run.state.in_force, operation, run.state.step)
+    after, _ = plan_operation(run.state.in_force, operation, run.state.step)
     stepper = live_growth.build_candidate_stepper(run.parts, made, after)
     # what does not change is the same tensor in both
     old = {each.data_ptr() for each in of_stepper(run.parts.stepper).values()}
@@ -130,9 +130,9 @@ def test_buffers_are_compared_with_the_plan_too(tmp_path: Path) -> None:
         for _ in range(2):
             run.step()
         made = candidate(run, operation)
-        after, _ = planned(run.state.in_force, operation, run.state.step)
+        after, _ = plan_operation(run.state.in_force, operation, run.state.step)
         stepper = live_growth.build_candidate_stepper(run.parts, made, after)
-        buffers = dict(stepper.bare_model.named_buffers())
+        buffers = dict(stepper.unwrapped_model.named_buffers())
         assert len(buffers) > 2
         for _ in spoilt(buffers):
             with pytest.raises(GrowthError, match=r"middle.* is not what the plan makes"):

@@ -17,7 +17,7 @@ from instar.checkpoint.manifest import read_manifest
 from instar.config.load import load
 from instar.record.events import Eval, read_events
 from instar.run.lifecycle.restore import restore_state
-from instar.run.loop.checkpointing import best_is_now, to_json
+from instar.run.loop.checkpointing import best_is_now, state_json
 from instar.run.loop.early_stopping import MetricState, MetricTracker, RuleState
 from instar.run.loop.trainer import Trainer
 
@@ -167,7 +167,7 @@ def test_a_trainer_gives_and_takes_it_up_with_its_state(trainer: Callable[..., T
     first, second = trainer(*keys, name="first"), trainer(*keys, name="second")
     first.train()
     assert first.state.metrics.best["loss"].seen == 4
-    saved = json.loads(json.dumps(to_json(first.state, first.parts), allow_nan=False))
+    saved = json.loads(json.dumps(state_json(first.state, first.parts), allow_nan=False))
     second.state = restore_state(second.state, second.parts, saved, first.state.history)
     assert second.state.metrics == first.state.metrics
     best = [best_is_now(run.state, run.parts) for run in (first, second)]

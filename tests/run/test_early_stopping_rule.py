@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, Literal
@@ -15,23 +14,23 @@ from hypothesis import strategies as st
 
 from instar.config.schema import Direction, PlateauConfig, Watch
 from instar.run.loop.early_stopping import (
-    Rule,
     RuleState,
     is_on_plateau,
     lower,
-    reason,
+    plateau_text,
     stop_reason,
-    update,
+    update_rule,
+    with_direction,
 )
 
 NAN, INF = math.nan, math.inf
-LOSS = Rule("loss", "min", patience=3)
+LOSS = Watch(metric="loss", direction="min", patience=3)
 
 # few values, so that ties and differences of exactly delta are common; all are sums of powers of two
 VALUES = st.one_of(st.sampled_from([NAN, INF, -INF]), st.integers(-6, 6).map(lambda n: n / 4))
 SEEN = st.lists(VALUES, max_size=30)
 RULES = st.builds(
-    Rule,
+    Watch,
     metric=st.just("score"),
     direction=st.sampled_from(["min", "max"]),
     delta=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
@@ -41,15 +40,15 @@ RULES = st.builds(
 )
 
 
-def after(rule: Rule, values: list[float], state: RuleState | None = None) -> RuleState:
+def after(rule: Watch, values: list[float], state: RuleState | None = None) -> RuleState:
     """The state when these values were seen, at steps 10, 20 …"""
     state = state or RuleState()
     for value in values:
-        state = update(rule, state, value, 10 * (state.seen + 1))
+        state = update_rule(rule, state, value, 10 * (state.seen + 1))
     return state
 
 
-def betters(rule: Rule, values: list[float]) -> list[int]:
+def betters(rule: Watch, values: list[float]) -> list[int]:
     """The places of better values: the definition, over a whole list."""
 
     @cache
@@ -68,7 +67,7 @@ def betters(rule: Rule, values: list[float]) -> list[int]:
     return [place for place in range(len(values)) if better(place)]
 
 
-def still(rule: Rule, values: list[float]) -> bool:
+def still(rule: Watch, values: list[float]) -> bool:
     """Whether the last `patience` values, all after the first `grace`, were not better."""
     first = len(values) - rule.patience
     return first >= rule.grace and not any(place >= first for place in betters(rule, values))
@@ -77,7 +76,7 @@ def still(rule: Rule, values: list[float]) -> bool:
 @settings(max_examples=500)
 @given(rule=RULES, values=SEEN)
 def test_after_every_evaluation_it_is_as_the_definition_says(
-    rule: Rule, values: list[float]
+    rule: Watch, values: list[float]
 ) -> None:
     for count in range(len(values) + 1):
         seen = values[:count]
@@ -88,9 +87,11 @@ def test_after_every_evaluation_it_is_as_the_definition_says(
         assert state.best_step == (10 * (found[-1] + 1) if found else None)
 
 
-@given(rule=RULES.map(lambda rule: replace(rule, delta=0.0, start=None)), values=SEEN)
+@given(
+    rule=RULES.map(lambda rule: rule.model_copy(update={"delta": 0.0, "start": None})), values=SEEN
+)
 def test_without_a_delta_the_best_is_the_first_of_the_best_values(
-    rule: Rule, values: list[float]
+    rule: Watch, values: list[float]
 ) -> None:
     finite = [value for value in values if math.isfinite(value)]
     best = (min if rule.direction == "min" else max)(finite, default=None)
@@ -102,7 +103,7 @@ def test_without_a_delta_the_best_is_the_first_of_the_best_values(
 
 @given(rule=RULES, values=SEEN, cut=st.integers(0, 30))
 def test_a_state_goes_on_from_json_as_if_nothing_had_been(
-    rule: Rule, values: list[float], cut: int
+    rule: Watch, values: list[float], cut: int
 ) -> None:
     state = after(rule, values[:cut])
     text = json.dumps(msgspec.to_builtins(state), allow_nan=False)
@@ -116,7 +117,7 @@ def test_a_state_goes_on_from_json_as_if_nothing_had_been(
     mode=st.sampled_from(["any", "all"]),
 )
 def test_several_rules_end_a_run_together_or_each_alone(
-    watched: list[tuple[Rule, list[float]]], mode: Literal["any", "all"]
+    watched: list[tuple[Watch, list[float]]], mode: Literal["any", "all"]
 ) -> None:
     for count in range(13):
         rules = [rule for rule, _ in watched]
@@ -126,7 +127,7 @@ def test_several_rules_end_a_run_together_or_each_alone(
         stopped = stop_reason(rules, states, mode)
         assert (stopped is not None) == expected
         if stopped is not None:
-            told = [reason(*pair) for pair, at in zip(zip(rules, states, strict=True), each, strict=True) if at]  # fmt: skip
+            told = [plateau_text(*pair) for pair, at in zip(zip(rules, states, strict=True), each, strict=True) if at]  # fmt: skip
             assert stopped == " and ".join(told)
 
 
@@ -140,10 +141,12 @@ def test_two_that_stand_still_at_different_times_are_not_all_at_once() -> None:
 
 
 @given(
-    rule=RULES.map(lambda rule: replace(rule, start=None)), value=VALUES, extra=st.integers(0, 5)
+    rule=RULES.map(lambda rule: rule.model_copy(update={"start": None})),
+    value=VALUES,
+    extra=st.integers(0, 5),
 )
 def test_a_metric_that_never_improves_ends_it_after_grace_and_patience(
-    rule: Rule, value: float, extra: int
+    rule: Watch, value: float, extra: int
 ) -> None:
     best = math.isfinite(value)
     last = rule.patience + max(rule.grace, 1 if best else 0)
@@ -158,20 +161,20 @@ def test_a_metric_that_never_improves_ends_it_after_grace_and_patience(
         (LOSS, [3, 2, 3, 3, 1, 1, 1, 1], 8),
         (LOSS, [NAN, NAN, NAN], 3),
         (LOSS, [INF, 1, -INF, NAN, 2], 5),
-        (replace(LOSS, direction="max"), [3, 2, 2, 2], 4),
-        (replace(LOSS, patience=1), [3, 3], 2),
+        (LOSS.model_copy(update={"direction": "max"}), [3, 2, 2, 2], 4),
+        (LOSS.model_copy(update={"patience": 1}), [3, 3], 2),
         # the best may be set within the grace period, and is then to be beaten
-        (replace(LOSS, grace=4), [1, 2, 2, 2, 2, 2, 2], 7),
-        (replace(LOSS, grace=4), [1, 2, 2, 2, 2, 0, 2, 2, 2], 9),
+        (LOSS.model_copy(update={"grace": 4}), [1, 2, 2, 2, 2, 2, 2], 7),
+        (LOSS.model_copy(update={"grace": 4}), [1, 2, 2, 2, 2, 0, 2, 2, 2], 9),
         # 0.5 less is no more than delta, 1.0 less in two goes is
-        (replace(LOSS, delta=0.5), [3, 2.5, 2, 2, 1.5, 1.5], 6),
-        (replace(LOSS, delta=0.5), [3, 2.75, 2.5, 2.25, 2.25, 2.25, 2.25], 7),
+        (LOSS.model_copy(update={"delta": 0.5}), [3, 2.5, 2, 2, 1.5, 1.5], 6),
+        (LOSS.model_copy(update={"delta": 0.5}), [3, 2.75, 2.5, 2.25, 2.25, 2.25, 2.25], 7),
         # below a start nothing counts as better, not even what gets better
-        (replace(LOSS, start=1.0), [3, 2, 1.5], 3),
-        (replace(LOSS, start=2.5), [3, 2, 2, 2, 2], 5),
+        (LOSS.model_copy(update={"start": 1.0}), [3, 2, 1.5], 3),
+        (LOSS.model_copy(update={"start": 2.5}), [3, 2, 2, 2, 2], 5),
     ],
 )
-def test_by_hand(rule: Rule, values: list[float], at: int) -> None:
+def test_by_hand(rule: Watch, values: list[float], at: int) -> None:
     first = next(n for n in range(len(values) + 1) if is_on_plateau(rule, after(rule, values[:n])))
     assert first == at == len(values)
 
@@ -180,36 +183,38 @@ def test_by_hand(rule: Rule, values: list[float], at: int) -> None:
     ("rule", "values", "said"),
     [
         (
-            Rule("accuracy", "max"),
+            Watch(metric="accuracy", direction="max"),
             [0.5, 0.9121, 0.9, 0.9],
             "accuracy has not been better than 0.9121 (step 20) for 2 evaluations",
         ),
         (
-            Rule("loss", "min", delta=0.01),
+            Watch(metric="loss", direction="min", delta=0.01),
             [3.0, 2.995],
             "loss has not been better by more than 0.01 than 3 (step 10) for 1 evaluation",
         ),
         (
-            Rule("loss", "min", start=1.5),
+            Watch(metric="loss", direction="min", start=1.5),
             [3.0, 2.0, 2.0],
             "loss has not been better than 1.5 (the start) for 3 evaluations",
         ),
         (LOSS, [NAN, INF], "loss has not been finite for 2 evaluations"),
     ],
 )
-def test_why_is_told_in_words(rule: Rule, values: list[float], said: str) -> None:
-    assert reason(rule, after(rule, values)) == said
+def test_why_is_told_in_words(rule: Watch, values: list[float], said: str) -> None:
+    assert plateau_text(rule, after(rule, values)) == said
 
 
 def test_a_rule_is_what_the_config_says() -> None:
     fields: dict[str, Any] = {"metric": "accuracy", "delta": 0.1, "patience": 2, "grace": 3, "start": 0.5}  # fmt: skip
-    assert Rule.of(Watch(**fields), "max") == Rule(direction="max", **fields)
-    assert Rule.of(Watch(direction="min"), "max").direction == "min"
-    assert Rule.of(Watch(), "min") == Rule("loss", "min")
+    assert with_direction(Watch(**fields), {"loss": "max", "accuracy": "max"}) == Watch(
+        direction="max", **fields
+    )
+    assert with_direction(Watch(direction="min"), {"loss": "max"}).direction == "min"
+    assert with_direction(Watch(), {"loss": "min"}) == Watch(metric="loss", direction="min")
 
 
 def lowered(
-    rule: Rule, values: list[float], plateau: PlateauConfig, lr: float = 1.0
+    rule: Watch, values: list[float], plateau: PlateauConfig, lr: float = 1.0
 ) -> list[float]:
     """The peak after each evaluation."""
     rates, state, first = [], RuleState(), lr
@@ -261,7 +266,7 @@ def test_the_rate_falls_where_that_of_torch_does(
     for value in values:
         theirs.step(value)
         rates.append(optimizer.param_groups[0]["lr"])
-    rule = Rule("loss", direction, delta=delta, patience=patience)
+    rule = Watch(metric="loss", direction=direction, delta=delta, patience=patience)
     plateau = PlateauConfig(factor=0.5, min_lr_ratio=lowest)
     assert lowered(rule, values, plateau) == rates
     assert rates == list(accumulate(rates, min))

@@ -39,7 +39,7 @@ Make = Callable[..., Trainer]
 def measure(run: Trainer, batch_size: int, limit: int | None = None) -> Evaluation:
     found = evaluate_source(
         run.parts.task,
-        run.parts.stepper.bare_model,
+        run.parts.stepper.unwrapped_model,
         run.parts.validation,
         EvaluationOptions(batch_size, run.parts.config.seed, limit, run.parts.stepper.autocast),
         run.parts.sync,
@@ -56,7 +56,7 @@ def test_the_loss_is_the_mean_over_all_tokens(trainer: Make) -> None:
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, context):
             window = torch.from_numpy(tokens[start : start + context + 1])[None]
-            logits = run.parts.stepper.bare_model(window[:, :-1]).double().log_softmax(-1)
+            logits = run.parts.stepper.unwrapped_model(window[:, :-1]).double().log_softmax(-1)
             total -= logits.gather(-1, window[:, 1:, None]).sum().item()
     found = measure(run, batch_size=5)
     assert found.weight == len(tokens) - 1
@@ -176,7 +176,7 @@ def test_evaluating_does_not_touch_training(trainer: Make) -> None:
     watched.train()
     for name, parameter in plain.parts.stepper.parameters.items():
         assert torch.equal(parameter, watched.parts.stepper.parameters[name])
-    assert watched.parts.stepper.bare_model.training
+    assert watched.parts.stepper.unwrapped_model.training
 
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "none")

@@ -12,8 +12,8 @@ from instar.config.schema import RunConfig
 from instar.distributed.world import World
 from instar.run.find import batch_size
 from instar.run.find.batch_size import BatchTried
-from instar.run.find.learning_rate import BUDGET, search
-from instar.run.find.training import final_loss, shortened
+from instar.run.find.learning_rate import BUDGET, search_rate
+from instar.run.find.training import final_loss, shorten_config
 from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.trainer import Trainer
 from instar.schedule.settings import initial_settings, learning_rate
@@ -35,7 +35,7 @@ def valley(best: float, *, diverges: float = math.inf) -> Callable[[float, int],
 
 @pytest.mark.parametrize("best", [3e-4, 1e-3, 2.3e-3, 0.07])
 def test_the_minimum_is_found_within_a_third_of_an_octave(best: float) -> None:
-    found = search(valley(best), 1e-3, STEPS, BUDGET * STEPS)
+    found = search_rate(valley(best), 1e-3, STEPS, BUDGET * STEPS)
     assert found.finished
     assert abs(math.log2(found.lr / best)) < 1 / 3
     assert found.steps <= BUDGET * STEPS
@@ -43,7 +43,7 @@ def test_the_minimum_is_found_within_a_third_of_an_octave(best: float) -> None:
 
 def test_a_start_far_above_or_below_is_left_behind() -> None:
     for best in (1e-7, 30.0):
-        found = search(valley(best, diverges=100 * best), 1e-3, STEPS, 20 * STEPS)
+        found = search_rate(valley(best, diverges=100 * best), 1e-3, STEPS, 20 * STEPS)
         assert found.finished
         assert abs(math.log2(found.lr / best)) < 1 / 3
 
@@ -60,24 +60,24 @@ def test_rates_that_win_early_do_not_hide_the_one_that_wins_late() -> None:
         place = round(math.log2(lr / 5e-4))
         return measured[steps][place] if 0 <= place < 8 else 9.0 + abs(place)
 
-    found = search(loss, 1e-3, 400, BUDGET * 400)
+    found = search_rate(loss, 1e-3, 400, BUDGET * 400)
     assert 4e-3 < found.lr < 6e-3
 
 
 def test_a_budget_is_kept_and_what_was_seen_is_used() -> None:
-    found = search(valley(1e-3), 1e-3, STEPS, 3 * STEPS)
+    found = search_rate(valley(1e-3), 1e-3, STEPS, 3 * STEPS)
     assert not found.finished
     assert found.steps <= 3 * STEPS
     assert 5e-4 <= found.lr <= 4e-3
     with pytest.raises(ValueError, match="no training had a finite loss"):
-        search(valley(1e-3, diverges=0.0), 1e-3, STEPS, 3 * STEPS)
+        search_rate(valley(1e-3, diverges=0.0), 1e-3, STEPS, 3 * STEPS)
 
 
 def test_a_short_training_has_the_schedule_in_small(prepared: Callable[..., Prepared]) -> None:
     config = prepared(
         "train.until=[200it]", "learning_rate.warmup_iters=20", "train.ema=0.99"
     ).config
-    short = shortened(config, 2 * config.optimizer.lr, 50, 200, 3)
+    short = shorten_config(config, 2 * config.optimizer.lr, 50, 200, 3)
 
     def rate(of: RunConfig, step: int) -> float:
         return learning_rate(initial_settings(of), step)
@@ -98,7 +98,7 @@ def test_a_training_of_full_length_is_the_run_itself(
         "eval.eval_iters=5", "optimizer.name=muon", "optimizer.lr=0.002", "optimizer.muon_lr=0.01"
     )
     world = World(0, 0, 1, torch.device("cpu"), "none")
-    short = shortened(alone.config, 0.004, 8, 8, 100)
+    short = shorten_config(alone.config, 0.004, 8, 8, 100)
     assert final_loss(alone, short, world, 8) == run.state.evaluated["loss"]
 
 

@@ -16,7 +16,7 @@ from instar.run.lifecycle.preflight import Prepared
 from instar.run.loop.trainer import Trainer
 from instar.schedule.operations import Change, carried_out, initial_state, when_due
 from instar.schedule.settings import learning_rate
-from instar.schedule.triggers import entries
+from instar.schedule.triggers import schedule_entries
 
 COUNTED = [
     {"name": "change_lr", "value": 0.5, "when": {"at_step": 2}},
@@ -96,7 +96,7 @@ def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
     assert run.state.epochs == pytest.approx(totals.epochs)
     # what a stage's settings say, at the step at which the forecast says that it begins
     initial = initial_state(ready.config, ready.spec.architecture, ready.spec.facts)
-    fired = zip(entries(ready.config), ready.forecast.stages[1:], strict=True)
+    fired = zip(schedule_entries(ready.config), ready.forecast.stages[1:], strict=True)
     history = [
         Change(entry.operation, stage.first_step, 0)
         for entry, stage in fired
@@ -117,5 +117,5 @@ def test_steps_rates_samples_and_epochs_are_those_of_the_forecast(
         state = initial
         for each in history[: history.index(change) + 1]:
             state = carried_out(when_due(state, each.operation), each.operation, each.step)
-        began = {"lr_start": 0, "rewarm_start": 0, "births": (), "frozen": ()}
+        began = {"lr_start": 0, "rewarm_start": 0, "new_param_warmups": (), "frozen": ()}
         assert replace(stage.settings, **began) == replace(state.settings, **began)

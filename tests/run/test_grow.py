@@ -26,7 +26,7 @@ from instar.config.sections import Operation
 from instar.growth import operators
 from instar.growth.apply import Role, apply, moments_mode
 from instar.growth.offline import NotProven
-from instar.models.architecture import Architecture, resolve
+from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.gpt import GPT
 from instar.record.atomic import WriteError
 from instar.run.lifecycle import offline
@@ -56,7 +56,7 @@ def saved(folder: Path, settings: Sequence[str] = GPT2, *, spoilt: bool = False)
     vocabulary = ("model.vocab_size=50", "model.context=16", f"seed={SEED}")
     loaded = load_config(None, [*settings, *vocabulary])
     (folder / "run.yaml").write_text(loaded.to_yaml())
-    arch = resolve(loaded.config.model, 50)
+    arch = resolve_architecture(loaded.config.model, 50)
     model = GPT(arch)
     model.init_weights(3)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}

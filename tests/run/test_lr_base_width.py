@@ -36,10 +36,10 @@ FOLLOWS = "optimizer.lr_base_width=32"
 def losses_of(run: Trainer) -> list[float]:
     """Losses of all steps, in float64."""
     found = []
-    run.parts.stepper.bare_model.double()
+    run.parts.stepper.unwrapped_model.double()
     while run.state.progress.step < 12:
         change_if_due(run)
-        run.parts.stepper.bare_model.double()
+        run.parts.stepper.unwrapped_model.double()
         run.step()
         found.append(run.parts.logger.last_loss or 0.0)
     return found

@@ -43,7 +43,9 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def test_what_stands_in_eval_mode_stays_there(tmp_path: Path) -> None:
     with science.trainer(tmp_path / "run", "model.kind=dropout in eval") as run:
         run.train()
-        modes = {name: each.training for name, each in run.parts.stepper.bare_model.named_modules()}
+        modes = {
+            name: each.training for name, each in run.parts.stepper.unwrapped_model.named_modules()
+        }
     assert modes == {"": True, "up": True, "middle": False, "down": True}
 
 
@@ -58,12 +60,12 @@ def test_evaluating_leaves_buffers_and_generators_as_they_are(tmp_path: Path) ->
         assert first == run.state.evaluated != {}
     with science.trainer(tmp_path / "other", "model.kind=running") as run:
         run.step()
-        run.parts.stepper.bare_model.register_forward_hook(
+        run.parts.stepper.unwrapped_model.register_forward_hook(
             lambda model, *_: model.get_submodule("middle").count.add_(1)
         )
-        before = running(run.parts.stepper.bare_model)
+        before = running(run.parts.stepper.unwrapped_model)
         run.evaluate()
-        assert same(running(run.parts.stepper.bare_model), before)
+        assert same(running(run.parts.stepper.unwrapped_model), before)
 
 
 def test_a_skipped_step_leaves_running_statistics_as_they_were(
@@ -71,7 +73,7 @@ def test_a_skipped_step_leaves_running_statistics_as_they_were(
 ) -> None:
     with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
         run.step()
-        before = running(run.parts.stepper.bare_model)
+        before = running(run.parts.stepper.unwrapped_model)
         loss = states.States.loss
 
         def spoilt(self: Any, model: nn.Module, batch: Any) -> Tensor:
@@ -80,10 +82,10 @@ def test_a_skipped_step_leaves_running_statistics_as_they_were(
         monkeypatch.setattr(states.States, "loss", spoilt)
         run.step()
         assert run.state.skipped_in_a_row == 1
-        assert same(running(run.parts.stepper.bare_model), before)
+        assert same(running(run.parts.stepper.unwrapped_model), before)
         monkeypatch.undo()
         run.step()
-        assert not same(running(run.parts.stepper.bare_model), before)
+        assert not same(running(run.parts.stepper.unwrapped_model), before)
 
 
 def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path
         saved = load(next((tmp_path / "run").rglob("step-1")))
         model = run.parts.task.shell()
         assert load_model(model, saved) == []
-        assert same(running(model), running(run.parts.stepper.bare_model))
+        assert same(running(model), running(run.parts.stepper.unwrapped_model))
         headers = {"model.safetensors": read_header(saved.path / "model.safetensors")}
         assert parameter_count(saved.manifest, headers) == 4 * 6 + 2 * 6 + 7
         file = saved.path / "model.safetensors"
@@ -113,9 +115,9 @@ def grown(run: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Buffers just before the second step's growth, and after it."""
     run.step()
     run.step()
-    before = running(run.parts.stepper.bare_model)
+    before = running(run.parts.stepper.unwrapped_model)
     change_if_due(run)
-    return before, running(run.parts.stepper.bare_model)
+    return before, running(run.parts.stepper.unwrapped_model)
 
 
 def test_running_statistics_follow_the_axis_that_is_widened(tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_what_the_module_froze_is_not_trained_until_somebody_says_so(tmp_path: P
         assert moved == ["down.weight", "down.bias"]
         assert not [key for key in run.parts.stepper.optimizers[0].state if key.shape == (6, 3)]
         change_if_due(run)
-        assert run.parts.stepper.bare_model.get_parameter("up.weight").shape == (9, 3)
+        assert run.parts.stepper.unwrapped_model.get_parameter("up.weight").shape == (9, 3)
         assert run.state.settings.frozen == ("up.*",)
         run.step()
         change_if_due(run)

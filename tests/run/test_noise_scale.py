@@ -100,7 +100,7 @@ def test_it_is_the_noise_scale_of_the_samples(trainer: Callable[..., Trainer]) -
     gradients = []
     for index in range(len(source) - 1):  # the last sample may be shorter
         batch = to_device(source.read(np.array([index])), torch.device("cpu"))
-        loss = parts.task.loss_sum(parts.stepper.bare_model, batch) / parts.task.context
+        loss = parts.task.loss_sum(parts.stepper.unwrapped_model, batch) / parts.task.context
         each = torch.autograd.grad(loss, [*parts.stepper.parameters.values()])
         gradients.append(torch.cat([g.flatten() for g in each]).double())
     samples = torch.stack(gradients)

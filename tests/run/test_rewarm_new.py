@@ -71,7 +71,7 @@ def test_a_resume_and_later_growth_go_on_with_what_is_warming_up(
         inserted({"rewarm_new": 2}, GROWN_AT + 1, where="start", **{"from": "copy"}),
     )
     run = run_until(trainer(entries, "optimizer.name=muon", name="whole"), GROWN_AT + 2)
-    births = run.state.settings.births
+    births = run.state.settings.new_param_warmups
     assert [(birth.step, birth.iters) for birth in births] == [(3, 20), (4, 2)]
     assert {name.rpartition(".")[0][:8] for name in births[0].names} == {"blocks.3"}
     assert {name.rpartition(".")[0][:8] for name in births[1].names} == {"blocks.0"}
@@ -111,7 +111,7 @@ def test_new_adapters_of_a_model_of_the_same_shape_warm_up_after_a_resume(
     again = trainer(entries, name="again")
     restore(again, load(latest(tmp_path / "whole")))
     for each in (run, again):
-        (birth,) = each.state.settings.births
+        (birth,) = each.state.settings.new_param_warmups
         assert all(name.rpartition(".")[2] in ("lora_a", "lora_b") for name in birth.names)
         each.step()
         rates = {g["birth"]: g["lr"] for o in each.parts.stepper.optimizers for g in o.param_groups}

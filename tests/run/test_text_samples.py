@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from instar.record.events import Warn, Wrote, read_events
+from instar.record.events import SampleText, Warn, read_events
 from instar.run.loop.trainer import Trainer
 
 Make = Callable[..., Trainer]
 
 
-def wrote(path: Path) -> list[Wrote]:
-    return [event for event in read_events(path) if isinstance(event, Wrote)]
+def wrote(path: Path) -> list[SampleText]:
+    return [event for event in read_events(path) if isinstance(event, SampleText)]
 
 
 def test_a_model_writes_at_evaluations_and_at_the_end(

@@ -16,7 +16,7 @@ from instar.distributed.failure import RunFailed
 from instar.record.events import Eval, Skip, Train, read_events
 from instar.record.system import cpu_model
 from instar.run.lifecycle.restore import restore_state
-from instar.run.loop.checkpointing import to_json
+from instar.run.loop.checkpointing import state_json
 from instar.run.loop.state import Decision
 from instar.run.loop.trainer import Trainer
 from instar.schedule.settings import learning_rate
@@ -184,7 +184,7 @@ def test_the_precision_may_change_at_a_resume(trainer: Make, was: str, becomes: 
     begun = trainer(f"precision={was}", name="begun")
     for _ in range(3):
         begun.step()
-    saved = json.loads(json.dumps(to_json(begun.state, begun.parts)))
+    saved = json.loads(json.dumps(state_json(begun.state, begun.parts)))
     goes_on = trainer(f"precision={becomes}", name="goes-on")
     goes_on.state = restore_state(goes_on.state, goes_on.parts, saved, ())
     scaler = goes_on.parts.stepper.scaler.state_dict()

@@ -11,10 +11,10 @@ import pytest
 from instar.config.budget import Counters
 from instar.config.load import load
 from instar.config.sections import Operation
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.run.output.operation_text import changed_text, differences
 from instar.schedule.operations import Change, History, carried_out, initial_state
-from instar.schedule.triggers import Moment, due, entries, last_step, next_entry
+from instar.schedule.triggers import Moment, due, last_step, next_entry, schedule_entries
 
 LONG = """[
 {name: change_lr, value: 2.0, trigger_loss: 6.0, max_wait_iters: 50000, reevaluate: false},
@@ -101,8 +101,8 @@ def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[
             "train.until=[600kit]",
         ],
     ).config
-    schedule = entries(config)
-    state = initial_state(config, resolve(config.model, 256))
+    schedule = schedule_entries(config)
+    state = initial_state(config, resolve_architecture(config.model, 256))
     history: History = ()
     for step in range(1, 600_001):
         if step % state.settings.eval_interval:
@@ -136,8 +136,8 @@ def test_what_the_operations_come_to() -> None:
             "learning_rate.lr_decay_iters=600000",
         ],
     ).config
-    state = initial_state(config, resolve(config.model, 256))
-    for entry in entries(config):
+    state = initial_state(config, resolve_architecture(config.model, 256))
+    for entry in schedule_entries(config):
         state = carried_out(state, entry.operation, 1000)
     settings = state.settings
     assert settings.lr == pytest.approx(6e-4)
@@ -165,7 +165,7 @@ def test_a_warm_up_and_the_decay_s_end_are_multiplied_by_the_factor(
     """By hand: each count times the product of the factors, rounded down."""
     shape = [f"learning_rate.warmup_iters={warmup}", f"learning_rate.lr_decay_iters={end}"]
     config = load(None, shape).config
-    state = initial_state(config, resolve(config.model, 256))
+    state = initial_state(config, resolve_architecture(config.model, 256))
     for factor in factors:
         state = carried_out(state, Operation("change_warmup_iters", factor), 3)
     settings = state.settings
@@ -177,7 +177,7 @@ CONFIG_5_40 = load(None, ["learning_rate.warmup_iters=5", "learning_rate.lr_deca
 
 def test_a_warm_up_that_was_set_is_what_later_factors_multiply() -> None:
     config = CONFIG_5_40
-    state = initial_state(config, resolve(config.model, 256))
+    state = initial_state(config, resolve_architecture(config.model, 256))
     for name, value in [("change_warmup_iters", 0.5), ("set_warmup_iters", 4)]:
         state = carried_out(state, Operation(name, value), 3)
     assert (state.settings.warmup_iters, state.settings.lr_decay_iters) == (4, 40)
@@ -186,7 +186,7 @@ def test_a_warm_up_that_was_set_is_what_later_factors_multiply() -> None:
 
 
 def test_counts_that_were_set_beside_operations_are_what_later_factors_multiply() -> None:
-    state = initial_state(CONFIG_5_40, resolve(CONFIG_5_40.model, 256))
+    state = initial_state(CONFIG_5_40, resolve_architecture(CONFIG_5_40.model, 256))
     state = carried_out(state, Operation("change_warmup_iters", 0.5), 3)
     given = replace(state.settings, lr_decay_iters=100)
     state = carried_out(replace(state, settings=given), Operation("change_warmup_iters", 3.0), 4)
@@ -194,14 +194,14 @@ def test_counts_that_were_set_beside_operations_are_what_later_factors_multiply(
 
 
 def test_an_operation_shows_what_it_changed_and_not_how_that_is_computed() -> None:
-    before = initial_state(CONFIG_5_40, resolve(CONFIG_5_40.model, 256))
+    before = initial_state(CONFIG_5_40, resolve_architecture(CONFIG_5_40.model, 256))
     after = carried_out(before, Operation("change_warmup_iters", 2.0), 3)
     assert changed_text(differences(before, after)) == "warmup_iters 5→10, lr_decay_iters 40→80"
 
 
 def test_factors_of_the_warm_up_end_before_floating_point_does() -> None:
     config = load(None, ["learning_rate.warmup_iters=0", "learning_rate.shape=constant"]).config
-    state = initial_state(config, resolve(config.model, 256))
+    state = initial_state(config, resolve_architecture(config.model, 256))
     state = carried_out(state, Operation("change_warmup_iters", 1e12), 3)
     with pytest.raises(ValueError, match="product of all factors"):
         carried_out(state, Operation("change_warmup_iters", 2.0), 3)

@@ -28,10 +28,10 @@ from instar.schedule.triggers import (
     Trigger,
     Waited,
     due,
-    entries,
     last_step,
     next_entry,
     remaining,
+    schedule_entries,
     too_large,
 )
 
@@ -40,7 +40,7 @@ GROW = Operation("widen_mlp", "x2")
 
 
 def entry(**given: Any) -> Entry:
-    (found,) = entries(
+    (found,) = schedule_entries(
         LanguageConfig.model_validate({"schedule": [{"name": "change_lr", **given}]})
     )
     return found
@@ -104,7 +104,7 @@ def test_entries_come_one_after_the_other_and_the_run_s_own_changes_do_not_count
 def test_a_repeated_entry_is_carried_out_as_often_and_keeps_its_place() -> None:
     given = [{"name": "change_lr", "value": 2, "max_wait_iters": 3}] * 2
     config = LanguageConfig.model_validate({"schedule": [{**given[0], "repeat": 2}, given[1]]})
-    schedule = entries(config)
+    schedule = schedule_entries(config)
     assert [each.place for each in schedule] == ["schedule[0]", "schedule[0]", "schedule[1]"]
     done = tuple(Change(each.operation, 3, 0, entry=each.number) for each in schedule[:2])
     assert remaining(schedule, done) == schedule[2:]

@@ -13,7 +13,7 @@ from instar.config.load import load
 from instar.schedule.expected import (
     EXPONENTS,
     TypicalSaving,
-    expected,
+    expected_saving,
     family_saving,
     saved,
     saving_values,
@@ -122,7 +122,7 @@ def test_one_model_saves_what_its_stages_are_worth() -> None:
 
 def test_in_json_what_was_not_measured_has_another_name(tmp_path: Path) -> None:
     told = foretold("family")
-    found = expected(told, load(None), str(tmp_path / "run.yaml"))
+    found = expected_saving(told, load(None), str(tmp_path / "run.yaml"))
     given = json.loads(json.dumps(saving_values(found)))
     assert given["saving"] is None
     assert len(given["typical_saving"]["family"]) == 3

@@ -19,7 +19,7 @@ from sized import sized
 from instar.config.errors import ConfigError
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import Forecast, checked_forecast
-from instar.schedule.operations import names
+from instar.schedule.operations import operation_names
 from instar.schedule.render import render
 
 EXAMPLES = figures.times(150, 10_000)
@@ -144,7 +144,7 @@ def operations() -> st.SearchStrategy[dict[str, Any]]:
         parts = st.tuples(value, TRIGGERS, few)
         return parts.map(lambda got: {"name": name, "value": got[0], **got[1], **got[2]})
 
-    return st.sampled_from([*names(), "widen_mpl"]).flatmap(entry)
+    return st.sampled_from([*operation_names(), "widen_mpl"]).flatmap(entry)
 
 
 SCHEDULES = st.lists(operations(), max_size=5) | JSON | st.lists(JSON, max_size=2)

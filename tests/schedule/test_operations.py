@@ -18,10 +18,10 @@ from instar.schedule.operations import (
     OperationError,
     State,
     carried_out,
-    fold,
+    fold_history,
     initial_state,
-    names,
-    planned,
+    operation_names,
+    plan_operation,
 )
 from instar.schedule.settings import (
     Settings,
@@ -47,7 +47,7 @@ ARCHITECTURE = gpt2(context=128)
 def state_after(*operations: tuple[Any, ...], step: int = 7) -> State:
     """The state after operations given as (name, value) or (name, value, options)."""
     history = tuple(Change(Operation(*operation), step, 0) for operation in operations)
-    return fold(initial_state(CONFIG, ARCHITECTURE), history)
+    return fold_history(initial_state(CONFIG, ARCHITECTURE), history)
 
 
 def after(*operations: tuple[Any, ...], step: int = 7) -> Settings:
@@ -55,7 +55,7 @@ def after(*operations: tuple[Any, ...], step: int = 7) -> Settings:
 
 
 def test_an_empty_history_gives_the_config() -> None:
-    assert fold(initial_state(CONFIG, ARCHITECTURE), ()) == State(
+    assert fold_history(initial_state(CONFIG, ARCHITECTURE), ()) == State(
         initial_settings(CONFIG), ARCHITECTURE, CONFIG
     )
 
@@ -105,7 +105,7 @@ def test_products_round_to_the_nearest_not_down() -> None:
 
 def test_a_whole_validation_set_stays_whole() -> None:
     whole = CONFIG.model_copy(update={"eval": CONFIG.eval.model_copy(update={"eval_iters": None})})
-    state = fold(
+    state = fold_history(
         initial_state(whole, ARCHITECTURE), (Change(Operation("change_eval_iters", 2.0), 0, 0),)
     )
     assert state.settings.eval_iters is None
@@ -117,13 +117,13 @@ def test_resetting_the_schedule_warms_up_again() -> None:
 
 
 def test_growth_changes_the_architecture_and_says_how() -> None:
-    before = fold(initial_state(CONFIG, ARCHITECTURE), ())
-    after, plan = planned(before, Operation("insert_layers", 1), 7)
+    before = fold_history(initial_state(CONFIG, ARCHITECTURE), ())
+    after, plan = plan_operation(before, Operation("insert_layers", 1), 7)
     assert (before.architecture.n_layer, after.architecture.n_layer) == (2, 3)
     assert after.settings == before.settings
     assert plan is not None
     assert plan.tensors.keys() == after.architecture.parameters().keys()
-    assert planned(before, Operation("change_lr", 2.0), 7)[1] is None
+    assert plan_operation(before, Operation("change_lr", 2.0), 7)[1] is None
 
 
 def test_a_model_that_grows_may_have_its_rate_rise_again() -> None:
@@ -144,7 +144,7 @@ def births(*operations: tuple[Any, ...]) -> list[tuple[int, set[str]]]:
         state = carried_out(state, Operation(name, value, *options), 10 * number)
     return [
         (birth.step, {".".join(name.split(".")[:2]) for name in birth.names})
-        for birth in state.settings.births
+        for birth in state.settings.new_param_warmups
     ]
 
 
@@ -177,7 +177,7 @@ def test_births_follow_what_was_born(
 
 
 def test_what_is_at_least_half_new_is_new() -> None:
-    doubled = after(("widen_mlp", "x2", NEW)).births[0].names
+    doubled = after(("widen_mlp", "x2", NEW)).new_param_warmups[0].names
     assert {name.partition("mlp.")[2] for name in doubled} == {
         "up.weight",
         "up.bias",
@@ -189,7 +189,7 @@ def test_what_is_at_least_half_new_is_new() -> None:
 
 def test_a_skipped_operation_changes_nothing() -> None:
     skipped = Change(Operation("widen_mlp", "x2"), 7, 0, entry=0, skipped="no memory")
-    assert fold(initial_state(CONFIG, ARCHITECTURE), (skipped,)) == fold(
+    assert fold_history(initial_state(CONFIG, ARCHITECTURE), (skipped,)) == fold_history(
         initial_state(CONFIG, ARCHITECTURE), ()
     )
 
@@ -197,10 +197,10 @@ def test_a_skipped_operation_changes_nothing() -> None:
 def test_a_mask_is_folded_by_an_operation_of_its_own() -> None:
     grow = Change(Operation("insert_layers", 1, {"mask": 20}), 7, 0, entry=0)
     fold_it = Change(Operation("fold_masks"), 27, 0)
-    open_ = fold(initial_state(CONFIG, ARCHITECTURE), (grow,)).architecture
+    open_ = fold_history(initial_state(CONFIG, ARCHITECTURE), (grow,)).architecture
     assert open_.mask is not None
     assert open_.mask.end == 27
-    folded = fold(initial_state(CONFIG, ARCHITECTURE), (grow, fold_it)).architecture
+    folded = fold_history(initial_state(CONFIG, ARCHITECTURE), (grow, fold_it)).architecture
     assert folded == state_after(("insert_layers", 1)).architecture
 
 
@@ -280,8 +280,8 @@ def test_a_mistake_of_form_says_in_which_part() -> None:
 
 
 def test_all_operations_have_names_of_the_field() -> None:
-    assert {"change_lr", "freeze", "widen_mlp", "merge_lora"} <= set(names())
-    assert len(names()) == len(set(names()))
+    assert {"change_lr", "freeze", "widen_mlp", "merge_lora"} <= set(operation_names())
+    assert len(operation_names()) == len(set(operation_names()))
 
 
 @given(
@@ -303,10 +303,10 @@ def test_folding_may_stop_anywhere_and_go_on(
 ) -> None:
     """Resuming is folding again: the history alone gives what a live run had."""
     history = tuple(Change(Operation(name, value), step, 0) for name, value, step in operations)
-    live = fold(initial_state(CONFIG, ARCHITECTURE), history[:cut])
+    live = fold_history(initial_state(CONFIG, ARCHITECTURE), history[:cut])
     for change in history[cut:]:
         live = carried_out(live, change.operation, change.step)
-    assert live == fold(initial_state(CONFIG, ARCHITECTURE), history)
+    assert live == fold_history(initial_state(CONFIG, ARCHITECTURE), history)
     assert initial_settings(CONFIG).batch_size == 16
 
 

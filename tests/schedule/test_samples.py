@@ -13,7 +13,7 @@ from instar.growth.operators import OPERATORS
 from instar.models.shape import count_parameters
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import Forecast, checked_forecast
-from instar.schedule.operations import names
+from instar.schedule.operations import operation_names
 from instar.schedule.render import render
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def test_the_large_one_ends_as_gpt2() -> None:
 def test_the_page_names_every_operation_option_trigger_and_guard() -> None:
     page = (ROOT / "docs/schedule.md").read_text("utf-8")
     said = set(re.findall(r"\w+", page))
-    assert {*names()} - {"fold_masks"} <= said
+    assert {*operation_names()} - {"fold_masks"} <= said
     assert {option for operator in OPERATORS.values() for option in operator.options} <= said
     for section in (ScheduledOperation, When, PlateauTrigger):
         assert set(section.model_fields) <= said

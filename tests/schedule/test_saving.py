@@ -13,8 +13,8 @@ from instar.schedule.saving import (
     PilotFindings,
     before_growth,
     exponent_of,
+    pilot_summary,
     predicted,
-    summary,
     worth,
 )
 
@@ -108,6 +108,6 @@ def test_nothing_is_predicted_of_half_a_pilot_or_without_growth() -> None:
     pilot = a_pilot(lambda _: 0.2)
     with pytest.raises(ValueError, match="runs of the pilot are missing"):
         predicted(structs.replace(pilot, runs=pilot.runs[1:]), spent(200, 100))
-    assert summary(structs.replace(pilot, runs=())) == {}
+    assert pilot_summary(structs.replace(pilot, runs=())) == {}
     with pytest.raises(ValueError, match="does not grow"):
         predicted(pilot, spent(200, 0))

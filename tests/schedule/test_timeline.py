@@ -15,12 +15,19 @@ from instar.config.budget import parse_budget
 from instar.config.language import LanguageConfig
 from instar.config.sections import Operation
 from instar.data.source import windows_of
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.models.cost import flops_per_token
 from instar.schedule.forecast import ScheduleError, forecast
 from instar.schedule.operations import Change, History, carried_out, initial_state
 from instar.schedule.timeline import Clock, Pace
-from instar.schedule.triggers import Moment, due, entries, evaluates_at_start, last_step, next_entry
+from instar.schedule.triggers import (
+    Moment,
+    due,
+    evaluates_at_start,
+    last_step,
+    next_entry,
+    schedule_entries,
+)
 
 TOKENS = 4001
 VOCABULARY = 64
@@ -45,8 +52,8 @@ def foretold(run: LanguageConfig) -> tuple[list[int | None], list[int | None]]:
 
 def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
     """The steps of a loop that asks between all of them, as a trainer does."""
-    schedule, budgets = entries(run), [parse_budget(text) for text in run.train.until]
-    state = initial_state(run, resolve(run.model, VOCABULARY))
+    schedule, budgets = schedule_entries(run), [parse_budget(text) for text in run.train.until]
+    state = initial_state(run, resolve_architecture(run.model, VOCABULARY))
     history: History = ()
     spot, losses = Clock(), []
     evaluated = evaluates_at_start(run)

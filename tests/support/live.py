@@ -6,7 +6,7 @@ from instar.checkpoint.store import Checkpoint
 from instar.config.sections import Operation
 from instar.run.changes import scheduled
 from instar.run.lifecycle import restore as restoring
-from instar.run.loop.checkpointing import save_if_due
+from instar.run.loop.checkpointing import save_checkpoint_if_due
 from instar.run.loop.trainer import Trainer
 
 
@@ -26,4 +26,4 @@ def restore(run: Trainer, checkpoint: Checkpoint) -> list[str]:
 
 
 def save_when_due(run: Trainer) -> None:
-    run.state = save_if_due(run.state, run.parts)
+    run.state = save_checkpoint_if_due(run.state, run.parts)

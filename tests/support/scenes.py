@@ -16,10 +16,10 @@ from instar.record.events import (
     OperationEvent,
     RunFinished,
     RunStarted,
+    SampleText,
     Saved,
     Stop,
     Train,
-    Wrote,
     encode,
 )
 from instar.record.rundir import RunDir
@@ -162,7 +162,7 @@ def grows(seed: int, floor: float = 3.9, at: tuple[int, int, int] = (50, 100, 15
     yield grown(third, "insert_layers", "2→4", DEEP, (926_000, 1_330_000)), 1
     yield from trained(third, STEPS, seed=seed, floor=floor)
     last = place(STEPS)
-    yield Wrote(prompt="def ", text="read(path):\n    return open(path).read()\n", **last), 1
+    yield SampleText(prompt="def ", text="read(path):\n    return open(path).read()\n", **last), 1
     yield Stop(reason=f"reached {STEPS}it", **last), 1
     yield RunFinished(loss=floor, **last), 1
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from instar.config.language import ModelConfig
-from instar.models.architecture import Architecture, resolve
+from instar.models.architecture import Architecture, resolve_architecture
 
 
 def gpt2(vocab_size: int = 50, **changes: Any) -> Architecture:
     """Two layers of GPT-2's block: LayerNorm, GELU, learned positions, biases, a tied head."""
     shape = {"n_layer": 2, "n_head": 4, "n_embd": 32, "context": 16} | changes
-    return resolve(ModelConfig(**shape), vocab_size)
+    return resolve_architecture(ModelConfig(**shape), vocab_size)
 
 
 def llama(vocab_size: int = 50, **changes: Any) -> Architecture:

@@ -15,12 +15,12 @@ from instar.record.events import (
     OperationEvent,
     RunFinished,
     RunStarted,
+    SampleText,
     Saved,
     Skip,
     Stop,
     Train,
     Warn,
-    Wrote,
     encode,
 )
 from instar.record.rundir import RunDir
@@ -146,7 +146,7 @@ def told_run(path: Path) -> RunDir:
                 2,
             ),
             (Warn(message="the disk is nearly full", step=40), 2),
-            (Wrote(prompt="def ", text="square(n): return n * n", **last), 2),
+            (SampleText(prompt="def ", text="square(n): return n * n", **last), 2),
             (Stop(reason="reached 40it", **last), 2),
             (RunFinished(loss=2.8, **last), 2),
         ],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from instar.config.language import LanguageConfig
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.tasks.language import LanguageSpec
 
 
 def sized(config: LanguageConfig, tokens: int | None, vocab_size: int) -> LanguageSpec:
     """A run on so many training tokens; None: nobody has counted them."""
-    return LanguageSpec(config, resolve(config.model, vocab_size), lambda _: tokens)
+    return LanguageSpec(config, resolve_architecture(config.model, vocab_size), lambda _: tokens)

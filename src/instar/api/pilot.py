@@ -19,17 +19,17 @@ from instar.api.short_runs import (
     START_S,
     WARMUP,
     MeasuredConfig,
-    ask,
     evaluations,
     loss_at_end,
     losses_of,
     options,
+    prepare_measurement,
     refused,
     run_values,
     shape_of_stage,
     shape_settings,
     too_short,
-    trained,
+    train_or_resume,
 )
 from instar.config.errors import ConfigError
 from instar.schedule.pilot import (
@@ -37,7 +37,7 @@ from instar.schedule.pilot import (
     PilotCase,
     PilotModel,
     PilotRun,
-    beside,
+    pilot_path,
     read_pilot,
     settings_of,
     write_json,
@@ -98,12 +98,12 @@ def pilot(
             the budget is too small; the file is another pilot's.
         RunFailed, Interrupted: see `launch`; the same call goes on.
     """
-    from instar.schedule.expected import expected
-    from instar.schedule.saving import ExpectedSaving, summary
+    from instar.schedule.expected import expected_saving
+    from instar.schedule.saving import ExpectedSaving, pilot_summary
 
     begun = time.monotonic()
     path = None if config is None else os.fspath(config)
-    asked = ask(path, overrides, world_size, devices, say)
+    asked = prepare_measurement(path, overrides, world_size, devices, say)
     _check_growth(asked)
     file = out or pilot_file(path, asked.config)
     known = read_pilot(file) if file.exists() else None
@@ -124,9 +124,9 @@ def pilot(
         done = _run(asked, found, case)
         slowest = max(slowest, time.monotonic() - begun - spent)
         found = structs.replace(found, runs=(*found.runs, done))
-        found = structs.replace(found, found=summary(found))
+        found = structs.replace(found, found=pilot_summary(found))
         write_json(file, found)
-    saving = expected(asked.forecast, asked.loaded, path, file)
+    saving = expected_saving(asked.forecast, asked.loaded, path, file)
     if not isinstance(saving, ExpectedSaving):
         raise ConfigError.one("has no runs to predict from", str(file))
     return PilotResult(found, saving, file)
@@ -134,7 +134,7 @@ def pilot(
 
 def pilot_file(path: str | None, config: RunConfig) -> Path:
     """Return where a pilot's file is if nobody says where: beside the config, or among the runs."""
-    return beside(Path(config.record.out_dir) / config.name if path is None else path)
+    return pilot_path(Path(config.record.out_dir) / config.name if path is None else path)
 
 
 def _check_growth(asked: MeasuredConfig) -> None:
@@ -295,7 +295,7 @@ def _run(asked: MeasuredConfig, found: Pilot, case: PilotCase) -> PilotRun:
     from instar.schedule.saving import spending
 
     settings = _settings(asked, found, case)
-    path = trained(asked, asked.path, [*asked.overrides, *settings], "pilot")
+    path = train_or_resume(asked, asked.path, [*asked.overrides, *settings], "pilot")
     loss = loss_at_end(path, case.steps)
     if loss is None:
         raise RunFailed(

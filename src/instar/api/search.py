@@ -26,26 +26,26 @@ from instar.api.short_runs import (
     WARMUP,
     MeasuredConfig,
     Say,
-    ask,
     evaluations,
     loss_at_end,
     losses_of,
     options,
+    prepare_measurement,
     refused,
     run_values,
     shape_of_stage,
     shape_settings,
     too_short,
-    trained,
+    train_or_resume,
 )
 from instar.config.errors import ConfigError
 from instar.config.origins import in_yaml
 from instar.distributed.failure import RunFailed
 from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
-from instar.schedule.branches import folder_of
+from instar.schedule.branches import branch_folder
 from instar.schedule.halving import RUNGS, rung_steps
-from instar.schedule.pilot import beside, settings_of, write_json
+from instar.schedule.pilot import pilot_path, settings_of, write_json
 from instar.schedule.search.candidates import (
     SCRATCH,
     CandidateStage,
@@ -129,7 +129,7 @@ def search(
     """
     begun = time.monotonic()
     path = None if config is None else os.fspath(config)
-    final = _final(ask(path, overrides, world_size, devices, say))
+    final = _final(prepare_measurement(path, overrides, world_size, devices, say))
     file = out or _file(path, final.config)
     state = file.with_suffix(SUFFIX)
     candidates = tuple(_candidates(final))
@@ -345,7 +345,7 @@ class _Runs:
     def folder(self, candidate: GrowthCandidate, rung: int, seed: int) -> Path:
         """Return the folder of a trial, which is a branch of its trunk."""
         trunk, name = self.trunk(candidate, seed), self.found.branch(candidate, rung)["value"]
-        return trunk.with_name(folder_of(trunk, name).name)
+        return trunk.with_name(branch_folder(trunk, name).name)
 
     def run(self, candidate: GrowthCandidate, rung: int, seed: int) -> SearchTrial:
         """Train a trial, or go on with it, and its trunk as far as its rung needs it; read how it ended."""
@@ -356,7 +356,7 @@ class _Runs:
         if not folder.exists():
             raise RunFailed(f"{folder} is gone; delete the folder of its trunk to train both again")
         own = ["resume=auto", *options({"record.run_dir": os.fspath(folder)})]
-        trained(self.final.asked, os.fspath(folder / "run.yaml"), own, _RUN)
+        train_or_resume(self.final.asked, os.fspath(folder / "run.yaml"), own, _RUN)
         at = candidate.branches_at(steps, found.decay)
         before = (each for each in losses_of(self.trunk(candidate, seed)) if each[0] <= at)
         after = (each for each in losses_of(folder) if each[0] > at)
@@ -390,7 +390,9 @@ class _Runs:
             "schedule": schedule,
         }
         asked = self.final.asked
-        trained(asked, asked.path, [*asked.overrides, *self.final.settings, *options(values)], _RUN)
+        train_or_resume(
+            asked, asked.path, [*asked.overrides, *self.final.settings, *options(values)], _RUN
+        )
 
     def delete_given_up(self) -> None:
         """Delete branches that were made for trials which will not be run."""
@@ -405,7 +407,7 @@ class _Runs:
 
 def _result(final: _Final, found: ScheduleSearch, file: Path) -> SearchResult:
     """Write the schedule of the winner, and its trials as a pilot."""
-    from instar.schedule.saving import predicted, spending, summary
+    from instar.schedule.saving import pilot_summary, predicted, spending
 
     winner, asked = found.winner, final.asked
     if winner is None:
@@ -416,10 +418,10 @@ def _result(final: _Final, found: ScheduleSearch, file: Path) -> SearchResult:
     pilot = found.pilot(winner, settings_of(asked.load(settings).config), trunks)
     try:
         spent = spending(asked.forecast_of(settings))
-        saving = predicted(pilot, spent, source=os.fspath(beside(file)))
+        saving = predicted(pilot, spent, source=os.fspath(pilot_path(file)))
     except ValueError:  # the final size from scratch diverged
         saving = None
-    write_json(beside(file), structs.replace(pilot, found=summary(pilot)))
+    write_json(pilot_path(file), structs.replace(pilot, found=pilot_summary(pilot)))
     if not file.exists():  # what was added to it stays
         replace_file(file, _text(final, found, winner, saving).encode())
     return SearchResult(found, file, saving)

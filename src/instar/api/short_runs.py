@@ -75,7 +75,7 @@ class MeasuredConfig:
         return time.step / several, time.evaluation / several
 
 
-def ask(
+def prepare_measurement(
     path: str | None,
     overrides: Sequence[str],
     world_size: int | None,
@@ -173,7 +173,9 @@ def run_values(config: RunConfig, kind: str, folder: Path, steps: int, seed: int
     }
 
 
-def trained(asked: MeasuredConfig, path: str | None, given: Sequence[str], kind: str) -> Path:
+def train_or_resume(
+    asked: MeasuredConfig, path: str | None, given: Sequence[str], kind: str
+) -> Path:
     """Train a run, or go on with it, and return its folder.
 
     Raises:

@@ -122,7 +122,7 @@ def operation_of(text: str) -> Operation:
     from instar.config.document import parse
     from instar.config.errors import ConfigError
     from instar.config.sections import Operation
-    from instar.schedule.operations import check
+    from instar.schedule.operations import check_operation
 
     place = f"--op {text}"
     values: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def operation_of(text: str) -> Operation:
     (name, value), *options = values.items()
     operation = Operation(name, value, dict(options))
     try:
-        check(operation)
+        check_operation(operation)
     except ValueError as error:
         raise ConfigError.one(str(error), place) from None
     return operation
@@ -228,7 +228,7 @@ def check(
     """
     from instar.run.lifecycle.load import load_config
     from instar.schedule.checks import without_effect
-    from instar.schedule.expected import expected, saving_values
+    from instar.schedule.expected import expected_saving, saving_values
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
     from instar.tasks.task import spec_class
@@ -236,7 +236,7 @@ def check(
     loaded = load_config(cfg, (*overrides, schedule_option(file)))
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     forecast = checked_forecast(loaded, spec, nproc)
-    saving = expected(forecast, loaded, cfg, pilot_file)
+    saving = expected_saving(forecast, loaded, cfg, pilot_file)
     for text in without_effect(loaded.config):
         click.echo(f"warning: {text}", err=True)
     if as_json:

@@ -238,7 +238,7 @@ def _forecast(
     from instar.run.lifecycle.preflight import foreseen_precision, preflight, suggestion
     from instar.run.lifecycle.resume import automatic
     from instar.run.lifecycle.start import starting_weights
-    from instar.schedule.expected import expected, saving_values
+    from instar.schedule.expected import expected_saving, saving_values
     from instar.schedule.memory import in_force
     from instar.schedule.render import render
     from instar.tasks.task import SampleSetSpec
@@ -248,7 +248,7 @@ def _forecast(
     weights = starting_weights(loaded, prepared.spec) if new else None
     line = torchrun_line(argv, ranks, options.devices, port=loaded.config.parallel.master_port)
     path = options.cfg or (str(resume.run.config) if resume else None)
-    saving = expected(prepared.forecast, loaded, path)
+    saving = expected_saving(prepared.forecast, loaded, path)
     precision = foreseen_precision(prepared)
     if options.as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}

@@ -37,9 +37,9 @@ from instar.schedule.triggers import (
     SlopeBelow,
     Trigger,
     due,
-    entries,
     last_step,
     next_entry,
+    schedule_entries,
     too_large,
 )
 
@@ -86,7 +86,7 @@ class GrowthSchedule:
         )
         budget = [] if steps is None else [f"train.until=[{steps}it]"]
         self._config = load(None, [f"schedule={given}", *budget], (mistakes,)).config
-        self.entries = entries(self._config)
+        self.entries = schedule_entries(self._config)
         self.steps, self.tokens_per_step, self.seed = steps, tokens_per_step, seed
         self._check()
         self.history: History = ()

@@ -257,7 +257,7 @@ class Architecture:
 
     def parameters(self) -> dict[str, Parameter]:
         """Returns every parameter by name, in the order of the forward pass."""
-        return _table(self)
+        return _Table(self).build()
 
     def adaptable(self) -> dict[str, tuple[int, ...]]:
         """Returns shapes of the weights that may have an adapter, by name without ``.weight``."""
@@ -299,7 +299,7 @@ def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
+def resolve_architecture(model: ModelConfig, vocab_size: int) -> Architecture:
     """Returns the architecture that a config describes, with missing values derived.
 
     Args:
@@ -351,7 +351,7 @@ def resolve(model: ModelConfig, vocab_size: int) -> Architecture:
 
 
 def section_of(arch: Architecture) -> ModelConfig:
-    """Returns the config section that `resolve`s to an architecture without adapters and masks.
+    """Returns the config section from which `resolve_architecture` makes an architecture without adapters and masks.
 
     Raises:
         ArchitectureError: no run could have this shape.
@@ -373,84 +373,91 @@ def section_of(arch: Architecture) -> ModelConfig:
         raise ArchitectureError(*problems) from None
 
 
-def _table(arch: Architecture) -> dict[str, Parameter]:
-    """Returns the parameter table with initial standard deviations.
+class _Table:
+    """Builds the parameter table with initial standard deviations.
 
     They are GPT-2's: 0.02, divided by √(2 n_layer) for matrices that write the residual stream.
     Short AdamW runs learned faster from it than from fan-in scaling, also at width 128. Adapters
     start as in loralib: B is 0, A has a variance of 1 / (3 · inputs) (Kaiming initialization,
     a = √5). Short convolutions start with `CONV_STD`.
     """
-    table: dict[str, Parameter] = {}
-    sizes = arch.sizes()
-    into_stream = 0.02 / math.sqrt(2 * max(1, arch.n_layer))
 
-    def add(name: str, kind: Kind, *axes: str, std: float = 0.0) -> None:
-        part = name.rpartition(".attn.")[2].partition(".")[0]
-        shape = tuple(axis_size(sizes, axis) for axis in axes)
-        parts = (part,) if part in ("query", "key", "value") else ()
-        table[name] = Parameter(axes, shape, kind, std, parts)
+    def __init__(self, arch: Architecture) -> None:
+        self.arch, self.sizes = arch, arch.sizes()
+        self.entries: dict[str, Parameter] = {}
+        self._into_stream = 0.02 / math.sqrt(2 * max(1, arch.n_layer))
 
-    def add_weight(name: str, kind: Kind, output: str, source: str, *, biased: bool) -> None:
-        writes_stream = kind == "matrix" and output == "embed"
-        add(f"{name}.weight", kind, output, source, std=into_stream if writes_stream else 0.02)
-        if biased:
-            add(f"{name}.bias", "bias", output)
-        if adapter := adapters.adapter_of(arch.lora, name):
-            rank = f"{name}.rank"
-            sizes[rank] = adapter.rank
-            add(
-                f"{name}.lora_a",
-                kind,
-                rank,
-                source,
-                std=1 / math.sqrt(3 * axis_size(sizes, source)),
-            )
-            add(f"{name}.lora_b", kind, output, rank)
+    def build(self) -> dict[str, Parameter]:
+        """Return the parameters in the order of the forward pass."""
+        arch = self.arch
+        self._weight("token_embedding", "embedding", "vocab", "embed", biased=False)
+        if arch.positions == "learned":
+            self._add("position_embedding.weight", "embedding", "context", "embed", std=0.02)
+        for layer in range(arch.n_layer):
+            self._attention(f"blocks.{layer}")
+            self._mlp(f"blocks.{layer}")
+        self._norm("final_norm")
+        if not arch.tied:
+            self._weight("head", "head", "vocab", "embed", biased=False)
+        return self.entries
 
-    def add_linear(name: str, output: str, source: str) -> None:
-        add_weight(name, "matrix", output, source, biased=arch.bias)
+    def _attention(self, block: str) -> None:
+        self._norm(f"{block}.attn_norm")
+        self._linear(f"{block}.attn.query", "heads*head_dim", "embed")
+        self._linear(f"{block}.attn.key", "kv_heads*head_dim", "embed")
+        self._linear(f"{block}.attn.value", "kv_heads*head_dim", "embed")
+        if self.arch.qk_norm:
+            self._add(f"{block}.attn.q_norm.weight", "norm", "head_dim")
+            self._add(f"{block}.attn.k_norm.weight", "norm", "head_dim")
+        self._linear(f"{block}.attn.output", "embed", "heads*head_dim")
 
-    def add_experts(name: str, output: str, source: str) -> None:
-        std = into_stream if output == "embed" else 0.02
-        add(f"{name}.weight", "experts", "experts", output, source, std=std)
-        if arch.bias:
-            add(f"{name}.bias", "bias", "experts", output)
-
-    def add_norm(name: str) -> None:
-        add(f"{name}.weight", "norm", "embed")
-        if arch.bias and arch.norm == "layernorm":
-            add(f"{name}.bias", "norm", "embed")
-
-    add_weight("token_embedding", "embedding", "vocab", "embed", biased=False)
-    if arch.positions == "learned":
-        add("position_embedding.weight", "embedding", "context", "embed", std=0.02)
-    for layer in range(arch.n_layer):
-        block = f"blocks.{layer}"
-        add_norm(f"{block}.attn_norm")
-        add_linear(f"{block}.attn.query", "heads*head_dim", "embed")
-        add_linear(f"{block}.attn.key", "kv_heads*head_dim", "embed")
-        add_linear(f"{block}.attn.value", "kv_heads*head_dim", "embed")
-        if arch.qk_norm:
-            add(f"{block}.attn.q_norm.weight", "norm", "head_dim")
-            add(f"{block}.attn.k_norm.weight", "norm", "head_dim")
-        add_linear(f"{block}.attn.output", "embed", "heads*head_dim")
-        add_norm(f"{block}.mlp_norm")
+    def _mlp(self, block: str) -> None:
+        arch = self.arch
+        self._norm(f"{block}.mlp_norm")
         if arch.conv_size is not None:
-            sizes.update(one=1, lags=arch.conv_size - 1)
-            add(f"{block}.mlp_conv.weight", "channel", "embed", "one", "lags", std=CONV_STD)
-        add_mlp = add_linear
+            self.sizes.update(one=1, lags=arch.conv_size - 1)
+            self._add(f"{block}.mlp_conv.weight", "channel", "embed", "one", "lags", std=CONV_STD)
+        linear = self._linear
         if arch.num_experts is not None:
-            add(f"{block}.mlp.router.weight", "matrix", "experts", "embed", std=ROUTER_STD)
-            add_mlp = add_experts
+            self._add(f"{block}.mlp.router.weight", "matrix", "experts", "embed", std=ROUTER_STD)
+            linear = self._experts
         if arch.activation == "swiglu":
-            add_mlp(f"{block}.mlp.gate", "mlp", "embed")
-        add_mlp(f"{block}.mlp.up", "mlp", "embed")
-        add_mlp(f"{block}.mlp.down", "embed", "mlp")
-    add_norm("final_norm")
-    if not arch.tied:
-        add_weight("head", "head", "vocab", "embed", biased=False)
-    return table
+            linear(f"{block}.mlp.gate", "mlp", "embed")
+        linear(f"{block}.mlp.up", "mlp", "embed")
+        linear(f"{block}.mlp.down", "embed", "mlp")
+
+    def _add(self, name: str, kind: Kind, *axes: str, std: float = 0.0) -> None:
+        part = name.rpartition(".attn.")[2].partition(".")[0]
+        shape = tuple(axis_size(self.sizes, axis) for axis in axes)
+        parts = (part,) if part in ("query", "key", "value") else ()
+        self.entries[name] = Parameter(axes, shape, kind, std, parts)
+
+    def _weight(self, name: str, kind: Kind, output: str, source: str, *, biased: bool) -> None:
+        writes_stream = kind == "matrix" and output == "embed"
+        std = self._into_stream if writes_stream else 0.02
+        self._add(f"{name}.weight", kind, output, source, std=std)
+        if biased:
+            self._add(f"{name}.bias", "bias", output)
+        if adapter := adapters.adapter_of(self.arch.lora, name):
+            rank = f"{name}.rank"
+            self.sizes[rank] = adapter.rank
+            std = 1 / math.sqrt(3 * axis_size(self.sizes, source))
+            self._add(f"{name}.lora_a", kind, rank, source, std=std)
+            self._add(f"{name}.lora_b", kind, output, rank)
+
+    def _linear(self, name: str, output: str, source: str) -> None:
+        self._weight(name, "matrix", output, source, biased=self.arch.bias)
+
+    def _experts(self, name: str, output: str, source: str) -> None:
+        std = self._into_stream if output == "embed" else 0.02
+        self._add(f"{name}.weight", "experts", "experts", output, source, std=std)
+        if self.arch.bias:
+            self._add(f"{name}.bias", "bias", "experts", output)
+
+    def _norm(self, name: str) -> None:
+        self._add(f"{name}.weight", "norm", "embed")
+        if self.arch.bias and self.arch.norm == "layernorm":
+            self._add(f"{name}.bias", "norm", "embed")
 
 
 def _expert_problems(arch: Architecture) -> Iterator[ConfigProblem]:

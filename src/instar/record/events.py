@@ -269,7 +269,7 @@ class Layers(Placed, tag="layers", frozen=True, kw_only=True):
     """Norm of the update over norm of the parameters before it."""
 
 
-class Wrote(Placed, tag="sample", frozen=True, kw_only=True):
+class SampleText(Placed, tag="sample", frozen=True, kw_only=True):
     """Text that a language model generated."""
 
     prompt: str
@@ -357,7 +357,7 @@ AnyEvent = (
     | Delta
     | Skip
     | Layers
-    | Wrote
+    | SampleText
     | ImageEvent
     | TableEvent
     | Alert

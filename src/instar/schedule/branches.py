@@ -65,8 +65,8 @@ class Branch:
         return Operation(BRANCHED, self.name, {**place, "decay_iters": self.decay})
 
 
-def branch_of(operation: Operation) -> Branch:
-    """Return the branch of an operation without `problems`."""
+def read_branch(operation: Operation) -> Branch:
+    """Return the branch of an operation without `branch_problems`."""
     given = operation.options
     iters = given["iters"]
     decay, overrides, schedule = given.get("decay"), given.get("set"), given.get(OPERATIONS)
@@ -80,7 +80,7 @@ def branch_of(operation: Operation) -> Branch:
     )
 
 
-def folder_of(trunk: Path, name: str) -> Path:
+def branch_folder(trunk: Path, name: str) -> Path:
     """Return the folder of a branch: beside the trunk's, whose name is the first part of its own.
 
     Raises:
@@ -96,7 +96,7 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
-def problems(operation: Operation) -> Iterator[Finding]:
+def branch_problems(operation: Operation) -> Iterator[Finding]:
     """Yield what is wrong with an operation `branch`, as far as it needs no config."""
     given = operation.options
     if not _is_name(operation.value):
@@ -133,7 +133,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST
 
 
-def conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
+def branch_conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
     """Yield what a branch cannot change in the config of its trunk, and invalid values."""
     known = values(config)
     for key in branch.overrides:

@@ -15,8 +15,8 @@ from instar.config.load import Brought, Loaded, load
 from instar.config.origins import SCHEDULE
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
-from instar.schedule.branches import BRANCH, Finding, branch_of, conflicts, problems
-from instar.schedule.operations import OperationError, check, names
+from instar.schedule.branches import BRANCH, Finding, branch_conflicts, branch_problems, read_branch
+from instar.schedule.operations import OperationError, check_operation, operation_names
 from instar.schedule.triggers import operation, stays_due, tokens, trigger
 
 
@@ -53,14 +53,18 @@ def _operation(given: ScheduledOperation) -> Iterator[Finding]:
     if given.name == "fold_masks":
         yield "name", "must not be fold_masks: a run folds its masks by itself", "leave it out"
         return
-    if given.name not in names():
-        suggestion = nearest(given.name, names())
-        hint = f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(names())}"
+    if given.name not in operation_names():
+        suggestion = nearest(given.name, operation_names())
+        hint = (
+            f"did you mean '{suggestion}'?"
+            if suggestion
+            else f"there are {', '.join(operation_names())}"
+        )
         yield "name", f"must be an operation, got '{given.name}'", hint
         return
     operation_of_entry = operation(given)
     if given.name == BRANCH:
-        yield from problems(operation_of_entry)
+        yield from branch_problems(operation_of_entry)
         if given.repeat > 1:
             yield "repeat", "is of no use: a branch has one name", "write an entry for each branch"
         return
@@ -90,10 +94,10 @@ def _branches(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield the problems of branches that depend on the rest of the config."""
     names_before: set[str] = set()
     for number, given in enumerate(config.schedule):
-        if given.name != BRANCH or any(problems(operation(given))):
+        if given.name != BRANCH or any(branch_problems(operation(given))):
             continue
-        branch, place = branch_of(operation(given)), f"{SCHEDULE}[{number}]"
-        findings = list(conflicts(branch, config))
+        branch, place = read_branch(operation(given)), f"{SCHEDULE}[{number}]"
+        findings = list(branch_conflicts(branch, config))
         if branch.name.lower() in names_before:
             hint = "some file systems do not tell upper from lower case"
             findings.append(("value", f"{branch.name} is the name of another branch", hint))
@@ -128,7 +132,7 @@ def _refused(operation_of_entry: Operation, option: str | None) -> Finding | Non
     part = option or "value"
     options = {} if option is None else {option: operation_of_entry.options[option]}
     try:
-        check(replace(operation_of_entry, options=options))
+        check_operation(replace(operation_of_entry, options=options))
     except OperationError as error:
         return error.part, error.message, ""
     except ValueError as error:

@@ -20,7 +20,7 @@ from instar.growth.operators import is_growth
 from instar.models.architecture import Architecture
 from instar.record.format import si
 from instar.schedule.forecast import Forecast
-from instar.schedule.pilot import Spent, beside, read_pilot
+from instar.schedule.pilot import Spent, pilot_path, read_pilot
 from instar.schedule.saving import (
     ExpectedSaving,
     PilotFindings,
@@ -53,7 +53,7 @@ class TypicalSaving:
     """Of the FLOPs of all sizes from scratch, each to its own loss; None: the run has no branches."""
 
 
-def expected(
+def expected_saving(
     forecast: Forecast, loaded: Loaded, path: str | None, file: Path | None = None
 ) -> ExpectedSaving | TypicalSaving | None:
     """Return the saving that a pilot predicts for a run, or else what is typical of its schedule; None if
@@ -68,7 +68,7 @@ def expected(
     """
     schedule = loaded.places.get(f"{SCHEDULE}[0]")
     sources = [source for source in (schedule and schedule.source, path) if source]
-    nearby = (beside(source) for source in sources if Path(source).is_file())
+    nearby = (pilot_path(source) for source in sources if Path(source).is_file())
     found = file or next((each for each in nearby if each.exists()), None)
     if found is None:
         return typical(forecast)

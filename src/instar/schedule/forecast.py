@@ -17,7 +17,7 @@ from instar.growth.operators import is_growth
 from instar.growth.plan import GrowthPlan
 from instar.models.cost import FrozenParameters
 from instar.models.shape import Growable, ParameterCount, count_parameters
-from instar.schedule.branches import BRANCH, Branch, branch_of
+from instar.schedule.branches import BRANCH, Branch, read_branch
 from instar.schedule.checks import mistakes
 from instar.schedule.memory import (
     RankMemory,
@@ -33,7 +33,7 @@ from instar.schedule.operations import (
     carried_out,
     initial_state,
     override,
-    planned,
+    plan_operation,
     when_due,
 )
 from instar.schedule.settings import Settings
@@ -47,7 +47,7 @@ from instar.schedule.timeline import (
     partial_steps,
     timeline,
 )
-from instar.schedule.triggers import Entry, entries, evaluates_at_start, too_large, words
+from instar.schedule.triggers import Entry, evaluates_at_start, schedule_entries, too_large, words
 from instar.tasks.task import TaskSpec
 
 
@@ -190,7 +190,7 @@ def decay_end(config: RunConfig, steps: int | None) -> int | None:
 
 def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     began = initial_state(config, spec.architecture, spec.facts)
-    legs = legs_of(entries(config), began, spec, world_size)
+    legs = legs_of(schedule_entries(config), began, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     early, late = (
         timeline(
@@ -292,7 +292,7 @@ def _branches(
             text = f"{entry.place} cannot begin: the run ends{when} before it"
             hint = "trigger it earlier, or give the run a later end"
             raise ScheduleError(ConfigProblem((entry.place,), text, hint))
-        branch = branch_of(entry.operation)
+        branch = read_branch(entry.operation)
         try:
             own = _branch_legs(config, spec, leg, branch, early.step, world_size)
         except ScheduleError as error:
@@ -320,7 +320,7 @@ def _branch_legs(
     changes = branch.changes(step)
     state = carried_out(leg.state, override(changes, {}), step)
     _check_data(state, leg.entry, spec, world_size)
-    return legs_of(entries(with_values(config, changes)), state, spec, world_size)
+    return legs_of(schedule_entries(with_values(config, changes)), state, spec, world_size)
 
 
 def _own_totals(
@@ -362,7 +362,7 @@ def _after(state: State, entry: Entry) -> tuple[State, GrowthPlan | None]:
     """Return the state after an entry, and the growth plan if the model grows."""
     state = when_due(state, entry.operation)
     try:
-        after, plan = planned(state, entry.operation, 0)
+        after, plan = plan_operation(state, entry.operation, 0)
     except ValueError as error:
         part = _faulty(state, entry.operation)
         raise _refused(entry, part, f"is not possible here: {error}") from None

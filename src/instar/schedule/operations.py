@@ -18,11 +18,11 @@ from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.models.architecture import mask_of
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
-from instar.schedule.branches import BRANCH, BRANCHED, Branch, problems
+from instar.schedule.branches import BRANCH, BRANCHED, Branch, branch_problems
 from instar.schedule.ramps import CONTEXT, refused_options, with_options
 from instar.schedule.settings import (
     THAWED,
-    Birth,
+    NewParamWarmup,
     Settings,
     initial_settings,
     is_frozen,
@@ -121,7 +121,7 @@ def states(initial: State, history: History) -> Iterator[tuple[Change, State]]:
             yield change, state
 
 
-def fold(initial: State, history: History) -> State:
+def fold_history(initial: State, history: History) -> State:
     """Return the state after `history`: law 1, a run is its config plus its history.
 
     Raises:
@@ -216,7 +216,7 @@ def effective(config: RunConfig, history: History) -> tuple[RunConfig, Settings]
     """Return config and settings after `history`, without knowing the model's architecture.
 
     `frozen` contains the patterns that operations gave: parameters may have been renamed since, and
-    what a custom task's module froze is unknown. So are the parameters of `births`, which is empty.
+    what a custom task's module froze is unknown. So are the parameters of `new_param_warmups`, which is empty.
 
     Raises:
         ValueError: an operation is unknown, or its value or an option is invalid.
@@ -236,7 +236,7 @@ def _effective(
     if operation.name == BRANCHED:
         start, iters = (int(operation.options[key]) for key in ("decay_start", "decay_iters"))
         return config, dataclasses.replace(settings, decay_start=start, decay_iters=iters)
-    check(operation)
+    check_operation(operation)
     if growth.is_growth(operation.name):
         return config, _after_growth(settings, operation, step)
     after = SETTINGS[operation.name](settings, operation.value, step)
@@ -250,7 +250,7 @@ def carried_out(state: State, operation: Operation, step: int) -> State:
         ValueError: the operation is unknown, its value or an option is invalid, or the present
             model does not allow it; the message says what would be allowed.
     """
-    return planned(state, operation, step)[0]
+    return plan_operation(state, operation, step)[0]
 
 
 def when_due(state: State, operation: Operation) -> State:
@@ -261,7 +261,9 @@ def when_due(state: State, operation: Operation) -> State:
     return carried_out(state, FOLD, mask.end)
 
 
-def planned(state: State, operation: Operation, step: int) -> tuple[State, GrowthPlan | None]:
+def plan_operation(
+    state: State, operation: Operation, step: int
+) -> tuple[State, GrowthPlan | None]:
     """Return the state after one operation, and the growth plan; None if no tensor changes."""
     config, settings = _effective(state.config, state.settings, operation, step)
     replaced = partial(dataclasses.replace, state, config=config)
@@ -276,8 +278,8 @@ def planned(state: State, operation: Operation, step: int) -> tuple[State, Growt
         except GrowthError as error:
             raise GrowthError(f"{operation.name}: {error}") from None
         frozen = _still_frozen(settings.frozen, plan, then)
-        births = _births(settings.births, plan, operation, step)
-        settings = dataclasses.replace(settings, frozen=frozen, births=births)
+        warmups = _warmups(settings.new_param_warmups, plan, operation, step)
+        settings = dataclasses.replace(settings, frozen=frozen, new_param_warmups=warmups)
         return replaced(settings=settings, architecture=architecture), plan
     _check_result(operation, settings, state.architecture)
     return dataclasses.replace(state, settings=settings), None
@@ -295,23 +297,27 @@ class OperationError(ValueError):
         self.part, self.message = part, message
 
 
-def names() -> list[str]:
+def operation_names() -> list[str]:
     """Return the names of all operations."""
     return sorted([*SETTINGS, *growth.OPERATORS])
 
 
-def check(operation: Operation) -> None:
+def check_operation(operation: Operation) -> None:
     """Raise ValueError unless the operation is known and its value and options are valid."""
     name, value = operation.name, operation.value
     if growth.is_growth(name):
         growth.check(operation)
         return
     if name not in SETTINGS:
-        suggestion = nearest(name, names())
-        hint = f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(names())}"
+        suggestion = nearest(name, operation_names())
+        hint = (
+            f"did you mean {suggestion!r}?"
+            if suggestion
+            else f"there are {', '.join(operation_names())}"
+        )
         raise ValueError(f"unknown operation {name!r}; {hint}")
     if name == BRANCH:
-        for part, message, _ in problems(operation):
+        for part, message, _ in branch_problems(operation):
             raise OperationError(name, part, message)
         return
     for option, message in refused_options(name, operation.options):
@@ -409,10 +415,10 @@ def _after_growth(settings: Settings, operation: Operation, step: int) -> Settin
     return dataclasses.replace(settings, rewarm_start=step, rewarm_iters=lr["rewarm"])
 
 
-def _births(
-    births: tuple[Birth, ...], plan: GrowthPlan, operation: Operation, step: int
-) -> tuple[Birth, ...]:
-    """Apply the growth option `lr` to new parameters. Those of earlier births stay in them under their new names;
+def _warmups(
+    warmups: tuple[NewParamWarmup, ...], plan: GrowthPlan, operation: Operation, step: int
+) -> tuple[NewParamWarmup, ...]:
+    """Apply the growth option `lr` to new parameters. Those of earlier warmups stay in them under their new names;
     copies of them do not.
 
     Raises:
@@ -425,12 +431,12 @@ def _births(
             "none; use rewarm"
         )
     found = []
-    for birth in births:
-        names = (n for n in plan.tensors if plan.source(n) in birth.names and n not in new)
-        found.append(dataclasses.replace(birth, names=tuple(names)))
+    for warmup in warmups:
+        names = (n for n in plan.tensors if plan.source(n) in warmup.names and n not in new)
+        found.append(dataclasses.replace(warmup, names=tuple(names)))
     if new:
-        found.append(Birth(step, lr["rewarm_new"], new))
-    return tuple(birth for birth in found if birth.names and step < birth.end)
+        found.append(NewParamWarmup(step, lr["rewarm_new"], new))
+    return tuple(warmup for warmup in found if warmup.names and step < warmup.end)
 
 
 def _still_frozen(frozen: tuple[str, ...], plan: GrowthPlan, facts: ModuleFacts) -> tuple[str, ...]:

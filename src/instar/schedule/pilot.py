@@ -144,10 +144,10 @@ def read_pilot(path: Path) -> Pilot:
     Raises:
         ConfigError: it is missing or no pilot file; says what is wrong in it.
     """
-    return read_json(path, Pilot, "a pilot file", "instar schedule pilot CONFIG -o FILE")
+    return read_json_as(path, Pilot, "a pilot file", "instar schedule pilot CONFIG -o FILE")
 
 
-def read_json(path: Path, kind: type[T], what: str, command: str) -> T:
+def read_json_as(path: Path, kind: type[T], what: str, command: str) -> T:
     """Read JSON of a type from a file.
 
     Args:
@@ -173,6 +173,6 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
     replace_file(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
-def beside(config: str | Path) -> Path:
+def pilot_path(config: str | Path) -> Path:
     """Return the path of the pilot file of a config."""
     return Path(config).with_suffix(SUFFIX)

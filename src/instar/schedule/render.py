@@ -128,8 +128,10 @@ def _changed(before: Settings, after: Settings) -> list[str]:
     ]
     if after.rewarm_iters and before.rewarm_iters != after.rewarm_iters:
         found.append(f"lr rises from 0 again over {after.rewarm_iters:,} steps")
-    if after.births and after.births[-1] not in before.births:
-        found.append(f"lr of what is new rises from 0 over {after.births[-1].iters:,} steps")
+    if after.new_param_warmups and after.new_param_warmups[-1] not in before.new_param_warmups:
+        found.append(
+            f"lr of what is new rises from 0 over {after.new_param_warmups[-1].iters:,} steps"
+        )
     return found
 
 

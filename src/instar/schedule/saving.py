@@ -204,7 +204,7 @@ class PilotFindings:
             return None
 
 
-def summary(pilot: Pilot) -> dict[str, Any]:
+def pilot_summary(pilot: Pilot) -> dict[str, Any]:
     """Return what the runs of a pilot say, as JSON values; empty while runs are missing."""
     try:
         found = PilotFindings(pilot)

@@ -18,7 +18,7 @@ from instar.config.schema import RunConfig
 
 
 @dataclass(frozen=True)
-class Birth:
+class NewParamWarmup:
     """Parameters that one growth made, whose learning rate rises from 0 while others keep theirs."""
 
     step: int
@@ -68,7 +68,7 @@ class Settings:
     """Step at which the latest rewarming began."""
     rewarm_iters: int = 0
     """Length of the rewarming in steps; 0: none."""
-    births: tuple[Birth, ...] = ()
+    new_param_warmups: tuple[NewParamWarmup, ...] = ()
     """Growths with `lr: {rewarm_new: n}`, the latest last; without those that had ended at a later growth."""
     interval_factor: float = 1.0
     """Product of the factors of `change_warmup_iters`."""

@@ -339,7 +339,7 @@ class Entry:
         return f"schedule[{self.number}]"
 
 
-def entries(config: RunConfig) -> tuple[Entry, ...]:
+def schedule_entries(config: RunConfig) -> tuple[Entry, ...]:
     """Return the operations of a config's schedule, an entry that is repeated as often; `checks.mistakes`
     must have validated it."""
     schedule = enumerate(config.schedule)

@@ -14,7 +14,7 @@ from instar.config.language import LanguageConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
-from instar.models.architecture import Architecture, resolve, section_of
+from instar.models.architecture import Architecture, resolve_architecture, section_of
 from instar.models.cost import NONE_FROZEN, FrozenParameters, memory_estimate
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import Batch, SavedModel
@@ -58,7 +58,7 @@ class LanguageSpec(TextSpec):
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
         assert isinstance(config, LanguageConfig)
         model = config.model
-        begun = resolve(model, model.vocab_size or architecture["vocab_size"])
+        begun = resolve_architecture(model, model.vocab_size or architecture["vocab_size"])
         return SavedModel(begun, Architecture.from_dict(architecture).to_dict(), _module)
 
     @property
@@ -133,7 +133,7 @@ def resolved(loaded: Loaded, vocab_size: int) -> Architecture:
     """
     try:
         assert isinstance(loaded.config, LanguageConfig)
-        return resolve(loaded.config.model, vocab_size)
+        return resolve_architecture(loaded.config.model, vocab_size)
     except ArchitectureError as error:
         hint = "data.tokenizer must be that of the weights" if loaded.config.starts_from else ""
         raise ConfigError(

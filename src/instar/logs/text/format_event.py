@@ -22,6 +22,7 @@ from instar.record.events import (
     OperationEvent,
     RunFinished,
     RunStarted,
+    SampleText,
     Saved,
     Skip,
     Stop,
@@ -29,7 +30,6 @@ from instar.record.events import (
     Train,
     Unrecognised,
     Warn,
-    Wrote,
     to_words,
 )
 from instar.record.format import (
@@ -110,7 +110,7 @@ class EventFormatter:
                 return [f"{step_text(event)}  update skipped: {event.reason}"]
             case Alert():
                 return [f"{step_text(event)}  alert: {event.name}: {event.message}"]
-            case Wrote():
+            case SampleText():
                 return [f"{step_text(event)}  wrote: {_short(event.prompt + event.text)}"]
             case ImageEvent():
                 size = f"{event.width} × {event.height}"

@@ -42,7 +42,7 @@ from instar.record.events import (
     Skip,
     Stop,
     Warn,
-    Wrote,
+    SampleText,
 )
 from instar.record.format import bytes_text, duration, scientific, si
 
@@ -247,7 +247,7 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
     if test is not None:
         yield from map(scatter_section, test.scatters)
         yield text_section(*test.notes)
-    texts_written = [logged.event for logged in record.of(Wrote) if logged.kept]
+    texts_written = [logged.event for logged in record.of(SampleText) if logged.kept]
     texts_written = texts_written[-max(1, rows // ROWS_PER_SAMPLE) :]
     samples = [
         {

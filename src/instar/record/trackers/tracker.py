@@ -24,12 +24,12 @@ from instar.record.events import (
     Placed,
     RunFinished,
     RunStarted,
+    SampleText,
     Saved,
     Skip,
     Stop,
     TableEvent,
     Warn,
-    Wrote,
     metrics,
 )
 from instar.record.format import operation_lines, saved_line
@@ -206,7 +206,7 @@ def note(event: Event) -> Note | None:
             return Note("alert", step, name, message, "warn")
         case AnalysisEvent(step=step, suggestions=suggestions) if suggestions:
             return Note("analysis", step, "analysis", "\n".join(suggestions))
-        case Wrote(step=step, prompt=prompt, text=text):
+        case SampleText(step=step, prompt=prompt, text=text):
             return Note("sample", step, "sample", f"{prompt}{text}")
         case Skip(step=step, reason=reason):
             return Note("skip", step, "update skipped", reason, "warn")

@@ -31,7 +31,7 @@ from instar.run.loop.components import Components
 from instar.run.loop.early_stopping import MetricState
 from instar.run.loop.state import RunState
 from instar.run.output.save import Snapshot
-from instar.schedule.branches import BRANCH, Branch, branch_of, folder_of
+from instar.schedule.branches import BRANCH, Branch, branch_folder, read_branch
 from instar.schedule.operations import Change, History, history_of_branch, history_to_json
 
 
@@ -45,9 +45,9 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
         CheckpointError, PeerError: it cannot be written.
         ValueError: the folder is not a branch of this run.
     """
-    world, branch = parts.world, branch_of(change.operation)
+    world, branch = parts.world, read_branch(change.operation)
     trunk = parts.saver.root.absolute()
-    folder = folder_of(trunk, branch.name)
+    folder = branch_folder(trunk, branch.name)
     history = history_of_branch(state.history, branch, trunk.name, change.step, change.cursor)
     exists = False
     with raise_on_all_ranks(world, "looking for the branch"):
@@ -169,7 +169,7 @@ def unfinished_branches(
     with raise_on_all_ranks(parts.world, "looking for branches"):
         if parts.world.is_main:
             made = [
-                branch_of(change.operation)
+                read_branch(change.operation)
                 for change in state.history
                 if change.operation.name == BRANCH and not change.skipped
             ]
@@ -186,7 +186,7 @@ def unfinished_branches(
     branches = []
     with raise_on_all_ranks(parts.world, "reading the configs of branches"):
         for name in names:
-            run = RunDir(_relative(folder_of(root, name), root))
+            run = RunDir(_relative(branch_folder(root, name), root))
             # the code of the task is the trunk's: what the file names is not imported before this is known
             task = load_config(str(run.config), import_task=False).config.task
             if task != parts.config.task:
@@ -204,7 +204,7 @@ def _relative(folder: Path, root: Path) -> Path:
 
 
 def _is_left(name: str, root: Path, parts: Components) -> bool:
-    run = RunDir(folder_of(root, name))
+    run = RunDir(branch_folder(root, name))
     if run.path.is_symlink():
         raise ConfigError.one("a symbolic link, which is not followed", where=str(run.path))
     if not run.holds_run():

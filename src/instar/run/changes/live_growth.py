@@ -55,8 +55,8 @@ from instar.run.loop.optimizer import (
     shapes_of,
 )
 from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, enter, stepper_of, to_device
-from instar.run.output.operation_text import in_words
+from instar.run.loop.step import Stepper, set_model_step, stepper_of, to_device
+from instar.run.output.operation_text import format_proof
 from instar.run.parallel.choose import place, shell, trained
 from instar.run.parallel.strategy import Evaluable
 from instar.schedule.memory import PROBE_SAMPLES
@@ -165,7 +165,7 @@ def make_candidate(
         stays_equal = copies_stay_equal(plan, states, mode)
         if mode != "reset":
             check_states(shapes_of(states), shapes_of(stepper.parameters))
-        planned = grow_buffers(plan, persistent_buffers(stepper.bare_model), model.bare)
+        planned = grow_buffers(plan, persistent_buffers(stepper.unwrapped_model), model.bare)
         buffers = {name: buffer.clone() for name, buffer in planned.items()}
     agreed = partial(_agreed, world, what, together=model.together)
     for name, tensor in agreed(applied(plan, Wholes(stepper.parameters), Role.PARAMETER, key)):
@@ -181,7 +181,7 @@ def make_candidate(
     }
     proof = _prove(state.step, parts, task, model, plan, key)
     if not proof.holds and not allow_inexact:
-        raise LabelBroken(f"the function changed more than its label allows: {in_words(proof)}")
+        raise LabelBroken(f"the function changed more than its label allows: {format_proof(proof)}")
     return Candidate(task, model, buffers, memory, ema, plan, key, mode, proof, stays_equal)
 
 
@@ -236,7 +236,7 @@ def _prove(
 
     def probed(old: Evaluable, model: Evaluable, samples: ProbeSamples) -> tuple[Probe, Probe]:
         for one in (old, model):
-            enter(one.bare, step)
+            set_model_step(one.bare, step)
         with old.evaluating(None), model.evaluating(None):
             return probe(old_task, old.bare, samples), probe(task, model.bare, samples)
 
@@ -296,7 +296,7 @@ def _check(old: Stepper, new: Stepper, candidate: Candidate) -> None:
     ranks = Ranks(new.world, "checking the grown model")
     verify_parameters(plan, old.parameters, new.parameters, key, ranks)
     with ranks.phase():
-        verify_rounded(plan, persistent_buffers(new.bare_model), candidate.buffers)
+        verify_rounded(plan, persistent_buffers(new.unwrapped_model), candidate.buffers)
     verify_states(plan, old.states(), new.states(), key, candidate.mode, ranks)
     if old.ema is not None and new.ema is not None:
         verify_parameters(plan, old.ema, new.ema, key, ranks)

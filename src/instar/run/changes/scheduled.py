@@ -18,14 +18,22 @@ from instar.models.architecture import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, build_candidate_stepper, make_candidate
-from instar.run.loop.checkpointing import best_is_now, save
+from instar.run.loop.checkpointing import best_is_now, save_checkpoint
 from instar.run.loop.components import Components
 from instar.run.loop.gradient_stats import GradientWatch
 from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, freeze
-from instar.run.loop.validation import is_comparable, validate
+from instar.run.loop.step import Stepper, freeze_parameters
+from instar.run.loop.validation import evaluate_validation, is_comparable
 from instar.schedule.branches import BRANCH
-from instar.schedule.operations import FOLD, Change, State, carried_out, planned, set_lr, when_due
+from instar.schedule.operations import (
+    FOLD,
+    Change,
+    State,
+    carried_out,
+    plan_operation,
+    set_lr,
+    when_due,
+)
 from instar.schedule.settings import is_frozen, patterns_of
 from instar.schedule.triggers import Entry, Moment, due, last_step, next_entry, remaining, too_large
 
@@ -50,7 +58,7 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
         if loss is not None and not is_comparable(state, parts):
             loss = None  # the next entry's trigger is not about what was measured before
         if entry.reevaluate:
-            state = validate(state, parts, judged=False)
+            state = evaluate_validation(state, parts, judged=False)
             loss, reevaluated = state.loss, True
     return state, reevaluated
 
@@ -169,7 +177,7 @@ def carry_out(
     folder: Path | None = None
     stepper: Stepper = parts.stepper
     try:
-        after, plan = planned(before, operation, step)
+        after, plan = plan_operation(before, operation, step)
         if operation.name == BRANCH:
             folder = publish_branch(state, parts, change)
         if entry is not None and (why := too_large(entry, after.architecture)):
@@ -201,7 +209,7 @@ def carry_out(
     )
     if candidate is not None:
         parts.logger.flush_interval(state.progress, grown=True)
-    parts.logger.operated(
+    parts.logger.log_operation(
         state.progress,
         change,
         before,
@@ -225,7 +233,7 @@ def carry_out(
 def _discard_evaluation(state: RunState, parts: Components) -> RunState:
     """Discard this step's evaluation before the model is replaced; save first if it is a best."""
     if parts.config.checkpoint.on_best and best_is_now(state, parts):
-        save(state, parts, "best so far", wait=True)
+        save_checkpoint(state, parts, "best so far", wait=True)
     return replace(state, evaluated_at=-1, judged_at=-1)
 
 
@@ -241,7 +249,7 @@ def _apply_settings(state: RunState, parts: Components, before: State, *, grown:
         state = replace(state, phase=phase)
     # a grown model is built with its parameters frozen
     if now.frozen != was.frozen and not grown:
-        freeze(parts.stepper, now.frozen)
+        freeze_parameters(parts.stepper, now.frozen)
         module_frozen = after.facts(after.architecture).frozen
         thawed = [
             n for n in sorted(module_frozen) if is_frozen(was.frozen, n) > is_frozen(now.frozen, n)
@@ -263,7 +271,7 @@ def _failed(
     if skip:
         parts.logger.warn(f"{what}; skipped, the run is unchanged", change.step)
         return state.changed(replace(change, skipped=str(error)), state.in_force)
-    save(state, parts, "an operation failed", must=True)
+    save_checkpoint(state, parts, "an operation failed", must=True)
     raise RunFailed(
         f"{what}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
         f"the entry, then resume with: instar resume {RunDir(parts.saver.root).quoted} --set schedule=FILE"

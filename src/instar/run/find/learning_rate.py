@@ -18,7 +18,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import join
-from instar.run.find.training import final_loss, prepared_alone, shortened
+from instar.run.find.training import final_loss, prepared_alone, shorten_config
 from instar.schedule.halving import rung_steps, survivors
 
 SHORTEST = 400
@@ -143,11 +143,11 @@ def find_learning_rate(
         held_out = max(1, steps * config.train.gradient_accumulation_steps // _HELD_OUT)
 
         def loss(lr: float, length: int) -> float:
-            short = shortened(config, lr, length, run_steps or steps, held_out)
+            short = shorten_config(config, lr, length, run_steps or steps, held_out)
             return final_loss(prepared, short, world, length)
 
         try:
-            found = search(loss, config.optimizer.lr, steps, budget or BUDGET * steps, on_run)
+            found = search_rate(loss, config.optimizer.lr, steps, budget or BUDGET * steps, on_run)
         except ValueError as error:
             raise ConfigError.one(
                 str(error), where="--budget", hint="give a larger one, or a lower optimizer.lr"
@@ -163,7 +163,7 @@ def _settings(config: RunConfig, lr: float) -> dict[str, float]:
     return {key: float(f"{value:.2g}") for key, value in values.items()}
 
 
-def search(
+def search_rate(
     loss: FinalLoss,
     start: float,
     steps: int,

@@ -80,7 +80,7 @@ def final_loss(prepared: Prepared, config: RunConfig, world: World, steps: int) 
         return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
-def shortened(
+def shorten_config(
     config: RunConfig, rate: float, steps: int, run_steps: int, held_out: int
 ) -> RunConfig:
     """Return the config of a short training that resembles a run of `run_steps` steps.

@@ -40,7 +40,7 @@ from instar.run.output.text_samples import TextSampler
 from instar.run.output.weight_analysis import WeightAnalyzer
 from instar.run.parallel.choose import begins_on_meta, shell
 from instar.schedule.operations import State, initial_state
-from instar.schedule.triggers import entries
+from instar.schedule.triggers import schedule_entries
 from instar.tasks.task import Task
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -148,13 +148,13 @@ def _connect(
 
     def log_save(save: SaveResult) -> None:
         signal.resumable = signal.resumable or save.path is not None
-        logger.saved(save)
+        logger.log_save(save)
 
     limit_s = config.parallel.timeout_s
     deltas = None
     if config.checkpoint.delta.every is not None and world.is_main:
         deltas = DeltaSaver(
-            config.checkpoint.delta, config.precision, run_dir.deltas, logger.delta, limit_s
+            config.checkpoint.delta, config.precision, run_dir.deltas, logger.log_delta, limit_s
         )
     time_budget = min(seconds, key=lambda budget: budget.amount, default=None)
     sync = SyncPoint(world, signal, time_budget, Inbox(run_dir.control))
@@ -163,7 +163,7 @@ def _connect(
         config,
         world,
         initial,
-        entries(config),
+        schedule_entries(config),
         budgets,
         stepper,
         LoaderFactory(config, world),

@@ -18,7 +18,7 @@ from instar.run.changes.scheduled import stages_ahead
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states, restore_generators
 from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, build_stepper, enter, to_device
+from instar.run.loop.step import Stepper, build_stepper, set_model_step, to_device
 from instar.run.parallel.choose import shell
 from instar.schedule.operations import State
 
@@ -86,7 +86,7 @@ def _run_once(stepper: Stepper, stage: State, what: str) -> None:
             # the last sample of a text may be shorter
             indices = np.resize(np.arange(max(1, len(source) - 1)), size)
             batch = to_device(source.read(indices), world.device)
-            enter(stepper.bare_model, 0)
+            set_model_step(stepper.unwrapped_model, 0)
             with stepper.autocast():
                 loss = stepper.task.loss_sum(stepper.strategy.model, batch)
         # apart from the forward pass: DDP always reduces the first gradients of a static graph

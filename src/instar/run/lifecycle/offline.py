@@ -73,17 +73,17 @@ from instar.run.changes.live_growth import probe, probe_samples
 from instar.run.lifecycle.resume import began_with
 from instar.run.loop.gradient_stats import dead_ranks
 from instar.run.loop.optimizer import check_states, copy_tensors
-from instar.run.loop.step import enter
+from instar.run.loop.step import set_model_step
 from instar.schedule.operations import (
     Change,
     History,
     State,
-    fold,
+    fold_history,
     history_from_json,
     history_to_json,
     initial_state,
     number_of,
-    planned,
+    plan_operation,
 )
 from instar.tasks.task import SavedModel, Task, spec_class
 
@@ -217,7 +217,7 @@ def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[
     """Return the model of a checkpoint, and its settings and architecture."""
     try:
         model = spec_class(config.task).saved(config, source.manifest.architecture)
-        state = fold(initial_state(config, model.begun, model.facts), history)
+        state = fold_history(initial_state(config, model.begun, model.facts), history)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source.path}: not a model that can grow:\n{error}") from error
     if encode_json(dict(state.architecture.to_dict())) != encode_json(dict(model.architecture)):
@@ -239,7 +239,7 @@ def _carry_out(
     shapes: list[Growable] = []
     for operation in operations:
         with as_config_error():
-            state, plan = planned(state, operation, step)
+            state, plan = plan_operation(state, operation, step)
         if plan is not None:
             key = (seed, number_of(history))
             table = state.architecture.parameters()
@@ -410,7 +410,7 @@ def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Modu
         dict(model.named_parameters()), {n: tensors[n] for n, _ in model.named_parameters()}
     )
     load_buffers(model, {name: tensors[name] for name in checkpoint.manifest.buffers})
-    enter(model, checkpoint.manifest.step)
+    set_model_step(model, checkpoint.manifest.step)
     return model
 
 

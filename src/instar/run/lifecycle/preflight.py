@@ -27,8 +27,8 @@ from instar.record.rundir import check_run_dir
 from instar.record.start_folder import explained
 from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing
-from instar.schedule.branches import BRANCH, branch_of, folder_of
-from instar.schedule.branches import problems as schedule_problems
+from instar.schedule.branches import BRANCH, branch_folder, read_branch
+from instar.schedule.branches import branch_problems as schedule_problems
 from instar.schedule.checks import has_end, without_effect
 from instar.schedule.forecast import Forecast, checked_forecast, decay_end
 from instar.schedule.memory import in_force
@@ -355,7 +355,9 @@ def _branches(loaded: Loaded) -> Iterator[ConfigProblem]:
     for number, given in enumerate(loaded.config.schedule):
         if given.name != BRANCH or any(schedule_problems(operation(given))):
             continue
-        folder = folder_of(Path(loaded.config.record.run_dir), branch_of(operation(given)).name)
+        folder = branch_folder(
+            Path(loaded.config.record.run_dir), read_branch(operation(given)).name
+        )
         if folder.exists():
             yield loaded.problem(
                 f"schedule[{number}].value",

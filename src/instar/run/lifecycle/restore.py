@@ -26,13 +26,13 @@ from instar.run.loop.generators import restore_generators, seed_generators
 from instar.run.loop.gradient_stats import dead_ranks
 from instar.run.loop.optimizer import copy_tensors, parameter_of
 from instar.run.loop.state import RunState
-from instar.run.loop.step import build_stepper, freeze
+from instar.run.loop.step import build_stepper, freeze_parameters
 from instar.run.parallel.choose import shell
 from instar.schedule.operations import (
     RESTART_LR,
     Change,
     History,
-    fold,
+    fold_history,
     history_from_json,
     states,
 )
@@ -101,7 +101,7 @@ def _restore(
         lost = []
     stepper, world = parts.stepper, parts.world
     parameters = stepper.parameters
-    warnings = [*lost, *load_model(stepper.bare_model, checkpoint)]
+    warnings = [*lost, *load_model(stepper.unwrapped_model, checkpoint)]
     if "optimizer" not in without:
         with _reading(checkpoint, "optimizer") as read:
             states = Parts(read, read.layout.entries, lambda n: parameters.get(parameter_of(n)))
@@ -170,12 +170,12 @@ def replay(
         else:
             phase = parts.loaders.next(phase, phase_task, context, cursor)
     # fresh adapters of merge_lora warm up in a model of the same shape
-    if now.architecture != before.architecture or now.settings.births:
+    if now.architecture != before.architecture or now.settings.new_param_warmups:
         with raise_on_all_ranks(parts.world, "building the model"):
             bare = shell(parts.config, parts.world, task)
         parts.stepper = build_stepper(parts.config, parts.world, task, bare, now)
     elif now.settings.frozen != before.settings.frozen:
-        freeze(parts.stepper, now.settings.frozen)
+        freeze_parameters(parts.stepper, now.settings.frozen)
     parts.stepper.task = task
     if phase != state.phase:
         parts.read(phase)
@@ -240,7 +240,7 @@ def _check_architecture(
     """Raise CheckpointError unless the saved architecture is that of config and history, or is
     allowed to differ and has the same tensors."""
     try:
-        now = fold(parts.initial, history).architecture
+        now = fold_history(parts.initial, history).architecture
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint.path}: of another architecture: {error}") from error
     was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))

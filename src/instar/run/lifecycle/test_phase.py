@@ -33,10 +33,10 @@ from instar.run.lifecycle.restore import load_average, load_model
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import EvaluationOptions, TestResult, evaluate_source
 from instar.run.loop.state import RunState
-from instar.run.loop.step import enter
+from instar.run.loop.step import set_model_step
 from instar.run.parallel.choose import place, shell
 from instar.run.parallel.strategy import Evaluable
-from instar.schedule.operations import fold, history_from_json
+from instar.schedule.operations import fold_history, history_from_json
 from instar.tasks.basis import basis_of
 from instar.tasks.task import Task
 
@@ -97,7 +97,7 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
                     f"{file} has predictions of {predicted:,} of {result.samples:,} test samples",
                     state.step,
                 )
-    parts.logger.tested(state.progress, tested, confusions, folder)
+    parts.logger.log_test(state.progress, tested, confusions, folder)
     return tested
 
 
@@ -157,22 +157,22 @@ def _weights(
         with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
             checkpoint = load(run / "checkpoints" / identity.name, check=False)
             task, strategy = _rebuilt(parts, checkpoint)
-        enter(strategy.bare, checkpoint.manifest.step)
+        set_model_step(strategy.bare, checkpoint.manifest.step)
         with strategy.evaluating(None):
             step = checkpoint.manifest.step
             yield task, strategy.bare, step, identity, "best", strategy.together
         return
-    enter(parts.stepper.bare_model, state.step)
+    set_model_step(parts.stepper.unwrapped_model, state.step)
     parts.stepper.share_buffers()
     with parts.stepper.evaluating():
         name = "last" if weights == "best" else weights
         together = parts.stepper.strategy.together
-        yield parts.task, parts.stepper.bare_model, state.step, identity, name, together
+        yield parts.task, parts.stepper.unwrapped_model, state.step, identity, name, together
 
 
 def _task_at(parts: Components, checkpoint: Checkpoint) -> Task:
     """Return the task in the shape of a checkpoint."""
-    state = fold(parts.initial, history_from_json(checkpoint.manifest.history))
+    state = fold_history(parts.initial, history_from_json(checkpoint.manifest.history))
     return parts.task.at(state.architecture, state.settings.context)
 
 

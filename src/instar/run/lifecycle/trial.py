@@ -41,10 +41,10 @@ from instar.run.loop.optimizer import (
     shapes_of,
     task_optimizers,
 )
-from instar.run.loop.step import enter, to_device
+from instar.run.loop.step import set_model_step, to_device
 from instar.run.parallel.micro_batch_sizes import Comes, sizes_to_come
 from instar.schedule.lr_scaling import rate_factors
-from instar.schedule.triggers import entries
+from instar.schedule.triggers import schedule_entries
 from instar.tasks.logged import Logged, recording
 from instar.tasks.metrics import set_metrics, try_out
 from instar.tasks.task import Batch, SampleSetSpec, Task
@@ -105,7 +105,8 @@ def _check_family(prepared: Prepared) -> None:
 
     try:
         check_own_family(
-            prepared.spec.architecture, [entry.operation for entry in entries(prepared.config)]
+            prepared.spec.architecture,
+            [entry.operation for entry in schedule_entries(prepared.config)],
         )
     except GrowthError as error:
         raise ConfigError.one(str(error), where="schedule", key="schedule") from error
@@ -155,7 +156,7 @@ class _Trial:
 
                 check_groups(model)
             model = model.to(self.world.device)
-        enter(model, 0)
+        set_model_step(model, 0)
         return model
 
     def _in_memory(self) -> Columns:

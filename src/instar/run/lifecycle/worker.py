@@ -245,7 +245,7 @@ def _finish(trainer: Trainer, run_dir: RunDir, decision: Decision, *, test: bool
         if final_test(trainer.state, trainer.parts, run_dir.path, weights=weights) is None:
             decision = trainer.parts.sync.decision()
     trainer.parts.sync.answer("stop")
-    trainer.parts.logger.closed(
+    trainer.parts.logger.log_end(
         trainer.state.progress, decision, trainer.state.metrics.best, run_dir.path
     )
     return decision

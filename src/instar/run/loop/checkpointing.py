@@ -14,7 +14,7 @@ from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states
-from instar.run.loop.state import Every, RunState
+from instar.run.loop.state import Interval, RunState
 from instar.run.loop.sync_point import SaveRequest
 from instar.run.output.save import Snapshot
 from instar.schedule.operations import history_to_json
@@ -39,7 +39,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
     """Return everything to save after a step; tensors are not copied. A collective."""
     stepper, progress, config = parts.stepper, state.progress, parts.config.checkpoint
     without = [part for part in LEFT_OUT if not getattr(config, f"save_{part}_state")]
-    model = stepper.bare_model
+    model = stepper.unwrapped_model
     # a buffer may be a view of a parameter, and the file format has no views
     copies = {name: buffer.clone() for name, buffer in persistent_buffers(model).items()}
     weights = {name: parameter.detach() for name, parameter in stepper.parameters.items()}
@@ -57,7 +57,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
             component: {name: held(tensor) for name, tensor in tensors.items()}
             for component, tensors in components.items()
         },
-        state=to_json(state, parts),
+        state=state_json(state, parts),
         architecture=parts.task.architecture.to_dict(),
         history=history_to_json(state.history),
         facts=Facts(
@@ -77,7 +77,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
     )
 
 
-def to_json(state: RunState, parts: Components) -> dict[str, object]:
+def state_json(state: RunState, parts: Components) -> dict[str, object]:
     """Return the contents of state.json. A collective."""
     return {
         **state.to_json(),
@@ -87,7 +87,7 @@ def to_json(state: RunState, parts: Components) -> dict[str, object]:
     }
 
 
-def save(
+def save_checkpoint(
     state: RunState, parts: Components, reason: str, *, wait: bool = False, must: bool = False
 ) -> None:
     """Save a checkpoint of this step. A collective.
@@ -111,14 +111,14 @@ def save(
     parts.hooks.call("on_save_end", state, parts.stepper, reason=reason)
 
 
-def save_if_due(state: RunState, parts: Components) -> RunState:
+def save_checkpoint_if_due(state: RunState, parts: Components) -> RunState:
     """Save if due: an interval has ended, rank 0's clock, growth, a new best, or a request.
 
     A collective.
     """
     parts.saver.poll()
     if parts.deltas is not None:
-        parts.deltas.save_if_due(state.progress, parts.stepper.bare_model)
+        parts.deltas.save_if_due(state.progress, parts.stepper.unwrapped_model)
     if state.save_checked_at == state.step:
         return state
     config, request = parts.config.checkpoint, parts.sync.save_requested
@@ -133,7 +133,7 @@ def save_if_due(state: RunState, parts: Components) -> RunState:
         reasons.append(f"every {config.every_minutes:g} min")
     if reasons:
         # a person is waiting for the save
-        save(state, parts, ", ".join(reasons), wait=request is SaveRequest.PERSON)
+        save_checkpoint(state, parts, ", ".join(reasons), wait=request is SaveRequest.PERSON)
     return replace(state, save_checked_at=state.step)
 
 
@@ -147,16 +147,16 @@ def finish_deltas(state: RunState, parts: Components) -> None:
         return
     with raise_on_all_ranks(parts.world, "saving the last delta"):
         if parts.deltas is not None:
-            parts.deltas.finish(state.progress, parts.stepper.bare_model)
+            parts.deltas.finish(state.progress, parts.stepper.unwrapped_model)
 
 
-def intervals(config: CheckpointConfig) -> list[tuple[Every, str]]:
+def intervals(config: CheckpointConfig) -> list[tuple[Interval, str]]:
     """Return the intervals of saves in steps and tokens, with their descriptions."""
     found = []
     if config.every_steps:
-        found.append((Every(config.every_steps), f"every {config.every_steps:,} steps"))
+        found.append((Interval(config.every_steps), f"every {config.every_steps:,} steps"))
     if config.every_tokens:
         found.append(
-            (Every(config.every_tokens, "tokens"), f"every {config.every_tokens:,} tokens")
+            (Interval(config.every_tokens, "tokens"), f"every {config.every_tokens:,} tokens")
         )
     return found

@@ -72,7 +72,7 @@ class DataPhase:
         )
 
 
-def pinned(columns: Columns) -> Columns:
+def pin_columns(columns: Columns) -> Columns:
     """Copy arrays to page-locked memory, from which a GPU copies them while it computes."""
 
     def copied(column: NDArray[Any]) -> NDArray[Any]:
@@ -131,7 +131,7 @@ class LoaderFactory:
 
     def open(self, task: Task, phase: DataPhase) -> Prefetcher:
         """Open this rank's loader of the phase's training samples; the caller must close it."""
-        stage = pinned if self._world.device.type == "cuda" else None
+        stage = pin_columns if self._world.device.type == "cuda" else None
         reader, prefetch = self._reader(task, phase), self._config.data.prefetch
         # ranks that wait for rank 0 must be able to give up
         return Prefetcher(reader, prefetch, stage, in_caller=self._parcels is None)

@@ -1,7 +1,7 @@
 """Early stopping, and the learning rate's decay on a plateau.
 
 Evaluations are numbered e = 1, 2, 3 … A value is *better* if it improves on the best so far by more
-than `delta` in the rule's direction; until there is a best, it must improve on `start` in the same
+than `delta` in the rule's direction, which is set (`with_direction`); until there is a best, it must improve on `start` in the same
 way, and without a start any finite value is better. The best so far is the last value that was
 better, so gains too small to count add up. NaN and ±inf are never better.
 
@@ -22,34 +22,15 @@ from instar.checkpoint.listing import BEST, best_pointer
 from instar.config.schema import Direction, PlateauConfig, RunConfig, Watch
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A metric and its plateau criterion: a `Watch` without open values."""
+def rule_key(rule: Watch) -> str:
+    """Return everything that a `RuleState` depends on: all fields but the patience."""
+    delta, grace, start = rule.delta, rule.grace, rule.start
+    return f"{rule.metric} {rule.direction} delta {delta!r} grace {grace} start {start!r}"
 
-    metric: str
-    direction: Direction
-    delta: float = 0.0
-    patience: int = 5
-    grace: int = 0
-    start: float | None = None
 
-    @property
-    def key(self) -> str:
-        """Everything that a `RuleState` depends on: all fields but the patience."""
-        delta, grace, start = self.delta, self.grace, self.start
-        return f"{self.metric} {self.direction} delta {delta!r} grace {grace} start {start!r}"
-
-    @classmethod
-    def of(cls, watch: Watch, direction: Direction) -> Rule:
-        """Create a rule from a config; `direction` is the default."""
-        return cls(
-            metric=watch.metric,
-            direction=watch.direction or direction,
-            delta=watch.delta,
-            patience=watch.patience,
-            grace=watch.grace,
-            start=watch.start,
-        )
+def with_direction(rule: Watch, directions: Mapping[str, Direction]) -> Watch:
+    """Return a rule that has a direction: by default the better one of its metric."""
+    return rule.model_copy(update={"direction": rule.direction or directions[rule.metric]})
 
 
 @dataclass(frozen=True)
@@ -65,7 +46,7 @@ class RuleState:
     """number of last evaluations that count against the patience"""
 
 
-def update(rule: Rule, state: RuleState, value: float, step: int) -> RuleState:
+def update_rule(rule: Watch, state: RuleState, value: float, step: int) -> RuleState:
     """Return the state after one more evaluation, at `step`."""
     seen = state.seen + 1
     if is_better(rule, state, value):
@@ -73,7 +54,7 @@ def update(rule: Rule, state: RuleState, value: float, step: int) -> RuleState:
     return replace(state, seen=seen, since=state.since + (seen > rule.grace))
 
 
-def is_better(rule: Rule, state: RuleState, value: float) -> bool:
+def is_better(rule: Watch, state: RuleState, value: float) -> bool:
     """Whether a value is better than the best so far."""
     to_beat = rule.start if state.best is None else state.best
     if not math.isfinite(value) or to_beat is None:
@@ -82,11 +63,11 @@ def is_better(rule: Rule, state: RuleState, value: float) -> bool:
     return gain > rule.delta
 
 
-def is_on_plateau(rule: Rule, state: RuleState) -> bool:
+def is_on_plateau(rule: Watch, state: RuleState) -> bool:
     return state.since >= rule.patience
 
 
-def reason(rule: Rule, state: RuleState) -> str:
+def plateau_text(rule: Watch, state: RuleState) -> str:
     """Describe for how long a metric has not been better, and than what."""
     times = f"for {state.since} evaluation{'s' * (state.since != 1)}"
     better = f"better by more than {rule.delta:g}" if rule.delta else "better"
@@ -98,7 +79,7 @@ def reason(rule: Rule, state: RuleState) -> str:
 
 
 def stop_reason(
-    rules: Sequence[Rule], states: Sequence[RuleState], stop_when: Literal["any", "all"]
+    rules: Sequence[Watch], states: Sequence[RuleState], stop_when: Literal["any", "all"]
 ) -> str | None:
     """Return the reason for early stopping, or None.
 
@@ -106,13 +87,13 @@ def stop_reason(
         stop_when: stop when any metric is on a plateau, or only when all are. Without rules: never.
     """
     pairs = list(zip(rules, states, strict=True))
-    reasons = [reason(rule, state) for rule, state in pairs if is_on_plateau(rule, state)]
+    reasons = [plateau_text(rule, state) for rule, state in pairs if is_on_plateau(rule, state)]
     enough = bool(reasons) and (stop_when == "any" or len(reasons) == len(pairs))
     return " and ".join(reasons) if enough else None
 
 
 def lower(
-    rule: Rule, state: RuleState, plateau: PlateauConfig, lr: float, first_lr: float
+    rule: Watch, state: RuleState, plateau: PlateauConfig, lr: float, first_lr: float
 ) -> tuple[RuleState, float | None]:
     """Lower the peak learning rate on a plateau.
 
@@ -151,9 +132,9 @@ class MetricTracker:
         self._stopping, self._plateau = config.early_stopping, config.learning_rate.plateau
         self._first_lr = config.optimizer.lr
         kept = dict.fromkeys((LOSS, *config.checkpoint.best_of))
-        self.best = {name: Rule(name, directions[name]) for name in kept}
-        self.rules = tuple(Rule.of(rule, directions[rule.metric]) for rule in self._stopping.rules)
-        self.plateau = Rule.of(self._plateau, directions[self._plateau.metric])
+        self.best = {name: Watch(metric=name, direction=directions[name]) for name in kept}
+        self.rules = tuple(with_direction(rule, directions) for rule in self._stopping.rules)
+        self.plateau = with_direction(self._plateau, directions)
         self.pointers = {
             name: BEST if number == 0 else best_pointer(name)
             for number, name in enumerate(config.checkpoint.best_of)
@@ -174,7 +155,7 @@ class MetricTracker:
             only_best: it does not count for early stopping and the plateau.
         """
         best = {
-            name: update(rule, tracked.best.get(name, RuleState()), metrics[name], step)
+            name: update_rule(rule, tracked.best.get(name, RuleState()), metrics[name], step)
             for name, rule in self.best.items()
         }
         if only_best:
@@ -182,13 +163,13 @@ class MetricTracker:
         return MetricState(
             best=best,
             stopping={
-                rule.key: update(
+                rule_key(rule): update_rule(
                     rule, _state_of(rule, tracked.stopping), metrics[rule.metric], step
                 )
                 for rule in self.rules
             },
             plateau={
-                self.plateau.key: update(
+                rule_key(self.plateau): update_rule(
                     self.plateau, self._plateau_state(tracked), metrics[self.plateau.metric], step
                 )
             },
@@ -205,11 +186,11 @@ class MetricTracker:
         state, lowered = lower(self.plateau, before, self._plateau, lr, self._first_lr)
         if state == before:
             return tracked, None
-        return replace(tracked, plateau={self.plateau.key: state}), lowered
+        return replace(tracked, plateau={rule_key(self.plateau): state}), lowered
 
     def plateau_reason(self, tracked: MetricState) -> str:
         """Describe for how long the metric of `learning_rate.plateau` has not been better."""
-        return reason(self.plateau, self._plateau_state(tracked))
+        return plateau_text(self.plateau, self._plateau_state(tracked))
 
     def best_at(self, tracked: MetricState, step: int) -> tuple[str, ...]:
         """Return the metrics whose best value is that of this step."""
@@ -223,5 +204,5 @@ class MetricTracker:
         return _state_of(self.plateau, tracked.plateau)
 
 
-def _state_of(rule: Rule, states: Mapping[str, RuleState]) -> RuleState:
-    return states.get(rule.key, RuleState())
+def _state_of(rule: Watch, states: Mapping[str, RuleState]) -> RuleState:
+    return states.get(rule_key(rule), RuleState())

@@ -150,7 +150,7 @@ class Hooks:
             device=self.world.device,
             config=self.config,
             folder=self.folder,
-            model=stepper.bare_model,
+            model=stepper.unwrapped_model,
             optimizers=stepper.optimizers,
             stop=self.stop,
             grad_norm=None if norm is None else norm.item(),

@@ -22,7 +22,7 @@ from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
 from instar.run.loop.muon import LANES, BatchedMuon, EagerMethods
 from instar.schedule.lr_scaling import Update
-from instar.schedule.settings import Birth
+from instar.schedule.settings import NewParamWarmup
 from instar.tasks.task import Task
 
 
@@ -250,27 +250,27 @@ def check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Para
 def split_groups(
     optimizers: Iterable[Optimizer],
     parameters: Mapping[str, Parameter],
-    births: Sequence[Birth],
+    warmups: Sequence[NewParamWarmup],
     factors: Callable[[Update], Mapping[str, float]],
 ) -> None:
-    """Split parameter groups, so that all parameters of a group have one birth and one factor of their rate.
+    """Split parameter groups, so that all parameters of a group have one warm-up and one factor of their rate.
 
     Args:
         factors: returns the factor of the learning rate of each parameter, see `rate_factors`; missing: 1.
     """
     names = {parameter: name for name, parameter in parameters.items()}
-    birth_of = {name: birth for birth in births for name in birth.names}
+    warmup_of = {name: warmup for warmup in warmups for name in warmup.names}
     for optimizer in optimizers:
         factor_of = factors(_update_of(optimizer))
         made: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
-            alike: dict[tuple[Birth | None, float], list[Parameter]] = {}
+            alike: dict[tuple[NewParamWarmup | None, float], list[Parameter]] = {}
             for parameter in group["params"]:
-                key = birth_of.get(names[parameter]), factor_of.get(names[parameter], 1.0)
+                key = warmup_of.get(names[parameter]), factor_of.get(names[parameter], 1.0)
                 alike.setdefault(key, []).append(parameter)
-            for (birth, factor), members in alike.items():
+            for (warmup, factor), members in alike.items():
                 ratio = group["lr_ratio"] * factor
-                made.append({**group, "params": members, "birth": birth, "lr_ratio": ratio})
+                made.append({**group, "params": members, "birth": warmup, "lr_ratio": ratio})
         optimizer.param_groups[:] = made
 
 
@@ -281,11 +281,11 @@ def _update_of(optimizer: Optimizer) -> Update:
 
 
 def set_learning_rate(optimizers: Sequence[Optimizer], lr: float, step: int) -> None:
-    """Set the learning rate of every group for a step: `lr` × its `lr_ratio` × the factor of its birth."""
+    """Set the learning rate of every group for a step: `lr` × its `lr_ratio` × the factor of its warm-up."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            birth: Birth | None = group.get("birth")
-            group["lr"] = lr * group["lr_ratio"] * (1.0 if birth is None else birth.factor(step))
+            warmup: NewParamWarmup | None = group.get("birth")
+            group["lr"] = lr * group["lr_ratio"] * (1.0 if warmup is None else warmup.factor(step))
 
 
 OUTER_MOMENTUM = "outer_momentum"

@@ -20,7 +20,7 @@ from instar.tasks.basis import Basis, incomparable
 
 
 @dataclass(frozen=True)
-class Every:
+class Interval:
     """An interval of training: `Every(500)` steps, `Every(10**9, "tokens")`."""
 
     count: int
@@ -118,7 +118,7 @@ class RunState:
         """Passes over the data so far."""
         return self.phase.epochs(self.progress.samples)
 
-    def due(self, every: Every | None) -> bool:
+    def due(self, every: Interval | None) -> bool:
         """Whether an interval ended with the last step, or in its round; None is never due."""
         if every is None:
             return False

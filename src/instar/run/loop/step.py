@@ -64,7 +64,7 @@ class StepResult:
     """the gradient of a part of the batch, if it was measured"""
 
 
-def enter(model: Module, step: int) -> None:
+def set_model_step(model: Module, step: int) -> None:
     """Call `set_step(step)` of a model whose next forward pass depends on the step, e.g. new parts that
     fade in gradually; no effect on others.
 
@@ -123,7 +123,7 @@ class Stepper:
         )
 
     @property
-    def bare_model(self) -> Module:
+    def unwrapped_model(self) -> Module:
         """The model without wrappers, for evaluations."""
         return self.strategy.bare
 
@@ -153,10 +153,10 @@ class Stepper:
 
     def share_buffers(self) -> None:
         """Broadcast rank 0's persistent buffers, as DDP does. A collective."""
-        share_buffers(self.world, self.bare_model)
+        share_buffers(self.world, self.unwrapped_model)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Context for forward passes of `bare_model` without gradients, with the moving average, if
+        """Context for forward passes of `unwrapped_model` without gradients, with the moving average, if
         there is one, in place of the weights."""
         return self.strategy.evaluating(self.ema)
 
@@ -194,13 +194,13 @@ class Stepper:
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
             return StepResult(loss_sum, GradNorm(0.0))
         set_learning_rate(self.optimizers, lr, step)
-        enter(self.bare_model, step)
-        buffers = held_buffers(self.bare_model)
+        set_model_step(self.unwrapped_model, step)
+        buffers = held_buffers(self.unwrapped_model)
         part = None
         if measures_part:
             with _shards_explained():
                 part = self._part_norm(batch, step, before_sync)
-            load_buffers(self.bare_model, buffers)
+            load_buffers(self.unwrapped_model, buffers)
             before_sync = nothing
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
         with _shards_explained():
@@ -209,7 +209,7 @@ class Stepper:
             result = StepResult(loss_sum, self._update(), scale, part)
         if buffers and not result.norm.finite:
             # otherwise one non-finite batch would spoil running statistics permanently
-            load_buffers(self.bare_model, buffers)
+            load_buffers(self.unwrapped_model, buffers)
         return result
 
     def end_round(self, steps: int, skipped: int, skips: Skips) -> RoundEnd | None:
@@ -402,19 +402,19 @@ def stepper_of(
     optimizers = task_optimizers(
         task, strategy.bare, config.optimizer, elastic=elastic, precision=config.precision
     )
-    births, width = state.settings.births, config.optimizer.lr_base_width
+    warmups, width = state.settings.new_param_warmups, config.optimizer.lr_base_width
 
     def factors(update: Update) -> Mapping[str, float]:
         if width is None:
             return {}
         return rate_factors(state.architecture, state.began or state.architecture, width, update)
 
-    if births or width is not None:
-        split_groups(optimizers, strategy.parameters, births, factors)
+    if warmups or width is not None:
+        split_groups(optimizers, strategy.parameters, warmups, factors)
     return Stepper(config, world, task, strategy, optimizers)
 
 
-def freeze(stepper: Stepper, frozen: Sequence[str]) -> None:
+def freeze_parameters(stepper: Stepper, frozen: Sequence[str]) -> None:
     """Change the frozen parameters; optimizers keep their state. A collective."""
     with raise_on_all_ranks(stepper.world, "freezing parameters"):
         stepper.strategy.freeze(frozen)

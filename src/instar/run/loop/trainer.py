@@ -13,13 +13,17 @@ from instar.data.loader import StepBatch, WaitCancelled
 from instar.distributed.agree import agree
 from instar.distributed.world import RunFailed
 from instar.run.changes.scheduled import change_if_due
-from instar.run.loop.checkpointing import save, save_if_due
+from instar.run.loop.checkpointing import save_checkpoint, save_checkpoint_if_due
 from instar.run.loop.components import Components
 from instar.run.loop.gradient_stats import LayerStats, Skips, noise_interval
-from instar.run.loop.state import REACHED, Decision, Every, RunState
+from instar.run.loop.state import REACHED, Decision, Interval, RunState
 from instar.run.loop.step import StepResult, nothing
 from instar.run.loop.sync_point import Stopped
-from instar.run.loop.validation import is_comparable, validate, validate_if_due
+from instar.run.loop.validation import (
+    evaluate_validation,
+    evaluate_validation_if_due,
+    is_comparable,
+)
 from instar.run.parallel.strategy import RoundEnd
 from instar.schedule.settings import learning_rate
 from instar.tasks.logged import recording
@@ -78,14 +82,14 @@ class Trainer:
         if parts.config.eval.at_start and self.state.step == 0:
             self.evaluate()
         # a resumed run may have stopped between a step and its evaluation
-        self.state = validate_if_due(self.state, parts)
+        self.state = evaluate_validation_if_due(self.state, parts)
         while (decision := self.decide()) is None:
             self.state, reevaluated = change_if_due(self.state, parts)
             if reevaluated:
                 continue
-            self.state = save_if_due(self.state, parts)
+            self.state = save_checkpoint_if_due(self.state, parts)
             self.round()
-            self.state = validate_if_due(self.state, parts)
+            self.state = evaluate_validation_if_due(self.state, parts)
             self.state = parts.text_sampler.sample_if_due(self.state, parts.stepper, parts.logger)
             parts.weight_analyzer.analyze_if_due(
                 self.state, parts.stepper, parts.validation, parts.logger
@@ -94,7 +98,7 @@ class Trainer:
         parts.sync.end_training()
         parts.weight_analyzer.finish(self.state, parts.logger)
         if not decision.interrupted and self.state.evaluated_at != self.state.step:
-            self.state = validate(self.state, parts, at_end=True)
+            self.state = evaluate_validation(self.state, parts, at_end=True)
         parts.logger.flush_interval(self.state.progress)
         self.state = parts.text_sampler.sample_if_due(
             self.state, parts.stepper, parts.logger, last=not decision.interrupted
@@ -120,63 +124,93 @@ class Trainer:
         """
         state, parts, number = self.state, self.parts, self.state.step
         parts.hooks.call("on_step_begin", state, parts.stepper)
-        begun = self._step_begun = time.perf_counter()
+        start = self._step_begun = time.perf_counter()
         parts.sync.set_place(f"step {number + 1}", number + 1)
         parts.rank_log.step = number + 1
-        settings = state.settings
-        done = settings.scheduled_step(number) - settings.lr_start
-        share = parts.task.lr_share(done, settings.lr_decay_iters)
-        lr = learning_rate(settings, number, share)
-        layers_every = parts.config.record.layers_every
-        strategy = parts.stepper.strategy
-        wanted = layers_every is not None and Every(layers_every).due(number, number + 1)
-        if wanted and (parts.world.is_main or strategy.together):
-            parts.stepper.layers = LayerStats(strategy.norms)
-        noise_every = noise_interval(parts.config, settings.global_batch, parts.loaders.slices)
+        lr = self._learning_rate()
+        self._observe_layers()
         try:
             batch, finish = self._next_batch()
-            with recording(parts.logger.logged), _partial_explained(batch, settings.global_batch):
+            with (
+                recording(parts.logger.logged),
+                _partial_explained(batch, state.settings.global_batch),
+            ):
                 result = parts.stepper.step(
                     batch,
                     number,
                     lr,
                     before_sync=finish or nothing,
-                    measures_part=noise_every is not None
-                    and Every(noise_every).due(number, number + 1),
+                    measures_part=self._measures_noise(),
                 )
         except Stopped:
             self._step_begun = None
             return
         # by now a GPU has computed the step before
         self._judge()
-        skips = Skips(state.skipped_in_a_row, result.norm, result.scale)
-        before = self._round_begun = self._round_begun or state.progress
-        end = None
-        if strategy.rounds is not None:
-            self._skipped += not result.norm.finite
-        if finish is not None:
-            steps = number + 1 - before.step
-            end = parts.stepper.end_round(steps, self._skipped, skips)
-            self._round_begun, self._skipped = None, 0
-            if end is not None:
-                skips = Skips(end.in_a_row if end.finite else state.skipped_in_a_row + steps)
+        before = self._round_begun or state.progress
+        skips, end = self._end_round(result, ends=finish is not None)
         reads = result.part is not None or parts.hooks.have("on_step_end")
-        if reads or parts.logger.shows(before.step, number + 1):
+        if reads or parts.logger.reads_step(before.step, number + 1):
             result.norm.item()  # whose wait belongs to the step
-        seconds = time.perf_counter() - begun + self._waited_s
-        weight, self._waited_s = batch.weight, 0.0
-        state = self.state.stepped(
-            batch.plan.after - batch.plan.cursor, round(weight), parts.task.flops(weight), seconds
-        )
-        state = replace(state, before=before)
-        noise = state.noise
-        if result.part is not None:
-            noise = noise.measured(result.part, batch.plan.count, result.norm.item())
-        self.state = replace(state, skips=skips, noise=noise)
+        seconds = time.perf_counter() - start + self._waited_s
+        self._waited_s = 0.0
+        self.state = self._after_step(before, batch, result, seconds, skips)
         self._step_begun = None
         # before the record, which has what a hook logs
         parts.hooks.call("on_step_end", self.state, parts.stepper, norm=result.norm)
         self._record(batch, result, lr, end)
+
+    def _learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        settings, step = self.state.settings, self.state.step
+        scheduled = settings.scheduled_step(step) - settings.lr_start
+        share = self.parts.task.lr_share(scheduled, settings.lr_decay_iters)
+        return learning_rate(settings, step, share)
+
+    def _observe_layers(self) -> None:
+        """Let the next step measure the norms of layers, where they are due."""
+        parts, step = self.parts, self.state.step
+        every, strategy = parts.config.record.layers_every, parts.stepper.strategy
+        if every is None or not Interval(every).due(step, step + 1):
+            return
+        # whether a norm is a collective, which all ranks must enter
+        if parts.world.is_main or strategy.together:
+            parts.stepper.layers = LayerStats(strategy.norms)
+
+    def _measures_noise(self) -> bool:
+        """Whether the next step measures a part of its batch for the gradient noise scale."""
+        parts, step = self.parts, self.state.step
+        batch = self.state.settings.global_batch
+        every = noise_interval(parts.config, batch, parts.loaders.slices)
+        return every is not None and Interval(every).due(step, step + 1)
+
+    def _end_round(self, result: StepResult, *, ends: bool) -> tuple[Skips, RoundEnd | None]:
+        """Count a step that was skipped, and end the round of the strategy with it. A collective if it `ends`."""
+        state, stepper = self.state, self.parts.stepper
+        skips = Skips(state.skipped_in_a_row, result.norm, result.scale)
+        before = self._round_begun = self._round_begun or state.progress
+        if stepper.strategy.rounds is not None:
+            self._skipped += not result.norm.finite
+        if not ends:
+            return skips, None
+        steps = state.step + 1 - before.step
+        end = stepper.end_round(steps, self._skipped, skips)
+        self._round_begun, self._skipped = None, 0
+        if end is not None:
+            skips = Skips(end.in_a_row if end.finite else state.skipped_in_a_row + steps)
+        return skips, end
+
+    def _after_step(
+        self, before: Counters, batch: StepBatch, result: StepResult, seconds: float, skips: Skips
+    ) -> RunState:
+        """Return the state after a step; `before`: at the beginning of its round."""
+        samples = batch.plan.after - batch.plan.cursor
+        flops = self.parts.task.flops(batch.weight)
+        state = self.state.stepped(samples, round(batch.weight), flops, seconds)
+        noise = state.noise
+        if result.part is not None:
+            noise = noise.measured(result.part, batch.plan.count, result.norm.item())
+        return replace(state, before=before, skips=skips, noise=noise)
 
     def _next_batch(self) -> tuple[StepBatch, Callable[[], None] | None]:
         """Return this rank's share of the next samples; a rank that cannot read ends all ranks.
@@ -201,7 +235,7 @@ class Trainer:
             parts.world.position.expect("the samples that rank 0 sends")
         begun = time.perf_counter()
         batch, failure = parts.sync.attempt(take)
-        parts.logger.waited(time.perf_counter() - begun)
+        parts.logger.add_wait(time.perf_counter() - begun)
         gave_up = isinstance(failure, WaitCancelled)
         failure = None if gave_up else failure
         if batch is None:
@@ -244,18 +278,18 @@ class Trainer:
         """
         over = self._round_begun is None
         parts, progress = self.parts, self.state.progress
-        parts.logger.stepped(self.state, batch, result, lr, together=over)
+        parts.logger.log_step(self.state, batch, result, lr, together=over)
         if (layers := parts.stepper.layers) is not None:
-            parts.logger.layer_stats(progress, layers)
+            parts.logger.log_layers(progress, layers)
             parts.stepper.layers = None
         if (watch := parts.stepper.watch) is not None:
-            parts.logger.new_gradients(progress, watch)
+            parts.logger.log_new_gradients(progress, watch)
             if watch.is_over:
                 parts.stepper.watch = None
         if not over:
             return
         if end is not None:
-            parts.logger.round_over(progress, end)
+            parts.logger.log_round(progress, end)
         self._unjudged = progress, self.state.skips, batch
         if not result.norm.pending:
             self._judge()
@@ -272,9 +306,9 @@ class Trainer:
         parts, skipped = self.parts, skips.in_a_row
         if parts.stepper.strategy.rounds is None:
             if skips.searched:
-                parts.logger.lowered_scale(progress, parts.stepper.scaler.get_scale())
+                parts.logger.log_lowered_scale(progress, parts.stepper.scaler.get_scale())
             elif skipped:
-                parts.logger.skipped(progress, skipped)
+                parts.logger.log_skip(progress, skipped)
         if not skips.searched and skipped >= parts.config.train.max_skipped_steps:
             advice = "lower optimizer.lr or clip harder, or look for bad samples"
             if parts.stepper.scaler.is_enabled():
@@ -294,11 +328,11 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Evaluate now. A collective."""
-        self.state = validate(self.state, self.parts)
+        self.state = evaluate_validation(self.state, self.parts)
 
     def save(self, reason: str, *, wait: bool = False, must: bool = False) -> None:
         """Save now, see `checkpointing.save`. A collective."""
-        save(self.state, self.parts, reason, wait=wait, must=must)
+        save_checkpoint(self.state, self.parts, reason, wait=wait, must=must)
 
     def decide(self) -> Decision | None:
         """Return why the run ends here, or None. Rank 0 decides for all ranks.

@@ -7,13 +7,13 @@ from dataclasses import replace
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import EvaluationOptions, evaluate_source
-from instar.run.loop.state import Every, RunState
-from instar.run.loop.step import enter
+from instar.run.loop.state import Interval, RunState
+from instar.run.loop.step import set_model_step
 from instar.schedule.triggers import losses_needed
 from instar.tasks.basis import basis_of, incomparable
 
 
-def validate_if_due(state: RunState, parts: Components) -> RunState:
+def evaluate_validation_if_due(state: RunState, parts: Components) -> RunState:
     """Evaluate if an interval has ended. Each step is checked once, also after a resume.
 
     A collective.
@@ -21,10 +21,10 @@ def validate_if_due(state: RunState, parts: Components) -> RunState:
     if state.step in (0, state.evaluation_checked_at):
         return state
     epochs = parts.config.eval.eval_epochs
-    every = Every(state.settings.eval_interval) if epochs is None else Every(epochs, "epochs")
+    every = Interval(state.settings.eval_interval) if epochs is None else Interval(epochs, "epochs")
     due = state.due(every)
     if due and state.evaluated_at != state.step:
-        state = validate(state, parts)
+        state = evaluate_validation(state, parts)
     # an evaluation that a stop request cut short stays due
     if not due or state.evaluated_at == state.step:
         state = replace(state, evaluation_checked_at=state.step)
@@ -46,7 +46,7 @@ def is_comparable(state: RunState, parts: Components) -> bool:
     )
 
 
-def validate(
+def evaluate_validation(
     state: RunState, parts: Components, *, judged: bool = True, at_end: bool = False
 ) -> RunState:
     """Evaluate the weights, or their moving average if there is one. A collective.
@@ -62,7 +62,7 @@ def validate(
     config, stepper = parts.config, parts.stepper
     parts.hooks.call("on_evaluate_begin", state, stepper)
     parts.sync.begin(f"evaluation at step {state.step}", state.step)
-    enter(stepper.bare_model, state.step)
+    set_model_step(stepper.unwrapped_model, state.step)
     stepper.share_buffers()
     limit = samples_evaluated(state, parts)
     with stepper.evaluating():
@@ -74,19 +74,19 @@ def validate(
             stepper.strategy.together,
         )
         result = evaluate_source(
-            parts.task, stepper.bare_model, parts.validation, options, parts.sync
+            parts.task, stepper.unwrapped_model, parts.validation, options, parts.sync
         )
     if result is None:
         return state
     state, reasons = state.on_basis(basis_of(config, parts.task, parts.validation, limit))
     if reasons:
-        parts.logger.begins_anew(state.progress, reasons)
+        parts.logger.log_new_basis(state.progress, reasons)
     needed = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
     losses = state.losses if at_end else (*state.losses, (state.step, result.loss))[-needed:]
     state = replace(state, evaluated=result.values(), evaluated_at=state.step, losses=losses)
     if judged:
         metrics = parts.tracker.update(state.metrics, result.values(), state.step, only_best=at_end)
         state = replace(state, metrics=metrics, judged_at=state.step)
-    parts.logger.evaluated(state.progress, result, best=best_is_now(state, parts) if judged else ())
+    parts.logger.log_eval(state.progress, result, best=best_is_now(state, parts) if judged else ())
     parts.hooks.call("on_evaluate_end", state, stepper, metrics=result.values())
     return state

@@ -18,7 +18,7 @@ from instar.schedule.operations import Change, State
 
 Differences = Mapping[str, tuple[Any, Any]]
 
-_BOOKKEEPING = ("interval_factor", "unscaled_intervals", "births")
+_BOOKKEEPING = ("interval_factor", "unscaled_intervals", "new_param_warmups")
 """settings that only say how others came about, or what the operation's option says"""
 _UNTOLD = ("mask", "layer_types")
 """too long for a line"""
@@ -54,7 +54,7 @@ def _values(value: Any) -> Iterator[tuple[str, Any]]:
         yield from held.items() if isinstance(held, Mapping) else [(field.name, held)]
 
 
-def shape_text(shape: Growable) -> str:
+def format_shape(shape: Growable) -> str:
     """Return `12L/768d`: the number of blocks, and of channels of the residual stream."""
     sizes = shape.sizes()
     parts = [f"{sizes['layers']}L"] if "layers" in sizes else []
@@ -134,13 +134,13 @@ def log_block(
         f"Trigger reason: {change.reason}",
         f"Current val loss: {'not evaluated here' if loss is None else f'{loss:.4f}'}",
         *(f"{name}: {_short(was)} -> {_short(now)}" for name, (was, now) in changes.items()),
-        *([] if proof is None else [f"Proof: {in_words(proof)}"]),
+        *([] if proof is None else [f"Proof: {format_proof(proof)}"]),
         "=== SCALING OPERATION COMPLETE ===",
     ]
     return "\n".join(lines)
 
 
-def in_words(proof: Proof) -> str:
+def format_proof(proof: Proof) -> str:
     """Return `exact, max|Δlogit| 2.1e-06 (relative 4.0e-07), Δloss -1.2e-08: holds`."""
     return (
         f"{proof.label}, max|Δlogit| {proof.max_logit_diff:.1e} "

@@ -32,12 +32,12 @@ from instar.record.events import (
     Placed,
     RunFinished,
     RunStarted,
+    SampleText,
     Saved,
     Skip,
     Stop,
     Train,
     Warn,
-    Wrote,
 )
 from instar.record.format import begins_anew_line, confusion_lines, gap_text
 from instar.record.recorder import Sink
@@ -45,7 +45,7 @@ from instar.record.system import PeakFlops, memory_bytes
 from instar.run.loop.early_stopping import RuleState
 from instar.run.loop.evaluate import Evaluation, TestResult
 from instar.run.loop.gradient_stats import GradientWatch, GradNorm, LayerStats
-from instar.run.loop.state import Decision, Every, RunState
+from instar.run.loop.state import Decision, Interval, RunState
 from instar.run.loop.step import StepResult
 from instar.run.output.operation_text import differences, log_block, operation_event
 from instar.run.output.save import SaveResult
@@ -90,7 +90,7 @@ class RunLogger:
             best_metric: metric of the pointer `checkpoints/best`.
         """
         self.world, self.sink, self.console = world, sink, console
-        self.interval = Every(log_interval)
+        self.interval = Interval(log_interval)
         self.epochs: Callable[[int], float] = lambda _: 0.0
         """passes over the data at a cursor; set by the trainer"""
         self.budgets = budgets
@@ -107,7 +107,7 @@ class RunLogger:
         self.last_step = GradNorm(math.nan), 0.0
         """gradient norm and learning rate of the last step"""
         self.lr_new: dict[str, float] = {}
-        """learning rate of the latest birth in the last step, while it warms up"""
+        """learning rate of the latest of new parameters in the last step, while it warms up"""
         self.noise: dict[str, float] = {}
         """gradient noise scale after the last step, if it is known"""
         self._start_interval(Counters())
@@ -120,7 +120,7 @@ class RunLogger:
         self.weight = 0.0
         self.waited_s = 0.0
 
-    def opened(self, event: RunStarted, where: Path, *, only_test: bool = False) -> None:
+    def log_start(self, event: RunStarted, where: Path, *, only_test: bool = False) -> None:
         """Log the start of the run.
 
         Args:
@@ -130,11 +130,11 @@ class RunLogger:
             self.sink.write(event)
         self.console.header(event, where)
 
-    def waited(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Add time spent waiting for samples."""
         self.waited_s += seconds
 
-    def shows(self, before: int, step: int) -> bool:
+    def reads_step(self, before: int, step: int) -> bool:
         """Whether numbers of a step are read when it is added.
 
         Args:
@@ -145,7 +145,7 @@ class RunLogger:
     def _ends_interval(self, before: int, step: int) -> bool:
         return step == 1 or self.interval.due(before, step)
 
-    def stepped(
+    def log_step(
         self,
         state: RunState,
         batch: StepBatch,
@@ -171,9 +171,9 @@ class RunLogger:
                 progress.step,
             )
         self.last_step = result.norm, lr
-        births = state.settings.births
-        rises = bool(births) and progress.step <= births[-1].end
-        self.lr_new = {"lr_new": lr * births[-1].factor(progress.step - 1)} if rises else {}
+        warmups = state.settings.new_param_warmups
+        rises = bool(warmups) and progress.step <= warmups[-1].end
+        self.lr_new = {"lr_new": lr * warmups[-1].factor(progress.step - 1)} if rises else {}
         scale, context = state.noise.value, state.settings.context
         self.noise = {} if scale is None else {"noise_scale": scale}
         if scale is not None and context > 1:
@@ -233,7 +233,7 @@ class RunLogger:
             memory_bytes=memory_bytes(str(self.world.device)),
         )
 
-    def layer_stats(self, progress: Counters, layers: LayerStats) -> None:
+    def log_layers(self, progress: Counters, layers: LayerStats) -> None:
         """Log a step's gradient norm and update ratio (0 if skipped) per layer."""
         self._write(
             progress,
@@ -244,23 +244,23 @@ class RunLogger:
             ),
         )
 
-    def wrote(self, progress: Counters, prompt: str, text: str) -> None:
+    def log_sample_text(self, progress: Counters, prompt: str, text: str) -> None:
         """Log a sample text."""
-        self._write(progress, Wrote(step=progress.step, prompt=prompt, text=text))
+        self._write(progress, SampleText(step=progress.step, prompt=prompt, text=text))
         logger.info("step %d: wrote %r", progress.step, text)
 
-    def skipped(self, progress: Counters, consecutive: int) -> None:
+    def log_skip(self, progress: Counters, consecutive: int) -> None:
         self._write(progress, Skip(step=progress.step, consecutive=consecutive))
         self.console.warn(f"step {progress.step}: gradient not finite, update skipped on all ranks")
 
-    def lowered_scale(self, progress: Counters, scale: float) -> None:
+    def log_lowered_scale(self, progress: Counters, scale: float) -> None:
         """Log a step of fp16's search for a loss scale whose gradients do not overflow."""
         self._write(progress, Skip(step=progress.step, reason="loss scale lowered", consecutive=0))
         self.console.warn(
             f"step {progress.step}: the scaled gradient overflows in float16, update skipped; the loss scale is lowered to {scale:g}"
         )
 
-    def round_over(self, progress: Counters, end: RoundEnd) -> None:
+    def log_round(self, progress: Counters, end: RoundEnd) -> None:
         """Log the steps of a round whose gradient was not finite."""
         for rank, count in enumerate(end.skipped):
             if count:
@@ -276,7 +276,7 @@ class RunLogger:
                 "skipped on all ranks"
             )
 
-    def evaluated(
+    def log_eval(
         self, progress: Counters, result: Evaluation, *, best: Sequence[str], split: str = "val"
     ) -> None:
         event = Eval(
@@ -303,7 +303,7 @@ class RunLogger:
         split_name = {"val": "validation"}.get(split, split)
         logger.info("step %d: %s loss %.4f", progress.step, split_name, result.loss)
 
-    def begins_anew(self, progress: Counters, reasons: Sequence[str]) -> None:
+    def log_new_basis(self, progress: Counters, reasons: Sequence[str]) -> None:
         """Log that evaluations that follow cannot be compared with earlier ones."""
         event = BeginsAnew(step=progress.step, reasons=tuple(reasons))
         self.console.say(begins_anew_line(self._write(progress, event)))
@@ -324,7 +324,7 @@ class RunLogger:
             elif isinstance(event, Placed):
                 self._write(progress, event)
 
-    def tested(
+    def log_test(
         self,
         progress: Counters,
         tested: TestResult,
@@ -332,7 +332,7 @@ class RunLogger:
         where: Path,
     ) -> None:
         """Log the result of the final test."""
-        self.evaluated(progress, tested.evaluation, best=(), split="test")
+        self.log_eval(progress, tested.evaluation, best=(), split="test")
         for target, matrix in confusions.items():
             if len(matrix) <= LARGEST_TABLE:
                 for line in confusion_lines(target, matrix):
@@ -340,7 +340,7 @@ class RunLogger:
         self.console.say(f"tested the weights of step {tested.step:,} ({tested.weights}) → {where}")
         logger.info("tested the weights of step %d (%s)", tested.step, tested.weights)
 
-    def saved(self, save: SaveResult) -> None:
+    def log_save(self, save: SaveResult) -> None:
         """Log the result of a save, of this step or an earlier one."""
         step = save.snapshot.progress.step
         if save.path is None:
@@ -358,13 +358,13 @@ class RunLogger:
         self.sink.sync()
         logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
 
-    def delta(self, progress: Counters, written: Written) -> None:
+    def log_delta(self, progress: Counters, written: Written) -> None:
         """Log a link of the chain of deltas; `progress` is that of its weights."""
         self._write(progress, written.event(step=progress.step))
         if (missing := written.link.missing) is not None:
             self.warn(gap_text(missing, written.link.file.name), progress.step)
 
-    def operated(
+    def log_operation(
         self,
         progress: Counters,
         change: Change,
@@ -384,7 +384,7 @@ class RunLogger:
         self.sink.sync()
         logger.info("%s", log_block(change, changes, loss, proof, ddp=self.world.size > 1))
 
-    def new_gradients(self, progress: Counters, watch: GradientWatch) -> None:
+    def log_new_gradients(self, progress: Counters, watch: GradientWatch) -> None:
         """Log the gradients of an operation's new parameters; warn if they are dead."""
         kept, new = watch.norms[-1]
         event = NewGradients(
@@ -405,7 +405,7 @@ class RunLogger:
                 progress.step,
             )
 
-    def analyzed(self, progress: Counters, found: WeightAnalysis, seconds: float) -> None:
+    def log_analysis(self, progress: Counters, found: WeightAnalysis, seconds: float) -> None:
         """Log the result of a weight analysis; `progress` is where it was started."""
         event = AnalysisEvent(
             step=progress.step,
@@ -417,7 +417,9 @@ class RunLogger:
         for suggestion in found.suggestions:
             self.console.say(f"step {progress.step:,}: {suggestion}")
 
-    def overridden(self, progress: Counters, changed: Mapping[str, tuple[object, object]]) -> None:
+    def log_override(
+        self, progress: Counters, changed: Mapping[str, tuple[object, object]]
+    ) -> None:
         """Log the config keys that were changed at a resume, as (before, after)."""
         for key, values in changed.items():
             shown = [redacted_value(key, value) for value in values]
@@ -438,7 +440,7 @@ class RunLogger:
         self.console.warn(message)
         logger.warning("%s", message)
 
-    def closed(
+    def log_end(
         self, progress: Counters, decision: Decision, best: Mapping[str, RuleState], where: Path
     ) -> None:
         """Log the regular end of the run: its reason and its totals."""

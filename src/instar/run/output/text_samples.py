@@ -11,8 +11,8 @@ from instar.config.sections import RecordConfig
 from instar.data.text.tokenizer import Tokenizer, load_tokenizer
 from instar.distributed.agree import gather
 from instar.distributed.world import World
-from instar.run.loop.state import Every, RunState
-from instar.run.loop.step import Stepper, enter
+from instar.run.loop.state import Interval, RunState
+from instar.run.loop.step import Stepper, set_model_step
 from instar.run.output.run_logger import RunLogger
 from instar.tasks.task import GeneratesText
 
@@ -28,7 +28,7 @@ class TextSampler:
 
     def __init__(self, config: RecordConfig, run: Path, world: World) -> None:
         self._run, self._config, self._world = run, config, world
-        self._every = Every(config.sample_every) if config.sample_every else None
+        self._every = Interval(config.sample_every) if config.sample_every else None
 
     def sample_if_due(
         self, state: RunState, stepper: Stepper, run_logger: RunLogger, *, last: bool = False
@@ -38,7 +38,7 @@ class TextSampler:
         Args:
             last: the run ends here, so a sample is due.
         """
-        step, model, task = state.step, stepper.bare_model, stepper.task
+        step, model, task = state.step, stepper.unwrapped_model, stepper.task
         due = last or (self._every is not None and self._every.due(0, step - state.sampled_at))
         if not due or step == state.sampled_at or state.evaluated_at != step:
             return state
@@ -51,7 +51,7 @@ class TextSampler:
             return state
         if not isinstance(task, GeneratesText) or tokenizer is None:
             return state
-        enter(model, step)
+        set_model_step(model, step)
         prompt = self._config.sample_prompt or "\n"
         try:
             with stepper.evaluating(), stepper.autocast():
@@ -60,7 +60,7 @@ class TextSampler:
             # weights that are not finite give no distribution to draw from; the run continues
             run_logger.warn(f"step {step:,}: no sample text was generated: {error}", step)
         else:
-            run_logger.wrote(state.progress, prompt, text)
+            run_logger.log_sample_text(state.progress, prompt, text)
         return replace(state, sampled_at=step)
 
     def _tokenizer(self) -> Tokenizer | None:

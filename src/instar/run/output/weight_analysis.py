@@ -24,8 +24,8 @@ from instar.growth.analysis import (
 )
 from instar.models.shape import Parameter
 from instar.run.loop.optimizer import copy_tensors
-from instar.run.loop.state import Every, RunState
-from instar.run.loop.step import Stepper, enter, to_device
+from instar.run.loop.state import Interval, RunState
+from instar.run.loop.step import Stepper, set_model_step, to_device
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import in_background
 
@@ -47,7 +47,7 @@ class WeightAnalyzer:
             every: steps between analyses; None: no analyses.
         """
         self._world = world
-        self._every = None if every is None else Every(every)
+        self._every = None if every is None else Interval(every)
         self._pending: Future[Analyzed] | None = None
         self._before: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
@@ -83,7 +83,7 @@ class WeightAnalyzer:
                 copy_tensors({name: model.get_parameter(name)}, {name: weights})
         if model is None:
             return
-        enter(model, step)
+        set_model_step(model, step)
         indices = np.arange(min(SAMPLES, len(validation)))
         batch = to_device(validation.read(indices), torch.device("cpu"))
         self._before = step, {name: p.detach() for name, p in model.named_parameters()}
@@ -98,7 +98,7 @@ class WeightAnalyzer:
         if pending is None or not wait([pending], LAST_WAIT_S).done:
             return
         try:
-            run_logger.analyzed(*pending.result())
+            run_logger.log_analysis(*pending.result())
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             # a failed analysis must not end the run
             run_logger.warn(f"the analysis failed: {error}", state.step)

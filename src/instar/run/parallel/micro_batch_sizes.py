@@ -12,10 +12,10 @@ from instar.config.sections import Operation
 from instar.data.plan import StepPlan, micro_slices, shares
 from instar.run.parallel.slices import slices
 from instar.schedule.forecast import Forecast, legs_of
-from instar.schedule.operations import Change, History, State, fold
+from instar.schedule.operations import Change, History, State, fold_history
 from instar.schedule.settings import Settings
 from instar.schedule.timeline import Clock, PartialStep, partial_steps, timeline
-from instar.schedule.triggers import entries, remaining
+from instar.schedule.triggers import remaining, schedule_entries
 from instar.tasks.task import TaskSpec
 
 
@@ -51,9 +51,9 @@ def sizes_ahead(
     step, samples, tokens = (progress.get(name, 0) for name in ("step", "samples", "tokens"))
     if override is not None:
         history = (*history, Change(override, step, samples))
-    state = fold(initial, history)
+    state = fold_history(initial, history)
     config, clock = state.config, Clock(step, samples, tokens, in_order=samples)
-    legs = legs_of(remaining(entries(config), history), state, spec, world_size)
+    legs = legs_of(remaining(schedule_entries(config), history), state, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     lines = [
         timeline(

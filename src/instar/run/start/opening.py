@@ -39,7 +39,7 @@ from instar.run.lifecycle.build import RunOutputs, build_trainer
 from instar.run.lifecycle.restore import replay, restore
 from instar.run.loop.components import Components
 from instar.run.loop.trainer import Trainer
-from instar.run.output.operation_text import shape_text
+from instar.run.output.operation_text import format_shape
 from instar.run.start.plan import RankContext, RunPlan
 from instar.schedule.operations import Change, keeps_training_loss_comparable
 from instar.schedule.settings import early_end_of_decay
@@ -272,7 +272,7 @@ def _log_start(plan: RunPlan, run: OpenRun) -> None:
     """Log that the run starts, with what its resume changes, and its warnings."""
     continuation, trainer = plan.run.continuation, run.trainer
     run_logger, only_test = trainer.parts.logger, plan.run.request.only_test
-    run_logger.opened(_start_event(plan, run), run.run_dir.path, only_test=only_test)
+    run_logger.log_start(_start_event(plan, run), run.run_dir.path, only_test=only_test)
     for warning in plan.warnings:
         run_logger.warn(warning, trainer.state.step)
     if run_logger.peak is not None and (slow := run_logger.peak.warning):
@@ -280,7 +280,7 @@ def _log_start(plan: RunPlan, run: OpenRun) -> None:
     if continuation is None:
         return
     if not only_test and run.end is None:
-        run_logger.overridden(trainer.state.progress, continuation.changed)
+        run_logger.log_override(trainer.state.progress, continuation.changed)
         steps = plan.prepared.forecast.steps if "train.until" in continuation.changed else None
         if note := early_end_of_decay(trainer.state.settings, steps):
             run_logger.console.say(note)
@@ -301,7 +301,7 @@ def _start_event(plan: RunPlan, run: OpenRun) -> RunStarted:
         step=trainer.state.step,
         resumed_from=plan.run.checkpoint.path.name if plan.run.checkpoint else None,
         launch=dict(continuation.launch) if continuation else {},
-        model=shape_text(shape),
+        model=format_shape(shape),
         parameters=count_parameters(shape).total,
         devices=name if world.size == 1 else f"{world.size}×{name} {' '.join(how)}",
         world_size=world.size,

@@ -31,7 +31,7 @@ from instar.schedule.pilot import (
     Step,
     Steps,
     Text,
-    read_json,
+    read_json_as,
 )
 from instar.schedule.search.candidates import SCRATCH, GrowthCandidate, Name, Share
 
@@ -243,6 +243,6 @@ def read_search(path: Path) -> ScheduleSearch:
     Raises:
         ConfigError: it is missing or no such file; says what is wrong in it.
     """
-    return read_json(
+    return read_json_as(
         path, ScheduleSearch, "the file of a search", "instar schedule search CONFIG -o FILE"
     )
