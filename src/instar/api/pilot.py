@@ -101,35 +101,35 @@ def pilot(
     from instar.schedule.expected import expected_saving
     from instar.schedule.saving import ExpectedSaving, pilot_summary
 
-    begun = time.monotonic()
+    start = time.monotonic()
     path = None if config is None else os.fspath(config)
-    asked = prepare_measurement(path, overrides, world_size, devices, say)
-    _check_growth(asked)
-    file = out or pilot_file(path, asked.config)
-    known = read_pilot(file) if file.exists() else None
-    if known is None:
-        found = _plan(asked, budget_s, steps, seeds or (asked.config.seed,), say)
+    measurement = prepare_measurement(path, overrides, world_size, devices, say)
+    _check_growth(measurement)
+    file = out or pilot_file(path, measurement.config)
+    pilot_before = read_pilot(file) if file.exists() else None
+    if pilot_before is None:
+        planned = _plan(measurement, budget_s, steps, seeds or (measurement.config.seed,), say)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, found)
+        write_json(file, planned)
     else:
-        found = known
-        _check_same(file, found, asked)
+        planned = pilot_before
+        _check_same(file, planned, measurement)
     slowest = 0.0
-    for number, case in enumerate(found.missing):
-        spent = time.monotonic() - begun
+    for number, case in enumerate(planned.missing):
+        spent = time.monotonic() - start
         if number >= MUST and spent + slowest > budget_s:
-            say(f"the budget is used up: {len(found.missing)} runs are left for the next call")
+            say(f"the budget is used up: {len(planned.missing)} runs are left for the next call")
             break
-        say(f"pilot: {case.name}, run {len(found.runs) + 1} of {len(found.cases)}")
-        done = _run(asked, found, case)
-        slowest = max(slowest, time.monotonic() - begun - spent)
-        found = structs.replace(found, runs=(*found.runs, done))
-        found = structs.replace(found, found=pilot_summary(found))
-        write_json(file, found)
-    saving = expected_saving(asked.forecast, asked.loaded, path, file)
+        say(f"pilot: {case.name}, run {len(planned.runs) + 1} of {len(planned.cases)}")
+        done = _run(measurement, planned, case)
+        slowest = max(slowest, time.monotonic() - start - spent)
+        planned = structs.replace(planned, runs=(*planned.runs, done))
+        planned = structs.replace(planned, found=pilot_summary(planned))
+        write_json(file, planned)
+    saving = expected_saving(measurement.forecast, measurement.loaded, path, file)
     if not isinstance(saving, ExpectedSaving):
         raise ConfigError.one("has no runs to predict from", str(file))
-    return PilotResult(found, saving, file)
+    return PilotResult(planned, saving, file)
 
 
 def pilot_file(path: str | None, config: RunConfig) -> Path:
@@ -137,19 +137,19 @@ def pilot_file(path: str | None, config: RunConfig) -> Path:
     return pilot_path(Path(config.record.out_dir) / config.name if path is None else path)
 
 
-def _check_growth(asked: MeasuredConfig) -> None:
+def _check_growth(measurement: MeasuredConfig) -> None:
     """Raise ConfigError for schedules that pilots do not know."""
-    for number, entry in enumerate(asked.config.schedule):
+    for number, entry in enumerate(measurement.config.schedule):
         if entry.name == "set_context" or "lora" in entry.name:
             key, hint = f"schedule[{number}]", "leave it out"
-            raise refused(asked.loaded, key, f"{entry.name} is not known to pilots", hint)
-    if len({stage.architecture for stage in asked.forecast.stages}) < 2:
+            raise refused(measurement.loaded, key, f"{entry.name} is not known to pilots", hint)
+    if len({stage.architecture for stage in measurement.forecast.stages}) < 2:
         hint = "add an operation such as stack_layers"
-        raise refused(asked.loaded, "schedule", "grows no model", hint)
+        raise refused(measurement.loaded, "schedule", "grows no model", hint)
 
 
 def _plan(
-    asked: MeasuredConfig,
+    measurement: MeasuredConfig,
     budget_s: float,
     steps: int | None,
     seeds: Sequence[int],
@@ -158,10 +158,10 @@ def _plan(
     """Choose the runs that the budget allows, by the time of a few steps."""
     from instar.growth.operators import is_growth
 
-    config, forecast = asked.config, asked.forecast
+    config, forecast = measurement.config, measurement.forecast
     first, last = forecast.stages[0], forecast.stages[-1]
     times = [
-        asked.seconds([*_model(asked, stage), "schedule=[]"], say)
+        measurement.seconds([*_model(measurement, stage), "schedule=[]"], say)
         for stage in (0, len(forecast.stages) - 1)
     ]
     small, final = (
@@ -176,7 +176,7 @@ def _plan(
     seconds = BUDGET_USED * budget_s - count * START_S
     per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + EVALUATED)
     if steps is None:
-        steps = int(min(asked.run_steps, seconds / per_step))
+        steps = int(min(measurement.run_steps, seconds / per_step))
     if steps < 2 * FEWEST_STEPS:
         needed = (2 * FEWEST_STEPS * per_step + count * START_S) / BUDGET_USED
         raise too_short(f"{count} runs of at least {FEWEST_STEPS} steps", budget_s, needed)
@@ -194,7 +194,7 @@ def _plan(
         name=config.name,
         settings=settings_of(config),
         growth=tuple(s.operation for s in forecast.stages[1:] if is_growth(s.operation.split()[0])),
-        run_steps=asked.run_steps,
+        run_steps=measurement.run_steps,
         stable_share=_stable_share(config),
         tokens_per_step=float(first.settings.global_batch * first.weight),
         small=small,
@@ -213,7 +213,7 @@ def _moments(forecast: Forecast) -> list[float]:
         for before, after in zip(forecast.stages, forecast.stages[1:], strict=False)
         if before.architecture != after.architecture
     ]
-    known = {
+    earliest = {
         number: stage.first_step / run_steps
         for number, stage in enumerate(grown)
         if stage.first_step is not None and stage.first_step == stage.latest_step
@@ -221,9 +221,9 @@ def _moments(forecast: Forecast) -> list[float]:
     shares: list[float] = []
     for number in range(len(grown)):
         before = shares[-1] if shares else 0.0
-        after = next((known[n] for n in range(number, len(grown)) if n in known), None)
-        if number in known:
-            shares.append(known[number])
+        after = next((earliest[n] for n in range(number, len(grown)) if n in earliest), None)
+        if number in earliest:
+            shares.append(earliest[number])
         elif after is not None:
             shares.append((before + after) / 2)
         else:
@@ -238,26 +238,26 @@ def _stable_share(config: RunConfig) -> float:
     return _MOSTLY if schedule.has_end else 1.0
 
 
-def _model(asked: MeasuredConfig, stage: int) -> list[str]:
+def _model(measurement: MeasuredConfig, stage: int) -> list[str]:
     """Return settings of a run that begins with the shape of a stage."""
-    shapes = (shape_of_stage(asked, each) for each in (0, stage))
+    shapes = (shape_of_stage(measurement, number) for number in (0, stage))
     return options(shape_settings(*shapes)) if stage else []
 
 
-def _settings(asked: MeasuredConfig, found: Pilot, case: PilotCase) -> list[str]:
+def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list[str]:
     """Return the settings of a case, beside those of the config."""
     from instar.config.sections import ScheduledOperation
     from instar.schedule.branches import BRANCH
 
-    config = asked.config
-    horizon = max(each.steps for each in found.cases if each.arm == "final")
-    share = (horizon if case.arm == "small" else case.steps) / found.run_steps
+    config = measurement.config
+    horizon = max(case_of_plan.steps for case_of_plan in plan.cases if case_of_plan.arm == "final")
+    share = (horizon if case.arm == "small" else case.steps) / plan.run_steps
     schedule = config.learning_rate
     counts: dict[str, int | None] = {
         "learning_rate.warmup_iters": min(schedule.warmup_iters, horizon // WARMUP),
         "learning_rate.lr_decay_iters": _scaled(schedule.lr_decay_iters, share),
         "learning_rate.decay_every": _scaled(schedule.decay_every, share),
-        "eval.eval_interval": max(1, case.steps // found.evaluations),
+        "eval.eval_interval": max(1, case.steps // plan.evaluations),
     }
     folder = Path(config.record.out_dir) / f"{config.name}-pilot-{case.name}"
     values: dict[str, Any] = {
@@ -266,22 +266,24 @@ def _settings(asked: MeasuredConfig, found: Pilot, case: PilotCase) -> list[str]
     }
     entries: list[dict[str, Any]] = []
     grown_at = list(case.grown_at)
-    stages = asked.forecast.stages
+    stages = measurement.forecast.stages
     for before, stage, entry in zip(stages, stages[1:], config.schedule, strict=False):
-        given = entry.model_dump(exclude={*ScheduledOperation.model_fields} - {"name", "value"})
+        options_of_entry = entry.model_dump(
+            exclude={*ScheduledOperation.model_fields} - {"name", "value"}
+        )
         if entry.name == BRANCH:
             continue
         if stage.architecture == before.architecture:
-            step = round((stage.first_step or found.run_steps) * share)
+            step = round((stage.first_step or plan.run_steps) * share)
         elif grown_at:
             step = grown_at.pop(0)
         else:
             continue
-        entries.append({**given, "when": {"at_step": step}})
+        entries.append({**options_of_entry, "when": {"at_step": step}})
     values["schedule"] = entries
     if case.arm == "small":
         values["learning_rate.shape"] = "constant"
-    model = _model(asked, len(stages) - 1) if case.arm == "final" else []
+    model = _model(measurement, len(stages) - 1) if case.arm == "final" else []
     return [*model, *options(values)]
 
 
@@ -289,28 +291,30 @@ def _scaled(iters: int | None, share: float) -> int | None:
     return None if iters is None else max(1, round(iters * share))
 
 
-def _run(asked: MeasuredConfig, found: Pilot, case: PilotCase) -> PilotRun:
+def _run(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> PilotRun:
     """Train a case, or go on with it, and read how it ended."""
     from instar.distributed.failure import RunFailed
     from instar.schedule.saving import spending
 
-    settings = _settings(asked, found, case)
-    path = train_or_resume(asked, asked.path, [*asked.overrides, *settings], "pilot")
+    settings = _settings(measurement, plan, case)
+    path = train_or_resume(
+        measurement, measurement.path, [*measurement.overrides, *settings], "pilot"
+    )
     loss = loss_at_end(path, case.steps)
     if loss is None:
         raise RunFailed(
             f"{path}: did not end at step {case.steps:,} with a loss, so nothing can be predicted from "
             "it; delete it to try again"
         )
-    return PilotRun(case, loss, spending(asked.forecast_of(settings)), losses_of(path))
+    return PilotRun(case, loss, spending(measurement.forecast_of(settings)), losses_of(path))
 
 
-def _check_same(file: Path, found: Pilot, asked: MeasuredConfig) -> None:
+def _check_same(file: Path, plan: Pilot, measurement: MeasuredConfig) -> None:
     """Raise ConfigError if a pilot that is not whole is about another config."""
-    others = found.differing(asked.config)
-    if others and found.missing:
+    different_keys = plan.differing(measurement.config)
+    if different_keys and plan.missing:
         raise ConfigError.one(
-            f"was begun with other settings of {', '.join(others)}",
+            f"was begun with other settings of {', '.join(different_keys)}",
             str(file),
             "choose another file with -o, or delete this one",
         )

@@ -127,7 +127,7 @@ def search(
             budget is too small; a file is another search's.
         RunFailed, Interrupted: see `launch`; the same call goes on.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     path = None if config is None else os.fspath(config)
     final = _final(prepare_measurement(path, overrides, world_size, devices, say))
     file = out or _file(path, final.config)
@@ -148,10 +148,10 @@ def search(
     write_json(state, found)
     slowest = 0.0
     while (trial := found.missing) is not None:
-        spent = time.monotonic() - begun
+        spent = time.monotonic() - start
         if slowest and spent + slowest > budget_s:
-            left = found.count - len(found.trials)
-            say(f"the budget is used up: {left} trials are left for the next call")
+            remaining = found.count - len(found.trials)
+            say(f"the budget is used up: {remaining} trials are left for the next call")
             return SearchResult(found)
         candidate, rung, seed = trial
         say(
@@ -162,16 +162,16 @@ def search(
         found = structs.replace(found, trials=(*found.trials, done))
         write_json(state, found)
         _Runs(final, found).delete_given_up()
-        slowest = max(slowest, time.monotonic() - begun - spent)
+        slowest = max(slowest, time.monotonic() - start - spent)
     return _result(final, found, file)
 
 
 def _file(path: str | None, config: RunConfig) -> Path:
-    given = Path(path or Path(config.record.out_dir) / config.name)
-    return given.with_suffix(_SUFFIX)
+    config_path = Path(path or Path(config.record.out_dir) / config.name)
+    return config_path.with_suffix(_SUFFIX)
 
 
-def _final(asked: MeasuredConfig) -> _Final:
+def _final(measurement: MeasuredConfig) -> _Final:
     """Find the final shape.
 
     Raises:
@@ -179,29 +179,31 @@ def _final(asked: MeasuredConfig) -> _Final:
     """
     from instar.growth.operators import is_growth
 
-    rate = asked.config.learning_rate
-    found = []
+    rate = measurement.config.learning_rate
+    problems = []
     if rate.shape != "wsd":
         text = f"is {rate.shape}, which has no stable part that trials could share"
-        found.append(("learning_rate.shape", text, "write shape: wsd"))
+        problems.append(("learning_rate.shape", text, "write shape: wsd"))
     elif rate.decay_fraction == 1:
         text = "is 1, which leaves no stable part that trials could share"
-        found.append(("learning_rate.decay_fraction", text, "write less, e.g. 0.3"))
+        problems.append(("learning_rate.decay_fraction", text, "write less, e.g. 0.3"))
     if rate.lr_decay_iters is not None:
         hint = "leave it out: the rate falls at the end of each trial"
-        found.append(("learning_rate.lr_decay_iters", "is given", hint))
+        problems.append(("learning_rate.lr_decay_iters", "is given", hint))
     if rate.plateau.factor is not None:
         text = "is given: a rate that follows the losses of a run cannot be shared by trials"
-        found.append(("learning_rate.plateau.factor", text, "leave it out"))
-    for number, entry in enumerate(asked.config.schedule):
+        problems.append(("learning_rate.plateau.factor", text, "leave it out"))
+    for number, entry in enumerate(measurement.config.schedule):
         if not is_growth(entry.name) or "lora" in entry.name:
             hint = "leave it out: a search replaces the schedule, and proposes growth only"
-            found.append((f"schedule[{number}]", f"is {entry.name}", hint))
-    if found:
-        loaded = asked.loaded
-        raise ConfigError(*(loaded.problem(k, f"{k} {text}", hint) for k, text, hint in found))
-    first, last = (shape_of_stage(asked, each) for each in (0, len(asked.forecast.stages) - 1))
-    return _Final(asked, last, shape_settings(first, last))
+            problems.append((f"schedule[{number}]", f"is {entry.name}", hint))
+    if problems:
+        loaded = measurement.loaded
+        raise ConfigError(*(loaded.problem(k, f"{k} {text}", hint) for k, text, hint in problems))
+    first, last = (
+        shape_of_stage(measurement, stage) for stage in (0, len(measurement.forecast.stages) - 1)
+    )
+    return _Final(measurement, last, shape_settings(first, last))
 
 
 def _candidates(final: _Final) -> Iterator[GrowthCandidate]:
@@ -210,19 +212,21 @@ def _candidates(final: _Final) -> Iterator[GrowthCandidate]:
     Raises:
         ConfigError: there is none.
     """
-    asked = final.asked
-    (stage,) = asked.forecast_of(final.settings).stages
-    own = CandidateStage(0.0, stage.flops_per_token)
-    yield GrowthCandidate(SCRATCH, f"L{final.shape.n_layer}", {}, stage.parameters.total, (own,))
-    found = [
+    measurement = final.asked
+    (stage,) = measurement.forecast_of(final.settings).stages
+    scratch_stage = CandidateStage(0.0, stage.flops_per_token)
+    yield GrowthCandidate(
+        SCRATCH, f"L{final.shape.n_layer}", {}, stage.parameters.total, (scratch_stage,)
+    )
+    candidates = [
         candidate
         for proposal in proposals(final.shape, final.config.learning_rate.decay_fraction)
         if (candidate := _checked(final, proposal)) is not None
     ]
-    if not found:
+    if not candidates:
         text = f"n_layer {final.shape.n_layer} leaves nothing to grow, and the width has no half"
-        raise refused(asked.loaded, "model", text, "give the final shape more layers")
-    yield from found
+        raise refused(measurement.loaded, "model", text, "give the final shape more layers")
+    yield from candidates
 
 
 def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
@@ -231,27 +235,27 @@ def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
     begin = shape_settings(final.shape, proposal.shape)
     stages = [
         CandidateStage(0.0, 1.0),
-        *(CandidateStage(share, 1.0, each) for share, each in proposal.growth),
+        *(CandidateStage(share, 1.0, operations) for share, operations in proposal.growth),
     ]
-    drawn = GrowthCandidate(proposal.name, proposal.trunk, begin, 1, tuple(stages), proposal.rewarm)
+    draft = GrowthCandidate(proposal.name, proposal.trunk, begin, 1, tuple(stages), proposal.rewarm)
     try:
-        told = final.asked.forecast_of(_settings(final, drawn))
+        forecast = final.asked.forecast_of(_settings(final, draft))
     except ConfigError:
         return None
-    last = told.stages[-1].architecture
+    last = forecast.stages[-1].architecture
     assert isinstance(last, Architecture)
     shape = final.shape.changed(norm_eps=last.norm_eps, rope_base=last.rope_base)
-    if last != shape or any(stage.skipped for stage in told.stages):
+    if last != shape or any(stage.skipped for stage in forecast.stages):
         return None
     ends = [0]
     for stage in stages[1:]:
         ends.append(ends[-1] + len(stage.operations))
-    costs = [told.stages[end].flops_per_token for end in ends]
+    costs = [forecast.stages[end].flops_per_token for end in ends]
     if costs != sorted(set(costs)):
         return None
     return structs.replace(
-        drawn,
-        parameters=told.stages[0].parameters.total,
+        draft,
+        parameters=forecast.stages[0].parameters.total,
         stages=tuple(
             structs.replace(stage, flops_per_token=cost)
             for stage, cost in zip(stages, costs, strict=True)
@@ -274,39 +278,37 @@ def _plan(
     say: Say,
 ) -> ScheduleSearch:
     """Choose the horizon that the budget allows, by the time of a few steps."""
-    asked = final.asked
-    (stage,) = asked.forecast_of(final.settings).stages
-    smallest = min(candidates, key=lambda each: each.stages[0].flops_per_token)
+    measurement = final.asked
+    (stage,) = measurement.forecast_of(final.settings).stages
+    smallest = min(candidates, key=lambda candidate: candidate.stages[0].flops_per_token)
     times = [
-        asked.seconds([*final.settings, *options(each.begin)], say)
-        for each in (smallest, candidates[0])
+        measurement.seconds([*final.settings, *options(candidate.begin)], say)
+        for candidate in (smallest, candidates[0])
     ]
-    costs = [each.stages[0].flops_per_token for each in (smallest, candidates[0])]
-    found = ScheduleSearch(
+    costs = [candidate.stages[0].flops_per_token for candidate in (smallest, candidates[0])]
+    plan = ScheduleSearch(
         name=final.config.name,
         settings=_compared(final.config),
         candidates=candidates,
         seeds=tuple(seeds),
-        rungs=rung_steps(asked.run_steps),
-        run_steps=asked.run_steps,
+        rungs=rung_steps(measurement.run_steps),
+        run_steps=measurement.run_steps,
         decay=final.config.learning_rate.decay_fraction,
         tokens_per_step=float(stage.settings.global_batch * stage.weight),
         evaluations=1,
         seconds=((costs[0], times[0][0]), (costs[1], times[1][0])),
     )
-    seconds, count = found.work(found.step_seconds)
-    whole = seconds * (1 + EVALUATED)
+    seconds, count = plan.work(plan.step_seconds)
+    seconds_each = seconds * (1 + EVALUATED)
     fixed = count * START_S
     if steps is None:
-        share = (BUDGET_USED * budget_s - fixed) / whole
-        steps = int(asked.run_steps * min(1.0, share))
+        share = (BUDGET_USED * budget_s - fixed) / seconds_each
+        steps = int(measurement.run_steps * min(1.0, share))
     fewest = FEWEST_STEPS * RUNGS[0]
     if steps < fewest:
-        needed = (whole * fewest / asked.run_steps + fixed) / BUDGET_USED
+        needed = (seconds_each * fewest / measurement.run_steps + fixed) / BUDGET_USED
         raise too_short(f"{count} runs of {FEWEST_STEPS} steps and more", budget_s, needed)
-    return structs.replace(
-        found, rungs=rung_steps(steps), evaluations=evaluations(steps, *times[1])
-    )
+    return structs.replace(plan, rungs=rung_steps(steps), evaluations=evaluations(steps, *times[1]))
 
 
 def _compared(config: RunConfig) -> dict[str, Any]:
@@ -316,15 +318,15 @@ def _compared(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_same(
-    file: Path, found: ScheduleSearch, candidates: tuple[GrowthCandidate, ...], config: RunConfig
+    file: Path, plan: ScheduleSearch, candidates: tuple[GrowthCandidate, ...], config: RunConfig
 ) -> None:
     """Raise ConfigError if a search is about another config."""
-    own = _compared(config)
-    keys = sorted(k for k in {*own, *found.settings} if own.get(k) != found.settings.get(k))
-    if keys or found.candidates != candidates:
-        others = f"settings of {', '.join(keys)}" if keys else "candidates"
+    settings = _compared(config)
+    keys = sorted(k for k in {*settings, *plan.settings} if settings.get(k) != plan.settings.get(k))
+    if keys or plan.candidates != candidates:
+        difference = f"settings of {', '.join(keys)}" if keys else "candidates"
         hint = "choose another file with -o, or delete this one"
-        raise ConfigError.one(f"was begun with other {others}", str(file), hint)
+        raise ConfigError.one(f"was begun with other {difference}", str(file), hint)
 
 
 @dataclass(frozen=True)
@@ -336,8 +338,8 @@ class _Runs:
 
     def trunk(self, candidate: GrowthCandidate, seed: int) -> Path:
         """Return the folder of a trunk, whose name no search with other settings gives to one."""
-        found = self.found
-        parts = [found.settings, [each.name for each in found.candidates], found.rungs]
+        plan = self.found
+        parts = [plan.settings, [candidate.name for candidate in plan.candidates], plan.rungs]
         key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:6]
         run = f"{self.final.config.name}-{_RUN}-{key}-{candidate.trunk}-s{seed}"
         return Path(self.final.config.record.out_dir) / run
@@ -349,17 +351,17 @@ class _Runs:
 
     def run(self, candidate: GrowthCandidate, rung: int, seed: int) -> SearchTrial:
         """Train a trial, or go on with it, and its trunk as far as its rung needs it; read how it ended."""
-        found, folder = self.found, self.folder(candidate, rung, seed)
-        steps = candidate.steps(found.rungs[rung])
+        plan, folder = self.found, self.folder(candidate, rung, seed)
+        steps = candidate.steps(plan.rungs[rung])
         if not folder.exists():
             self._train_trunk(candidate, rung, seed)
         if not folder.exists():
             raise RunFailed(f"{folder} is gone; delete the folder of its trunk to train both again")
-        own = ["resume=auto", *options({"record.run_dir": os.fspath(folder)})]
-        train_or_resume(self.final.asked, os.fspath(folder / "run.yaml"), own, _RUN)
-        at = candidate.branches_at(steps, found.decay)
-        before = (each for each in losses_of(self.trunk(candidate, seed)) if each[0] <= at)
-        after = (each for each in losses_of(folder) if each[0] > at)
+        settings = ["resume=auto", *options({"record.run_dir": os.fspath(folder)})]
+        train_or_resume(self.final.asked, os.fspath(folder / "run.yaml"), settings, _RUN)
+        at = candidate.branches_at(steps, plan.decay)
+        before = (point for point in losses_of(self.trunk(candidate, seed)) if point[0] <= at)
+        after = (point for point in losses_of(folder) if point[0] > at)
         loss = loss_at_end(folder, steps)
         return SearchTrial(candidate.name, rung, seed, steps, loss, (*before, *after))
 
@@ -369,12 +371,16 @@ class _Runs:
         Its schedule is always the beginning of one list, that of the branches of all rungs, also of candidates
         that have been given up: what has fired never changes.
         """
-        found, config = self.found, self.final.config
-        rungs = range(len(found.rungs))
-        own = [each for each in found.candidates if each.trunk == candidate.trunk]
-        wanted = [found.branch(each, rung) for each, _ in found.planned(rung) if each in own]
-        last = max(entry["when"]["at_step"] for entry in wanted)
-        entries = (found.branch(each, number) for number in rungs for each in own)
+        plan, config = self.found, self.final.config
+        rungs = range(len(plan.rungs))
+        members = [each for each in plan.candidates if each.trunk == candidate.trunk]
+        branches = [
+            plan.branch(candidate, rung)
+            for candidate, _ in plan.planned(rung)
+            if candidate in members
+        ]
+        last = max(entry["when"]["at_step"] for entry in branches)
+        entries = (plan.branch(candidate, number) for number in rungs for candidate in members)
         schedule = sorted(
             (entry for entry in entries if entry["when"]["at_step"] <= last),
             key=lambda entry: (entry["when"]["at_step"], entry["value"]),
@@ -384,14 +390,17 @@ class _Runs:
             **run_values(config, _RUN, self.trunk(candidate, seed), last + 1, seed),
             "learning_rate.shape": "constant",
             "learning_rate.warmup_iters": min(
-                config.learning_rate.warmup_iters, found.rungs[0] // WARMUP
+                config.learning_rate.warmup_iters, plan.rungs[0] // WARMUP
             ),
-            "eval.eval_interval": max(1, found.rungs[-1] // found.evaluations),
+            "eval.eval_interval": max(1, plan.rungs[-1] // plan.evaluations),
             "schedule": schedule,
         }
-        asked = self.final.asked
+        measurement = self.final.asked
         train_or_resume(
-            asked, asked.path, [*asked.overrides, *self.final.settings, *options(values)], _RUN
+            measurement,
+            measurement.path,
+            [*measurement.overrides, *self.final.settings, *options(values)],
+            _RUN,
         )
 
     def delete_given_up(self) -> None:
@@ -405,50 +414,56 @@ class _Runs:
                         discard(folder)
 
 
-def _result(final: _Final, found: ScheduleSearch, file: Path) -> SearchResult:
+def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     """Write the schedule of the winner, and its trials as a pilot."""
     from instar.schedule.saving import pilot_summary, predicted, spending
 
-    winner, asked = found.winner, final.asked
+    winner, measurement = plan.winner, final.asked
     if winner is None:
-        return SearchResult(found)
-    folders = {seed: _Runs(final, found).trunk(winner, seed) for seed in found.seeds}
+        return SearchResult(plan)
+    folders = {seed: _Runs(final, plan).trunk(winner, seed) for seed in plan.seeds}
     trunks = {seed: losses_of(folder) for seed, folder in folders.items() if folder.exists()}
     settings = _settings(final, winner)
-    pilot = found.pilot(winner, settings_of(asked.load(settings).config), trunks)
+    pilot = plan.pilot(winner, settings_of(measurement.load(settings).config), trunks)
     try:
-        spent = spending(asked.forecast_of(settings))
+        spent = spending(measurement.forecast_of(settings))
         saving = predicted(pilot, spent, source=os.fspath(pilot_path(file)))
     except ValueError:  # the final size from scratch diverged
         saving = None
     write_json(pilot_path(file), structs.replace(pilot, found=pilot_summary(pilot)))
     if not file.exists():  # what was added to it stays
-        replace_file(file, _text(final, found, winner, saving).encode())
-    return SearchResult(found, file, saving)
+        replace_file(file, _text(final, plan, winner, saving).encode())
+    return SearchResult(plan, file, saving)
 
 
 def _text(
-    final: _Final, found: ScheduleSearch, winner: GrowthCandidate, saving: ExpectedSaving | None
+    final: _Final, plan: ScheduleSearch, winner: GrowthCandidate, saving: ExpectedSaving | None
 ) -> str:
     """Return the schedule's file."""
-    horizon, last = found.rungs[-1], len(found.rungs) - 1
-    losses = [found.loss(each, last) or 0.0 for each in (winner, found.scratch)]
-    seeds = f"seed{'s' * (len(found.seeds) > 1)} {', '.join(map(str, found.seeds))}"
+    horizon, last = plan.rungs[-1], len(plan.rungs) - 1
+    losses = [plan.loss(candidate, last) or 0.0 for candidate in (winner, plan.scratch)]
+    seeds = f"seed{'s' * (len(plan.seeds) > 1)} {', '.join(map(str, plan.seeds))}"
     said = [
-        f"{winner.name}: the best of {len(found.candidates) - 1} schedules that lead to the final shape of "
-        f"{in_yaml(found.name)},",
-        f"by `instar schedule search`, {len(found.trials)} trials, {seeds}.",
+        f"{winner.name}: the best of {len(plan.candidates) - 1} schedules that lead to the final shape of "
+        f"{in_yaml(plan.name)},",
+        f"by `instar schedule search`, {len(plan.trials)} trials, {seeds}.",
         f"Held-out loss with the FLOPs of {horizon:,} steps of the final size: {losses[0]:.4f}; from "
         f"scratch: {losses[1]:.4f}.",
     ]
     if saving is not None:
-        share, low, high = (f"{100 * each:.0f}" for each in (saving.share, saving.low, saving.high))
-        steps = f"{found.run_steps:,} steps"
+        share, low, high = (
+            f"{100 * percent:.0f}" for percent in (saving.share, saving.low, saving.high)
+        )
+        steps = f"{plan.run_steps:,} steps"
         said.append(
             f"In a run of {steps} it is expected to save {share} % of the FLOPs ({low} to {high} %)."
         )
     begin = {key.removeprefix("model."): v for key, v in {**final.begin, **winner.begin}.items()}
     entries = winner.entries(final.asked.run_steps, shares=True)
     lines = [f"# {line}" for line in said]
-    lines += [f"model: {in_yaml(begin)}", "schedule:", *(f"- {in_yaml(each)}" for each in entries)]
+    lines += [
+        f"model: {in_yaml(begin)}",
+        "schedule:",
+        *(f"- {in_yaml(entry)}" for entry in entries),
+    ]
     return "\n".join(lines) + "\n"

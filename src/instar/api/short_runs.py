@@ -98,8 +98,8 @@ def prepare_measurement(
     forecast = _forecast(loaded, start.ranks)
     if forecast.steps is None:
         raise refused(loaded, "train.until", "has no last step, of which a short run is a share")
-    given = (*overrides, *_without_presets(loaded))
-    return MeasuredConfig(path, given, loaded, forecast, start.ranks, start.devices or None)
+    options = (*overrides, *_without_presets(loaded))
+    return MeasuredConfig(path, options, loaded, forecast, start.ranks, start.devices or None)
 
 
 def refused(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
@@ -133,7 +133,7 @@ def shape_settings(before: Architecture, after: Architecture) -> dict[str, Any]:
     """Return the keys of `model` with which a config of one shape has another, with their values."""
     from instar.models.architecture import section_of
 
-    old, new = (section_of(one).model_dump() for one in (before, after))
+    old, new = (section_of(shape).model_dump() for shape in (before, after))
     return {f"model.{key}": value for key, value in new.items() if old[key] != value}
 
 
@@ -208,12 +208,12 @@ def losses_of(run: Path) -> tuple[tuple[int, float, float], ...]:
     from instar.record.events import Eval, read_events
     from instar.record.rundir import RunDir
 
-    found = {
+    losses = {
         event.step: (event.step, float(event.tokens), event.loss)
         for event in read_events(RunDir(run).events)
         if isinstance(event, Eval) and event.split == "val" and math.isfinite(event.loss)
     }
-    return tuple(found[step] for step in sorted(found))
+    return tuple(losses[step] for step in sorted(losses))
 
 
 def _without_presets(loaded: Loaded) -> list[str]:
@@ -223,8 +223,8 @@ def _without_presets(loaded: Loaded) -> list[str]:
     from instar.config.origins import PRESET
 
     every, origins = values(loaded.config), loaded.origins
-    made = {key: every[key] for key in every if origins[key].startswith(PRESET)}
-    return options(made) + (["preset=[]"] if made else [])
+    preset_values = {key: every[key] for key in every if origins[key].startswith(PRESET)}
+    return options(preset_values) + (["preset=[]"] if preset_values else [])
 
 
 def _check_kind(loaded: Loaded) -> None:

@@ -280,7 +280,7 @@ class Architecture:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`. Raises ArchitectureError for missing or unknown fields."""
-        optional = [each.name for each in fields(cls) if each.default is not MISSING]
+        optional = [field.name for field in fields(cls) if field.default is not MISSING]
         check_fields(cls, values, optional)
         problems = []
         read = dict(values)
@@ -365,10 +365,10 @@ def section_of(arch: Architecture) -> ModelConfig:
         return ModelConfig(**values)
     except ValidationError as error:
         problems = []
-        for each in error.errors(include_url=False):
-            path = ("model", *each["loc"])
-            message, hint = wrong_value(LanguageConfig, path, each["input"], each["type"], "")
-            field = str(each["loc"][0])
+        for detail in error.errors(include_url=False):
+            path = ("model", *detail["loc"])
+            message, hint = wrong_value(LanguageConfig, path, detail["input"], detail["type"], "")
+            field = str(detail["loc"][0])
             problems.append(problem(field, message.removeprefix(f"model.{field} "), hint))
         raise ArchitectureError(*problems) from None
 
@@ -462,21 +462,21 @@ class _Table:
 
 def _expert_problems(arch: Architecture) -> Iterator[ConfigProblem]:
     """Yields the problems of the fields of experts."""
-    number, each, coefficient = (
+    number, per_token, coefficient = (
         arch.num_experts,
         arch.num_experts_per_tok,
         arch.router_aux_loss_coef,
     )
     if number is None:
-        given = {"num_experts_per_tok": each, "router_aux_loss_coef": coefficient}
-        for field, value in given.items():
+        expert_fields = {"num_experts_per_tok": per_token, "router_aux_loss_coef": coefficient}
+        for field, value in expert_fields.items():
             if value is not None:
                 yield problem(field, "has no effect without num_experts", "set model.num_experts")
         return
-    if type(each) is not int or type(number) is not int or not 0 < each <= number:
+    if type(per_token) is not int or type(number) is not int or not 0 < per_token <= number:
         yield problem(
             "num_experts_per_tok",
-            f"must be a whole number from 1 to {number} experts, not {each!r}",
+            f"must be a whole number from 1 to {number} experts, not {per_token!r}",
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient < math.inf:  # type: ignore[operator]
         yield problem("router_aux_loss_coef", f"must be a number from 0 on, not {coefficient!r}")
@@ -501,8 +501,8 @@ def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
     if mask.axis not in get_args(MaskedAxis):
         yield f"{mask.axis!r} cannot be masked", f"one of {', '.join(get_args(MaskedAxis))}"
         return
-    whole = [mask.begin, mask.steps, *(bound for part in mask.new for bound in part)]
-    if any(type(number) is not int for number in whole) or mask.begin < 0 or mask.steps < 1:
+    numbers = [mask.begin, mask.steps, *(bound for part in mask.new for bound in part)]
+    if any(type(number) is not int for number in numbers) or mask.begin < 0 or mask.steps < 1:
         yield f"begin, steps and ranges must be whole numbers, steps above 0, not {mask}", ""
         return
     size, last = sizes[mask.axis], 0

@@ -149,7 +149,7 @@ class GraphShape(Shape):
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
-        lists = {"pooling": list(self.pooling), "outputs": [list(each) for each in self.outputs]}
+        lists = {"pooling": list(self.pooling), "outputs": [list(head) for head in self.outputs]}
         return values | lists
 
     @classmethod

@@ -56,8 +56,8 @@ class Branch:
 
     def changes(self, step: int) -> dict[str, Any]:
         """Return the keys of the config that a branch at `step` changes, with their values."""
-        own = {END: [f"{step + self.iters}it"], OPERATIONS: list(self.schedule)}
-        return {**self.overrides, **own}
+        changes = {END: [f"{step + self.iters}it"], OPERATIONS: list(self.schedule)}
+        return {**self.overrides, **changes}
 
     def began(self, parent: str, step: int) -> Operation:
         """Return the operation that the branch begins with, at `step` of the run `parent`."""
@@ -67,16 +67,16 @@ class Branch:
 
 def read_branch(operation: Operation) -> Branch:
     """Return the branch of an operation without `branch_problems`."""
-    given = operation.options
-    iters = given["iters"]
-    decay, overrides, schedule = given.get("decay"), given.get("set"), given.get(OPERATIONS)
+    options = operation.options
+    iters = options["iters"]
+    decay, overrides, schedule = options.get("decay"), options.get("set"), options.get(OPERATIONS)
     return Branch(
         operation.value,
         iters,
         iters if decay is None else decay,
         overrides or {},
         schedule or (),
-        given.get("train", True),
+        options.get("train", True),
     )
 
 
@@ -98,33 +98,40 @@ def _is_name(value: Any) -> bool:
 
 def branch_problems(operation: Operation) -> Iterator[Finding]:
     """Yield what is wrong with an operation `branch`, as far as it needs no config."""
-    given = operation.options
+    options = operation.options
     if not _is_name(operation.value):
-        found = f"must be the branch's name, a part of its folder's, got {show(operation.value)}"
-        yield "value", found, "use letters, digits, - and _"
-    for option in given:
+        problem_text = (
+            f"must be the branch's name, a part of its folder's, got {show(operation.value)}"
+        )
+        yield "value", problem_text, "use letters, digits, - and _"
+    for option in options:
         if option not in _OPTIONS:
             suggestion = nearest(option, _OPTIONS)
-            known = f"there are {', '.join(_OPTIONS)}"
-            yield option, "is unknown", f"did you mean '{suggestion}'?" if suggestion else known
-    iters, decay = given.get("iters"), given.get("decay")
+            options_text = f"there are {', '.join(_OPTIONS)}"
+            yield (
+                option,
+                "is unknown",
+                f"did you mean '{suggestion}'?" if suggestion else options_text,
+            )
+    iters, decay = options.get("iters"), options.get("decay")
     if not _is_count(iters) or iters == 0:
-        found = (
+        problem_text = (
             "is missing" if iters is None else f"must be a positive whole number, got {show(iters)}"
         )
-        yield "iters", found, "give the steps that the branch makes after the trunk's"
+        yield "iters", problem_text, "give the steps that the branch makes after the trunk's"
     elif decay is not None and not (_is_count(decay) and decay <= iters):
-        found = f"must be a whole number from 0 to iters ({iters:,}), got {show(decay)}"
-        yield "decay", found, "the rate falls in the last n steps of the branch"
-    overrides = given.get("set")
+        problem_text = f"must be a whole number from 0 to iters ({iters:,}), got {show(decay)}"
+        yield "decay", problem_text, "the rate falls in the last n steps of the branch"
+    overrides = options.get("set")
     if overrides is not None and not isinstance(overrides, Mapping):
         yield "set", f"must have keys of the config, got {show(overrides)}", "{train.batch_size: 8}"
-    if type(given.get("train", True)) is not bool:
+    if type(options.get("train", True)) is not bool:
         hint = "false: only `instar resume BRANCH` trains it"
-        yield "train", f"must be true or false, got {show(given['train'])}", hint
-    schedule = given.get(OPERATIONS)
+        yield "train", f"must be true or false, got {show(options['train'])}", hint
+    schedule = options.get(OPERATIONS)
     if schedule is not None and not (
-        isinstance(schedule, list | tuple) and all(isinstance(each, Mapping) for each in schedule)
+        isinstance(schedule, list | tuple)
+        and all(isinstance(change, Mapping) for change in schedule)
     ):
         yield OPERATIONS, f"must be a list of operations, got {show(schedule)}", ""
 
@@ -135,10 +142,10 @@ def _is_count(value: Any) -> bool:
 
 def branch_conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
     """Yield what a branch cannot change in the config of its trunk, and invalid values."""
-    known = values(config)
+    config_values = values(config)
     for key in branch.overrides:
-        if key not in known:
-            suggestion = nearest(str(key), known)
+        if key not in config_values:
+            suggestion = nearest(str(key), config_values)
             hint = (
                 f"did you mean '{suggestion}'?"
                 if suggestion
@@ -154,8 +161,8 @@ def branch_conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
         else:
             yield from _invalid(config, {key: branch.overrides[key]}, "set")
     yield from _invalid(config, {OPERATIONS: list(branch.schedule)}, OPERATIONS)
-    for number, each in enumerate(branch.schedule):
-        if each.get("name") == BRANCH:
+    for number, change in enumerate(branch.schedule):
+        if change.get("name") == BRANCH:
             hint = "list it in the trunk's schedule"
             yield f"{OPERATIONS}[{number}].name", "must not be branch: a branch has none", hint
 

@@ -38,9 +38,9 @@ def load_checked(
 
 def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield every problem of a schedule that no run could carry out."""
-    for number, given in enumerate(config.schedule):
+    for number, entry in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"
-        for key, message, hint in (*_operation(given), *_triggers(given, config)):
+        for key, message, hint in (*_operation(entry), *_triggers(entry, config)):
             text = f"{place}.{key} {message}" if key else f"{place}: {message}"
             # skip what could not be parsed: the key, its entry, or the whole schedule
             keys = (f"{place}.{key}" if key else place, place, SCHEDULE)
@@ -73,30 +73,30 @@ def _operation(given: ScheduledOperation) -> Iterator[Finding]:
     for option in operation_of_entry.options:
         if suggestion := _misspelled(option):
             yield option, "is unknown", f"did you mean '{suggestion}'?"
-        elif value is None and (found := _refused(operation_of_entry, option)):
-            yield found
+        elif value is None and (reason := _refused(operation_of_entry, option)):
+            yield reason
 
 
 def without_effect(config: RunConfig) -> Iterator[str]:
     """Yield the operations of a schedule that change nothing, whenever they fire."""
     names_before: set[str] = set()
-    for number, given in enumerate(config.schedule):
-        what = f"{SCHEDULE}[{number}] {given.name} has no effect"
-        if given.name in ("set_eval_interval", "change_eval_interval") and config.eval.eval_epochs:
+    for number, entry in enumerate(config.schedule):
+        what = f"{SCHEDULE}[{number}] {entry.name} has no effect"
+        if entry.name in ("set_eval_interval", "change_eval_interval") and config.eval.eval_epochs:
             yield f"{what}: eval.eval_epochs is {config.eval.eval_epochs}, and steps between evaluations do not count"
         unset = config.eval.eval_iters is None and "set_eval_iters" not in names_before
-        if given.name == "change_eval_iters" and unset:
+        if entry.name == "change_eval_iters" and unset:
             yield f"{what}: eval.eval_iters is not set, and the whole validation set is evaluated"
-        names_before.add(given.name)
+        names_before.add(entry.name)
 
 
 def _branches(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield the problems of branches that depend on the rest of the config."""
     names_before: set[str] = set()
-    for number, given in enumerate(config.schedule):
-        if given.name != BRANCH or any(branch_problems(operation(given))):
+    for number, entry in enumerate(config.schedule):
+        if entry.name != BRANCH or any(branch_problems(operation(entry))):
             continue
-        branch, place = read_branch(operation(given)), f"{SCHEDULE}[{number}]"
+        branch, place = read_branch(operation(entry)), f"{SCHEDULE}[{number}]"
         findings = list(branch_conflicts(branch, config))
         if branch.name.lower() in names_before:
             hint = "some file systems do not tell upper from lower case"
@@ -108,8 +108,8 @@ def _branches(config: RunConfig) -> Iterator[ConfigProblem]:
         if findings:
             continue
         alone = {problem.message for problem in cross_checks(config)}
-        own = with_values(config, branch.changes(0))
-        for problem in (*cross_checks(own), *mistakes(own)):
+        branch_config = with_values(config, branch.changes(0))
+        for problem in (*cross_checks(branch_config), *mistakes(branch_config)):
             if problem.message not in alone:
                 text = f"{place}: in the branch, {problem.message}"
                 yield ConfigProblem((place, SCHEDULE), text, problem.hint)
@@ -170,8 +170,8 @@ def _repeated(given: ScheduledOperation) -> Iterator[Finding]:
 
 
 def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
-    given = {name for name in type(when).model_fields if getattr(when, name) is not None}
-    if not given:
+    triggers = {name for name in type(when).model_fields if getattr(when, name) is not None}
+    if not triggers:
         yield key, "is empty: it would never fire", f"use {', '.join(type(when).model_fields)}"
     if isinstance(when.at_tokens, str):
         try:
@@ -193,8 +193,8 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
         if inner == ():
             hint = "list triggers, each beginning with '-'"
             yield f"{key}.{name}", "is empty", hint
-        for index, each in enumerate(inner or ()):
-            yield from _when(each, f"{key}.{name}[{index}]", config)
+        for index, part in enumerate(inner or ()):
+            yield from _when(part, f"{key}.{name}[{index}]", config)
 
 
 def has_end(config: RunConfig) -> bool:
@@ -209,14 +209,14 @@ def _context(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield samples that would be longer than the model's context at that point."""
     longest = config.longest_context
     before: tuple[str, ...] = (SCHEDULE,)
-    for number, given in enumerate(config.schedule):
+    for number, entry in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"
         before = (place, *before)
-        size = given.value if type(given.value) is int else None
-        if given.name == "extend_context":
+        size = entry.value if type(entry.value) is int else None
+        if entry.name == "extend_context":
             # a factor is applied where the architecture is known
             longest = None if longest is None or size is None else max(longest, size)
-        elif given.name == "set_context" and size and longest and size > longest:
+        elif entry.name == "set_context" and size and longest and size > longest:
             yield ConfigProblem(
                 (f"{place}.value", *before, "model.context"),
                 f"{place}.value ({size}) is more than the {longest:,} tokens that the model "

@@ -69,26 +69,29 @@ def expected_saving(
     schedule = loaded.places.get(f"{SCHEDULE}[0]")
     sources = [source for source in (schedule and schedule.source, path) if source]
     nearby = (pilot_path(source) for source in sources if Path(source).is_file())
-    found = file or next((each for each in nearby if each.exists()), None)
-    if found is None:
+    pilot_file = file or next((candidate for candidate in nearby if candidate.exists()), None)
+    if pilot_file is None:
         return typical(forecast)
-    pilot = read_pilot(found)
+    pilot = read_pilot(pilot_file)
     runs = {spending(forecast), spending(forecast, late=True)} - {()}
     last = forecast.stages[-1]
     try:
         if last.flops_per_token != pilot.final.flops_per_token:
             sizes = [si(n) for n in (pilot.final.parameters, last.parameters.total)]
             raise ValueError("its model ends with {} parameters, this run's with {}".format(*sizes))
-        saving = predicted(pilot, *runs, source=str(found))
+        saving = predicted(pilot, *runs, source=str(pilot_file))
         exponents = PilotFindings(pilot).exponents(spending(forecast))
     except ValueError as error:
         if file is None:
             return typical(forecast)
         hint = "measure this run with: instar schedule pilot"
-        raise ConfigError.one(f"predicts nothing here: {error}", str(found), hint) from None
+        raise ConfigError.one(f"predicts nothing here: {error}", str(pilot_file), hint) from None
     saving = replace(saving, family=family_saving(forecast, exponents))
-    if others := pilot.differing(loaded.config):
-        beyond = (*saving.extrapolates, f"measured with other settings of {', '.join(others)}")
+    if different_keys := pilot.differing(loaded.config):
+        beyond = (
+            *saving.extrapolates,
+            f"measured with other settings of {', '.join(different_keys)}",
+        )
         saving = replace(saving, extrapolates=beyond)
     return saving
 
@@ -133,8 +136,8 @@ def family_saving(forecast: Forecast, exponents: Sequence[float]) -> Shares | No
     for branch in forecast.branches:
         if branch.first_step is None or branch.early is None or not branch.early.tokens:
             return None
-        own = Spent(branch.early.flops / branch.early.tokens, float(branch.early.tokens))
-        members.append((*spending(forecast, end=branch.first_step), own))
+        branch_spent = Spent(branch.early.flops / branch.early.tokens, float(branch.early.tokens))
+        members.append((*spending(forecast, end=branch.first_step), branch_spent))
         flops += float(branch.early.flops)
     if len(members) == 1 or not trunk:
         return None
@@ -144,7 +147,7 @@ def family_saving(forecast: Forecast, exponents: Sequence[float]) -> Shares | No
 
 
 def _flops(spent: Sequence[Spent]) -> float:
-    return sum(each.flops_per_token * each.tokens for each in spent)
+    return sum(stage.flops_per_token * stage.tokens for stage in spent)
 
 
 def _unknown(forecast: Forecast, spent: Sequence[Spent]) -> str:
@@ -156,7 +159,7 @@ def _unknown(forecast: Forecast, spent: Sequence[Spent]) -> str:
     if not (isinstance(begin, Architecture) and isinstance(end, Architecture)):
         return "only GPTs have been measured"
     factor = end.n_layer / max(begin.n_layer, 1)
-    tokens = sum(each.tokens for each in spent)
+    tokens = sum(stage.tokens for stage in spent)
     ratio = tokens / final.parameters.total
     last = final.flops_per_token
     before = sum(s.tokens for s in spent if s.flops_per_token != last) / tokens

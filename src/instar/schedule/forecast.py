@@ -146,7 +146,7 @@ class Forecast:
     @property
     def steps(self) -> int | None:
         """The smallest number of steps after which the run ends."""
-        ends = [each.steps for each in (self.early, self.late) if each is not None]
+        ends = [totals.steps for totals in (self.early, self.late) if totals is not None]
         return min(ends, default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         ScheduleError: operations cannot be carried out.
         ValueError: a budget cannot be parsed.
     """
-    if found := list(mistakes(config)):
-        raise ScheduleError(*found)
+    if problems := list(mistakes(config)):
+        raise ScheduleError(*problems)
     predicted = _forecast(config, spec, world_size)
     end = decay_end(config, predicted.steps)
     if end is None or not config.schedule:
@@ -285,7 +285,7 @@ def _branches(
         entry = leg.entry
         if entry is None or entry.operation.name != BRANCH:
             continue
-        early, late = (_begun(each, number) for each in timelines)
+        early, late = (_begun(line, number) for line in timelines)
         if early is None:
             end = timelines[0].end
             when = f" after {end.step:,} steps" if end is not None else ""
@@ -294,7 +294,7 @@ def _branches(
             raise ScheduleError(ConfigProblem((entry.place,), text, hint))
         branch = read_branch(entry.operation)
         try:
-            own = _branch_legs(config, spec, leg, branch, early.step, world_size)
+            branch_legs = _branch_legs(config, spec, leg, branch, early.step, world_size)
         except ScheduleError as error:
             problems = (
                 ConfigProblem((entry.place,), f"{entry.place}: in the branch, {p.message}", p.hint)
@@ -307,9 +307,9 @@ def _branches(
             None if late is None else late.step,
             branch.iters,
             branch.decay,
-            count_parameters(own[-1].state.architecture),
-            _own_totals(own, branch, early, optimistic=True),
-            None if late is None else _own_totals(own, branch, late, optimistic=False),
+            count_parameters(branch_legs[-1].state.architecture),
+            _own_totals(branch_legs, branch, early, optimistic=True),
+            None if late is None else _own_totals(branch_legs, branch, late, optimistic=False),
         )
 
 
@@ -372,9 +372,9 @@ def _after(state: State, entry: Entry) -> tuple[State, GrowthPlan | None]:
 def _faulty(state: State, operation: Operation) -> str:
     """Return the part at fault: an option without which the operation is possible, or the value."""
     for option in operation.options:
-        rest = {name: value for name, value in operation.options.items() if name != option}
+        options = {name: value for name, value in operation.options.items() if name != option}
         try:
-            carried_out(state, replace(operation, options=rest), 0)
+            carried_out(state, replace(operation, options=options), 0)
         except ValueError:
             continue
         return option
@@ -467,7 +467,7 @@ def _stage(
 ) -> Stage:
     settings, architecture = leg.state.settings, leg.state.architecture
     share = share_of(config, settings, world_size)
-    whole = spec.memory(
+    model_memory = spec.memory(
         architecture,
         settings.context,
         share.batch_size,
@@ -477,7 +477,7 @@ def _stage(
     memory = {
         strategy: rank_memory(
             RankPlan(config, architecture, frozen_parameters, world_size, strategy, shards, share),
-            whole,
+            model_memory,
             before.memory[strategy] if before and leg.plan is not None else None,
         )
         for strategy, shards in shards_by_strategy(config, world_size).items()
@@ -514,7 +514,7 @@ def described(operation: Operation) -> str:
     name = operation.name
     first = name if operation.value is None else f"{name} {in_yaml(operation.value)}"
     return ", ".join(
-        [first, *(f"{key} {in_yaml(each)}" for key, each in operation.options.items())]
+        [first, *(f"{key} {in_yaml(option)}" for key, option in operation.options.items())]
     )
 
 
@@ -522,11 +522,11 @@ def _totals(timeline: Timeline) -> Totals | None:
     end: Clock | None = timeline.end
     if end is None:
         return None
-    known = timeline.end_pace.samples_per_epoch is not None
+    has_epochs = timeline.end_pace.samples_per_epoch is not None
     return Totals(
         steps=end.step,
         samples=end.samples,
         tokens=end.tokens,
-        epochs=float(end.epochs(timeline.end_pace)) if known else None,
+        epochs=float(end.epochs(timeline.end_pace)) if has_epochs else None,
         flops=end.flops,
     )

@@ -71,7 +71,7 @@ def _ratios(arch: Growable, then: Mapping[str, int], share: float) -> Callable[[
     now, table = arch.sizes(), arch.parameters().values()
     read, written = (
         {factor for axis in axes if axis for factor in _factors(axis)}
-        for axes in ((each.reads for each in table), (each.writes for each in table))
+        for axes in ((entry.reads for entry in table), (entry.writes for entry in table))
     )
     widths = {axis: then[axis] for axis in ((read & written) | {"kv_heads"}) & then.keys()}
 

@@ -128,18 +128,18 @@ def rank_memory(
         whole_model: of a step with a whole model, see `TaskSpec.memory`.
         before: of the stage before, if the model grows into this one.
     """
-    config, share, held = plan.config, plan.share, plan.held
-    parts = {**whole_model, **held}
+    config, share, state = plan.config, plan.share, plan.held
+    parts = {**whole_model, **state}
     if plan.shards > 1:
         parts |= _sharded_parts(plan)
     if plan.strategy == "diloco":
-        parts["outer"] = held["weights"] * (2 if config.parallel.diloco.outer_momentum else 1)
+        parts["outer"] = state["weights"] * (2 if config.parallel.diloco.outer_momentum else 1)
     elif more := _sums(config, plan.world_size, plan.shards, share):
-        parts["sums"] = more * held["gradients"]
+        parts["sums"] = more * state["gradients"]
     growth = (
         0 if before is None else _growth(plan, parts, before, whole_model.get("activations", 0))
     )
-    return RankMemory(plan.shards, parts, growth, _sent(plan, held))
+    return RankMemory(plan.shards, parts, growth, _sent(plan, state))
 
 
 def _sharded_parts(plan: RankPlan) -> dict[str, int]:
@@ -166,11 +166,11 @@ def _growth(plan: RankPlan, parts: Mapping[str, int], before: RankMemory, activa
     has_gradients = plan.shards == 1 and (plan.world_size > 1 or elastic) and not local
     stay = ("weights", "optimizer", "ema", *(("gradients", "sums") if has_gradients else ()))
     stay = (*stay, *(("outer",) if local else ()))
-    both = sum(parts.get(part, 0) + before.step.get(part, 0) for part in stay)
+    kept_bytes = sum(parts.get(part, 0) + before.step.get(part, 0) for part in stay)
     # a proof needs a forward pass, which keeps the activations of one block only
     proof = activations * PROBE_SAMPLES // (plan.share.batch_size * max(1, len(blocks)))
     proof += _two_blocks(root, blocks) if plan.shards > 1 else 0
-    return both + max(proof, *map(_bytes, table.values()))
+    return kept_bytes + max(proof, *map(_bytes, table.values()))
 
 
 def _root_and_blocks(table: Mapping[str, Parameter]) -> tuple[int, tuple[int, ...]]:
@@ -188,14 +188,20 @@ def _sent(plan: RankPlan, state: Mapping[str, int]) -> int:
     """Return the bytes that a rank sends per step; `state`: of what it holds."""
     config, share, world_size, shards = plan.config, plan.share, plan.world_size, plan.shards
     weights, gradients = state["weights"], state["gradients"]
-    others = (world_size - 1) / world_size
+    share_of_others = (world_size - 1) / world_size
     if plan.strategy == "diloco":
         options = config.parallel.diloco
-        each = 1 if options.exchange == "float32" else 2
-        return round(2 * others * (gradients + state["optimizer"]) / each / options.sync_every)
+        compression = 1 if options.exchange == "float32" else 2
+        return round(
+            2
+            * share_of_others
+            * (gradients + state["optimizer"])
+            / compression
+            / options.sync_every
+        )
     if plan.strategy == "ddp":
-        each = 1 if config.parallel.ddp.exchange == "float32" else 2
-        return round(2 * others * gradients / each)
+        compression = 1 if config.parallel.ddp.exchange == "float32" else 2
+        return round(2 * share_of_others * gradients / compression)
     fsdp, replicas = config.parallel.fsdp, world_size // shards
     gathers = (2 if fsdp.reshard_after_forward else 1) * share.passes
     reductions = share.passes if fsdp.reduce_each_micro_batch else 1
@@ -206,11 +212,11 @@ def _sent(plan: RankPlan, state: Mapping[str, int]) -> int:
 
 def _by_block(table: Mapping[str, Parameter], names: Iterable[str]) -> dict[int | None, int]:
     """Return the bytes of the parameters of each block; None: of those outside the blocks."""
-    found: dict[int | None, int] = {}
+    sizes: dict[int | None, int] = {}
     for name in names:
         block = layer_of(name)
-        found[block] = found.get(block, 0) + _bytes(table[name])
-    return found
+        sizes[block] = sizes.get(block, 0) + _bytes(table[name])
+    return sizes
 
 
 def _sums(config: RunConfig, world_size: int, shards: int, share: RankShare) -> int:

@@ -192,10 +192,16 @@ def history_of_branch(
     """
     origin = f"branch {branch.name}"
     kept = [change for change in history if change.operation.name != BRANCH]
-    before = [dataclasses.replace(_given_in_config(each, origin), entry=None) for each in kept]
+    before = [dataclasses.replace(_given_in_config(change, origin), entry=None) for change in kept]
     changes = branch.changes(step)
-    own = (override(changes, dict.fromkeys(changes, origin)), branch.began(parent, step))
-    return (*before, *(Change(each, step, cursor, reason=f"branch of {parent}") for each in own))
+    branch_changes = (override(changes, dict.fromkeys(changes, origin)), branch.began(parent, step))
+    return (
+        *before,
+        *(
+            Change(operation, step, cursor, reason=f"branch of {parent}")
+            for operation in branch_changes
+        ),
+    )
 
 
 def config_of_branch(history: History) -> dict[str, Any]:
@@ -208,8 +214,10 @@ def config_of_branch(history: History) -> dict[str, Any]:
 def _given_in_config(change: Change, origin: str) -> Change:
     if change.operation.name != OVERRIDE:
         return change
-    given = change.operation.value
-    return dataclasses.replace(change, operation=override(given, dict.fromkeys(given, origin)))
+    values_before = change.operation.value
+    return dataclasses.replace(
+        change, operation=override(values_before, dict.fromkeys(values_before, origin))
+    )
 
 
 def effective(config: RunConfig, history: History) -> tuple[RunConfig, Settings]:
@@ -390,18 +398,18 @@ def _overridden(
     """Set new values in config and settings, replacing the results of earlier operations."""
     config = with_values(config, values)
     fresh = initial_settings(config)
-    given = {SETTING_OF[key]: key for key in values if key in SETTING_OF}
-    return config, dataclasses.replace(settings, **{name: getattr(fresh, name) for name in given})
+    keys = {SETTING_OF[key]: key for key in values if key in SETTING_OF}
+    return config, dataclasses.replace(settings, **{name: getattr(fresh, name) for name in keys})
 
 
 def _switched(architecture: Any, config: RunConfig, values: Mapping[str, Any]) -> Growable:
     """Return the architecture with the config's values of the fields that `model.*` keys name."""
     names = [key.removeprefix("model.") for key in values if key.startswith("model.")]
-    known = {field.name for field in dataclasses.fields(architecture)}
-    if unknown := [name for name in names if name not in known]:
+    fields = {field.name for field in dataclasses.fields(architecture)}
+    if unknown := [name for name in names if name not in fields]:
         raise ValueError(f"model.{unknown[0]} cannot change in a run: its model has no such field")
-    given = {name: getattr(config.model, name) for name in names}
-    switched: Growable = dataclasses.replace(architecture, **given)
+    changes = {name: getattr(config.model, name) for name in names}
+    switched: Growable = dataclasses.replace(architecture, **changes)
     return switched
 
 
@@ -430,13 +438,13 @@ def _warmups(
             f"{operation.name}: lr: rewarm_new is for parameters of which growth makes at least half, and there is "
             "none; use rewarm"
         )
-    found = []
+    warmups_after = []
     for warmup in warmups:
         names = (n for n in plan.tensors if plan.source(n) in warmup.names and n not in new)
-        found.append(dataclasses.replace(warmup, names=tuple(names)))
+        warmups_after.append(dataclasses.replace(warmup, names=tuple(names)))
     if new:
-        found.append(NewParamWarmup(step, lr["rewarm_new"], new))
-    return tuple(warmup for warmup in found if warmup.names and step < warmup.end)
+        warmups_after.append(NewParamWarmup(step, lr["rewarm_new"], new))
+    return tuple(warmup for warmup in warmups_after if warmup.names and step < warmup.end)
 
 
 def _still_frozen(frozen: tuple[str, ...], plan: GrowthPlan, facts: ModuleFacts) -> tuple[str, ...]:
@@ -444,15 +452,15 @@ def _still_frozen(frozen: tuple[str, ...], plan: GrowthPlan, facts: ModuleFacts)
     parameters, copies too, are trained unless the task's own module leaves them out."""
     if not frozen and not facts.frozen:
         return frozen
-    found = set()
+    patterns = set()
     for name in plan.tensors:
         source = plan.source(name)
         if name in facts.frozen if source is None else is_frozen(frozen, source):
-            found.add(name)
-    new = [name for name in plan.tensors if is_frozen(frozen, name) and name not in found]
-    excepted = (*frozen, *(f"{THAWED}{each}" for each in patterns_of(new, plan.tensors)))
-    complete = patterns_of(found, plan.tensors)
-    is_equal = all(is_frozen(excepted, name) == (name in found) for name in plan.tensors)
+            patterns.add(name)
+    new = [name for name in plan.tensors if is_frozen(frozen, name) and name not in patterns]
+    excepted = (*frozen, *(f"{THAWED}{pattern}" for pattern in patterns_of(new, plan.tensors)))
+    complete = patterns_of(patterns, plan.tensors)
+    is_equal = all(is_frozen(excepted, name) == (name in patterns) for name in plan.tensors)
     return excepted if is_equal and (not new or len(excepted) < len(complete)) else complete
 
 
@@ -535,15 +543,15 @@ def _freeze(settings: Settings, value: Any, _step: int) -> Settings:
 
 def _unfreeze(settings: Settings, value: Any, _step: int) -> Settings:
     """Remove equal patterns from `frozen`; add exceptions to all other patterns."""
-    kept = () if "*" in _patterns(value) else _without(settings, value)
-    exceptions = [f"{THAWED}{pattern}" for pattern in _patterns(value)] if kept else []
-    return dataclasses.replace(settings, frozen=(*kept, *exceptions))
+    frozen = () if "*" in _patterns(value) else _without(settings, value)
+    exceptions = [f"{THAWED}{pattern}" for pattern in _patterns(value)] if frozen else []
+    return dataclasses.replace(settings, frozen=(*frozen, *exceptions))
 
 
 def _without(settings: Settings, value: Any) -> tuple[str, ...]:
     """Return the frozen patterns that `value` does not repeat."""
     new = _patterns(value)
-    return tuple(each for each in settings.frozen if each.removeprefix(THAWED) not in new)
+    return tuple(pattern for pattern in settings.frozen if pattern.removeprefix(THAWED) not in new)
 
 
 SETTINGS: Mapping[str, Effect] = {

@@ -117,9 +117,11 @@ class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def differing(self, config: RunConfig) -> list[str]:
         """Return the keys of the settings that are others in a config."""
-        own = settings_of(config)
+        settings = settings_of(config)
         return sorted(
-            key for key in {*own, *self.settings} if own.get(key) != self.settings.get(key)
+            key
+            for key in {*settings, *self.settings}
+            if settings.get(key) != self.settings.get(key)
         )
 
     @property

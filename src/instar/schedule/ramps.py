@@ -36,8 +36,8 @@ def refused_options(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str
             has = f"whose option is {', '.join(allowed)}" if allowed else "which has none"
             yield option, f"is not an option of {name}, {has}"
         elif not (isinstance(value, str) and value in allowed[option]):
-            *others, last = allowed[option]
-            yield option, f"must be {', '.join(others)} or {last}, got {show(value)}"
+            *allowed_before, last = allowed[option]
+            yield option, f"must be {', '.join(allowed_before)} or {last}, got {show(value)}"
 
 
 def with_options(before: Settings, after: Settings, options: Mapping[str, Any]) -> Settings:
@@ -56,8 +56,8 @@ def with_options(before: Settings, after: Settings, options: Mapping[str, Any]) 
 def _same_tokens(before: Settings, after: Settings) -> Settings:
     """Change the batch size inversely to the context."""
     tokens = before.batch_size * before.context
-    batch_size, rest = divmod(tokens, after.context)
-    if rest or not batch_size:
+    batch_size, remainder = divmod(tokens, after.context)
+    if remainder or not batch_size:
         multiple = after.context // math.gcd(after.context, before.context)
         raise ValueError(
             f"a batch of {before.batch_size} samples of {before.context} tokens cannot have as many "

@@ -25,13 +25,15 @@ def render(forecast: Forecast, saving: ExpectedSaving | TypicalSaving | None = N
     rows: list[Row] = []
     before: Stage | None = None
     for number, stage in enumerate(forecast.stages, 1):
-        known = [] if before is None else _rows(before, forecast.unit, forecast.world_size)
+        rows_before = [] if before is None else _rows(before, forecast.unit, forecast.world_size)
         if len(forecast.stages) > 1:
             rows += _stage_header(number, stage, forecast)
         if before is not None and (changed := _changed(before.settings, stage.settings)):
             rows.append(("settings", [", ".join(changed)]))
         rows += [
-            row for row in _rows(stage, forecast.unit, forecast.world_size) if row not in known
+            row
+            for row in _rows(stage, forecast.unit, forecast.world_size)
+            if row not in rows_before
         ]
         if len(forecast.stages) > 1:
             rows.append(("", [""]))
@@ -121,18 +123,18 @@ _WORDS = {
 
 def _changed(before: Settings, after: Settings) -> list[str]:
     """Describe the settings that an operation changes."""
-    found = [
+    lines = [
         f"{_WORDS[name]} {_short(getattr(before, name))} → {_short(getattr(after, name))}"
         for name in (field.name for field in fields(Settings))
         if name in _WORDS and getattr(before, name) != getattr(after, name)
     ]
     if after.rewarm_iters and before.rewarm_iters != after.rewarm_iters:
-        found.append(f"lr rises from 0 again over {after.rewarm_iters:,} steps")
+        lines.append(f"lr rises from 0 again over {after.rewarm_iters:,} steps")
     if after.new_param_warmups and after.new_param_warmups[-1] not in before.new_param_warmups:
-        found.append(
+        lines.append(
             f"lr of what is new rises from 0 over {after.new_param_warmups[-1].iters:,} steps"
         )
-    return found
+    return lines
 
 
 def _short(value: object) -> str:
@@ -186,13 +188,13 @@ def _by_strategy(forecast: Forecast) -> list[Row]:
     )
     if len(memory) == 1:
         return []
-    parts = dict.fromkeys(part for each in memory.values() for part in each.step)
-    sizes = {part: [each.step.get(part, 0) for each in memory.values()] for part in parts}
+    parts = dict.fromkeys(part for rank in memory.values() for part in rank.step)
+    sizes = {part: [rank.step.get(part, 0) for rank in memory.values()] for part in parts}
     lines = {part: row for part, row in sizes.items() if any(row)}
-    lines["step"] = [sum(each.step.values()) for each in memory.values()]
-    if any(each.growth for each in memory.values()):
-        lines["growth"] = [each.growth for each in memory.values()]
-    lines["sent / step"] = [each.sent for each in memory.values()]
+    lines["step"] = [sum(rank.step.values()) for rank in memory.values()]
+    if any(rank.growth for rank in memory.values()):
+        lines["growth"] = [rank.growth for rank in memory.values()]
+    lines["sent / step"] = [rank.sent for rank in memory.values()]
     heads = [f"{name} / {m.shards}" if name == "hsdp" else name for name, m in memory.items()]
     table = {"": heads, **{n: [bytes_text(size) for size in row] for n, row in lines.items()}}
     texts = [f"{n:<12}" + "".join(f"{cell:>12}" for cell in row) for n, row in table.items()]
@@ -217,7 +219,7 @@ def _totals(forecast: Forecast) -> list[Row]:
             f"{_total(forecast.early, forecast.unit)} if every operation fires at its earliest step;",
             f"{_total(forecast.late, forecast.unit)} at its latest",
         ]
-    branches = [_branch(each, forecast.unit) for each in forecast.branches]
+    branches = [_branch(branch, forecast.unit) for branch in forecast.branches]
     if forecast.weight_remark:
         text_lines.append(f"{forecast.unit}s: {forecast.weight_remark}")
     return [*rows, ("total", text_lines), *([("branches", branches)] if branches else [])]

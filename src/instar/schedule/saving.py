@@ -88,7 +88,7 @@ def spending(
 def worth(spent: Sequence[Spent], exponent: float) -> float:
     """Return the tokens of the last stage's size that all stages are worth."""
     final = spent[-1].flops_per_token
-    return sum(math.pow(each.flops_per_token / final, exponent) * each.tokens for each in spent)
+    return sum(math.pow(stage.flops_per_token / final, exponent) * stage.tokens for stage in spent)
 
 
 def exponent_of(spent: Sequence[Spent], tokens: float) -> float:
@@ -102,7 +102,9 @@ def exponent_of(spent: Sequence[Spent], tokens: float) -> float:
 
 def before_growth(spent: Sequence[Spent]) -> float:
     """Return the tokens before the last stage's size."""
-    return sum(each.tokens for each in spent if each.flops_per_token != spent[-1].flops_per_token)
+    return sum(
+        stage.tokens for stage in spent if stage.flops_per_token != spent[-1].flops_per_token
+    )
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,13 @@ class PilotFindings:
         if not self._seeds:
             raise ValueError("runs of the pilot are missing: the command that began it goes on")
         self._at = [
-            fmean(each) for each in zip(*(_logs(g.run.spent) for g in self.grown), strict=True)
+            fmean(logs) for logs in zip(*(_logs(g.run.spent) for g in self.grown), strict=True)
         ]
 
     @cached_property
     def grown(self) -> tuple[GrownCase, ...]:
         """The grown runs, seed by seed."""
-        return tuple(one for runs in self._seeds for one in _grown(runs))
+        return tuple(run for runs in self._seeds for run in _grown(runs))
 
     @cached_property
     def noise(self) -> float:
@@ -162,8 +164,8 @@ class PilotFindings:
     def trend(self) -> tuple[float, float]:
         """How far b lies above `_usual_trend`, and its standard deviation: the mean of nothing and of what
         the evaluations say, weighted by their variances."""
-        found = [trend for runs in self._seeds if (trend := _trend(self.pilot, runs)) is not None]
-        every = [(0.0, _TREND_ERROR), *found]
+        trends = [trend for runs in self._seeds if (trend := _trend(self.pilot, runs)) is not None]
+        every = [(0.0, _TREND_ERROR), *trends]
         weights = [spread**-2 for _, spread in every]
         mean = sum(w * b for w, (b, _) in zip(weights, every, strict=True)) / sum(weights)
         return mean, sum(weights) ** -0.5
@@ -176,17 +178,17 @@ class PilotFindings:
     def exponents(self, spent: Sequence[Spent]) -> list[float]:
         """Return θ of a run, in `DRAWS` draws: of seeds with replacement, of losses with their noise,
         of b and of m."""
-        random, drawn, b = Random(0), [], self.b(spent)
+        random, samples, b = Random(0), [], self.b(spent)
         longer, mixed = (x - at for x, at in zip(_logs(spent), self._at, strict=True))
         cost = self.pilot.small.flops_per_token / self.pilot.final.flops_per_token
         for _ in range(DRAWS):
-            apart = random.gauss(b, self.trend[1]) * longer + random.gauss(*_MIXING) * mixed
+            shift = random.gauss(b, self.trend[1]) * longer + random.gauss(*_MIXING) * mixed
             seeds = random.choices(self._seeds, k=len(self._seeds))
-            noisy = [one for runs in seeds for one in _grown(runs, random, self.noise)]
+            noisy = [run for runs in seeds for run in _grown(runs, random, self.noise)]
             # the mean of the runs lies at the middle of their logarithms
-            slope = apart / math.log(cost) if cost < 1 else 0.0
-            drawn.append(fmean(one.exponent for one in noisy) + slope)
-        return drawn
+            slope = shift / math.log(cost) if cost < 1 else 0.0
+            samples.append(fmean(run.exponent for run in noisy) + slope)
+        return samples
 
     @cached_property
     def final_curve(self) -> PowerLaw | None:
@@ -207,29 +209,29 @@ class PilotFindings:
 def pilot_summary(pilot: Pilot) -> dict[str, Any]:
     """Return what the runs of a pilot say, as JSON values; empty while runs are missing."""
     try:
-        found = PilotFindings(pilot)
+        findings = PilotFindings(pilot)
     except ValueError:
         return {}
-    law = found.final_curve
-    thetas = sorted(found.exponents(found.grown[0].run.spent))
+    law = findings.final_curve
+    thetas = sorted(findings.exponents(findings.grown[0].run.spent))
     return {
         "cost": pilot.small.flops_per_token / pilot.final.flops_per_token,
         "cost_in_seconds": pilot.small.seconds_per_step / pilot.final.seconds_per_step,
         "exponent": median(thetas),
         "exponent_low": thetas[round(0.025 * DRAWS)],
         "exponent_high": thetas[round(0.975 * DRAWS) - 1],
-        "trend": found.b(found.grown[0].run.spent),
-        "trend_error": found.trend[1],
-        "noise": found.noise,
+        "trend": findings.b(findings.grown[0].run.spent),
+        "trend_error": findings.trend[1],
+        "noise": findings.noise,
         "grown": [
             {
-                "run": one.run.case.name,
-                "tokens_before": before_growth(one.run.spent),
-                "token_worth": one.token_worth,
-                "exponent": one.exponent,
-                "missing_loss": one.missing,
+                "run": run.run.case.name,
+                "tokens_before": before_growth(run.run.spent),
+                "token_worth": run.token_worth,
+                "exponent": run.exponent,
+                "missing_loss": run.missing,
             }
-            for one in found.grown
+            for run in findings.grown
         ],
         "final_curve": None if law is None else asdict(law),
     }
@@ -293,10 +295,10 @@ def _scatter(points: Sequence[tuple[float, float]]) -> float:
     """Return the standard deviation of losses, from the distance of each from the line through its
     neighbours, against the logarithm of tokens; 0 of too few."""
     squares = []
-    for (begin, one), (x, y), (end, other) in zip(points, points[1:], points[2:], strict=False):
+    for (begin, middle), (x, y), (end, other) in zip(points, points[1:], points[2:], strict=False):
         share = math.log(x / begin) / math.log(end / begin)
-        apart = y - (1 - share) * one - share * other
-        squares.append(apart**2 / (1 + share**2 + (1 - share) ** 2))
+        distance = y - (1 - share) * middle - share * other
+        squares.append(distance**2 / (1 + share**2 + (1 - share) ** 2))
     return math.sqrt(fmean(squares)) if squares else 0.0
 
 
@@ -365,59 +367,59 @@ def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Expecte
     """
     if not runs or not all(before_growth(spent) for spent in runs):
         raise ValueError("the run does not grow before its end")
-    found = PilotFindings(pilot)
+    findings = PilotFindings(pilot)
     middles, lows, highs = [], [], []
     for spent in runs:
-        tokens = [worth(spent, each) for each in found.exponents(spent)]
-        flops = sum(each.flops_per_token * each.tokens for each in spent)
-        seconds = sum(_seconds(pilot, each.flops_per_token) * each.tokens for each in spent)
+        tokens = [worth(spent, exponent) for exponent in findings.exponents(spent)]
+        flops = sum(stage.flops_per_token * stage.tokens for stage in spent)
+        seconds = sum(_seconds(pilot, stage.flops_per_token) * stage.tokens for stage in spent)
         final = pilot.final.flops_per_token
-        shares = sorted(1 - flops / (final * each) for each in tokens)
+        shares = sorted(1 - flops / (final * worth_of_tokens) for worth_of_tokens in tokens)
         middle = median(tokens)
         of_time = 1 - seconds / (_seconds(pilot, final) * middle)
         middles.append((1 - flops / (final * middle), of_time, middle))
         lows.append(shares[round(0.025 * DRAWS)])
         highs.append(shares[round(0.975 * DRAWS) - 1])
     share, of_time, tokens_worth = (fmean(column) for column in zip(*middles, strict=True))
-    beyond = _beyond(found, runs)
+    beyond = _beyond(findings, runs)
     return ExpectedSaving(share, min(lows), max(highs), of_time, tokens_worth, beyond, source)
 
 
 def _seconds(pilot: Pilot, flops_per_token: float) -> float:
     """Return the time of a token, linear in its FLOPs between the two sizes that were measured."""
     small, final = pilot.small, pilot.final
-    apart = final.flops_per_token - small.flops_per_token
-    share = (flops_per_token - small.flops_per_token) / apart if apart else 1.0
+    difference = final.flops_per_token - small.flops_per_token
+    share = (flops_per_token - small.flops_per_token) / difference if difference else 1.0
     step = small.seconds_per_step + share * (final.seconds_per_step - small.seconds_per_step)
     return step / pilot.tokens_per_step
 
 
 def _beyond(found: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
     """Return where runs are beyond what a pilot measured."""
-    seen = [(before_growth(one.run.spent), one.run.tokens) for one in found.grown]
-    mine = [(before_growth(spent), sum(each.tokens for each in spent)) for spent in runs]
-    said = []
-    latest, most = max(before for before, _ in seen), max(before for before, _ in mine)
-    if most > 1.01 * latest:
-        said.append(
-            f"the model grows after {si(round(most))} tokens, {most / latest:.3g} times as many as the "
+    pilot_runs = [(before_growth(run.run.spent), run.run.tokens) for run in found.grown]
+    mine = [(before_growth(spent), sum(stage.tokens for stage in spent)) for spent in runs]
+    warnings = []
+    latest, most_tokens = max(before for before, _ in pilot_runs), max(before for before, _ in mine)
+    if most_tokens > 1.01 * latest:
+        warnings.append(
+            f"the model grows after {si(round(most_tokens))} tokens, {most_tokens / latest:.3g} times as many as the "
             "pilot measured"
         )
-    shares, own = ([before / whole for before, whole in each] for each in (seen, mine))
+    shares, own = ([before / whole for before, whole in pairs] for pairs in (pilot_runs, mine))
     theirs = fmean(shares)
     furthest = max(own, key=lambda share: abs(share - theirs))
     if abs(furthest - theirs) > _SAME_SHARE:
-        said.append(
+        warnings.append(
             f"{100 * furthest:.0f} % of the tokens come before the final size, in the pilot "
             f"{100 * theirs:.0f} %"
         )
-    ahead = fmean(one.token_worth for one in found.grown)
-    if ahead > _AHEAD:
-        said.append(
-            f"in the pilot's few steps a token of the small model was worth {ahead:.2f} of the final "
+    lead = fmean(run.token_worth for run in found.grown)
+    if lead > _AHEAD:
+        warnings.append(
+            f"in the pilot's few steps a token of the small model was worth {lead:.2f} of the final "
             "size, as in no long run: a longer pilot predicts better"
         )
     small = found.pilot.small.flops_per_token
     if any(abs(spent[0].flops_per_token / small - 1) > 0.01 for spent in runs):
-        said.append("the run begins with another size than the pilot's")
-    return tuple(said)
+        warnings.append("the run begins with another size than the pilot's")
+    return tuple(warnings)

@@ -97,9 +97,9 @@ class Settings:
 
     def counts(self) -> list[int]:
         """All settings that are counts and not None."""
-        given = (self.lr_decay_iters, self.decay_every, self.eval_iters)
+        limits = (self.lr_decay_iters, self.decay_every, self.eval_iters)
         counts = [self.warmup_iters, self.global_batch, self.eval_interval, self.context]
-        return [*counts, *(count for count in given if count is not None)]
+        return [*counts, *(count for count in limits if count is not None)]
 
 
 def initial_settings(config: RunConfig) -> Settings:
@@ -138,8 +138,8 @@ def is_frozen(patterns: Sequence[str], name: str) -> bool:
 def patterns_of(chosen: Collection[str], names: Collection[str]) -> tuple[str, ...]:
     """Return few patterns that match `chosen` and no other of `names`: whole modules, such as
     `blocks.0.*`, parameters with the same last name, such as `*.bias`, and single names."""
-    others = [name for name in names if name not in chosen]
-    kept_apart = {name.rpartition(".")[2] for name in others}
+    other_names = [name for name in names if name not in chosen]
+    kept_apart = {name.rpartition(".")[2] for name in other_names}
     by_end: dict[str, None] = {}
     by_module: dict[str, None] = {}
     for name in names:
@@ -147,7 +147,9 @@ def patterns_of(chosen: Collection[str], names: Collection[str]) -> tuple[str, .
             end = name.rpartition(".")[2]
             parts = name.split(".")
             modules = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
-            whole = next((m for m in modules if not any(o.startswith(m) for o in others)), None)
+            whole = next(
+                (m for m in modules if not any(o.startswith(m) for o in other_names)), None
+            )
             module = escape(name) if whole is None else f"{escape(whole)}*"
             by_module[module] = None
             by_end[f"*.{escape(end)}" if "." in name and end not in kept_apart else module] = None

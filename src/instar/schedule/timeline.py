@@ -120,8 +120,8 @@ def _passed(begin: int, steps: int, pace: Pace) -> int:
     to_end = remaining // batch if pace.drop_last else -(-remaining // batch)
     if steps < to_end or not steps:
         return steps * batch
-    epochs, rest = divmod(steps - to_end, in_epoch)
-    return remaining + epochs * size + rest * batch
+    epochs, remainder = divmod(steps - to_end, in_epoch)
+    return remaining + epochs * size + remainder * batch
 
 
 def _first(holds: Callable[[int], bool], begin: int) -> int | None:
@@ -192,12 +192,12 @@ def partial_steps(line: Timeline, legs: Sequence[Leg]) -> Iterator[PartialStep]:
         size, batch = leg.pace.samples_per_epoch, leg.pace.global_batch
         if not size or leg.pace.drop_last:
             continue
-        step, left = clock.step, size - clock.in_order % size
+        step, remaining = clock.step, size - clock.in_order % size
         for _ in range(2):  # the rest of the epoch in which the leg begins, and a whole one
-            step += -(-left // batch)
-            if step <= end and left % batch:
-                yield PartialStep(left % batch, batch, leg.state.settings.batch_size)
-            left = size
+            step += -(-remaining // batch)
+            if step <= end and remaining % batch:
+                yield PartialStep(remaining % batch, batch, leg.state.settings.batch_size)
+            remaining = size
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class _Ending:
         last, slope = step // self.interval, 1e30 if self.optimistic else -1e30
         first = max(self.since // self.interval, last - losses_needed(self.entry.trigger))
         steps = (number * self.interval for number in range(first + 1, last + 1))
-        return tuple((each, slope * each) for each in steps)
+        return tuple((evaluation, slope * evaluation) for evaluation in steps)
 
 
 def timeline(
@@ -282,7 +282,7 @@ def timeline(
         eval_epochs: the epochs between evaluations, instead of an interval of steps.
     """
     clock = clock or Clock()
-    masked_until, evaluated, begun = 0, evaluated_at_start, [clock]
+    masked_until, evaluated, clocks = 0, evaluated_at_start, [clock]
     since, operated = clock.step, False
     for before, leg in pairwise(legs):
         assert leg.entry is not None
@@ -304,18 +304,18 @@ def timeline(
         clock = clock.after(before.pace, step - clock.step)
         if leg.pace.weight != before.pace.weight:
             clock = clock.new_order(before.pace)
-        kept = ending.is_evaluated(step) and before.pace.basis == leg.pace.basis
-        evaluated = kept or leg.entry.reevaluate
+        is_comparable = ending.is_evaluated(step) and before.pace.basis == leg.pace.basis
+        evaluated = is_comparable or leg.entry.reevaluate
         mask = mask_of(leg.state.architecture)
         if mask is not None and mask is not mask_of(before.state.architecture):
             masked_until = step + mask.steps
-        begun.append(clock)
+        clocks.append(clock)
         if leg.entry.operation.name != BRANCH:
             since, operated = step, True
-    pace = legs[len(begun) - 1].pace
+    pace = legs[len(clocks) - 1].pace
     end = clock.end(pace, budgets)
     reached = None if end is None else clock.after(pace, end - clock.step)
-    return Timeline(tuple(begun), reached, pace)
+    return Timeline(tuple(clocks), reached, pace)
 
 
 def _interval(leg: Leg, epochs: int | None) -> int:

@@ -173,9 +173,9 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
                 return None
             return f"noise scale {noise:.3g} × the batch > {multiple:g}"
         case AnyOf(triggers):
-            return next((why for each in triggers if (why := fires(each, moment))), None)
+            return next((why for part in triggers if (why := fires(part, moment))), None)
         case AllOf(triggers):
-            reasons = [fires(each, moment) for each in triggers]
+            reasons = [fires(part, moment) for part in triggers]
             fired = [why for why in reasons if why is not None]
             return " and ".join(fired) if len(fired) == len(triggers) else None
 
@@ -237,9 +237,9 @@ def words(trigger: Trigger) -> str:
         case NoiseAbove(multiple):
             return f"noise scale > {multiple:g} × the batch"
         case AnyOf(triggers):
-            return " or ".join(_bracketed(each, AllOf) for each in triggers)
+            return " or ".join(_bracketed(part, AllOf) for part in triggers)
         case AllOf(triggers):
-            return " and ".join(_bracketed(each, AnyOf) for each in triggers)
+            return " and ".join(_bracketed(part, AnyOf) for part in triggers)
 
 
 def _bracketed(trigger: Trigger, kind: type[AnyOf | AllOf]) -> str:
@@ -289,11 +289,11 @@ def _lines(trigger: Plateau | SlopeBelow, moment: Moment) -> list[tuple[float, f
     the windows that end at each of the last `patience` evaluations; nothing if there are fewer."""
     # losses at or before the last operation, or at step 0, are not part of the slope
     began = moment.counters.step - moment.since_last
-    seen = [point for point in moment.losses if point[0] > began]
-    ends = range(len(seen) - trigger.patience + 1, len(seen) + 1)
+    points = [point for point in moment.losses if point[0] > began]
+    ends = range(len(points) - trigger.patience + 1, len(points) + 1)
     if ends[0] < trigger.window:
         return []
-    return [_line(seen[end - trigger.window : end]) for end in ends]
+    return [_line(points[end - trigger.window : end]) for end in ends]
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -343,7 +343,7 @@ def schedule_entries(config: RunConfig) -> tuple[Entry, ...]:
     """Return the operations of a config's schedule, an entry that is repeated as often; `checks.mistakes`
     must have validated it."""
     schedule = enumerate(config.schedule)
-    return tuple(_entry(number, each) for number, each in schedule for _ in range(each.repeat))
+    return tuple(_entry(number, entry) for number, entry in schedule for _ in range(entry.repeat))
 
 
 def _entry(number: int, given: ScheduledOperation) -> Entry:
@@ -366,8 +366,8 @@ def evaluates_at_start(config: RunConfig) -> bool:
     evaluation; a branch does not make its trunk evaluate."""
     if config.eval.at_start is not None:
         return config.eval.at_start
-    entries = (given for given in config.schedule if given.name != BRANCH)
-    triggers = (given.trigger_loss is not None for given in entries)
+    entries = (entry for entry in config.schedule if entry.name != BRANCH)
+    triggers = (entry.trigger_loss is not None for entry in entries)
     return config.starts_from is not None or any(triggers)
 
 

@@ -38,11 +38,11 @@ from instar.record.events import (
     OperationEvent,
     Placed,
     RunStarted,
+    SampleText,
     Saved,
     Skip,
     Stop,
     Warn,
-    SampleText,
 )
 from instar.record.format import bytes_text, duration, scientific, si
 

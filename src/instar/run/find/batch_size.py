@@ -159,11 +159,11 @@ def _largest_within(tried: Sequence[BatchTried], limit: int, bound: int) -> int:
     limit, at most `bound`."""
     if len(tried) < 2:
         return bound
-    one, two = sorted(tried, key=lambda each: each.batch_size)[-2:]
-    per_sample = (two.memory_bytes - one.memory_bytes) / (two.batch_size - one.batch_size)
+    low, high = sorted(tried, key=lambda trial: trial.batch_size)[-2:]
+    per_sample = (high.memory_bytes - low.memory_bytes) / (high.batch_size - low.batch_size)
     if per_sample <= 0:
         return bound
-    return min(bound, math.floor(two.batch_size + (limit - two.memory_bytes) / per_sample))
+    return min(bound, math.floor(high.batch_size + (limit - high.memory_bytes) / per_sample))
 
 
 def _doublings(bound: int) -> Iterator[int]:
@@ -176,8 +176,8 @@ def _doublings(bound: int) -> Iterator[int]:
 
 def fastest_of(tried: Sequence[BatchTried]) -> int:
     """Return the smallest size that is nearly as fast as any."""
-    highest = max(each.per_s for each in tried)
-    return min(each.batch_size for each in tried if each.per_s >= _AS_FAST * highest)
+    highest = max(trial.per_s for trial in tried)
+    return min(trial.batch_size for trial in tried if trial.per_s >= _AS_FAST * highest)
 
 
 def _settings(config: RunConfig, fastest: int) -> dict[str, int]:
@@ -199,10 +199,10 @@ def _try(prepared: Prepared, world: World, size: int, limit: int) -> BatchTried:
         with opened(prepared, config, world) as trainer:
             for _ in range(2):  # the first ones also allocate, compile and choose kernels
                 trainer.step()
-            begun, before = time.perf_counter(), trainer.state.progress
+            start, before = time.perf_counter(), trainer.state.progress
             while True:
                 trainer.step()
-                seconds = time.perf_counter() - begun
+                seconds = time.perf_counter() - start
                 steps = trainer.state.step - before.step
                 if seconds > _TIMED_S or steps == _MOST_STEPS:
                     break

@@ -85,18 +85,18 @@ class RateFound:
 
     def notes(self) -> list[str]:
         """Return what to know of the result, as sentences."""
-        found = self.found
-        said = [f"{len(found.runs)} trainings, {found.steps:,} steps together"]
-        if not found.finished:
-            said.append(
+        rate = self.found
+        lines = [f"{len(rate.runs)} trainings, {rate.steps:,} steps together"]
+        if not rate.finished:
+            lines.append(
                 "the budget was used up before worse rates were seen on both sides after "
                 f"{self.steps:,} steps: give a larger --budget, or fewer --steps"
             )
         if self.run_steps is None or self.run_steps > self.steps:
-            said.append(
+            lines.append(
                 f"lowest loss after {self.steps:,} steps; the best rate of a longer run may be lower"
             )
-        return said
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -147,12 +147,12 @@ def find_learning_rate(
             return final_loss(prepared, short, world, length)
 
         try:
-            found = search_rate(loss, config.optimizer.lr, steps, budget or BUDGET * steps, on_run)
+            rate = search_rate(loss, config.optimizer.lr, steps, budget or BUDGET * steps, on_run)
         except ValueError as error:
             raise ConfigError.one(
                 str(error), where="--budget", hint="give a larger one, or a lower optimizer.lr"
             ) from None
-    return RateFound(found, steps, run_steps, _settings(config, found.lr))
+    return RateFound(rate, steps, run_steps, _settings(config, rate.lr))
 
 
 def _settings(config: RunConfig, lr: float) -> dict[str, float]:

@@ -155,9 +155,9 @@ def _rate(copy: Callable[[], object]) -> float:
     """Return the bytes per second of the fastest of some copies of `_COPIED_BYTES`."""
     seconds = []
     for _ in range(4):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         copy()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return _COPIED_BYTES / min(seconds)
 
 
@@ -169,11 +169,11 @@ def _nccl(devices: list[torch.device]) -> Iterator[MachineCheck]:
     tensors = [torch.ones(_COPIED_BYTES // 4, device=device) for device in devices]
     try:
         torch.cuda.nccl.all_reduce(tensors)  # type: ignore[no-untyped-call]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         torch.cuda.nccl.all_reduce(tensors)  # type: ignore[no-untyped-call]
         for device in devices:
             torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         wrong = any(tensor[-1].item() != len(devices) ** 2 for tensor in tensors)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
@@ -197,10 +197,10 @@ def _host() -> MachineCheck:
             "with several hosts, set MASTER_ADDR to an address",
         )
     links = [
-        f"{link} {one.address}"
+        f"{link} {address.address}"
         for link, addresses in psutil.net_if_addrs().items()
-        for one in addresses
-        if one.family == socket.AF_INET and not is_loopback(one.address)
+        for address in addresses
+        if address.family == socket.AF_INET and not is_loopback(address.address)
     ]
     text = f"{name} is {address}; interfaces: {', '.join(links) or 'only the loopback'}"
     advice = ""
@@ -210,7 +210,7 @@ def _host() -> MachineCheck:
 
 
 def _compiles(device: torch.device) -> MachineCheck:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     try:
         function = torch.compile(lambda x: torch.nn.functional.gelu(x * 2.0).sum())
         function(torch.ones(64, 64, device=device)).item()
@@ -220,7 +220,7 @@ def _compiles(device: torch.device) -> MachineCheck:
         return MachineCheck("torch.compile", f"does not work: {reason[:200]}", advice)
     finally:
         torch.compiler.reset()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     return MachineCheck("torch.compile", f"works, {seconds:.1f} s", "", {"seconds": seconds})
 
 
@@ -258,36 +258,36 @@ def _files() -> MachineCheck:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     many = soft == resource.RLIM_INFINITY or soft >= _FEW_FILES
     allowed = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    advice = "" if many else f"ulimit -n {most}, for many shards or workers"
+    limit = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    advice = "" if many else f"ulimit -n {limit}, for many shards or workers"
     return MachineCheck("open files", f"{allowed} allowed", advice)
 
 
 def _disk(folder: Path, limit_s: float) -> MachineCheck:
     """Write and sync a file until `limit_s` seconds have passed."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    what, free = f"disk of {folder}", shutil.disk_usage(there).free
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    what, free = f"disk of {folder}", shutil.disk_usage(parent).free
     text, advice, figures = f"{bytes_text(free)} free", "", {"free": float(free)}
-    if not os.access(there, os.W_OK):
-        return MachineCheck(what, text, f"{there} is not writable: set record.out_dir", figures)
+    if not os.access(parent, os.W_OK):
+        return MachineCheck(what, text, f"{parent} is not writable: set record.out_dir", figures)
     if free < _LITTLE_DISK_BYTES:
         advice = "little for checkpoints: set record.out_dir, or checkpoint.keep_last"
     if limit_s and free > 2 * _DISK_BYTES:
-        rate = figures["bytes_per_s"] = _write_rate(there, limit_s)
+        rate = figures["bytes_per_s"] = _write_rate(parent, limit_s)
         text += f", {bytes_text(rate)}/s written and synced"
         advice = advice or ("saves will take long" if rate < _SLOW_DISK else "")
     return MachineCheck(what, text, advice, figures)
 
 
 def _write_rate(folder: Path, limit_s: float) -> float:
-    block, written, begun = os.urandom(_BLOCK_BYTES), 0, time.perf_counter()
+    block, size, start = os.urandom(_BLOCK_BYTES), 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder) as file:
-        while written < _DISK_BYTES and time.perf_counter() - begun < limit_s:
+        while size < _DISK_BYTES and time.perf_counter() - start < limit_s:
             file.write(block)
             file.flush()
             os.fdatasync(file.fileno())
-            written += _BLOCK_BYTES
-    return written / (time.perf_counter() - begun)
+            size += _BLOCK_BYTES
+    return size / (time.perf_counter() - start)
 
 
 def _precision(devices: list[torch.device]) -> str:

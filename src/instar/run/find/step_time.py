@@ -40,9 +40,9 @@ def step_time(loaded: Loaded, say: Callable[[str], None]) -> StepTime:
             trainer.step()
         times: list[float] = []
         while len(times) < _FEWEST or (sum(times) < _TIMED_S and len(times) < _MOST):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             trainer.step()
-            times.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
+            times.append(time.perf_counter() - start)
+        start = time.perf_counter()
         trainer.evaluate()
-        return StepTime(statistics.median(times), time.perf_counter() - begun)
+        return StepTime(statistics.median(times), time.perf_counter() - start)

@@ -152,11 +152,13 @@ def finish_deltas(state: RunState, parts: Components) -> None:
 
 def intervals(config: CheckpointConfig) -> list[tuple[Interval, str]]:
     """Return the intervals of saves in steps and tokens, with their descriptions."""
-    found = []
+    intervals_with_text = []
     if config.every_steps:
-        found.append((Interval(config.every_steps), f"every {config.every_steps:,} steps"))
+        intervals_with_text.append(
+            (Interval(config.every_steps), f"every {config.every_steps:,} steps")
+        )
     if config.every_tokens:
-        found.append(
+        intervals_with_text.append(
             (Interval(config.every_tokens, "tokens"), f"every {config.every_tokens:,} tokens")
         )
-    return found
+    return intervals_with_text

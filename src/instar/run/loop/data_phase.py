@@ -137,33 +137,35 @@ class LoaderFactory:
         return Prefetcher(reader, prefetch, stage, in_caller=self._parcels is None)
 
     def _reader(self, task: Task, phase: DataPhase) -> Reader:
-        own, rank = self._own, self._world.rank
+        has_parcels, rank = self._own, self._world.rank
         self._feeds += 1
         if self._parcels is None:
             samples = self._samples(task, phase)
-            return LocalReader(*samples, self.slices, own[rank], f"rank {rank}", self._drop_last)
+            return LocalReader(
+                *samples, self.slices, has_parcels[rank], f"rank {rank}", self._drop_last
+            )
         if not self._world.is_main:
             return BroadcastReceiver(self._parcels, self._feeds)
         everyones = range(self.slices)
         samples = self._samples(task, phase)
         reader = LocalReader(*samples, self.slices, everyones, "rank 0", self._drop_last)
-        return BroadcastSender(reader, own, self._parcels, self._feeds)
+        return BroadcastSender(reader, has_parcels, self._parcels, self._feeds)
 
     def _per_epoch(self, task: Task, number: int) -> int:
-        known = UNKNOWN
+        per_epoch = UNKNOWN
         with raise_on_all_ranks(self._world, "opening the data"):
             if self.reads:
                 self._forget()
                 source, order = task.train_samples(number)
                 self._check_lanes(order)
                 self._opened = task, number, source, order
-                known = order.samples_per_epoch
-        return int(str(agree(self._world, known)))
+                per_epoch = order.samples_per_epoch
+        return int(str(agree(self._world, per_epoch)))
 
     def _check_lanes(self, order: Order) -> None:
         """Raise ConfigError if there are fewer lanes than slices."""
-        own = self._parcels is None and self._world.size > 1
-        if own and isinstance(order, Laned) and order.lanes < self.slices:
+        in_parcels = self._parcels is None and self._world.size > 1
+        if in_parcels and isinstance(order, Laned) and order.lanes < self.slices:
             raise ConfigError.one(
                 f"this stream has {order.lanes} shard{'' if order.lanes == 1 else 's'}, too few for "
                 f"{self.slices} ranks to read their own",

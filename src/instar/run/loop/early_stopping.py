@@ -48,10 +48,10 @@ class RuleState:
 
 def update_rule(rule: Watch, state: RuleState, value: float, step: int) -> RuleState:
     """Return the state after one more evaluation, at `step`."""
-    seen = state.seen + 1
+    number = state.seen + 1
     if is_better(rule, state, value):
-        return RuleState(best=value, best_step=step, seen=seen)
-    return replace(state, seen=seen, since=state.since + (seen > rule.grace))
+        return RuleState(best=value, best_step=step, seen=number)
+    return replace(state, seen=number, since=state.since + (number > rule.grace))
 
 
 def is_better(rule: Watch, state: RuleState, value: float) -> bool:
@@ -131,8 +131,10 @@ class MetricTracker:
         directions = config.metrics
         self._stopping, self._plateau = config.early_stopping, config.learning_rate.plateau
         self._first_lr = config.optimizer.lr
-        kept = dict.fromkeys((LOSS, *config.checkpoint.best_of))
-        self.best = {name: Watch(metric=name, direction=directions[name]) for name in kept}
+        tracked_metrics = dict.fromkeys((LOSS, *config.checkpoint.best_of))
+        self.best = {
+            name: Watch(metric=name, direction=directions[name]) for name in tracked_metrics
+        }
         self.rules = tuple(with_direction(rule, directions) for rule in self._stopping.rules)
         self.plateau = with_direction(self._plateau, directions)
         self.pointers = {

@@ -93,8 +93,8 @@ def group_of(name: str) -> str:
     """Return the layer of a parameter: `blocks.3` for `blocks.3.mlp.up.weight`, else the first part
     of its name.
     """
-    first, *rest = name.split(".")
-    return f"{first}.{rest[0]}" if rest and rest[0].isdigit() else first
+    first, *parts = name.split(".")
+    return f"{first}.{parts[0]}" if parts and parts[0].isdigit() else first
 
 
 class LayerStats:
@@ -119,9 +119,9 @@ class LayerStats:
     def after(self, parameters: Mapping[str, Parameter]) -> None:
         sizes = self._by_layer(self._weights)
         steps = {n: parameters[n].detach() - old for n, old in self._weights.items()}
-        moved = self._by_layer(steps)
+        update_norms = self._by_layer(steps)
         self._weights = {}
-        self.update_ratio = {g: moved[g] / size for g, size in sizes.items() if size > 0}
+        self.update_ratio = {g: update_norms[g] / size for g, size in sizes.items() if size > 0}
 
     def _by_layer(self, tensors: Mapping[str, Tensor]) -> Norms:
         layers: dict[str, list[Tensor]] = {}
@@ -179,8 +179,10 @@ class GradientWatch:
             for dim, new in new_slices(self.plan.tensors[name], gradient.shape):
                 if self._axes[name][dim] in self._embedding_axes:
                     continue
-                others = [each for each in range(gradient.ndim) if each != dim]
-                reached = gradient.abs().gt(noise).any(dim=others).cpu()
+                other_dims = [
+                    dim_number for dim_number in range(gradient.ndim) if dim_number != dim
+                ]
+                reached = gradient.abs().gt(noise).any(dim=other_dims).cpu()
                 without_gradient = self._unreached.get((name, dim), new)
                 self._unreached[name, dim] = without_gradient & ~reached
 
@@ -200,10 +202,10 @@ class GradientWatch:
     @property
     def unreached(self) -> dict[str, int]:
         """Number of new rows, or columns, of each tensor without a gradient so far."""
-        found: dict[str, int] = {}
+        unreached: dict[str, int] = {}
         for (name, _), without_gradient in self._unreached.items():
-            found[name] = max(found.get(name, 0), int(without_gradient.sum()))
-        return {name: count for name, count in found.items() if count}
+            unreached[name] = max(unreached.get(name, 0), int(without_gradient.sum()))
+        return {name: count for name, count in unreached.items() if count}
 
     @property
     def _new_norm_is_noise(self) -> bool:
@@ -213,12 +215,14 @@ class GradientWatch:
 def typical_size(gradients: Mapping[str, Tensor]) -> float:
     """Return the median over the tensors of the root mean square of a gradient's elements; of those that are not 0."""
     sizes = [
-        torch.linalg.vector_norm(each, dtype=torch.float64) / math.sqrt(each.numel())
-        for each in gradients.values()
-        if each.numel()
+        torch.linalg.vector_norm(gradient, dtype=torch.float64) / math.sqrt(gradient.numel())
+        for gradient in gradients.values()
+        if gradient.numel()
     ]
-    found = sorted(size for size in (torch.stack(sizes).tolist() if sizes else []) if size > 0.0)
-    return found[len(found) // 2] if found else 0.0
+    sorted_sizes = sorted(
+        size for size in (torch.stack(sizes).tolist() if sizes else []) if size > 0.0
+    )
+    return sorted_sizes[len(sorted_sizes) // 2] if sorted_sizes else 0.0
 
 
 def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -233,8 +237,8 @@ def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple
     norms = torch.stack(
         [_split_norm(plan.tensors[name], gradient) for name, gradient in gradients.items()]
     )
-    kept, new = torch.linalg.vector_norm(norms, dim=0).tolist()
-    return kept, new
+    kept_norm, new = torch.linalg.vector_norm(norms, dim=0).tolist()
+    return kept_norm, new
 
 
 def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
@@ -248,8 +252,8 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
         return [(0, ~_kept_rows(how))]
     if not isinstance(how, Grown) or how.copied:
         return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]
-    found = [(edit.dim, ~_kept(edit)) for edit in how.edits]
-    return [(dim, new) for dim, new in found if new.any()]
+    slices = [(edit.dim, ~_kept(edit)) for edit in how.edits]
+    return [(dim, new) for dim, new in slices if new.any()]
 
 
 def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
@@ -257,24 +261,26 @@ def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
     zero = gradient.new_zeros((), dtype=torch.float64)
     if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
         return torch.stack((zero, _norm(gradient)))
-    kept, new = gradient, [zero]
+    kept_gradient, new = gradient, [zero]
     for dim, is_kept in _kept_slices(how).items():
         if not is_kept.all():
             index = is_kept.to(gradient.device)
-            new.append(_norm(kept.index_select(dim, (~index).nonzero().flatten())))
-            kept = kept.index_select(dim, index.nonzero().flatten())
-    return torch.stack((_norm(kept), _norm(torch.stack(new))))
+            new.append(_norm(kept_gradient.index_select(dim, (~index).nonzero().flatten())))
+            kept_gradient = kept_gradient.index_select(dim, index.nonzero().flatten())
+    return torch.stack((_norm(kept_gradient), _norm(torch.stack(new))))
 
 
 def _kept_slices(how: TensorPlan) -> dict[int, Tensor]:
     """Returns the mask of the kept slices along each dimension that may have others."""
     if isinstance(how, Reindexed):
         return {0: _kept_rows(how)}
-    found: dict[int, Tensor] = {}
+    slices_by_dim: dict[int, Tensor] = {}
     for edit in how.edits if isinstance(how, Grown) else ():
-        kept = _kept(edit)
-        found[edit.dim] = found[edit.dim] & kept if edit.dim in found else kept
-    return found
+        mask = _kept(edit)
+        slices_by_dim[edit.dim] = (
+            slices_by_dim[edit.dim] & mask if edit.dim in slices_by_dim else mask
+        )
+    return slices_by_dim
 
 
 def _norm(tensor: Tensor) -> Tensor:
@@ -382,7 +388,7 @@ def part_of(batch: StepBatch, *, whole: bool) -> StepBatch:
     parts: list[MicroBatch] = []
     for rank, group in groupby(batch.micro_batches, lambda micro: micro.rank):
         micro_batches = [*group]
-        micro, number = micro_batches[0], sum(each.samples for each in micro_batches)
+        micro, number = micro_batches[0], sum(micro_batch.samples for micro_batch in micro_batches)
         if number < 2 or (whole and len(micro_batches) == 1):
             size = 0 if rank % 2 else micro.samples
         else:

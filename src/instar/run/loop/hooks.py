@@ -86,19 +86,21 @@ def check_hooks(hooks: Sequence[object], world: World) -> None:
     Raises:
         ConfigError, PeerError: a method is unknown, or the ranks have different hooks.
     """
-    named = _named(hooks)
+    hook_names = _named(hooks)
     with raise_on_all_ranks(world, "checking hooks"):
-        for name, hook in named.items():
+        for name, hook in hook_names.items():
             _check(name, hook)
     states = ("state_dict", "load_state_dict")  # saving one is a collective
     described = {
-        name: [m for m in (*METHODS, *states) if hasattr(h, m)] for name, h in named.items()
+        name: [m for m in (*METHODS, *states) if hasattr(h, m)] for name, h in hook_names.items()
     }
     everyones = gather(world, described)
     if any(other != everyones[0] for other in everyones):
-        shown = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyones))
+        rank_texts = "; ".join(
+            f"rank {rank}: {names_text}" for rank, names_text in enumerate(everyones)
+        )
         raise ConfigError.one(
-            f"the ranks have different hooks: {shown}",
+            f"the ranks have different hooks: {rank_texts}",
             where="hooks",
             hint="each rank must pass the same hooks; a hook can see its rank",
         )
@@ -156,10 +158,12 @@ class Hooks:
             grad_norm=None if norm is None else norm.item(),
             **facts,
         )
-        apart = stepper.strategy.rounds is not None and method.startswith("on_step_")
+        is_local = stepper.strategy.rounds is not None and method.startswith("on_step_")
         for name, function in called.items():
             what = f"{name}.{method}"
-            shared = nullcontext() if apart else raise_on_all_ranks(self.world, f"running {what}")
+            shared = (
+                nullcontext() if is_local else raise_on_all_ranks(self.world, f"running {what}")
+            )
             with shared, recording(self.logged):
                 _run(what, partial(function, context))
 
@@ -171,13 +175,13 @@ class Hooks:
         """Return the `state_dict` of every hook on each rank, as JSON texts. A collective."""
         if not any(hasattr(hook, "state_dict") for hook in self.hooks.values()):
             return {}
-        own: dict[str, str] = {}
+        states: dict[str, str] = {}
         with raise_on_all_ranks(self.world, "saving the state of hooks"):
             for name, hook in self.hooks.items():
                 if (get := getattr(hook, "state_dict", None)) is not None:
-                    own[name] = _run(f"{name}.state_dict", partial(_to_text, get))
-        everyones = cast(list[dict[str, str]], gather(self.world, own))
-        return {name: [each[name] for each in everyones] for name in own}
+                    states[name] = _run(f"{name}.state_dict", partial(_to_text, get))
+        everyones = cast(list[dict[str, str]], gather(self.world, states))
+        return {name: [rank_states[name] for rank_states in everyones] for name in states}
 
     def restore(self, saved: object) -> list[str]:
         """Load what `state` returned; on another number of ranks, each gets the state of rank 0.
@@ -191,20 +195,20 @@ class Hooks:
             if load is not None:
                 text = texts[self.world.rank if len(texts) == self.world.size else 0]
                 _run(f"{name}.load_state_dict", partial(load, json.loads(text)))
-        lost = sorted(states.keys() - self.hooks.keys())
-        message = f"the checkpoint has the state of hooks that this run lacks: {', '.join(lost)}"
-        return [message] if lost else []
+        unused = sorted(states.keys() - self.hooks.keys())
+        message = f"the checkpoint has the state of hooks that this run lacks: {', '.join(unused)}"
+        return [message] if unused else []
 
 
 def _named(hooks: Sequence[object]) -> dict[str, object]:
     """Return the hooks by the name of their class; numbered if a class has several."""
     counts: Counter[str] = Counter()
-    found = {}
+    names = {}
     for hook in hooks:
         name = type(hook).__qualname__
         counts[name] += 1
-        found[name if counts[name] == 1 else f"{name} {counts[name]}"] = hook
-    return found
+        names[name if counts[name] == 1 else f"{name} {counts[name]}"] = hook
+    return names
 
 
 def _check(name: str, hook: object) -> None:

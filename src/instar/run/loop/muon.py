@@ -81,9 +81,11 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
     ) -> None:
         # all of torch's constructor but its check that parameters have two dimensions
         defaults = inspect.signature(torch.optim.Muon).parameters
-        values = {name: each.default for name, each in defaults.items() if name != "params"}
-        given = {"lr": 0.0, "momentum": momentum, "ns_steps": ns_steps}
-        Optimizer.__init__(self, params, {**values, **given})
+        values = {
+            name: parameter.default for name, parameter in defaults.items() if name != "params"
+        }
+        options = {"lr": 0.0, "momentum": momentum, "ns_steps": ns_steps}
+        Optimizer.__init__(self, params, {**values, **options})
         self.dtype = dtype
         self.coefficients = step_coefficients(iteration, ns_steps)
         self.safety = _SAFETY if iteration == "polar_express" else 1.0
@@ -116,11 +118,11 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         buffers = [own(self._momentum(parameter)) for parameter in parameters]
         if (grad_scale := getattr(self, "grad_scale", None)) is not None:
             gradients = [gradient / grad_scale for gradient in gradients]
-        kept: Tensor | float = 1.0
+        factor: Tensor | float = 1.0
         if (found_inf := getattr(self, "found_inf", None)) is not None:
-            kept = (1.0 - found_inf).to(gradients[0].dtype)
+            factor = (1.0 - found_inf).to(gradients[0].dtype)
             gradients = [gradient.where(found_inf == 0, 0.0) for gradient in gradients]
-        lerp(buffers, gradients, (1.0 - group["momentum"]) * kept)
+        lerp(buffers, gradients, (1.0 - group["momentum"]) * factor)
         nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
         updates = [update.to(self.dtype) for update in nesterov]
         if sharded := [parameter for parameter in parameters if is_sharded(parameter)]:
@@ -128,11 +130,11 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         else:
             updates = self._orthogonalised(updates)
         rows = [own(parameter) for parameter in parameters]
-        torch._foreach_mul_(rows, 1.0 - group["lr"] * group["weight_decay"] * kept)
+        torch._foreach_mul_(rows, 1.0 - group["lr"] * group["weight_decay"] * factor)
         for parameter, row, update in zip(parameters, rows, updates, strict=True):
             height, width = parameter.shape[-2:]
             scale = max(1.0, height / width) ** 0.5
-            row.add_(update if found_inf is None else update * kept, alpha=-group["lr"] * scale)
+            row.add_(update if found_inf is None else update * factor, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -160,8 +162,8 @@ def lerp(into: Sequence[Tensor], ends: Sequence[Tensor], weight: Tensor | float)
         weight: a number, also on the device.
     """
     if isinstance(weight, Tensor):
-        weights = {dtype: weight.to(dtype) for dtype in {each.dtype for each in into}}
-        torch._foreach_lerp_(list(into), list(ends), [weights[each.dtype] for each in into])
+        weights = {dtype: weight.to(dtype) for dtype in {tensor.dtype for tensor in into}}
+        torch._foreach_lerp_(list(into), list(ends), [weights[tensor.dtype] for tensor in into])
     else:
         torch._foreach_lerp_(list(into), list(ends), weight)
 

@@ -179,8 +179,8 @@ def task_optimizers(
         ValueError: a parameter that is to be trained has no optimizer, or several.
     """
     parameters = dict(model.named_parameters())
-    given = task.optimizer(model)
-    if given is None:
+    returned = task.optimizer(model)
+    if returned is None:
         return build_optimizers(
             parameters,
             config,
@@ -188,30 +188,30 @@ def task_optimizers(
             elastic=elastic,
             precision=precision,
         )
-    made = list(given) if isinstance(given, Iterable) else [given]
-    if made and all(isinstance(each, dict) for each in made):
+    optimizers = list(returned) if isinstance(returned, Iterable) else [returned]
+    if optimizers and all(isinstance(group, dict) for group in optimizers):
         if config.name == "muon":
             raise ValueError(
                 "optimizer() returned parameter groups, which optimizer.name muon makes"
             )
-        groups = [{"lr": config.lr, **group} for group in made]
+        groups = [{"lr": config.lr, **group} for group in optimizers]
         dense = all(is_dense(own(parameter)) for parameter in parameters.values())
-        made = [_optimizer(config.name, groups, config, fused=dense)]
-    elif not made or not all(isinstance(each, Optimizer) for each in made):
+        optimizers = [_optimizer(config.name, groups, config, fused=dense)]
+    elif not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ValueError(
             "optimizer() must return an optimizer of torch, several, or parameter groups, not "
-            f"{', '.join(type(each).__name__ for each in made) or 'nothing'}"
+            f"{', '.join(type(optimizer).__name__ for optimizer in optimizers) or 'nothing'}"
         )
     elif config.lr_base_width is not None:
         raise ValueError(
             "optimizer.lr_base_width scales the rates of adamw, sgd and muon, and optimizer() returned an optimizer "
             "of its own: return parameter groups, or leave lr_base_width out"
         )
-    check_covered(made, parameters)
-    for optimizer in made:
+    check_covered(optimizers, parameters)
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr_ratio"] = float(group.get("lr", config.lr)) / config.lr
-    return made
+    return optimizers
 
 
 def check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Parameter]) -> None:
@@ -230,20 +230,20 @@ def check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Para
                         "a view with gaps in memory, through which a fused kernel walks: say fused=False, or "
                         "make the parameter of a .clone()"
                     )
-    held = Counter(
+    counts = Counter(
         id(parameter)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
     for name, parameter in parameters.items():
-        count = held.pop(id(parameter), 0)
+        count = counts.pop(id(parameter), 0)
         if count > 1 or (parameter.requires_grad and not count):
             raise ValueError(
                 f"optimizer() gives {name} to {count} optimizers or groups; each parameter of the "
                 "model that requires a gradient belongs to one"
             )
-    if held:
+    if counts:
         raise ValueError("optimizer() was given parameters that are not the model's")
 
 
@@ -262,7 +262,7 @@ def split_groups(
     warmup_of = {name: warmup for warmup in warmups for name in warmup.names}
     for optimizer in optimizers:
         factor_of = factors(_update_of(optimizer))
-        made: list[dict[str, Any]] = []
+        groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
             alike: dict[tuple[NewParamWarmup | None, float], list[Parameter]] = {}
             for parameter in group["params"]:
@@ -270,8 +270,8 @@ def split_groups(
                 alike.setdefault(key, []).append(parameter)
             for (warmup, factor), members in alike.items():
                 ratio = group["lr_ratio"] * factor
-                made.append({**group, "params": members, "birth": warmup, "lr_ratio": ratio})
-        optimizer.param_groups[:] = made
+                groups.append({**group, "params": members, "birth": warmup, "lr_ratio": ratio})
+        optimizer.param_groups[:] = groups
 
 
 def _update_of(optimizer: Optimizer) -> Update:
@@ -345,8 +345,8 @@ def load_optimizer_tensors(
             state[field.removesuffix(_NUMBER)] = tensor.item()
             continue
         # torch's optimizers count steps on the CPU unless they are fused or capturable
-        beside = tensor.ndim or field != "step" or group.get("fused") or group.get("capturable")
-        state[field] = part(tensor.to(parameter.device if beside else "cpu"), parameter)
+        on_device = tensor.ndim or field != "step" or group.get("fused") or group.get("capturable")
+        state[field] = part(tensor.to(parameter.device if on_device else "cpu"), parameter)
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -364,11 +364,11 @@ def check_states(
             how it grows.
     """
     for name, shape in states.items():
-        wanted = parameters.get(name.rpartition("/")[0], ())
-        if shape not in ((), wanted):
+        shapes = parameters.get(name.rpartition("/")[0], ())
+        if shape not in ((), shapes):
             raise GrowthError(
                 f"cannot grow the optimizer state {name}: it is {list(shape)}, and its parameter "
-                f"{list(wanted)}; states grow that have their parameter's shape, or with moments: reset"
+                f"{list(shapes)}; states grow that have their parameter's shape, or with moments: reset"
             )
 
 

@@ -122,7 +122,9 @@ class RunState:
         """Whether an interval ended with the last step, or in its round; None is never due."""
         if every is None:
             return False
-        before, now = (self._position(each, every.unit) for each in (self.before, self.progress))
+        before, now = (
+            self._position(counters, every.unit) for counters in (self.before, self.progress)
+        )
         return every.due(before, now)
 
     def _position(self, progress: Counters, unit: Literal["steps", "tokens", "epochs"]) -> int:
@@ -152,8 +154,8 @@ class RunState:
     def changed(self, change: Change, in_force: State) -> RunState:
         """Return the state after a change of the run, carried out or skipped."""
         # losses before an operation of the schedule must not count for a plateau after it
-        kept = change.entry is None or change.operation.name == BRANCH
-        losses = self.losses if kept else ()
+        keeps_losses = change.entry is None or change.operation.name == BRANCH
+        losses = self.losses if keeps_losses else ()
         was = self.in_force
         same = (was.settings.context, was.architecture) == (
             in_force.settings.context,

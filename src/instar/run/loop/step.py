@@ -317,7 +317,7 @@ class Stepper:
         norm = self.strategy.norms([gradients]).item()
         if math.isfinite(norm):
             if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_([own(each) for each in gradients], self.clip / norm)
+                torch._foreach_mul_([own(gradient) for gradient in gradients], self.clip / norm)
             for optimizer in training:
                 self.scaler.step(optimizer)
             if self.strategy.rounds is None:
@@ -330,7 +330,9 @@ class Stepper:
         return (
             self.world.device.type == "cuda"
             and not (self.scaler.is_enabled() or strategy.together or strategy.rounds is not None)
-            and all(getattr(each, "_step_supports_amp_scaling", False) for each in training)
+            and all(
+                getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in training
+            )
         )
 
     def _clip_and_update_on_device(
@@ -339,13 +341,13 @@ class Stepper:
         """As `_clip_and_update`, by what fused optimizers, and our Muon, have for `torch.amp.GradScaler`: they divide
         gradients by `grad_scale`, and change nothing where `found_inf` is 1."""
         (norm,) = self.strategy.norms([gradients])
-        kept = norm.isfinite().float()
+        finite = norm.isfinite().float()
         scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0).float()
         for optimizer in training:
-            optimizer.grad_scale, optimizer.found_inf = scale, 1.0 - kept  # type: ignore[attr-defined]
+            optimizer.grad_scale, optimizer.found_inf = scale, 1.0 - finite  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        self._average(1, kept)
+        self._average(1, finite)
         return GradNorm(norm)
 
 

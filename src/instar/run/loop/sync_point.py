@@ -157,8 +157,8 @@ class SyncPoint:
         A collective. Resets the request, so later work stops only for a new one.
         """
         posted = [cast(dict[str, Any], r) for r in gather(self.world, self._reason) if r]
-        chosen = next((reason for reason in posted if reason["interrupted"]), posted[0])
-        agreed = cast(dict[str, Any], agree(self.world, chosen))
+        choice = next((reason for reason in posted if reason["interrupted"]), posted[0])
+        agreed = cast(dict[str, Any], agree(self.world, choice))
         if not agreed["interrupted"]:
             self.time_budget = None
         self._reason, self._user_reason, self.stop_requested = None, None, False

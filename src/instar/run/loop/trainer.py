@@ -233,9 +233,9 @@ class Trainer:
         )
         if not parts.loaders.reads:
             parts.world.position.expect("the samples that rank 0 sends")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         batch, failure = parts.sync.attempt(take)
-        parts.logger.add_wait(time.perf_counter() - begun)
+        parts.logger.add_wait(time.perf_counter() - start)
         gave_up = isinstance(failure, WaitCancelled)
         failure = None if gave_up else failure
         if batch is None:
@@ -258,8 +258,8 @@ class Trainer:
         """Whether a round ends with the step of a batch: after a multiple of `sync_every` steps, and at the
         end of the run, where it is known."""
         now = self.state.progress
-        passed = batch.plan.after - batch.plan.cursor
-        progress = now.after_step(passed, round(batch.weight), 0.0, 0.0)
+        samples = batch.plan.after - batch.plan.cursor
+        progress = now.after_step(samples, round(batch.weight), 0.0, 0.0)
         epochs = self.state.phase.epochs(progress.samples)
         reached = budget_met(self.parts.budgets, progress, epochs=epochs, validation_loss=None)
         return progress.step % sync_every == 0 or reached is not None
@@ -322,9 +322,9 @@ class Trainer:
 
     def _wait_for_step(self) -> None:
         """Wait until the last step is computed, and judge it."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._judge()
-        self._waited_s += time.perf_counter() - begun
+        self._waited_s += time.perf_counter() - start
 
     def evaluate(self) -> None:
         """Evaluate now. A collective."""
@@ -377,8 +377,8 @@ class Trainer:
 
     def active_s(self) -> float:
         """Seconds of training over the whole run, including the current step."""
-        begun = self._step_begun
-        now = 0.0 if begun is None else time.perf_counter() - begun
+        start = self._step_begun
+        now = 0.0 if start is None else time.perf_counter() - start
         return self.state.progress.active_s + now
 
     def close(self, limit_s: float = 0.2) -> None:

@@ -71,5 +71,5 @@ class DeltaSaver:
 
     def report(self) -> None:
         """Report the deltas that were saved since the last report."""
-        for written in self.writer.written():
-            self.on_written(self._progress.pop(written.link.step), written)
+        for delta in self.writer.written():
+            self.on_written(self._progress.pop(delta.link.step), delta)

@@ -38,20 +38,22 @@ def differences(before: State, after: State) -> Differences:
         (before.settings, after.settings),
         (before.architecture, after.architecture),
     )
-    found = {}
+    values = {}
     for old, new in pairs:
         was, now = dict(_values(old)), dict(_values(new))
         for name in {**was, **now}:
             if name not in _BOOKKEEPING and was.get(name) != now.get(name):
-                found[name] = was.get(name), now.get(name)
-    return found
+                values[name] = was.get(name), now.get(name)
+    return values
 
 
 def _values(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a dataclass, and of one that holds a config the keys of that."""
     for field in dataclasses.fields(value):
-        held = getattr(value, field.name)
-        yield from held.items() if isinstance(held, Mapping) else [(field.name, held)]
+        field_value = getattr(value, field.name)
+        yield from (
+            field_value.items() if isinstance(field_value, Mapping) else [(field.name, field_value)]
+        )
 
 
 def format_shape(shape: Growable) -> str:

@@ -53,8 +53,8 @@ class StepProfiler:
     def _measuring(self) -> Iterator[None]:
         with self._new() as measured:
             yield
-        most = MAX_EVENTS // max(1, len(measured.events() or ()))
-        self._wanted = max(1, min(self.steps, most))
+        limit = MAX_EVENTS // max(1, len(measured.events() or ()))
+        self._wanted = max(1, min(self.steps, limit))
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -113,8 +113,8 @@ def operator_table(operators: Any, *, gpu: bool) -> list[str]:
     def cost(operator: OperatorTimes) -> float:
         return operator.self_device_time_total if gpu else operator.self_cpu_time_total
 
-    found: list[OperatorTimes] = sorted(operators, key=cost, reverse=True)
-    total = sum(map(cost, found)) or 1.0
+    by_cost: list[OperatorTimes] = sorted(operators, key=cost, reverse=True)
+    total = sum(map(cost, by_cost)) or 1.0
     headers = ["operator", "calls", "CPU ms", *(["GPU ms"] if gpu else []), "share"]
     rows = [
         [
@@ -124,6 +124,6 @@ def operator_table(operators: Any, *, gpu: bool) -> list[str]:
             *([f"{operator.self_device_time_total / 1e3:,.1f}"] if gpu else []),
             f"{cost(operator) / total:.1%}",
         ]
-        for operator in found[:_ROWS]
+        for operator in by_cost[:_ROWS]
     ]
     return aligned([headers, *rows], right=range(1, len(headers)))

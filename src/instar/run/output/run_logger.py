@@ -386,9 +386,12 @@ class RunLogger:
 
     def log_new_gradients(self, progress: Counters, watch: GradientWatch) -> None:
         """Log the gradients of an operation's new parameters; warn if they are dead."""
-        kept, new = watch.norms[-1]
+        kept_norm, new = watch.norms[-1]
         event = NewGradients(
-            step=progress.step, operation=watch.operation, grad_norm_kept=kept, grad_norm_new=new
+            step=progress.step,
+            operation=watch.operation,
+            grad_norm_kept=kept_norm,
+            grad_norm_new=new,
         )
         self._write(progress, event)
         if watch.dead:
@@ -422,12 +425,12 @@ class RunLogger:
     ) -> None:
         """Log the config keys that were changed at a resume, as (before, after)."""
         for key, values in changed.items():
-            shown = [redacted_value(key, value) for value in values]
-            before, after = map(in_yaml, shown)
+            safe_values = [redacted_value(key, value) for value in values]
+            before, after = map(in_yaml, safe_values)
             event = OperationEvent(
                 step=progress.step,
                 name="override",
-                value={key: shown[1]},
+                value={key: safe_values[1]},
                 change=f"{key} {before} → {after}",
                 reason="set at resume",
             )

@@ -53,18 +53,18 @@ class Snapshot:
         Raises:
             RunFailed: they differ.
         """
-        whole, rows = dict[str, torch.Tensor](), dict[str, SavedRows]()
+        tensors_by_name, rows = dict[str, torch.Tensor](), dict[str, SavedRows]()
         for component, tensors in self.components.items():
             if COMPONENTS[component].pattern is Pattern.REPLICATED:
-                for name, each in tensors.items():
-                    if isinstance(each, SavedRows):
-                        rows[f"{component}/{name}"] = each
+                for name, tensor in tensors.items():
+                    if isinstance(tensor, SavedRows):
+                        rows[f"{component}/{name}"] = tensor
                     else:
-                        whole[f"{component}/{name}"] = each
-        check_replicas_equal(world, whole)
-        if any(each.shards < world.size for each in rows.values()):
-            (shard,) = {each.shard for each in rows.values()}
-            check_replicas_equal(world, {name: each.tensor for name, each in rows.items()}, shard)
+                        tensors_by_name[f"{component}/{name}"] = tensor
+        check_replicas_equal(world, tensors_by_name)
+        if any(part.shards < world.size for part in rows.values()):
+            (shard,) = {part.shard for part in rows.values()}
+            check_replicas_equal(world, {name: part.tensor for name, part in rows.items()}, shard)
 
     def held(self, rank: int, spare: Snapshot | None = None) -> Snapshot:
         """Return a CPU copy of what this rank writes, so that the next step may change it.
@@ -98,10 +98,10 @@ def _copied(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedRows
     for name, tensor in tensors.items():
         into[name].copy_(tensor, non_blocking=True)
     copies: dict[str, torch.Tensor | SavedRows] = {}
-    for name, each in part.items():
-        if isinstance(each, SavedRows):
-            rows = into[name] if name in into else torch.empty_like(each.tensor[:0], device="cpu")
-            copies[name] = replace(each, tensor=rows)
+    for name, source in part.items():
+        if isinstance(source, SavedRows):
+            rows = into[name] if name in into else torch.empty_like(source.tensor[:0], device="cpu")
+            copies[name] = replace(source, tensor=rows)
         elif name in into:
             copies[name] = into[name]
     return copies
@@ -195,29 +195,29 @@ class Saver:
             RunFailed: replicas differ, or too many consecutive saves have failed.
             CheckpointError, PeerError: the save failed, and `must` is set.
         """
-        begun = self.last_save = time.monotonic()
+        start = self.last_save = time.monotonic()
         self.finish()
         snapshot.check_replicas(self.world)
         if self.config.asynchronous and not (wait or must):
             spare, self.spare = self.spare, None
             with raise_on_all_ranks(self.world, "copying what is saved"):
-                held = snapshot.held(self.world.rank, spare)
+                copy = snapshot.held(self.world.rank, spare)
             del spare  # what the new copy has not taken over is freed
             copied = recorded_event(self.world.device)
-            stall_s = time.monotonic() - begun
+            stall_s = time.monotonic() - start
 
             def write() -> SaveResult:
                 if copied is not None:
                     copied.synchronize()
                 if after is not None:
                     after()
-                return self._write(held, self.writers, begun, stall_s)
+                return self._write(copy, self.writers, start, stall_s)
 
             self.pending = in_background(write, "instar-saver")
             return
         if after is not None:
             after()
-        saved = self._write(snapshot, self.world, begun)
+        saved = self._write(snapshot, self.world, start)
         self._over(saved)
         if must and saved.error is not None:
             raise saved.error

@@ -111,13 +111,13 @@ def _analyze(
     progress: Counters,
     before: tuple[int, Mapping[str, torch.Tensor]] | None,
 ) -> Analyzed:
-    begun = time.monotonic()
+    start = time.monotonic()
     heads = attention_entropy(model, batch["inputs"]) if isinstance(model, CausalAttention) else ()
-    found = analyze(
+    analysis = analyze(
         dict(model.named_parameters()),
         parameters,
         heads=heads,
         before=before[1] if before else None,
         steps=progress.step - before[0] if before else None,
     )
-    return progress, found, time.monotonic() - begun
+    return progress, analysis, time.monotonic() - start

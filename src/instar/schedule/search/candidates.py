@@ -74,7 +74,7 @@ class GrowthCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def flops(self, steps: int) -> float:
         """Return the FLOPs of a run of so many steps of one token."""
-        return sum(each.flops_per_token * each.tokens for each in self.spent(steps))
+        return sum(stage.flops_per_token * stage.tokens for stage in self.spent(steps))
 
     def branches_at(self, steps: int, decay: float) -> int:
         """Return the step at which a run of so many leaves its trunk."""
@@ -82,20 +82,22 @@ class GrowthCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def entries(self, steps: int, *, shares: bool = False) -> list[dict[str, Any]]:
         """Return the schedule of a run of so many steps, with its growth at steps or at shares of it."""
-        found = []
+        entries = []
         for stage, step in zip(self.stages[1:], self.moments(steps), strict=True):
             when = {"at_fraction": stage.share} if shares else {"at_step": step}
             lr = {"lr": {"rewarm_new": max(2, round(self.rewarm * steps))}} if self.rewarm else {}
-            found += [{**each, **lr, "when": when} for each in stage.operations]
-        return found
+            entries += [{**operation, **lr, "when": when} for operation in stage.operations]
+        return entries
 
     @property
     def growth(self) -> tuple[str, ...]:
         """Its operations as text."""
-        found = (each for stage in self.stages for each in stage.operations)
+        operations = (operation for stage in self.stages for operation in stage.operations)
         return tuple(
-            " ".join([each["name"], *(in_yaml(v) for k, v in each.items() if k != "name")])
-            for each in found
+            " ".join(
+                [operation["name"], *(in_yaml(v) for k, v in operation.items() if k != "name")]
+            )
+            for operation in operations
         )
 
 
@@ -133,7 +135,9 @@ def proposals(final: Architecture, decay: float) -> Iterator[GrowthProposal]:
             f"{name}-{more}" if more else name,
             f"L{sizes[0]}",
             final.resized(layers=sizes[0]),
-            tuple((share, (one,)) for share, one in zip(shares, operations, strict=True)),
+            tuple(
+                (share, (operation,)) for share, operation in zip(shares, operations, strict=True)
+            ),
             rewarm,
         )
 

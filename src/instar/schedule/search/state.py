@@ -173,15 +173,15 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         total, count, trunks = 0.0, 0, dict[str, float]()
         sizes = rung_sizes(len(self.candidates) - 1)
         for final_steps, size in zip(self.rungs, sizes, strict=True):
-            own = []
-            for each in self.candidates:
-                steps = each.steps(final_steps)
-                first = cost(each.stages[0].flops_per_token)
-                shared = each.branches_at(steps, self.decay) * first
-                whole = sum(s.tokens * cost(s.flops_per_token) for s in each.spent(steps))
-                own.append(whole - shared)
-                trunks[each.trunk] = max(trunks.get(each.trunk, 0.0), shared)
-            total += own[0] + sum(sorted(own[1:])[-size:])
+            work = []
+            for candidate in self.candidates:
+                steps = candidate.steps(final_steps)
+                first = cost(candidate.stages[0].flops_per_token)
+                shared = candidate.branches_at(steps, self.decay) * first
+                whole = sum(s.tokens * cost(s.flops_per_token) for s in candidate.spent(steps))
+                work.append(whole - shared)
+                trunks[candidate.trunk] = max(trunks.get(candidate.trunk, 0.0), shared)
+            total += work[0] + sum(sorted(work[1:])[-size:])
             count += 1 + size
         seeds = len(self.seeds)
         return seeds * (total + sum(trunks.values())), seeds * (count + len(trunks))
