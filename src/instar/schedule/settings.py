@@ -175,7 +175,7 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
 
     Rewarming multiplies this by a factor that rises from 0 to 1 over `rewarm_iters` steps, while
     the schedule continues (arXiv 2308.04014, which begins at 0 or the lowest rate; here 0). The rate of
-    parameters of a `Birth` is this times its factor.
+    parameters of a `NewParamWarmup` is this times its factor.
 
     In the last decay of a branch, the share falls linearly from that of its first step to m.
 
