@@ -177,7 +177,7 @@ def test_rank_stabilized_divides_by_the_root() -> None:
 @given(st.integers(1, 64), st.integers(1, 64), st.booleans())
 def test_another_rank_may_have_the_same_scale(rank: int, other: int, stabilized: bool) -> None:
     adapter = Lora("attn", rank, 3.0, stabilized)
-    assert adapter.held(other).scale == pytest.approx(adapter.scale)
+    assert adapter.with_rank(other).scale == pytest.approx(adapter.scale)
 
 
 def test_adapters_count_as_their_weights_do() -> None:

@@ -24,7 +24,7 @@ from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
 from instar.models.architecture import Mask, resolve_architecture
 from instar.models.gpt import GPT, load_gpt
-from instar.models.hf.companions import beside, with_chat
+from instar.models.hf.companions import companion_files, with_chat
 from instar.models.lora import Lora
 
 ARCH = resolve_architecture(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
@@ -167,7 +167,7 @@ def test_a_model_of_chats_ends_its_answers_where_it_is_exported_to(
         "model: {config: {model_type: llama, max_position_embeddings: 16}}\n"
     )
     config = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": None}
-    files = {"config.json": json.dumps(config).encode(), **beside(tmp_path)}
+    files = {"config.json": json.dumps(config).encode(), **companion_files(tmp_path)}
     found = with_chat(files, tmp_path)
     if kind != "chat":
         assert found == files

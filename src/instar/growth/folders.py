@@ -40,7 +40,7 @@ from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, VocabularyMap
 from instar.growth.proof import Proof
 from instar.models.hf import CONFIG
-from instar.models.hf.completed import written
+from instar.models.hf.completed import explicit_config
 from instar.models.hf.families import BUILT_IN
 from instar.models.hf.loaded import load_published
 from instar.models.hf.pretrained import PretrainedShape
@@ -208,7 +208,7 @@ def _copy_files(folder: Path, planned: _Planned, to: Path) -> None:
 
 def _check_published(folder: PretrainedFolder, planned: PretrainedShape) -> None:
     """Raises CheckpointError unless the files are those of the planned model, as transformers reads their config."""
-    read, told = written(folder.shape.config), written(planned.config)
+    read, told = explicit_config(folder.shape.config), explicit_config(planned.config)
     for key in told.keys() - {"architectures"}:
         if not _contains(read.get(key), told[key]):
             raise CheckpointError(

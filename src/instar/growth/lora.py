@@ -154,7 +154,7 @@ def _target_adapters(adapters: Adapters, target: str) -> dict[str, Lora]:
 def _with_rank(adapter: Lora | None, rank: int, hold: bool) -> Lora | None:
     if adapter is None:
         return None
-    return adapter.held(rank) if hold else replace(adapter, rank=rank)
+    return adapter.with_rank(rank) if hold else replace(adapter, rank=rank)
 
 
 def _same_adapter(one: Lora | None, other: Lora | None) -> bool:

@@ -55,8 +55,8 @@ def chunk_rows(
     kind = device if device == "cpu" else "compiled" if compiled else "cuda"
     if tokens * vocab_size < _CHUNKED_FROM_LOGITS[kind]:
         return None
-    least, most = _CHUNK_ROWS[kind]
-    return max(least, min(most, _CHUNK_LOGITS[kind] // vocab_size))
+    min_rows, max_rows = _CHUNK_ROWS[kind]
+    return max(min_rows, min(max_rows, _CHUNK_LOGITS[kind] // vocab_size))
 
 
 def materializes_scores(context: int, low_precision: bool, device: str) -> bool:
@@ -193,13 +193,13 @@ def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str, *, comp
     """Returns the peak bytes of the loss: logits, softmax and its gradient, and the gradients that
     the chunked loss computes in the forward pass. Compiled for a GPU: logits and their gradient."""
     rows = chunk_rows(tokens, arch.vocab_size, device, compiled=compiled)
-    each = 3 * _WIDE + (low if low < _WIDE else 0)
+    bytes_per_logit = 3 * _WIDE + (low if low < _WIDE else 0)
     if compiled and device != "cpu":
-        each = 2 * low
-    held = min(tokens, rows or tokens) * arch.vocab_size * each
+        bytes_per_logit = 2 * low
+    logit_bytes = min(tokens, rows or tokens) * arch.vocab_size * bytes_per_logit
     if rows is None:
-        return held
-    return held + _WIDE * arch.n_embd * (2 * tokens + arch.vocab_size)
+        return logit_bytes
+    return logit_bytes + _WIDE * arch.n_embd * (2 * tokens + arch.vocab_size)
 
 
 def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
@@ -215,8 +215,8 @@ def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
     experts, used = sizes.get("experts"), getattr(arch, "num_experts_per_tok", None)
     unused = 0
     if experts is not None and used is not None:
-        each = sum(
+        expert_parameters = sum(
             math.prod(p.shape[1:]) for p in arch.parameters().values() if p.kind == "experts"
         )
-        unused = (experts - used) * each
+        unused = (experts - used) * expert_parameters
     return 6 * (count_parameters(arch).matmul - unused) + attention

@@ -161,7 +161,7 @@ def each_linear(x_SI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups
     weights = weight_EOI.unbind()
     biases = (None,) * len(weights) if bias_EO is None else bias_EO.unbind()
     rows = torch.split(x_SI, groups.sizes())
-    return torch.cat([F.linear(*each) for each in zip(rows, weights, biases, strict=True)])
+    return torch.cat([F.linear(*operands) for operands in zip(rows, weights, biases, strict=True)])
 
 
 def grouped_linear(

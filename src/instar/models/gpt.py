@@ -71,7 +71,7 @@ class GPT(nn.Module):
         inputs_BT: Tensor,
         targets_BT: Tensor | None = None,
         *,
-        each: bool = False,
+        per_sample: bool = False,
         cache: KVCache | None = None,
         balance: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -80,14 +80,14 @@ class GPT(nn.Module):
         Args:
             inputs_BT: token ids, at most `context` of them per sample.
             targets_BT: token ids; −1 marks positions without loss.
-            each: return the loss of each sample, without gradients.
+            per_sample: return the loss of each sample, without gradients.
             cache: of the tokens before `inputs_BT`, to which these are added: first all tokens of a
                 prompt, then one at a time. For inference.
             balance: of a model with experts: return also the sum of `load_balancing_loss`.
 
         Returns:
             logits (B, T, V); with targets the sum of the cross entropies in nats, a float32 scalar,
-            or with `each` their sums per sample (B,), float64.
+            or with `per_sample` their sums per sample (B,), float64.
 
         Raises:
             ValueError: there are more tokens than the context has.
@@ -127,7 +127,7 @@ class GPT(nn.Module):
         weight_VD = (self.token_embedding if self.arch.tied else self.head).effective()
         if targets_BT is None:
             return F.linear(x_BTD, weight_VD)
-        if each:
+        if per_sample:
             losses_N = each_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
             return losses_N.view_as(targets_BT).sum(1, dtype=torch.float64)
         loss = head_cross_entropy(x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten())
@@ -140,11 +140,11 @@ class GPT(nn.Module):
     @torch.no_grad()
     def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields queries (B, T, H, C) and keys (B, T, K, C) of each layer, for analysis."""
-        found: list[tuple[Tensor, Tensor]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
 
         def record(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
             assert isinstance(attention, _Attention)
-            found.append(attention.heads(inputs[0], inputs[1])[:2])
+            pairs.append(attention.heads(inputs[0], inputs[1])[:2])
 
         hooks = [
             block.get_submodule("attn").register_forward_pre_hook(record) for block in self.blocks
@@ -154,7 +154,7 @@ class GPT(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        yield from found
+        yield from pairs
 
     def new_cache(self) -> KVCache:
         return KVCache()
@@ -241,10 +241,10 @@ class _Block(nn.Module):
         if self.mlp_conv is not None:
             conv = self.mlp_conv
             normed = conv(normed) if cache is None else cache.convolve(conv, normed)
-        made, logits = self.mlp(normed, openings)
+        update, logits = self.mlp(normed, openings)
         if self.is_masked and openings is not None:
-            made = made * openings[self.layer]
-        return x + _dropout(made, self.dropout, self.training), logits
+            update = update * openings[self.layer]
+        return x + _dropout(update, self.dropout, self.training), logits
 
 
 class _Attention(nn.Module):

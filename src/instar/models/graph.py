@@ -122,8 +122,8 @@ class _Block(nn.Module):
         hidden = self.own(h_ND)
         for flow, edges in flows.items():
             hidden = hidden + self.get_submodule(flow)(h_ND, edges)
-        made: Tensor = self.down(self.activation(hidden))
-        return x_ND + F.dropout(made, self.dropout, self.training)
+        update: Tensor = self.down(self.activation(hidden))
+        return x_ND + F.dropout(update, self.dropout, self.training)
 
 
 class _Aggregation(nn.Module):
@@ -176,17 +176,20 @@ class _Edges:
 
     def __init__(
         self,
-        heard: _SortedEdges,
-        sent: _SortedEdges,
+        by_receiver: _SortedEdges,
+        by_sender: _SortedEdges,
         layer: Layer,
         dtype: torch.dtype,
         features: Tensor | None,
     ) -> None:
-        """`heard`, `sent`: the same edges sorted by receivers and by senders; `features`: (E, F)."""
-        self.sender, self.receiver, self.features = sent.ends, heard.ends, features
+        """The same edges, sorted by receivers and by senders; `features`: (E, F)."""
+        self.sender, self.receiver, self.features = by_sender.ends, by_receiver.ends, features
         if layer != "gat":
-            self.weight_E = _weights(heard, sent, layer, dtype)
-            self.of_receivers, self.of_senders = heard.rows(self.weight_E), sent.rows(self.weight_E)
+            self.weight_E = _weights(by_receiver, by_sender, layer, dtype)
+            self.of_receivers, self.of_senders = (
+                by_receiver.rows(self.weight_E),
+                by_sender.rows(self.weight_E),
+            )
 
     def sum(self, h_ND: Tensor) -> Tensor:
         """Sums over the senders of each node, weighted by the layer type."""
@@ -215,11 +218,11 @@ class _Rows(NamedTuple):
 class _SortedEdges:
     """Edges sorted by one of their ends, which are the rows of a sparse matrix."""
 
-    def __init__(self, ends: Tensor, others: Tensor, nodes: int) -> None:
+    def __init__(self, ends: Tensor, other_ends: Tensor, nodes: int) -> None:
         self.ends = ends
         rows, self.order = ends.sort(stable=True)
         self.begins = torch.searchsorted(rows, torch.arange(nodes + 1, device=rows.device))
-        self.columns = others[self.order]
+        self.columns = other_ends[self.order]
 
     def rows(self, weight_E: Tensor) -> _Rows:
         return _Rows(self.begins, self.columns, weight_E[self.order])
@@ -230,15 +233,17 @@ class _SortedEdges:
         return degrees
 
 
-def _weights(heard: _SortedEdges, sent: _SortedEdges, layer: Layer, dtype: torch.dtype) -> Tensor:
+def _weights(
+    by_receiver: _SortedEdges, by_sender: _SortedEdges, layer: Layer, dtype: torch.dtype
+) -> Tensor:
     """Returns the weight of each edge (E,): 1 for a sum (GIN), 1 / degree of the receiver for a
     mean (SAGE), 1 / √(product of both degrees) for a GCN (arXiv 1609.02907; both directions as in
     arXiv 2305.10498)."""
     if layer == "gin":
-        return torch.ones(len(heard.ends), dtype=dtype, device=heard.ends.device)
+        return torch.ones(len(by_receiver.ends), dtype=dtype, device=by_receiver.ends.device)
     if layer == "sage":
-        return heard.degrees(dtype).reciprocal_()
-    return (heard.degrees(dtype) * sent.degrees(dtype)).rsqrt_()
+        return by_receiver.degrees(dtype).reciprocal_()
+    return (by_receiver.degrees(dtype) * by_sender.degrees(dtype)).rsqrt_()
 
 
 class _SparseProduct(torch.autograd.Function):
@@ -270,10 +275,10 @@ def _product(matrix: _Rows, x: Tensor) -> Tensor:
     )
 
 
-def _sum_by_node(sent: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
+def _sum_by_node(messages: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
     """Sums what arrives at each node: (E, …) → (N, …)."""
-    summed = sent.new_zeros(nodes, *sent.shape[1:])
-    return summed.scatter_add(0, _like_rows(receiver_E, sent), sent)
+    summed = messages.new_zeros(nodes, *messages.shape[1:])
+    return summed.scatter_add(0, _like_rows(receiver_E, messages), messages)
 
 
 def _softmax_by_node(score: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
@@ -363,8 +368,8 @@ def _flows(
     by_source, by_target = _SortedEdges(source, target, nodes), _SortedEdges(target, source, nodes)
     by_flow = [(by_target, by_source), (by_source, by_target)]
     return {
-        flow: _Edges(heard, sent, shape.layer, dtype, features)
-        for flow, (heard, sent) in zip(shape.flows, by_flow, strict=False)
+        flow: _Edges(by_receiver, by_sender, shape.layer, dtype, features)
+        for flow, (by_receiver, by_sender) in zip(shape.flows, by_flow, strict=False)
     }
 
 

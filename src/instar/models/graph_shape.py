@@ -116,7 +116,7 @@ class GraphShape(Shape):
 
     def table(self, table: Table) -> None:
         # with a zero bias, a node whose features are all 0 would be 0 at the norm
-        table.linear("encoder", "width", "features", drawn=True)
+        table.linear("encoder", "width", "features", random_bias=True)
         for layer in range(self.layers):
             self._block(table, f"blocks.{layer}")
         self._norm(table, "final_norm")

@@ -133,8 +133,8 @@ class _CpuRMSNorm(torch.autograd.Function):
         (grad,) = grad_outputs
         grad_weight = (grad * unit).flatten(0, -2).sum(0)
         grad_unit = grad * weight
-        along = torch.linalg.vecdot(grad_unit, unit).div_(unit.shape[-1]).unsqueeze(-1)
-        grad_x = torch.addcmul(grad_unit, unit, along, value=-1).mul_(scale)
+        projection = torch.linalg.vecdot(grad_unit, unit).div_(unit.shape[-1]).unsqueeze(-1)
+        grad_x = torch.addcmul(grad_unit, unit, projection, value=-1).mul_(scale)
         return grad_x, grad_weight, None
 
 
@@ -208,16 +208,16 @@ class Embedding(_Adapted, nn.Embedding):
 
 def embedding(table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> Embedding:
     rows, width = table[f"{name}.weight"].shape
-    made = Embedding(rows, width)
-    made.adapt(table, name, adapter)
-    return made
+    layer = Embedding(rows, width)
+    layer.adapt(table, name, adapter)
+    return layer
 
 
 def linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -> Linear:
     outputs, inputs = table[f"{name}.weight"].shape
-    made = Linear(inputs, outputs, bias=f"{name}.bias" in table)
-    made.adapt(table, name, adapter_of(arch.lora, name))
-    return made
+    layer = Linear(inputs, outputs, bias=f"{name}.bias" in table)
+    layer.adapt(table, name, adapter_of(arch.lora, name))
+    return layer
 
 
 def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:

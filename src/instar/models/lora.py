@@ -39,7 +39,7 @@ class Lora:
         """α / r, or α / √r where rank-stabilized (arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
-    def held(self, rank: int) -> Lora:
+    def with_rank(self, rank: int) -> Lora:
         """Returns the adapter with another rank and the same scale."""
         grown = rank / self.rank
         return replace(
@@ -72,29 +72,29 @@ def problems(
     lora: tuple[Lora, ...], weights: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[int, str, str]]:
     """Yields (index, problem, hint) for invalid entries, for weights of these shapes."""
-    taken: dict[str, str] = {}
+    target_of: dict[str, str] = {}
     for number, entry in enumerate(lora):
         if wrong := _field_problem(entry):
             yield number, *wrong
             continue
-        found = [name for name in weights if entry.matches(name)]
-        if not found:
+        names = [name for name in weights if entry.matches(name)]
+        if not names:
             hint = "" if "head" in weights else "; the head is tied, so it is the embedding"
             yield number, f"{entry.target!r} names no weight of this model", POSSIBLE + hint
-        for name in found:
-            if name in taken:
+        for name in names:
+            if name in target_of:
                 yield (
                     number,
-                    f"{name} is adapted by {taken[name]!r} already",
+                    f"{name} is adapted by {target_of[name]!r} already",
                     "a weight has one adapter",
                 )
-            taken[name] = entry.target
-        if found and entry.rank > (most := min(min(weights[name]) for name in found)):
-            name = min(found, key=lambda name: min(weights[name]))
+            target_of[name] = entry.target
+        if names and entry.rank > (max_rank := min(min(weights[name]) for name in names)):
+            name = min(names, key=lambda name: min(weights[name]))
             yield (
                 number,
                 f"a rank of {entry.rank} is more than {name} of shape {weights[name]} can have",
-                f"at most {most}",
+                f"at most {max_rank}",
             )
 
 
@@ -112,28 +112,28 @@ def _field_problem(entry: Lora) -> tuple[str, str] | None:
     return None
 
 
-def covering(wanted: Mapping[str, Lora | None], targets: Iterable[str] = ()) -> tuple[Lora, ...]:
+def covering(adapters: Mapping[str, Lora | None], targets: Iterable[str] = ()) -> tuple[Lora, ...]:
     """Returns entries that give every weight its wanted adapter; at most one matches a weight.
 
     Args:
-        wanted: the adapter of every adaptable weight; its target is ignored.
+        adapters: the adapter of every adaptable weight; its target is ignored.
         targets: tried before named targets, patterns for all blocks, and single names.
     """
     groups: dict[Lora, set[str]] = {}
-    for name, adapter in wanted.items():
+    for name, adapter in adapters.items():
         if adapter is not None:
             groups.setdefault(replace(adapter, target=""), set()).add(name)
     in_all_blocks = dict.fromkeys(
-        f"blocks.*.{name.split('.', 2)[2]}" for name in wanted if name.startswith("blocks.")
+        f"blocks.*.{name.split('.', 2)[2]}" for name in adapters if name.startswith("blocks.")
     )
-    made = []
-    for values, rest in groups.items():
-        for target in (*targets, *TARGETS, *in_all_blocks, *sorted(rest)):
-            found = {name for name in wanted if matches(target, name)}
-            if found and found <= rest:
-                made.append(replace(values, target=target))
-                rest -= found
-    return tuple(made)
+    entries = []
+    for values, names in groups.items():
+        for target in (*targets, *TARGETS, *in_all_blocks, *sorted(names)):
+            matching = {name for name in adapters if matches(target, name)}
+            if matching and matching <= names:
+                entries.append(replace(values, target=target))
+                names -= matching
+    return tuple(entries)
 
 
 def from_json(entries: Iterable[Mapping[str, Any]]) -> tuple[Lora, ...]:

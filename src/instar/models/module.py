@@ -82,13 +82,13 @@ def has_buffers(model: Module) -> bool:
 
 def _registered(model: Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yields persistent buffers by name, each tensor once."""
-    seen: set[Tensor] = set()
+    visited: set[Tensor] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if name in module._non_persistent_buffers_set or buffer in seen:
+            if name in module._non_persistent_buffers_set or buffer in visited:
                 continue
             if buffer is not None:
-                seen.add(buffer)
+                visited.add(buffer)
             yield f"{prefix}.{name}" if prefix else name, buffer
 
 
@@ -132,7 +132,7 @@ def evaluating(model: Module) -> Iterator[None]:
 
     Submodules may have different modes: users keep some in evaluation mode while training.
     """
-    was_training, modes = model.training, [(each, each.training) for each in model.modules()]
+    was_training, modes = model.training, [(module, module.training) for module in model.modules()]
     buffers = held_buffers(model)
     model.eval()
     try:
@@ -156,8 +156,8 @@ def check_trainable(model: Module) -> None:
             raise ValueError(
                 f"{name} has no size yet; give lazy modules their sizes, as in nn.Linear(in, out)"
             )
-    for name, each in model.named_modules():
-        if type(each).get_extra_state is not Module.get_extra_state:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not Module.get_extra_state:
             raise ValueError(
                 f"{name or 'the module'} has get_extra_state(), which no checkpoint here holds; "
                 "keep such a state in a buffer (register_buffer)"
@@ -224,19 +224,19 @@ def _check_memory(parameters: Mapping[str, Tensor]) -> None:
         )
         begin = parameter.data_ptr()
         spans.append((begin, begin + (last + 1) * parameter.itemsize, name))
-    beside: list[tuple[int, str]] = []
+    open_spans: list[tuple[int, str]] = []
     for begin, end, name in sorted(spans):
-        beside = [(other_end, other) for other_end, other in beside if other_end > begin]
-        for _, other in beside:
+        open_spans = [(other_end, other) for other_end, other in open_spans if other_end > begin]
+        for _, other in open_spans:
             if _share_elements(parameters[name], parameters[other]):
                 raise ValueError(
                     f"{other} and {name} are two parameters in the same memory, so that an update of one changes both; "
                     "to tie them, assign one Parameter to both names, or else make one of a .clone()"
                 )
-        beside.append((end, name))
+        open_spans.append((end, name))
 
 
-def _share_elements(one: Tensor, other: Tensor) -> bool:
+def _share_elements(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors with overlapping spans have an element in common: columns of one matrix have none."""
 
     def places(tensor: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def _share_elements(one: Tensor, other: Tensor) -> bool:
             at = at.unsqueeze(-1) + torch.arange(n) * stride * tensor.itemsize
         return at.flatten()
 
-    return bool(torch.isin(places(one), places(other)).any()) or one.dtype != other.dtype
+    return bool(torch.isin(places(first), places(second)).any()) or first.dtype != second.dtype
 
 
 def _is_storable(name: str, buffer: Tensor) -> bool:

@@ -36,7 +36,7 @@ def generate(
     generator: Generators = None,
 ) -> Tensor:
     """Returns `tokens_BT` followed by `n_new` tokens, see `stream`."""
-    drawn = stream(
+    next_tokens = stream(
         model,
         tokens_BT,
         temperature=temperature,
@@ -45,7 +45,7 @@ def generate(
         vocab_size=vocab_size,
         generator=generator,
     )
-    return torch.cat((tokens_BT, *(next_B[:, None] for next_B in islice(drawn, n_new))), 1)
+    return torch.cat((tokens_BT, *(next_B[:, None] for next_B in islice(next_tokens, n_new))), 1)
 
 
 def stream(
@@ -128,11 +128,11 @@ def _draw(logits_BV: Tensor, generator: Generators) -> Tensor:
         shares_BV = shares_BV if generator is None else shares_BV.to(generator.device)
         drawn_B1 = torch.multinomial(shares_BV, 1, generator=generator)
     else:
-        drawn = [
-            torch.multinomial(shares_V.to(each.device), 1, generator=each)
-            for shares_V, each in zip(shares_BV, generator, strict=True)
+        samples = [
+            torch.multinomial(shares_V.to(rng.device), 1, generator=rng)
+            for shares_V, rng in zip(shares_BV, generator, strict=True)
         ]
-        drawn_B1 = torch.stack(drawn)
+        drawn_B1 = torch.stack(samples)
     return drawn_B1[:, 0].to(logits_BV.device)
 
 
@@ -177,9 +177,9 @@ class TextStream:
 
     def _cut(self, new: str, *, last: bool) -> str:
         text = self._held + new
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.ended, text, last = True, text[: min(found)], True
+        positions = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        if positions:
+            self.ended, text, last = True, text[: min(positions)], True
         keep = 0 if last else max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -213,7 +213,7 @@ def continuations(
         FloatingPointError: the logits are not finite.
     """
     device = next(model.parameters()).device
-    drawn = stream(
+    next_tokens = stream(
         model,
         torch.tensor([list(prompt)] * samples, device=device),
         temperature=temperature,
@@ -222,12 +222,13 @@ def continuations(
         vocab_size=tokenizer.vocab_size,
         generator=[named_generator(seed, number) for number in range(samples)],
     )
-    given = [int(token) for token in prompt]
+    prompt_ids = [int(token) for token in prompt]
     texts = [
-        TextStream(tokenizer, stops, _ids=list(given), _given=len(given)) for _ in range(samples)
+        TextStream(tokenizer, stops, _ids=list(prompt_ids), _given=len(prompt_ids))
+        for _ in range(samples)
     ]
     waiting = [""] * samples
-    for next_B in islice(drawn, n_new):
+    for next_B in islice(next_tokens, n_new):
         for number, token in enumerate(next_B.tolist()):
             piece = texts[number].add(token)
             if number == 0 and piece:

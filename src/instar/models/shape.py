@@ -81,7 +81,7 @@ def size_problems(
     """Returns a problem for each of the fields that is not a positive integer, or 0 where it may be, and for
     each that exceeds its limit."""
     sizes = {name: getattr(shape, name) for name in dict.fromkeys((*fields, *limits))}
-    found = [
+    problems = [
         problem(
             name,
             f"must be a whole number {'from 0 on' if name == may_be_zero else 'above 0'}, "
@@ -90,7 +90,7 @@ def size_problems(
         for name in fields
         if type(sizes[name]) is not int or sizes[name] < (name != may_be_zero)
     ]
-    return found + [
+    return problems + [
         problem(name, f"must be at most {limit:,}, not {sizes[name]:,}")
         for name, limit in limits.items()
         if type(sizes[name]) is int and sizes[name] > limit
@@ -335,11 +335,11 @@ def factor_size(sizes: Mapping[str, int], factor: str) -> int:
 
 def layer_of(name: str) -> int | None:
     """Returns the index of the block of a parameter; None outside the blocks."""
-    first, _, rest = name.partition(".")
-    return int(rest.partition(".")[0]) if first == "blocks" else None
+    first, _, tail = name.partition(".")
+    return int(tail.partition(".")[0]) if first == "blocks" else None
 
 
 def in_block(name: str, layer: int) -> str:
     """Returns the name of the same tensor in another block."""
-    first, _, rest = name.split(".", 2)
-    return f"{first}.{layer}.{rest}"
+    first, _, tail = name.split(".", 2)
+    return f"{first}.{layer}.{tail}"

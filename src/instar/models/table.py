@@ -34,16 +34,16 @@ class Table:
         source: str,
         *,
         bias: bool = True,
-        drawn: bool = False,
+        random_bias: bool = False,
         times: int = 1,
     ) -> None:
-        """Adds an `nn.Linear` from axis `source` to axis `output`; the initial values of a `drawn`
-        bias are random as well."""
+        """Adds an `nn.Linear` from axis `source` to axis `output`; `random_bias`: the bias begins with
+        random values as well, and not with 0."""
         _, inputs = self._size(name, output), self._size(name, source)
         std = (3 * inputs) ** -0.5
         self._add(f"{name}.weight", "matrix", (output, source), std=std, times=times)
         if bias:
-            self._add(f"{name}.bias", "bias", (output,), std=std if drawn else 0.0)
+            self._add(f"{name}.bias", "bias", (output,), std=std if random_bias else 0.0)
 
     def conv(
         self,
@@ -205,9 +205,9 @@ class Shape:
 
     def sizes(self) -> dict[str, int]:
         return {
-            each.name: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if type(getattr(self, each.name)) is int
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if type(getattr(self, field.name)) is int
         }
 
     def resized(self, **sizes: int) -> Self:
@@ -233,20 +233,20 @@ class Shape:
         return dataclasses.asdict(self)
 
 
-def check_table(task: str, shape: Growable, there: Mapping[str, tuple[int, ...]]) -> None:
+def check_table(task: str, shape: Growable, actual: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ConfigError if a shape's table and a model of the shape differ in a parameter.
 
     Args:
-        there: shapes of the model's parameters, by name.
+        actual: shapes of the model's parameters, by name.
     """
-    told = {parameter: entry.shape for parameter, entry in shape.parameters().items()}
-    if there == told:
+    expected = {parameter: entry.shape for parameter, entry in shape.parameters().items()}
+    if actual == expected:
         return
-    for name in [*there, *told]:
-        if there.get(name) != told.get(name):
+    for name in [*actual, *expected]:
+        if actual.get(name) != expected.get(name):
             raise _mismatch(
                 f"{task}: the shape's table says that {name} is "
-                f"{_size(told.get(name))}, and in the model it is {_size(there.get(name))}",
+                f"{_size(expected.get(name))}, and in the model it is {_size(actual.get(name))}",
                 "the table must name every parameter of the module, with the axes it has",
             )
 

@@ -17,7 +17,7 @@ from instar.config.sections import Operation
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.models.hf import CONFIG
-from instar.models.hf.completed import completed, written
+from instar.models.hf.completed import completed, explicit_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.rope import with_pairs
@@ -93,7 +93,7 @@ def _shrunk(shape: PretrainedShape, sizes: Mapping[str, int]) -> PretrainedShape
     narrow = PretrainedShape({**config, "rope_parameters": None}).sizes()
     if "head_dim" in narrow and config.get("rope_parameters"):
         config |= with_pairs(config, shape.sizes()["head_dim"], narrow["head_dim"])
-    return PretrainedShape(completed(written(config)))
+    return PretrainedShape(completed(explicit_config(config)))
 
 
 def _resized(operation: Operation, sizes: Mapping[str, int]) -> Operation:
@@ -123,7 +123,7 @@ def write_twin(shape: PretrainedShape, folder: Path, *, single_experts: bool) ->
         {name: Outline(torch.float32, part.shape) for name, part in parts.items()},
         {name: partial(_part, drawn, part) for name, part in parts.items()},
     )
-    (folder / CONFIG).write_bytes(encode(written(shape.config)))
+    (folder / CONFIG).write_bytes(encode(explicit_config(shape.config)))
 
 
 def _drawn(entry: Parameter, generator: torch.Generator) -> Tensor:

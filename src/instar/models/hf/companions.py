@@ -21,7 +21,7 @@ GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def beside(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
+def companion_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
     """Returns the files of a folder that belong to its tokenizer or model, the tokenizer's included.
 
     Args:
@@ -33,7 +33,7 @@ def beside(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
 
 def imported(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Returns the files that a run keeps of a folder of transformers beside the tokenizer's, for its exports."""
-    files = beside(folder, follow=True)
+    files = companion_files(folder, follow=True)
     files.pop(TOKENIZER_FILE, None)
     return {**files, SPECIAL_IDS: encode({key: config[key] for key in _IDS if key in config})}
 
@@ -44,7 +44,7 @@ def exported(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     if not (run / SPECIAL_IDS).is_file():
         return {}, {}
     ids = read_json(run / SPECIAL_IDS)
-    return beside(run), {key: ids[key] for key in _IDS if key in ids}
+    return companion_files(run), {key: ids[key] for key in _IDS if key in ids}
 
 
 def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
@@ -54,16 +54,16 @@ def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
     Raises:
         ConfigError: the run's config, tokenizer or template cannot be read.
     """
-    found = dict(files)
+    export_files = dict(files)
     if TOKENIZER_FILE not in files or not _trains_chats(run):
-        return found
+        return export_files
     from instar.data.text.foreign.chat_template import template_beside
 
     tokenizer = load_tokenizer(run)
     template = template_beside(run, tokenizer)
     of_tokenizer = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     if CHAT_TEMPLATE not in files and not of_tokenizer.get("chat_template"):
-        found[CHAT_TEMPLATE] = template.text.encode()
+        export_files[CHAT_TEMPLATE] = template.text.encode()
     vocabulary = tokenizer.vocabulary if isinstance(tokenizer, BPETokenizer) else {}
     end = vocabulary.get(template.end.token)
     config = json.loads(files[CONFIG])
@@ -71,10 +71,10 @@ def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
         key: config[key] for key in _IDS if config.get(key) is not None
     }
     ends = settings.get("eos_token_id", config.get("eos_token_id"))
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if end is not None and end not in known:
-        found[GENERATION] = encode({**settings, "eos_token_id": [*known, end]})
-    return found
+    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end is not None and end not in end_ids:
+        export_files[GENERATION] = encode({**settings, "eos_token_id": [*end_ids, end]})
+    return export_files
 
 
 def _trains_chats(run: Path) -> bool:

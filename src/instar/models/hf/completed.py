@@ -83,41 +83,41 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: transformers refuses it or is not installed, a number is out of all bounds, or it has
             keys that transformers reads and nothing here knows.
     """
-    made_by = config_class(config)
+    config_type = config_class(config)
     values = {key: copy.deepcopy(config[key]) for key in config if key in keys_of(config)}
     problems = [
         f"{key}: {value!r:.60} is out of all bounds"
         for key, value in values.items()
         if not is_bounded(value)
     ]
-    problems += _not_understood(config, made_by)
+    problems += _not_understood(config, config_type)
     if problems:
         raise CheckpointError("\n  ".join([f"{CONFIG}:", *problems]))
     try:
-        made: dict[str, Any] = made_by(**values).to_dict()
+        config_dict: dict[str, Any] = config_type(**values).to_dict()
     except Exception as error:  # a config of anyone's: whatever transformers makes of it
         raise CheckpointError(f"{CONFIG}: transformers refuses it: {error}") from error
-    return made
+    return config_dict
 
 
 def keys_of(config: Mapping[str, Any]) -> frozenset[str]:
     """Returns the keys that say what a model of this family computes."""
-    made_by = config_class(config)
+    config_type = config_class(config)
 
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    declared = {field.name for field in dataclasses.fields(made_by)} - common
+    declared = {field.name for field in dataclasses.fields(config_type)} - common
     sizes = FAMILIES[config["model_type"]].axes.values()
-    return frozenset({*declared, *LEGACY, *_COMMON, *made_by.attribute_map, *sizes})
+    return frozenset({*declared, *LEGACY, *_COMMON, *config_type.attribute_map, *sizes})
 
 
-def written(config: Mapping[str, Any]) -> dict[str, Any]:
+def explicit_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what `config.json` must say for a model of a completed config: all values, so that none is derived anew
     from one that changed."""
     keys = keys_of(config) - LEGACY.keys()
-    made_by = {key: config[key] for key in ("model_type", "architectures") if config.get(key)}
-    return {**made_by, **{key: config[key] for key in sorted(keys) if key in config}}
+    identity = {key: config[key] for key in ("model_type", "architectures") if config.get(key)}
+    return {**identity, **{key: config[key] for key in sorted(keys) if key in config}}
 
 
 def config_class(config: Mapping[str, Any]) -> Any:
@@ -131,17 +131,17 @@ def config_class(config: Mapping[str, Any]) -> Any:
     return CONFIG_MAPPING[config["model_type"]]
 
 
-def _not_understood(config: Mapping[str, Any], made_by: Any) -> Iterator[str]:
+def _not_understood(config: Mapping[str, Any], config_type: Any) -> Iterator[str]:
     from transformers import GenerationConfig
 
     # transformers moves these to the settings of generation
-    known = keys_of(config) | _INERT | {*GenerationConfig().to_dict()}
-    read = _names_read(made_by.__module__)
+    accepted_keys = keys_of(config) | _INERT | {*GenerationConfig().to_dict()}
+    read = _names_read(config_type.__module__)
     for key, value in config.items():
         if key in _MUST:
             if value not in _MUST[key]:
                 yield f"{key} is {value!r:.60}; only {_MUST[key][0]!r} is supported"
-        elif key not in known and (key in read or hasattr(made_by, key)):
+        elif key not in accepted_keys and (key in read or hasattr(config_type, key)):
             yield f"{key}: transformers reads it, and Instar does not know what it changes"
 
 
@@ -153,7 +153,7 @@ def _names_read(module: str) -> frozenset[str]:
         module.replace(".configuration_", ".modeling_"),
         *(f"transformers.{name}" for name in _SHARED),
     )
-    origins = [spec.origin for each in modules if (spec := importlib.util.find_spec(each))]
+    origins = [spec.origin for name in modules if (spec := importlib.util.find_spec(name))]
     texts = [Path(origin).read_text(encoding="utf-8") for origin in origins if origin]
     return frozenset(
         name for text in texts for names in _READS.findall(text) for name in names if name

@@ -66,11 +66,11 @@ def style_of(arch: Architecture) -> Style:
     like_llama = [arch.norm == "rmsnorm", arch.activation == "swiglu", arch.positions == "rope"]
     style: Style = "llama" if sum(like_llama) >= 2 else "gpt2"
     title = TITLES[style]
-    found = []
+    problems = []
 
     def must(holds: bool, field: str, why: str) -> None:
         if not holds:
-            found.append(f"  model.{field}: {_in_yaml(getattr(arch, field))}, but {title} {why}")
+            problems.append(f"  model.{field}: {_in_yaml(getattr(arch, field))}, but {title} {why}")
 
     must(arch.n_layer > 0, "n_layer", "has at least one block")
     must(arch.num_experts is None, "num_experts", "has one MLP in each block")
@@ -93,10 +93,10 @@ def style_of(arch: Architecture) -> Style:
             "head_dim",
             f"has n_embd / n_head, {head_dim}",
         )
-    if found:
+    if problems:
         raise CheckpointError(
             "export writes GPT-2 and Llama, and this model is neither; "
-            f"the nearest is {title}:\n" + "\n".join(found) + "\n"
+            f"the nearest is {title}:\n" + "\n".join(problems) + "\n"
             f"A run with `preset: {style}` can be exported; this one's model.safetensors can be "
             "read as it is, by safetensors"
         )
@@ -137,13 +137,13 @@ def to_config(arch: Architecture, *, end_id: int | None = None) -> dict[str, Any
 
 def is_bounded(value: object) -> bool:
     """Whether all numbers in a JSON value fit 64 bits and are finite."""
-    rest = [value]
-    while rest:
-        value = rest.pop()
+    stack = [value]
+    while stack:
+        value = stack.pop()
         if isinstance(value, dict):
-            rest += value.values()
+            stack += value.values()
         elif isinstance(value, list):
-            rest += value
+            stack += value
         elif isinstance(value, int | float) and not (
             math.isfinite(value) if isinstance(value, float) else -(2**63) <= value < 2**63
         ):
@@ -168,16 +168,16 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         if not is_bounded(value):
             problems.append(f"{key}: {value!r:.60} is out of all bounds")
             return default
-        wanted = {float, int} if type(default) is float else {type(default)}
-        if value is None or type(value) in wanted:
+        types = {float, int} if type(default) is float else {type(default)}
+        if value is None or type(value) in types:
             return default if value is None else value
         problems.append(f"{key}: {value!r} is not of type {type(default).__name__}")
         return default
 
     def must(key: str, default: Any, *accepted: Any) -> None:
         if (value := take(key, default)) not in accepted:
-            known = " or ".join(map(repr, accepted))
-            problems.append(f"{key}: {value!r}; only {known} has a counterpart here")
+            choices = " or ".join(map(repr, accepted))
+            problems.append(f"{key}: {value!r}; only {choices} has a counterpart here")
 
     if config.get("auto_map"):
         problems.append("auto_map: the folder brings code of its own, which is not run")
@@ -206,8 +206,8 @@ Take = Callable[[str, Any], Any]
 def _from_gpt2(
     fields: Mapping[str, Any], take: Take, must: Callable[..., None], problems: list[str]
 ) -> dict[str, Any]:
-    known = {name: sources for sources, name in _ACTIVATIONS.items()} | _ALIASES
-    must("activation_function", "gelu_new", *known)
+    activations = {name: sources for sources, name in _ACTIVATIONS.items()} | _ALIASES
+    must("activation_function", "gelu_new", *activations)
     must("scale_attn_weights", True, True)
     must("scale_attn_by_inverse_layer_idx", False, False)
     must("add_cross_attention", False, False)
@@ -220,7 +220,7 @@ def _from_gpt2(
         "head_dim": _head_dim(width, heads, "n_embd", "n_head", problems),
         "n_mlp": take("n_inner", 4 * width),
         "norm": "layernorm",
-        "activation": known.get(take("activation_function", "gelu_new"), "gelu"),
+        "activation": activations.get(take("activation_function", "gelu_new"), "gelu"),
         "positions": "learned",
         "bias": True,
         "rope_base": 10000.0,

@@ -94,12 +94,12 @@ def export_folder(
         else:
             stored = {name: Outline.of(tensor) for name, tensor in weights.items()}
             _check_other(path, stored, shapes, checkpoint.manifest.buffers)
-        made = parts.outlines(stored)
-        size = sum(outline.size_bytes for outline in made.values())
+        tensor_outlines = parts.outlines(stored)
+        size = sum(outline.size_bytes for outline in tensor_outlines.values())
         temporary = stack.enter_context(atomic_dir(folder))
-        written = partial(folder_bytes, temporary)
-        stack.enter_context(progress(f"writing {folder}", size, measured=written))
-        write_weights(temporary, made, parts.conversions(weights), max_shard_bytes)
+        bytes_written = partial(folder_bytes, temporary)
+        stack.enter_context(progress(f"writing {folder}", size, measured=bytes_written))
+        write_weights(temporary, tensor_outlines, parts.conversions(weights), max_shard_bytes)
         for name, content in parts.files().items():
             atomic.write_synced(temporary / name, content)
     return arch
@@ -158,22 +158,22 @@ class _GPTExport:
     run: Path
 
     def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
-        made = to_tensors(self.arch, _meta(stored))
-        return {name: Outline.of(tensor) for name, tensor in made.items()}
+        tensors = to_tensors(self.arch, _meta(stored))
+        return {name: Outline.of(tensor) for name, tensor in tensors.items()}
 
     def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
         return conversions(self.arch, weights)
 
     def files(self) -> dict[str, bytes]:
-        found, ids = exported(self.run)
+        files, ids = exported(self.run)
         tokenizer = self._tokenizer
-        if tokenizer is not None and not found:
+        if tokenizer is not None and not files:
             about = _tokenizer_config(tokenizer, self.arch)
-            found[TOKENIZER_FILE] = to_fast(tokenizer).encode()
-            found[TOKENIZER_CONFIG] = encode(about)
+            files[TOKENIZER_FILE] = to_fast(tokenizer).encode()
+            files[TOKENIZER_CONFIG] = encode(about)
         end = self._tokenizer.end_id if self._tokenizer else None
         config = {**to_config(self.arch, end_id=end), **ids}
-        return with_chat({**found, CONFIG: encode(config)}, self.run)
+        return with_chat({**files, CONFIG: encode(config)}, self.run)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
@@ -231,15 +231,16 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
             reason=f"imported from {folder.name}",
             left_out=["optimizer", "rng"],
         )
-        made = publish(
+        checkpoint = publish(
             temporary, 0, {"model": tensors}, {}, architecture=arch.to_dict(), facts=facts
         )
-    return RunDir(run_dir).checkpoints / made.name
+    return RunDir(run_dir).checkpoints / checkpoint.name
 
 
 def _meta(stored: Mapping[str, Outline]) -> dict[str, Tensor]:
     return {
-        n: torch.empty(each.shape, dtype=each.dtype, device="meta") for n, each in stored.items()
+        n: torch.empty(outline.shape, dtype=outline.dtype, device="meta")
+        for n, outline in stored.items()
     }
 
 
@@ -255,15 +256,15 @@ def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any
     }
 
 
-def _read_tokenizer(folder: Path, arch: Architecture, named: str | None) -> Tokenizer:
+def _read_tokenizer(folder: Path, arch: Architecture, tokenizer_name: str | None) -> Tokenizer:
     file = folder / TOKENIZER_FILE
     if file.is_file():
-        if named is not None:
+        if tokenizer_name is not None:
             raise CheckpointError(
                 f"{file}: the folder has a tokenizer; --tokenizer is for those without"
             )
         tokenizer = from_fast(load_tokenizer(folder))
-    elif named is None or (other := named_tokenizer(named)) is None:
+    elif tokenizer_name is None or (other := named_tokenizer(tokenizer_name)) is None:
         raise CheckpointError(
             f"{folder}: no {TOKENIZER_FILE}, and nothing says which tokens the model has learned; "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes it, or name "
@@ -273,7 +274,7 @@ def _read_tokenizer(folder: Path, arch: Architecture, named: str | None) -> Toke
         tokenizer = other
     if tokenizer.vocab_size > arch.vocab_size:
         raise CheckpointError(
-            f"{file if named is None else named}: {tokenizer.vocab_size} tokens, but the model's table has "
+            f"{file if tokenizer_name is None else tokenizer_name}: {tokenizer.vocab_size} tokens, but the model's table has "
             f"{arch.vocab_size} rows"
         )
     return tokenizer

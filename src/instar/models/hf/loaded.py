@@ -37,8 +37,10 @@ def load_published(folder: Path) -> Module:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
     model, report = loaded
     if odd := {what: names for what, names in report.items() if names}:
-        found = "; ".join(f"{what}: {sorted(map(str, names))[0]}" for what, names in odd.items())
-        raise CheckpointError(f"{folder}: transformers loads another model of it: {found}")
+        differences = "; ".join(
+            f"{what}: {sorted(map(str, names))[0]}" for what, names in odd.items()
+        )
+        raise CheckpointError(f"{folder}: transformers loads another model of it: {differences}")
     module: Module = model.eval()
     return module
 
@@ -48,10 +50,10 @@ def _quiet() -> Iterator[None]:
     """Without the bars that transformers shows while it loads."""
     from transformers.utils import logging
 
-    shown: Any = logging.is_progress_bar_enabled()
+    bars_enabled: Any = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if bars_enabled:
             logging.enable_progress_bar()

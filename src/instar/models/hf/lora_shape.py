@@ -28,10 +28,10 @@ class LoraShape(PretrainedShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = list(adapters.problems(self.lora, self.adaptable())) if self.lora else []
-        if found:
+        problems = list(adapters.problems(self.lora, self.adaptable())) if self.lora else []
+        if problems:
             raise ArchitectureError(
-                *(problem(f"lora[{number}]", text, hint) for number, text, hint in found)
+                *(problem(f"lora[{number}]", text, hint) for number, text, hint in problems)
             )
 
     @classmethod
@@ -50,7 +50,7 @@ class LoraShape(PretrainedShape):
 
     def to_dict(self) -> dict[str, Any]:
         config = super().to_dict()
-        return {**config, LORA: [asdict(each) for each in self.lora]} if self.lora else config
+        return {**config, LORA: [asdict(adapter) for adapter in self.lora]} if self.lora else config
 
     def adaptable(self) -> dict[str, tuple[int, ...]]:
         """Returns shapes of the weights that may have an adapter, by name without ``.weight``."""

@@ -44,31 +44,33 @@ class PretrainedModel(nn.Module):
         inputs_BT: Tensor,
         targets_BT: Tensor | None = None,
         *,
-        each: bool = False,
+        per_sample: bool = False,
         cache: PretrainedCache | None = None,
     ) -> Tensor:
         """Computes logits or the loss; arguments and results are those of `GPT`."""
         # what a family of one's own makes of its last states (a scale, say) only its class knows
-        own = self.arch.config["model_type"] not in BUILT_IN
-        read = (self.inner if own else self.inner.base_model)(
+        custom = self.arch.config["model_type"] not in BUILT_IN
+        read = (self.inner if custom else self.inner.base_model)(
             input_ids=inputs_BT,
             use_cache=cache is not None,
             past_key_values=None if cache is None else cache.layers,
         )
         if targets_BT is None:
-            logits_BTV: Tensor = read.logits if own else self._logits(read.last_hidden_state)
+            logits_BTV: Tensor = read.logits if custom else self._logits(read.last_hidden_state)
             return logits_BTV
         targets_N = targets_BT.flatten()
-        if own or self._cap is not None:
-            logits_NV = (read.logits if own else self._logits(read.last_hidden_state)).flatten(0, 1)
-            how = "none" if each else "sum"
+        if custom or self._cap is not None:
+            logits_NV = (read.logits if custom else self._logits(read.last_hidden_state)).flatten(
+                0, 1
+            )
+            how = "none" if per_sample else "sum"
             losses = F.cross_entropy(
                 at_least_float32(logits_NV), targets_N, ignore_index=IGNORED, reduction=how
             )
         else:
-            loss = each_cross_entropy if each else head_cross_entropy
+            loss = each_cross_entropy if per_sample else head_cross_entropy
             losses = loss(read.last_hidden_state.flatten(0, 1), self._head.weight, targets_N)
-        return losses.view(targets_BT.shape).sum(1, dtype=torch.float64) if each else losses
+        return losses.view(targets_BT.shape).sum(1, dtype=torch.float64) if per_sample else losses
 
     @property
     def _head(self) -> nn.Linear:
@@ -143,7 +145,7 @@ def _adapt(inner: Any, shape: LoraShape) -> None:
             continue
         old: nn.Linear = inner.get_submodule(shape.module_name(name))
         with torch.device("meta"):
-            made = Linear(old.in_features, old.out_features, bias=old.bias is not None)
-        made.weight, made.bias = old.weight, old.bias
-        made.adapt(table, name, adapter)
-        inner.set_submodule(shape.module_name(name), made)
+            linear = Linear(old.in_features, old.out_features, bias=old.bias is not None)
+        linear.weight, linear.bias = old.weight, old.bias
+        linear.adapt(table, name, adapter)
+        inner.set_submodule(shape.module_name(name), linear)

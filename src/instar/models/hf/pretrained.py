@@ -37,9 +37,11 @@ class PretrainedShape:
     def __post_init__(self) -> None:
         kind = self.config.get("model_type")
         if not isinstance(kind, str) or kind not in FAMILIES:
-            known = ", ".join(FAMILIES)
+            families = ", ".join(FAMILIES)
             raise ArchitectureError(
-                problem("from", f"model_type {kind!r} is not a known family", f"there are {known}")
+                problem(
+                    "from", f"model_type {kind!r} is not a known family", f"there are {families}"
+                )
             )
         problems = [
             problem("from", f"{key} is {self.config[key]!r}; only {allowed[0]!r} is supported")
@@ -62,8 +64,8 @@ class PretrainedShape:
         if sizes and self.positions == "rope":
             head_dim, width = sizes["head_dim"], sizes["embed"] // sizes["heads"]
             validated = width if self.family.longrope_by_width else head_dim
-            found = problems_of(self.config, head_dim, validated)
-            problems += (problem("from", each) for each in found)
+            rope_problems = problems_of(self.config, head_dim, validated)
+            problems += (problem("from", text) for text in rope_problems)
         if problems:
             raise ArchitectureError(*problems)
 
@@ -94,8 +96,8 @@ class PretrainedShape:
 
     @property
     def num_experts_per_tok(self) -> int | None:
-        found: int | None = self.config.get("num_experts_per_tok")
-        return found
+        number: int | None = self.config.get("num_experts_per_tok")
+        return number
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -135,10 +137,12 @@ class PretrainedShape:
         return self.family.scales_by_head_dim
 
     def refusals(self) -> dict[str, str]:
-        found = dict(self.family.refusals)
+        refusals = dict(self.family.refusals)
         if self.positions == "rope" and math.isnan(self.rope_base):
-            found["grow_head_dim"] = "RoPE of this model is scaled or partial, or differs by layer"
-        return found
+            refusals["grow_head_dim"] = (
+                "RoPE of this model is scaled or partial, or differs by layer"
+            )
+        return refusals
 
     def resized(self, **sizes: int) -> Self:
         """Returns a copy with other sizes of some axes.
@@ -152,8 +156,8 @@ class PretrainedShape:
                 problem("from", f"the config of {self.family.name} has no size of {unknown[0]}")
             )
         # sizes that followed from others are written down, so that they stay as they are
-        kept = {axis: size for axis, size in self._sizes() if axis in axes}
-        changes = {axes[axis]: size for axis, size in {**kept, **sizes}.items()}
+        old_sizes = {axis: size for axis, size in self._sizes() if axis in axes}
+        changes = {axes[axis]: size for axis, size in {**old_sizes, **sizes}.items()}
         config = pinned(self.config, self.context) if "context" in sizes else self.config
         grown = replace(self, config={**config, **changes})
         after = grown.sizes()
@@ -196,12 +200,12 @@ class PretrainedShape:
             for key, value in self.config.items()
             if "layer" in key and isinstance(value, list) and len(value) == self.sizes()["layers"]
         }
-        kept = _kept_sources(sources)
+        blocks = _kept_sources(sources)
         return replace(
             grown,
             config={
                 **grown.config,
-                **{key: [value[at] for at in kept] for key, value in lists.items()},
+                **{key: [value[at] for at in blocks] for key, value in lists.items()},
             },
         )
 
@@ -211,27 +215,27 @@ class PretrainedShape:
         Raises:
             ArchitectureError: no family is the same with experts.
         """
-        found = self.family.with_experts
-        if found is None or self.config.get("use_sliding_window"):
+        expert_family = self.family.with_experts
+        if expert_family is None or self.config.get("use_sliding_window"):
             possible = ", ".join(f.name for f in FAMILIES.values() if f.with_experts is not None)
             message = f"no family is {self.family.name} of this config with experts"
             raise ArchitectureError(problem("from", message, f"{possible} have one"))
-        axes, sizes = FAMILIES[found.model_type].axes, {**self.sizes(), "experts": number}
+        axes, sizes = FAMILIES[expert_family.model_type].axes, {**self.sizes(), "experts": number}
         same = {key: value for key, value in self.config.items() if key != "layer_types"}
         grown = PretrainedShape(
             {
                 **same,
-                **found.config,
+                **expert_family.config,
                 **{key: sizes[axis] for axis, key in axes.items()},
-                "model_type": found.model_type,
-                "architectures": [found.model_class],
+                "model_type": expert_family.model_type,
+                "architectures": [expert_family.model_class],
                 "num_experts_per_tok": per_token,
                 "router_aux_loss_coef": balance,
             }
         )
         old, new = self.parameters(), grown.parameters()
-        if lost := [name for name in old if not _is_mlp_weight(name) and name not in new]:
-            message = f"{grown.family.name} has no {lost[0].removeprefix('blocks.0.')}"
+        if missing := [name for name in old if not _is_mlp_weight(name) and name not in new]:
+            message = f"{grown.family.name} has no {missing[0].removeprefix('blocks.0.')}"
             raise ArchitectureError(problem("from", message))
         return grown
 
@@ -254,9 +258,9 @@ class PretrainedShape:
     def _entries(
         self, prefix: str, entry: TableEntry, sizes: Mapping[str, int]
     ) -> Iterator[tuple[str, Parameter]]:
-        drawn = entry.kind not in ("norm", "post_norm")
-        std = float(self.config.get("initializer_range", 0.02)) if drawn else 0.0
-        offset = 0.0 if drawn else self.family.gain_offset
+        is_weight = entry.kind not in ("norm", "post_norm")
+        std = float(self.config.get("initializer_range", 0.02)) if is_weight else 0.0
+        offset = 0.0 if is_weight else self.family.gain_offset
         shape = tuple(axis_size(sizes, axis) for axis in entry.axes)
         name = prefix + entry.name
         weight = Parameter(entry.axes, shape, entry.kind, std, entry.parts, offset)
@@ -264,7 +268,7 @@ class PretrainedShape:
         biased = self.config.get(entry.bias) if isinstance(entry.bias, str) else entry.bias
         if biased:
             output = entry.axes[1 if entry.kind == "transposed" else 0]
-            kind: Kind = "bias" if drawn else "norm"
+            kind: Kind = "bias" if is_weight else "norm"
             yield (
                 f"{name}.bias",
                 Parameter((output,), (axis_size(sizes, output),), kind, 0.0, entry.parts),
@@ -287,12 +291,14 @@ class PretrainedShape:
 
     def mismatches(self, module: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Returns how the parameters of a module, by its names, differ from the table; empty: they do not."""
-        told = {self.module_name(name): entry.shape for name, entry in self.parameters().items()}
+        expected = {
+            self.module_name(name): entry.shape for name, entry in self.parameters().items()
+        }
         return [
-            f"{name}: {_size(module.get(name))} in the model, {_size(told.get(name))} for {self.family.name} "
+            f"{name}: {_size(module.get(name))} in the model, {_size(expected.get(name))} for {self.family.name} "
             "with this config"
-            for name in {**module, **told}
-            if module.get(name) != told.get(name)
+            for name in {**module, **expected}
+            if module.get(name) != expected.get(name)
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -301,10 +307,10 @@ class PretrainedShape:
 
 def _kept_sources(sources: Sequence[int | None]) -> list[int]:
     """Returns the block that each new one is like: its source, or that of the block below."""
-    kept: list[int] = []
+    blocks: list[int] = []
     for source in sources:
-        kept.append(source if source is not None else kept[-1] if kept else 0)
-    return kept
+        blocks.append(source if source is not None else blocks[-1] if blocks else 0)
+    return blocks
 
 
 def _is_mlp_weight(name: str) -> bool:

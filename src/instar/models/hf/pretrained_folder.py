@@ -22,7 +22,7 @@ from instar.checkpoint.layout import ComponentReader, Layout, reading
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
 from instar.models.hf import CONFIG
-from instar.models.hf.completed import completed, keys_of, written
+from instar.models.hf.completed import completed, explicit_config, keys_of
 from instar.models.hf.config import read_config
 from instar.models.hf.families import FAMILIES, Family, SingleExperts
 from instar.models.hf.pretrained import PretrainedShape
@@ -70,8 +70,8 @@ class PretrainedFolder:
     def config_of(self, shape: PretrainedShape) -> dict[str, Any]:
         """Returns the `config.json` of a model of another shape, with this one's other entries."""
         replaced = keys_of(self.shape.config) | keys_of(shape.config)
-        kept = {key: value for key, value in self.config.items() if key not in replaced}
-        return {**kept, **written(shape.config)}
+        other_entries = {key: value for key, value in self.config.items() if key not in replaced}
+        return {**other_entries, **explicit_config(shape.config)}
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
@@ -83,18 +83,18 @@ class PretrainedFolder:
         parts, outline = self._parts[name], self.outlines[name]
         if not parts[0][1].index:
             return read(self.stored[parts[0][0]])
-        whole = torch.empty(outline.shape, dtype=outline.dtype)
+        tensor = torch.empty(outline.shape, dtype=outline.dtype)
         for file_name, part in parts:
-            whole[part.index] = read(self.stored[file_name])
-        return whole
+            tensor[part.index] = read(self.stored[file_name])
+        return tensor
 
     @cached_property
     def _parts(self) -> dict[str, list[tuple[str, FilePart]]]:
         """The tensors of files that each parameter is made of."""
-        found: dict[str, list[tuple[str, FilePart]]] = {}
+        parts: dict[str, list[tuple[str, FilePart]]] = {}
         for file_name, part in file_parts(self.shape, single_experts=self.single_experts).items():
-            found.setdefault(part.parameter, []).append((file_name, part))
-        return found
+            parts.setdefault(part.parameter, []).append((file_name, part))
+        return parts
 
     def _entry(self, file_name: str) -> TensorEntry:
         return self.layout.entries[self.stored[file_name]]
@@ -151,7 +151,7 @@ def _shape(where: Path, config: Mapping[str, Any]) -> PretrainedShape:
     try:
         return PretrainedShape(completed(config))
     except ArchitectureError as error:
-        lines = [each.message for each in error.problems]
+        lines = [problem.message for problem in error.problems]
         raise CheckpointError("\n  ".join([f"{where}: no model of this shape:", *lines])) from error
 
 
@@ -165,32 +165,30 @@ def _stored(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str
             f"{path / CONFIG}: {sizes['layers']} layers of {sizes.get('experts', 1)} experts, and the files have "
             f"{len(layout.entries)} tensors"
         )
-    wanted = file_parts(shape, single_experts=single)
+    parts = file_parts(shape, single_experts=single)
     prefix = shape.family.blocks.partition(".")[0] + "."
     stored, problems = dict[str, str](), list[str]()
     for name in layout.entries:
         if BUFFERS.fullmatch(name.removeprefix(prefix)):
             continue
-        full = name if name in wanted or prefix + name not in wanted else prefix + name
+        full = name if name in parts or prefix + name not in parts else prefix + name
         if full in stored:
             problems.append(f"{full}: saved twice, also as {name}")
         stored[full] = name
     if shape.tied and _HEAD in stored:
         problems += _problems_of_head(shape, layout, stored)
     entries = {full: layout.entries[name] for full, name in stored.items()}
-    problems += _mismatches(wanted, entries)
+    problems += _mismatches(parts, entries)
     if problems:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
         title = f"{path}: the tensors are not those of the {shape.family.name} of {CONFIG}:"
         raise CheckpointError("\n  ".join([title, *problems[:12], *more]))
-    return {full: stored[full] for full in wanted}
+    return {full: stored[full] for full in parts}
 
 
-def _mismatches(
-    wanted: Mapping[str, FilePart], entries: Mapping[str, TensorEntry]
-) -> Iterable[str]:
+def _mismatches(parts: Mapping[str, FilePart], entries: Mapping[str, TensorEntry]) -> Iterable[str]:
     dtypes: dict[str, str] = {}
-    for name, part in wanted.items():
+    for name, part in parts.items():
         entry = entries.get(name)
         if entry is None:
             yield f"{name}: missing"
@@ -200,7 +198,7 @@ def _mismatches(
             yield f"{name}: shape {entry.shape}, but {CONFIG} says {part.shape}"
         elif (first := dtypes.setdefault(part.parameter, entry.dtype)) != entry.dtype:
             yield f"{name}: {entry.dtype}, beside experts of {first}"
-    yield from (f"{name}: unknown" for name in entries if name not in wanted)
+    yield from (f"{name}: unknown" for name in entries if name not in parts)
 
 
 def _problems_of_head(
@@ -212,20 +210,27 @@ def _problems_of_head(
     tokens = stored.get(table)
     if tokens is None:
         return []
-    one, other = layout.entries[head], layout.entries[tokens]
-    if (one.dtype, one.shape) == (other.dtype, other.shape) and one.dtype in _FLOATS:
-        step = max(1, _ROWS_BYTES * one.shape[0] // max(1, one.size_bytes)) if one.shape else 1
+    head_entry, tokens_entry = layout.entries[head], layout.entries[tokens]
+    if (head_entry.dtype, head_entry.shape) == (
+        tokens_entry.dtype,
+        tokens_entry.shape,
+    ) and head_entry.dtype in _FLOATS:
+        step = (
+            max(1, _ROWS_BYTES * head_entry.shape[0] // max(1, head_entry.size_bytes))
+            if head_entry.shape
+            else 1
+        )
         with reading(layout) as read:
             if all(
                 _same_bits(read.rows(head, at, at + step), read.rows(tokens, at, at + step))
-                for at in range(0, one.shape[0] if one.shape else 1, step)
+                for at in range(0, head_entry.shape[0] if head_entry.shape else 1, step)
             ):
                 return []
     return [f"{_HEAD}: differs from {table}, but {CONFIG} has tie_word_embeddings"]
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (first, second)))
 
 
 @dataclass(frozen=True)
@@ -250,16 +255,16 @@ def file_parts(shape: PretrainedShape, *, single_experts: bool) -> dict[str, Fil
         single_experts: each expert has tensors of its own; else, they are joined as in memory.
     """
     split = shape.family.single_experts if single_experts else None
-    found: dict[str, FilePart] = {}
+    parts: dict[str, FilePart] = {}
     for name, entry in shape.parameters().items():
         file_name = shape.module_name(name)
         if split and ".mlp." in file_name:
             file_name = file_name.replace(".mlp.", f".{split.block}.")
         if split and entry.kind == "experts" and len(entry.shape) == 3:
-            found |= _of_experts(name, entry, file_name, split)
+            parts |= _of_experts(name, entry, file_name, split)
         else:
-            found[file_name] = FilePart(name, entry.shape)
-    return found
+            parts[file_name] = FilePart(name, entry.shape)
+    return parts
 
 
 def _of_experts(
@@ -274,6 +279,6 @@ def _of_experts(
         else {split.down: slice(0, rows)}
     )
     for expert in range(experts):
-        for title, along in parts.items():
-            shape = (along.stop - along.start, columns)
-            yield f"{stem}.{expert}.{title}.weight", FilePart(name, shape, (expert, along))
+        for title, expert_rows in parts.items():
+            shape = (expert_rows.stop - expert_rows.start, columns)
+            yield f"{stem}.{expert}.{title}.weight", FilePart(name, shape, (expert, expert_rows))

@@ -27,10 +27,10 @@ def pinned(config: Mapping[str, Any], context: int) -> dict[str, Any]:
     if not isinstance(rope, Mapping):
         return dict(config)
     if any(isinstance(value, Mapping) for value in rope.values()):
-        written = {key: _pinned(value, context) for key, value in rope.items()}
+        pinned_rope = {key: _pinned(value, context) for key, value in rope.items()}
     else:
-        written = _pinned(rope, context)
-    return {**config, "rope_parameters": written}
+        pinned_rope = _pinned(rope, context)
+    return {**config, "rope_parameters": pinned_rope}
 
 
 def _pinned(rope: Any, context: int) -> Any:
@@ -49,9 +49,9 @@ def scaled(
         ArchitectureError: RoPE is scaled already, or not in a possible way.
     """
     if kind not in possible:
-        known = ", ".join(possible) or "no kind of scaling here"
+        choices = ", ".join(possible) or "no kind of scaling here"
         raise ArchitectureError(
-            problem("from", f"RoPE is not scaled by {kind!r}", f"it has {known}")
+            problem("from", f"RoPE is not scaled by {kind!r}", f"it has {choices}")
         )
     rope = dict(config.get("rope_parameters") or {})
     full = rope.get(FULL)
@@ -79,13 +79,13 @@ def problems_of(config: Mapping[str, Any], head_dim: int, validated_head_dim: in
         return
     if head_dim % 2:
         yield f"RoPE rotates pairs of channels, and a head has {head_dim}"
-    for each in (value for value in (rope, *rope.values()) if isinstance(value, Mapping)):
-        partial = each.get("partial_rotary_factor") or 1.0
+    for section in (value for value in (rope, *rope.values()) if isinstance(value, Mapping)):
+        partial = section.get("partial_rotary_factor") or 1.0
         if not isinstance(partial, int | float):
             yield f"partial_rotary_factor is {partial!r}, not a number"
             continue
         for key in ("short_factor", "long_factor"):
-            factors = each.get(key)
+            factors = section.get(key)
             if not isinstance(factors, list):
                 continue
             for size in dict.fromkeys((head_dim, validated_head_dim)):
@@ -102,7 +102,7 @@ def with_pairs(config: Mapping[str, Any], head_dim: int, smaller: int) -> dict[s
     def shortened(value: Any, partial: float) -> Any:
         if isinstance(value, Mapping):
             partial = value.get("partial_rotary_factor") or 1.0
-            return {key: shortened(each, partial) for key, each in value.items()}
+            return {key: shortened(entry, partial) for key, entry in value.items()}
         if isinstance(value, list) and len(value) == int(head_dim * partial) // 2:
             return value[: int(smaller * partial) // 2]
         return value

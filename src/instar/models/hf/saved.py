@@ -17,7 +17,7 @@ from instar.checkpoint.store import Checkpoint, check_finite, load
 from instar.checkpoint.tensor_file import Outline
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf import CONFIG
-from instar.models.hf.companions import beside, with_chat
+from instar.models.hf.companions import companion_files, with_chat
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel, class_name
 from instar.models.hf.pretrained_folder import FilePart, file_parts
@@ -96,7 +96,7 @@ class PretrainedExport:
             "architectures": [class_name(self.arch)],
             "dtype": "float32",
         }
-        return with_chat({CONFIG: encode(config), **beside(self.run)}, self.run)
+        return with_chat({CONFIG: encode(config), **companion_files(self.run)}, self.run)
 
     def _slots(self) -> ItemsView[str, FilePart]:
         split = self.arch.family.single_experts is not None

@@ -83,8 +83,8 @@ def conversions(
         "the architecture",
     )
     table = replace(arch, lora=()).parameters()
-    whole = replace(arch, lora=(), bias=style == "gpt2" or arch.bias)
-    shapes = whole.parameters()
+    export_arch = replace(arch, lora=(), bias=style == "gpt2" or arch.bias)
+    shapes = export_arch.parameters()
 
     def convert(sources: Sequence[str]) -> Tensor:
         parts = [
@@ -94,7 +94,7 @@ def conversions(
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (joined.T if _is_transposed(shapes[sources[0]], style) else joined).contiguous()
 
-    return {name: partial(convert, sources) for name, sources in _names(whole, style).items()}
+    return {name: partial(convert, sources) for name, sources in _names(export_arch, style).items()}
 
 
 def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,15 +106,15 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     style = style_of(arch)
     table = arch.parameters()
-    wanted = _names(arch, style)
-    given = _under_full_names(tensors, wanted, _PREFIX[style])
-    problems = _problems_of_head(arch, wanted, given)
-    made = {}
-    for name, sources in wanted.items():
-        if name not in given:
+    sources_of = _names(arch, style)
+    by_full_name = _under_full_names(tensors, sources_of, _PREFIX[style])
+    problems = _problems_of_head(arch, sources_of, by_full_name)
+    parameters = {}
+    for name, sources in sources_of.items():
+        if name not in by_full_name:
             problems.append(f"{name}: missing")
             continue
-        tensor = given.pop(name)
+        tensor = by_full_name.pop(name)
         lengths = [table[part].shape[0] for part in sources]
         shape: tuple[int, ...] = (sum(lengths), *table[sources[0]].shape[1:])
         transposed = _is_transposed(table[sources[0]], style)
@@ -126,12 +126,12 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
         elif not tensor.isfinite().all():
             problems.append(f"{name}: holds values that are not finite (NaN or infinite)")
         else:
-            whole = (tensor.T if transposed else tensor).to(torch.float32)
-            for part, piece in zip(sources, torch.split(whole, lengths), strict=True):
-                made[part] = piece.clone(memory_format=torch.contiguous_format)
-    problems += [f"{name}: unknown" for name in given]
+            fused = (tensor.T if transposed else tensor).to(torch.float32)
+            for part, piece in zip(sources, torch.split(fused, lengths), strict=True):
+                parameters[part] = piece.clone(memory_format=torch.contiguous_format)
+    problems += [f"{name}: unknown" for name in by_full_name]
     _refuse(problems, f"the {TITLES[style]} of config.json")
-    return {name: made[name] for name in table}
+    return {name: parameters[name] for name in table}
 
 
 def merged(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def _refuse(problems: list[str], what: str) -> None:
 
 def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:
     """Returns each tensor name of transformers with the names of ours that it concatenates."""
-    made: dict[str, list[str]] = {}
+    sources_of: dict[str, list[str]] = {}
     for name in arch.parameters():
         part, _, last = name.rpartition(".")
         block = re.match(r"blocks\.(\d+)\.(.*)", part)
@@ -170,8 +170,8 @@ def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:
             if block
             else _NAMES[style][part]
         )
-        made.setdefault(f"{full_name}.{last}", []).append(name)
-    return made
+        sources_of.setdefault(f"{full_name}.{last}", []).append(name)
+    return sources_of
 
 
 def _is_transposed(entry: Parameter, style: Style) -> bool:
@@ -179,24 +179,26 @@ def _is_transposed(entry: Parameter, style: Style) -> bool:
 
 
 def _under_full_names(
-    tensors: Mapping[str, Tensor], wanted: Mapping[str, object], prefix: str
+    tensors: Mapping[str, Tensor], names: Mapping[str, object], prefix: str
 ) -> dict[str, Tensor]:
     """Drops buffers, and adds the prefix that a model saved without its head lacks."""
-    given = {}
+    by_full_name = {}
     for name, tensor in tensors.items():
         if not BUFFERS.fullmatch(name.removeprefix(prefix)):
-            given[prefix + name if prefix + name in wanted else name] = tensor
-    return given
+            by_full_name[prefix + name if prefix + name in names else name] = tensor
+    return by_full_name
 
 
 def _problems_of_head(
-    arch: Architecture, wanted: Mapping[str, list[str]], given: dict[str, Tensor]
+    arch: Architecture, sources_of: Mapping[str, list[str]], tensors: dict[str, Tensor]
 ) -> list[str]:
-    """Removes a repeated tied head from `given`; returns a problem if it differs from the table."""
-    if not arch.tied or "lm_head.weight" not in given:
+    """Removes a repeated tied head from `tensors`; returns a problem if it differs from the table."""
+    if not arch.tied or "lm_head.weight" not in tensors:
         return []
-    head = given.pop("lm_head.weight")
-    (table,) = (name for name, sources in wanted.items() if sources == ["token_embedding.weight"])
-    if table in given and not torch.equal(head, given[table]):
+    head = tensors.pop("lm_head.weight")
+    (table,) = (
+        name for name, sources in sources_of.items() if sources == ["token_embedding.weight"]
+    )
+    if table in tensors and not torch.equal(head, tensors[table]):
         return [f"lm_head.weight: differs from {table}, but config.json has tie_word_embeddings"]
     return []

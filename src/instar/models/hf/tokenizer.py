@@ -64,17 +64,17 @@ def from_fast(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
+def same_vocabulary(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers have the same tokens with the same ids, whatever wrote their files."""
-    one, other = from_fast(one), from_fast(other)
-    if isinstance(one, BPETokenizer) and isinstance(other, BPETokenizer):
-        return one.vocabulary == other.vocabulary
-    return one == other
+    first, second = from_fast(first), from_fast(second)
+    if isinstance(first, BPETokenizer) and isinstance(second, BPETokenizer):
+        return first.vocabulary == second.vocabulary
+    return first == second
 
 
 def letter(byte: int) -> str:
     """Returns the character of a byte in byte-level tokenizers, as in GPT-2: itself if it is
     printable, else one from code point 256 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [each for each in range(256) if each not in visible]
+    hidden = [code for code in range(256) if code not in visible]
     return chr(byte if byte in visible else 256 + hidden.index(byte))

@@ -45,11 +45,11 @@ def weights_layout(folder: Path) -> Layout:
     if odd := [file for file in files if not _SHARD.fullmatch(file)]:
         raise CheckpointError(f"{index}: {odd[0]!r} is not a safetensors file of this folder")
     layout = linked_layout(folder, files)
-    there = {name: pieces[0].file for name, pieces in layout.pieces.items()}
-    for name in (*file_of, *there):
-        if file_of.get(name) != there.get(name):
+    stored_in = {name: pieces[0].file for name, pieces in layout.pieces.items()}
+    for name in (*file_of, *stored_in):
+        if file_of.get(name) != stored_in.get(name):
             raise CheckpointError(
-                f"{index}: {name} is in {there.get(name, 'no shard')}, and the index says "
+                f"{index}: {name} is in {stored_in.get(name, 'no shard')}, and the index says "
                 f"{file_of.get(name, 'nothing of it')}"
             )
     return layout
@@ -75,16 +75,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def write_weights(
     folder: Path,
-    made: Mapping[str, Outline],
+    outlines: Mapping[str, Outline],
     make: Mapping[str, Callable[[], Tensor]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes tensors in as many files as needed, in the order of `made`, and their index.
+    """Writes tensors in as many files as needed, in the order of `outlines`, and their index.
 
     While one tensor is written, a thread makes the next.
     """
     groups, room = list[list[str]](), 0
-    for name, outline in made.items():
+    for name, outline in outlines.items():
         if outline.size_bytes > room or not groups:
             groups.append([])
             room = max_shard_bytes
@@ -95,8 +95,8 @@ def write_weights(
         WEIGHTS if len(groups) == 1 else f"{stem}-{number:05}-of-{len(groups):05}.{suffix}"
         for number in range(1, len(groups) + 1)
     ]
-    shapes = [{name: made[name] for name in names} for names in groups]
-    order = [name for each in shapes for name in file_order(each)]
+    shapes = [{name: outlines[name] for name in names} for names in groups]
+    order = [name for shard in shapes for name in file_order(shard)]
     with ThreadPoolExecutor(1) as pool:
         later = deque(pool.submit(make[name]) for name in order[:1])
         following = iter(order[1:])
@@ -106,12 +106,14 @@ def write_weights(
             later.extend(pool.submit(make[name]) for name in islice(following, 1))
             return tensor
 
-        for file, each in zip(files, shapes, strict=True):
-            write_tensors(folder / file, each, read, {"format": "pt"})
+        for file, group_outlines in zip(files, shapes, strict=True):
+            write_tensors(folder / file, group_outlines, read, {"format": "pt"})
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(outline.size_bytes for outline in made.values())},
-            "weight_map": {n: file for file, each in zip(files, groups, strict=True) for n in each},
+            "metadata": {"total_size": sum(outline.size_bytes for outline in outlines.values())},
+            "weight_map": {
+                n: file for file, names in zip(files, groups, strict=True) for n in names
+            },
         }
         atomic.write_synced(folder / INDEX, encode(index))
 
