@@ -42,12 +42,12 @@ def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = 
         limit: number of samples of a random subset; None: all.
     """
     total = len(source)
-    drawn = limit is not None and limit < total
+    is_subset = limit is not None and limit < total
     basis = {
         SAMPLES: source.fingerprint,
         "tokens per sample": f"{task.held_out_context:,}",
-        "evaluated samples": f"{limit if drawn else total:,}",
-        _CHOICE: f"{config.data_seed}" if drawn else "",
+        "evaluated samples": f"{limit if is_subset else total:,}",
+        _CHOICE: f"{config.data_seed}" if is_subset else "",
         "tokenizer": task.spec.fingerprints.get("tokenizer", ""),
         "vocabulary": f"{task.architecture.sizes().get('vocab', 0):,}",
         _SOURCE: digest_of_sources(config.task),
@@ -62,17 +62,17 @@ def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
     ('vocabulary 256 → 300',)
     """
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    told = tuple(
+    changes = tuple(
         f"{name} {before.get(name) or '-'} → {after.get(name) or '-'}"
         for name in changed
         if name not in (*_UNTOLD, _CHOICE if len(changed) > 1 else "")
     )
     if _SOURCE in changed:
-        told = (*told, "the source of the task has changed")
+        changes = (*changes, "the source of the task has changed")
     if "tokenizer" in changed:
-        return (*told, "another tokenizer")
+        return (*changes, "another tokenizer")
     # another length makes other samples of the same text
-    return told or tuple(f"other {name}" for name in changed)
+    return changes or tuple(f"other {name}" for name in changed)
 
 
 def without_seed(basis: Basis) -> Basis:

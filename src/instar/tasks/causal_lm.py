@@ -39,8 +39,8 @@ class CausalLMSpec(TextSpec):
         except ArchitectureError as error:
             raise ConfigError(
                 *(
-                    loaded.problem("model.config", each.message, each.hint)
-                    for each in error.problems
+                    loaded.problem("model.config", problem.message, problem.hint)
+                    for problem in error.problems
                 )
             ) from None
         if vocab_size > shape.vocab_size:
@@ -62,8 +62,8 @@ class CausalLMSpec(TextSpec):
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-        begun = LoraShape(_causal(config).model.config or {})
-        return SavedModel(begun, LoraShape.from_dict(architecture).to_dict(), _module)
+        initial = LoraShape(_causal(config).model.config or {})
+        return SavedModel(initial, LoraShape.from_dict(architecture).to_dict(), _module)
 
     @property
     def derived(self) -> dict[str, object]:
@@ -76,7 +76,8 @@ class CausalLMSpec(TextSpec):
     def style(self, architecture: LoraShape) -> Sequence[tuple[str, Sequence[str]]]:
         kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"
         adapters = [
-            f"{each.target} of rank {each.rank}, alpha {each.alpha:g}" for each in architecture.lora
+            f"{adapter.target} of rank {adapter.rank}, alpha {adapter.alpha:g}"
+            for adapter in architecture.lora
         ]
         return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
 

@@ -103,8 +103,8 @@ class CustomTask(Generic[M, D]):
 
         Default: the model applied to the batch's first column.
         """
-        said: Tensor = model(next(iter(batch.values())))
-        return said
+        outputs: Tensor = model(next(iter(batch.values())))
+        return outputs
 
     def predict(self, model: Any, batch: Batch) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Return the columns that the final test saves, per sample: [samples] or [samples, n]."""

@@ -36,7 +36,7 @@ class CustomSpec(SampleSetSpec):
 
     task_class = "instar.tasks.user_task:UserTask"
 
-    own: CustomTask[Any, Any]
+    custom_task: CustomTask[Any, Any]
     first: tuple[weakref.ref[nn.Parameter], ...]
     """parameters of the model that was built to open the data"""
     unused_batch: int | None
@@ -46,38 +46,38 @@ class CustomSpec(SampleSetSpec):
     def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
         config = loaded.config
         digest_of_sources(config.task)  # before anyone edits what has been imported
-        own, shape = _instance(config)
+        task, shape = _instance(config)
         with _telling(f"{config.task}.module() failed"):
-            module = made(own, shape, config.seed)
-        named = {n: tuple(p.shape) for n, p in module.named_parameters()}
+            module = build_module(task, shape, config.seed)
+        shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
         if shape is None:
-            shape = Fixed(tuple(named.items()))
+            shape = Fixed(tuple(shapes.items()))
         else:
-            check_table(config.task, shape, named)
+            check_table(config.task, shape, shapes)
             check_buffers(config.task, shape, _facts_in(module))
         first = tuple(map(weakref.ref, module.parameters()))
         del module
-        data, unused_batch = _opened(own, config)
+        data, unused_batch = _opened(task, config)
         data.held_out("val")
-        return cls(config, shape, data, own, first, unused_batch)
+        return cls(config, shape, data, task, first, unused_batch)
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-        own, shape = _instance(config)
+        task, shape = _instance(config)
         if shape is None:
             with _telling(f"{config.task}.module() failed"):
-                module = made(own, None, config.seed)
+                module = build_module(task, None, config.seed)
             shape = Fixed(tuple((n, tuple(p.shape)) for n, p in module.named_parameters()))
         return SavedModel(
             shape,
             architecture,
-            lambda shape: made(own, shape, config.seed),
-            lambda shape: module_facts(own, shape, config.seed),
+            lambda shape: build_module(task, shape, config.seed),
+            lambda shape: module_facts(task, shape, config.seed),
         )
 
     @property
     def unit(self) -> str:
-        return self.own.unit
+        return self.custom_task.unit
 
     @property
     def warnings(self) -> list[str]:
@@ -89,56 +89,58 @@ class CustomSpec(SampleSetSpec):
 
     @property
     def refuses_shards(self) -> str:
-        return self.own.refuses_shards
+        return self.custom_task.refuses_shards
 
     @property
     def built(self) -> Sequence[weakref.ref[nn.Parameter]]:
         return self.first
 
     def facts(self, shape: Any) -> ModuleFacts:
-        return module_facts(self.own, shape, self.config.seed)
+        return module_facts(self.custom_task, shape, self.config.seed)
 
     def flops(self, architecture: Any, context: int) -> int:  # noqa: ARG002
-        return self.own.flops(architecture)
+        return self.custom_task.flops(architecture)
 
 
 def _instance(config: RunConfig) -> tuple[CustomTask[Any, Any], Growable | None]:
     """Return an instance of the user's class, and its shape at step 0."""
-    name, found = config.task, custom_task_class(config.task)
-    if not issubclass(found, CustomTask):
+    name, task_class = config.task, custom_task_class(config.task)
+    if not issubclass(task_class, CustomTask):
         raise _wrong(f"{name} is no subclass of CustomTask", "class MyTask(CustomTask): …")
-    missing = [n for n in NEEDED if getattr(found, n) is getattr(CustomTask, n)]
+    missing = [n for n in NEEDED if getattr(task_class, n) is getattr(CustomTask, n)]
     if missing:
         raise _wrong(f"{name} lacks {', '.join(missing)}", "docs/custom-task.md has an example")
     assert isinstance(config.data, SamplesConfig)
     with _telling(f"{name} cannot be made"):
-        own: CustomTask[Any, Any] = found(_section(found, config), config.data, config.data_seed)
+        task: CustomTask[Any, Any] = task_class(
+            _section(task_class, config), config.data, config.data_seed
+        )
     with _telling(f"{name}.shape() failed"):
-        shape = own.shape()
+        shape = task.shape()
     if shape is not None:
         _check_shape(f"{name}.shape()", shape)
-    return own, shape
+    return task, shape
 
 
 def _section(task: type[CustomTask[Any, Any]], config: RunConfig) -> Section:
     """Return the section `model` as the user's class, without the key `from`."""
-    given = config.model.model_fields_set
+    fields_set = config.model.model_fields_set
     values = {name: getattr(config.model, name) for name in task.Model.model_fields}
-    return task.Model.model_construct(given & values.keys(), **values)
+    return task.Model.model_construct(fields_set & values.keys(), **values)
 
 
 def _opened(
-    own: CustomTask[Any, Any], config: RunConfig
+    task: CustomTask[Any, Any], config: RunConfig
 ) -> tuple[SampleSet | StreamedSet, int | None]:
     """Return the user's samples, split by themselves or as the config says, and the batch size of a
     DataLoader that held them."""
     name, data = config.task, config.data
     assert isinstance(data, SamplesConfig)
     with _telling(f"{name}.samples() failed"):
-        given = own.samples()
+        samples = task.samples()
     try:
-        found = sample_set(own.samples, given, own.fields, data, config.data_seed)
-        return found, loader_batch(given)
+        dataset = sample_set(task.samples, samples, task.fields, data, config.data_seed)
+        return dataset, loader_batch(samples)
     except ConfigError:
         raise
     except ValueError as error:
@@ -147,34 +149,34 @@ def _opened(
         raise _wrong(f"{name}.samples(): {what_happened(error)}") from error
 
 
-def made(own: CustomTask[Any, Any], shape: Any, seed: int) -> nn.Module:
+def build_module(task: CustomTask[Any, Any], shape: Any, seed: int) -> nn.Module:
     """Build a model whose initial values depend on the seed alone.
 
     Raises:
         TypeError, ValueError: `module` returned something that cannot be trained.
     """
-    with torch.random.fork_rng(devices=[]), exits_fail(f"{name_of(own)}.module"):
+    with torch.random.fork_rng(devices=[]), exits_fail(f"{name_of(task)}.module"):
         torch.manual_seed(seed)
-        module: object = own.module(shape)
+        module: object = task.module(shape)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module() must return a torch.nn.Module, not {kind_of(module)}")
     check_trainable(module)
-    for each in module.modules():
-        for name, buffer in each.named_buffers(recurse=False):
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
             if 0 in buffer.stride():
                 # resuming and DDP write into buffers, which an expanded tensor does not allow
-                setattr(each, name, buffer.contiguous())
+                setattr(submodule, name, buffer.contiguous())
     return module
 
 
-def module_facts(own: CustomTask[Any, Any], shape: Any, seed: int) -> ModuleFacts:
+def module_facts(task: CustomTask[Any, Any], shape: Any, seed: int) -> ModuleFacts:
     """Return the facts of a module of this shape; builds the module once per shape."""
-    known: dict[str, ModuleFacts] = vars(own).setdefault("_facts", {})
+    cache: dict[str, ModuleFacts] = vars(task).setdefault("_facts", {})
     key = repr(shape)
-    if key not in known:
-        with _telling(f"{name_of(own)}.module() failed for {shape}"):
-            known[key] = _facts_in(made(own, shape, seed))
-    return known[key]
+    if key not in cache:
+        with _telling(f"{name_of(task)}.module() failed for {shape}"):
+            cache[key] = _facts_in(build_module(task, shape, seed))
+    return cache[key]
 
 
 def _facts_in(module: nn.Module) -> ModuleFacts:
@@ -196,8 +198,8 @@ def _check_shape(where: str, shape: Any) -> None:
         growable.parameters()
 
 
-def name_of(own: CustomTask[Any, Any]) -> str:
-    return type(own).__name__
+def name_of(task: CustomTask[Any, Any]) -> str:
+    return type(task).__name__
 
 
 def kind_of(value: object) -> str:

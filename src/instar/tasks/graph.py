@@ -50,12 +50,12 @@ class GraphTask(Task):
 
     def loss_and_outputs(self, model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Task`; a single forward pass."""
-        said = self.outputs(model, batch)
+        outputs = self.outputs(model, batch)
         losses = [
             head.weight * _loss(head, of_head, target).sum()
-            for head, of_head, target in self._heads(said, batch)
+            for head, of_head, target in self._heads(outputs, batch)
         ]
-        return torch.stack(losses).sum(), said
+        return torch.stack(losses).sum(), outputs
 
     def set_metrics(self) -> dict[str, object]:
         return {
@@ -65,50 +65,50 @@ class GraphTask(Task):
         }
 
     def measure(self, model: torch.nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
-        said = self.outputs(model, batch)
+        outputs = self.outputs(model, batch)
         offsets = _ragged(batch, "x")[1]
         mask = self._mask(batch)
-        everywhere = said.new_ones(len(said)) if mask is None else mask.to(said.dtype)
-        total = said.new_zeros(len(said))
-        found = {"loss": (total, everywhere)}
+        everywhere = outputs.new_ones(len(outputs)) if mask is None else mask.to(outputs.dtype)
+        total = outputs.new_zeros(len(outputs))
+        values = {"loss": (total, everywhere)}
         inputs: dict[str, tuple[Tensor, Tensor]] = {}
-        for head, of_head, target in self._heads(said, batch):
+        for head, of_head, target in self._heads(outputs, batch):
             loss = _loss(head, of_head, target)
             total += head.weight * loss
             counted = everywhere
             if head.kind == "classification":
-                known = target != NO_CLASS
-                counted = known.float()
+                has_class = target != NO_CLASS
+                counted = has_class.float()
                 right = (of_head.argmax(-1) == target).float()
-                found[f"{head.name}/loss"] = loss, counted
-                found[f"{head.name}/accuracy"] = right * counted, counted
-                compared = of_head[known].softmax(-1), target[known].long()
+                values[f"{head.name}/loss"] = loss, counted
+                values[f"{head.name}/accuracy"] = right * counted, counted
+                compared = of_head[has_class].softmax(-1), target[has_class].long()
             else:
-                predicted, wanted = of_head.squeeze(-1), target.to(said.dtype)
-                found[f"{head.name}/mae"] = (predicted - wanted).abs(), counted
-                found[f"{head.name}/mse"] = loss, counted
-                compared = (predicted, wanted) if mask is None else (predicted[mask], wanted[mask])
+                predicted, actual = of_head.squeeze(-1), target.to(outputs.dtype)
+                values[f"{head.name}/mae"] = (predicted - actual).abs(), counted
+                values[f"{head.name}/mse"] = loss, counted
+                compared = (predicted, actual) if mask is None else (predicted[mask], actual[mask])
             inputs |= {f"{head.name}/{metric}": compared for metric in head.metrics}
         if self.architecture.level == "node":
-            found = {
+            values = {
                 name: (reduce_by_graph(v, offsets, "sum"), reduce_by_graph(w, offsets, "sum"))
-                for name, (v, w) in found.items()
+                for name, (v, w) in values.items()
             }
-        tallies = {name: Tally(*tally) for name, tally in found.items()}
-        return Measured(tallies, inputs, self._predictions(said, batch) if predict else {})
+        tallies = {name: Tally(*tally) for name, tally in values.items()}
+        return Measured(tallies, inputs, self._predictions(outputs, batch) if predict else {})
 
-    def _predictions(self, said: Tensor, batch: Batch) -> dict[str, Column]:
-        found: dict[str, Tensor] = {}
-        for head, of_head, target in self._heads(said, batch):
-            found[head.name] = target
+    def _predictions(self, outputs: Tensor, batch: Batch) -> dict[str, Column]:
+        columns: dict[str, Tensor] = {}
+        for head, of_head, target in self._heads(outputs, batch):
+            columns[head.name] = target
             if head.kind == "regression" and (mask := self._mask(batch)) is not None:
-                found[head.name] = torch.where(mask, target, torch.nan)
+                columns[head.name] = torch.where(mask, target, torch.nan)
             if head.kind == "classification":
-                found[f"{head.name}.predicted"] = of_head.argmax(-1)
-                found[f"{head.name}.probabilities"] = of_head.softmax(-1)
+                columns[f"{head.name}.predicted"] = of_head.argmax(-1)
+                columns[f"{head.name}.probabilities"] = of_head.softmax(-1)
             else:
-                found[f"{head.name}.predicted"] = of_head.squeeze(-1)
-        arrays = {name: values.cpu().numpy() for name, values in found.items()}
+                columns[f"{head.name}.predicted"] = of_head.squeeze(-1)
+        arrays = {name: values.cpu().numpy() for name, values in columns.items()}
         if self.architecture.level == "graph":
             return dict(arrays)
         offsets = _ragged(batch, "x")[1].cpu().numpy()
@@ -123,19 +123,19 @@ class GraphTask(Task):
         graph_GF = batch["graph"] if self.architecture.graph_features else None
         edges_EF = _ragged(batch, "edge_attr")[0] if self.architecture.edge_features else None
         edges_E2 = edges_E2 + first_of_graph[:, None]
-        said: Tensor = model(x_NF, edges_E2, offsets, graph_GF, edges_EF)
-        return at_least_float32(said)
+        outputs: Tensor = model(x_NF, edges_E2, offsets, graph_GF, edges_EF)
+        return at_least_float32(outputs)
 
     def flops(self, weight: float) -> float:
         graphs = weight / self.spec.survey.mean_nodes if self.spec.unit == "node" else weight
         return graphs * self.spec.flops_per_graph(self.architecture)
 
-    def _heads(self, said: Tensor, batch: Batch) -> Iterator[tuple[HeadConfig, Tensor, Tensor]]:
+    def _heads(self, outputs: Tensor, batch: Batch) -> Iterator[tuple[HeadConfig, Tensor, Tensor]]:
         """Yield each head, its outputs [units, outputs], and its targets [units]. Where the mask is
         false, the loss is 0: there is no class, or the number is the one predicted."""
         mask = self._mask(batch)
         heads = self.config.model.heads
-        parts = torch.split(said, [head.outputs for head in heads], dim=-1)
+        parts = torch.split(outputs, [head.outputs for head in heads], dim=-1)
         for head, of_head in zip(heads, parts, strict=True):
             target = batch[head.column]
             if self.architecture.level == "node":
@@ -143,7 +143,7 @@ class GraphTask(Task):
             if mask is not None and head.kind == "classification":
                 target = target.masked_fill(~mask, NO_CLASS)
             elif mask is not None:
-                target = torch.where(mask, target.to(said.dtype), of_head.squeeze(-1).detach())
+                target = torch.where(mask, target.to(outputs.dtype), of_head.squeeze(-1).detach())
             yield head, of_head, target
 
     def _mask(self, batch: Batch) -> Tensor | None:

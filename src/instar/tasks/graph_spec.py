@@ -68,8 +68,8 @@ class NodeCounts:
 
 def generator_of(source: str) -> Generator:
     """Return the generator of this name, one of `GENERATORS`."""
-    found: Any = importlib.import_module(f"{GENERATORS[source]}.generate")
-    generator: Generator = found
+    module: Any = importlib.import_module(f"{GENERATORS[source]}.generate")
+    generator: Generator = module
     return generator
 
 
@@ -138,8 +138,8 @@ class GraphSpec(SampleSetSpec):
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
         shape = GraphShape.from_dict(architecture)
         model = _graph(config).model
-        begun = resolve_graph(model, shape.features, shape.graph_features, shape.edge_features)
-        return SavedModel(begun, shape.to_dict(), _module)
+        initial = resolve_graph(model, shape.features, shape.graph_features, shape.edge_features)
+        return SavedModel(initial, shape.to_dict(), _module)
 
     @property
     def unit(self) -> str:
@@ -202,10 +202,10 @@ def _opened(config: GraphConfig) -> tuple[Source, Mapping[str, Int64Array]]:
         return arrays, split_samples(arrays, data, seed)
     make = load_named(data.source, key="data.source")
     try:
-        found = sample_set(make, make(), (), data, seed)
-        if not isinstance(found, SampleSet):
+        dataset = sample_set(make, make(), (), data, seed)
+        if not isinstance(dataset, SampleSet):
             raise ValueError("an iterable is no source of graphs: return a list of them")
-        return found.source, found.splits
+        return dataset.source, dataset.splits
     except ConfigError:
         raise
     except ValueError as error:
@@ -229,9 +229,9 @@ def _folder(config: GraphConfig) -> Path:
         return Path(config.data.source)
     if config.data.path is not None:
         return Path(config.data.path)
-    told = f"{config.data_seed} {options.model_dump_json()}"
+    key = f"{config.data_seed} {options.model_dump_json()}"
     name = config.data.source.replace("_", "-")
-    return Path("data", f"{name}-{xxhash.xxh3_64_hexdigest(told.encode())[:8]}")
+    return Path("data", f"{name}-{xxhash.xxh3_64_hexdigest(key.encode())[:8]}")
 
 
 def _nodes(source: Source) -> Int64Array:

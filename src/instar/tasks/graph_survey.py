@@ -78,8 +78,8 @@ def survey_graphs(
                     target, sample_of = target[masked.flat], sample_of[masked.flat]
                 _check_target(faults, head, target, sample_of)
                 if split == "train" and head.classes:
-                    there = target[(target >= 0) & (target < head.classes)]
-                    present[head.name][there.astype(np.int64)] = True
+                    classes = target[(target >= 0) & (target < head.classes)]
+                    present[head.name][classes.astype(np.int64)] = True
             if model.graph_features:
                 graph = np.asarray(columns["graph"])
                 faults.note(chunk[~np.isfinite(graph).all(1)], "graph", "is not finite")
@@ -129,11 +129,11 @@ class _Faults:
 
     def problems(self) -> Iterator[ConfigProblem]:
         for (column, message), samples in self.samples.items():
-            told = message.replace("{}", self.details.get((column, message), ""))
+            text = message.replace("{}", self.details.get((column, message), ""))
             more = len(samples) - 1
             alike = f" ({more:,} more sample{'s' * (more > 1)} alike)" if more else ""
             yield ConfigProblem(
-                (), f"sample {samples[0]}: {column} {told}{alike}", place="data.source"
+                (), f"sample {samples[0]}: {column} {text}{alike}", place="data.source"
             )
 
 
@@ -177,17 +177,17 @@ def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
 
 def _missing(columns: Columns, model: GraphModelConfig) -> Iterator[ConfigProblem]:
     """Yield a problem per required column that is missing or malformed; any samples will do."""
-    for wanted in _wanted(model):
-        column = columns.get(wanted.column)
+    for required in _wanted(model):
+        column = columns.get(required.column)
         if column is None:
-            there = f"there are {', '.join(columns) or 'none'}"
-            message = f"samples have no column {wanted.column!r}; it should hold {wanted.form}"
-        elif not wanted.fits(column):
-            there = ""
-            message = f"column {wanted.column!r} does not hold {wanted.form}"
+            hint = f"there are {', '.join(columns) or 'none'}"
+            message = f"samples have no column {required.column!r}; it should hold {required.form}"
+        elif not required.fits(column):
+            hint = ""
+            message = f"column {required.column!r} does not hold {required.form}"
         else:
             continue
-        yield ConfigProblem((wanted.key,), message, there, place=wanted.key)
+        yield ConfigProblem((required.key,), message, hint, place=required.key)
 
 
 def _check_graphs(
@@ -226,11 +226,11 @@ def _check_sizes(
     column: Ragged,
     of: Ragged,
     what: str,
-    each: str,
+    unit: str,
 ) -> None:
     """Note samples in which a column has not as many values as another one."""
     other = column.sizes != of.sizes
-    message = f"has {{}} {what}, which is not one for each {each}"
+    message = f"has {{}} {what}, which is not one for each {unit}"
     faults.note(numbers[other], name, message, column.sizes[other])
 
 

@@ -58,8 +58,8 @@ class LanguageSpec(TextSpec):
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
         assert isinstance(config, LanguageConfig)
         model = config.model
-        begun = resolve_architecture(model, model.vocab_size or architecture["vocab_size"])
-        return SavedModel(begun, Architecture.from_dict(architecture).to_dict(), _module)
+        initial = resolve_architecture(model, model.vocab_size or architecture["vocab_size"])
+        return SavedModel(initial, Architecture.from_dict(architecture).to_dict(), _module)
 
     @property
     def derived(self) -> dict[str, object]:
@@ -114,7 +114,8 @@ class LanguageSpec(TextSpec):
         if arch.num_experts is not None:
             shape.append(f"{arch.num_experts} experts, {arch.num_experts_per_tok} per token")
         adapters = [
-            f"{each.target} of rank {each.rank}, alpha {each.alpha:g}" for each in arch.lora
+            f"{adapter.target} of rank {adapter.rank}, alpha {adapter.alpha:g}"
+            for adapter in arch.lora
         ]
         return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
 

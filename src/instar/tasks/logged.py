@@ -81,8 +81,8 @@ class Logged:
             ValueError: the name, the value or the reduction is not possible.
         """
         _check_name(name, self._numbers, MOST_NAMES)
-        found = self._numbers.setdefault(name, _Number(reduce))
-        if reduce not in get_args(Reduction) or reduce != found.reduce:
+        entry = self._numbers.setdefault(name, _Number(reduce))
+        if reduce not in get_args(Reduction) or reduce != entry.reduce:
             raise ValueError(
                 f"log({name!r}): reduce is {reduce!r}; it must be one of "
                 f"{', '.join(get_args(Reduction))}, the same in each call"
@@ -97,8 +97,8 @@ class Logged:
         else:
             value = float(value) * weight if reduce == "mean" else float(value)
         if self.weight and weight:
-            found.values.append(value)
-            found.weights.append(weight)
+            entry.values.append(value)
+            entry.weights.append(weight)
 
     def image(self, name: str, pixels: object) -> None:
         """Add an image; see `to_pixels`."""
@@ -161,9 +161,11 @@ class Logged:
 
 
 def _reduced_over_ranks(name: str, parts: Sequence[_Sums]) -> float:
-    (reduce, *others) = {part[0] for part in parts}
-    if others:
-        raise ValueError(f"log({name!r}): ranks reduce it differently, by {reduce} and {others[0]}")
+    (reduce, *other_reductions) = {part[0] for part in parts}
+    if other_reductions:
+        raise ValueError(
+            f"log({name!r}): ranks reduce it differently, by {reduce} and {other_reductions[0]}"
+        )
     values, weights = (exact_sum([parse_sum(part[n]) for part in parts]) for n in (1, 2))
     decisive = [float(part[3]) for part in parts]
     match reduce:
@@ -256,32 +258,32 @@ def to_pixels(name: str, pixels: object) -> Pixels:
         ValueError: this is no image, or it is too large.
     """
     plain = at_least_float32(pixels.detach()).cpu() if isinstance(pixels, Tensor) else pixels
-    found = np.asarray(plain)
-    given = found.shape
-    if found.ndim == 2:
-        found = found[:, :, None]
-    if found.ndim != 3 or found.shape[2] not in (1, 3, 4) or not found.size:
+    array = np.asarray(plain)
+    shape = array.shape
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or not array.size:
         hint = (
-            "; write x.permute(1, 2, 0)" if found.ndim == 3 and found.shape[0] in (1, 3, 4) else ""
+            "; write x.permute(1, 2, 0)" if array.ndim == 3 and array.shape[0] in (1, 3, 4) else ""
         )
         raise ValueError(
             f"log_image({name!r}): an image is [height, width] or [height, width, 1, 3 or 4], not "
-            f"{list(given)}{hint}"
+            f"{list(shape)}{hint}"
         )
-    if max(found.shape) > LARGEST_SIDE:
+    if max(array.shape) > LARGEST_SIDE:
         raise ValueError(
-            f"log_image({name!r}): {found.shape[1]} × {found.shape[0]} pixels are more than "
+            f"log_image({name!r}): {array.shape[1]} × {array.shape[0]} pixels are more than "
             f"{LARGEST_SIDE} in one direction; log a smaller image"
         )
-    if found.dtype.kind == "f":
-        found = np.rint(255 * np.clip(np.nan_to_num(found, nan=0.0), 0, 1))
-    elif found.dtype.kind == "b":
-        found = found * 255
-    elif found.dtype != np.uint8:
+    if array.dtype.kind == "f":
+        array = np.rint(255 * np.clip(np.nan_to_num(array, nan=0.0), 0, 1))
+    elif array.dtype.kind == "b":
+        array = array * 255
+    elif array.dtype != np.uint8:
         raise ValueError(
-            f"log_image({name!r}): values are uint8, or floats from 0 to 1, not {found.dtype}"
+            f"log_image({name!r}): values are uint8, or floats from 0 to 1, not {array.dtype}"
         )
-    return np.ascontiguousarray(found.astype(np.uint8))
+    return np.ascontiguousarray(array.astype(np.uint8))
 
 
 def to_table(name: str, rows: object, columns: Sequence[str] | None = None) -> TableData:
@@ -322,14 +324,14 @@ def _short(text: str) -> str:
     return shortened(text, LONGEST_TEXT)
 
 
-def _check_name(name: object, known: Mapping[str, object], most: int) -> None:
+def _check_name(name: object, names: Mapping[str, object], limit: int) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in TRAIN_METRICS:
         raise ValueError(
             f"{name!r} cannot be logged under this name: a name begins with a letter, has at most "
             f"100 letters, digits, _, -, . and /, and is none of {', '.join(TRAIN_METRICS)}"
         )
-    if name not in known and len(known) >= most:
-        raise ValueError(f"{name!r} is not logged: there are {most} names already")
+    if name not in names and len(names) >= limit:
+        raise ValueError(f"{name!r} is not logged: there are {limit} names already")
 
 
 def _reduced(values: Tensor, reduce: Reduction) -> Tensor:

@@ -68,7 +68,7 @@ def set_metrics(
     Raises:
         TypeError: a metric is neither a `torchmetrics.Metric` nor a function.
     """
-    found: dict[str, SetMetric] = {}
+    metrics: dict[str, SetMetric] = {}
     with _quiet():
         declared = declare()
     # an object of torchmetrics exists only if its user has imported the library
@@ -76,16 +76,16 @@ def set_metrics(
     for name, metric in declared.items():
         if library is not None and isinstance(metric, library.Metric):
             few = samples <= FEW_SAMPLES
-            found[name] = _AtOnce(metric) if few else _States(metric, device)
+            metrics[name] = _AtOnce(metric) if few else _States(metric, device)
         elif callable(metric) and not isinstance(metric, nn.Module):
-            found[name] = _Gathered(metric)
+            metrics[name] = _Gathered(metric)
         else:
             hint = "; declare each of its metrics" if isinstance(metric, nn.ModuleDict) else ""
             raise TypeError(
                 f"the metric {name} must be a torchmetrics.Metric or a function of arrays, not "
                 f"{type(metric).__name__}{hint}"
             )
-    return found
+    return metrics
 
 
 def compute(world: World, metrics: Mapping[str, SetMetric]) -> dict[str, float]:
@@ -112,15 +112,15 @@ def compute(world: World, metrics: Mapping[str, SetMetric]) -> dict[str, float]:
 
 def _merge(world: World, metrics: Mapping[str, SetMetric]) -> None:
     """Merge the states of all ranks on rank 0. A collective."""
-    part, own = b"", dict[str, Tensor]()
+    part, rank_states = b"", dict[str, Tensor]()
     with raise_on_all_ranks(world, "collecting metrics"):
         for number, (name, metric) in enumerate(metrics.items()):
             with _named(name):
                 state = metric.state()
             for key, tensors in state.items():
                 for place, tensor in enumerate(tensors):
-                    own[f"{number}/{key}/{place}"] = tensor.cpu().contiguous().clone()
-        part = safetensors.torch.save(own)
+                    rank_states[f"{number}/{key}/{place}"] = tensor.cpu().contiguous().clone()
+        part = safetensors.torch.save(rank_states)
     parts = gather_parts(world, part)
     with raise_on_all_ranks(world, "merging metrics"):
         gathered = [safetensors.torch.load(part) for part in parts]
@@ -142,11 +142,11 @@ def update(metrics: Mapping[str, SetMetric], inputs: Mapping[str, Inputs]) -> No
             else f"measure's {name} is a tuple, and metrics() declares no {name} that takes it"
         )
     for name, metric in metrics.items():
-        for place, tensor in enumerate(given := inputs[name] or (None,)):
+        for place, tensor in enumerate(tensors := inputs[name] or (None,)):
             if not isinstance(tensor, Tensor) or not tensor.ndim:
                 raise ValueError(
                     f"measure's {name} must be a tuple of tensors [samples, …]; number {place + 1} of "
-                    f"{len(given)} is of type {_shown(tensor)}"
+                    f"{len(tensors)} is of type {_shown(tensor)}"
                 )
         with _named(name):
             metric.add([at_least_float32(tensor.detach()) for tensor in inputs[name]])
@@ -270,8 +270,10 @@ class _States(_AtOnce):
         for number, part in enumerate(_parts(self._metric)):
             part._update_count = max(1, part._update_count)  # rank 0 may have had no sample
             for key, state in part.metric_state.items():
-                found = [one.get(f"{number}.{key}", []) for one in states]
-                tensors = [tensor.to(part.device) for each in found for tensor in each]
+                per_rank = [rank_state.get(f"{number}.{key}", []) for rank_state in states]
+                tensors = [
+                    tensor.to(part.device) for rank_tensors in per_rank for tensor in rank_tensors
+                ]
                 # as torchmetrics itself: lists are joined, tensors stacked and reduced
                 reduce = part._reductions[key]
                 if isinstance(state, list):
@@ -318,13 +320,13 @@ def _joined(batches: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
 
 def _of(tensors: Mapping[str, Tensor], number: str) -> State:
     """Return the state of the metric of this number, from the tensors that a rank has sent."""
-    found: State = {}
+    state: State = {}
     # safetensors returns names in an order of its own
     for name in sorted(tensors, key=lambda name: int(name.rpartition("/")[2])):
         owner, key, _ = name.split("/")
         if owner == number:
-            found.setdefault(key, []).append(tensors[name])
-    return found
+            state.setdefault(key, []).append(tensors[name])
+    return state
 
 
 @contextmanager

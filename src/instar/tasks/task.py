@@ -47,8 +47,8 @@ CUSTOM_SPEC = "instar.tasks.custom_spec:CustomSpec"
 
 def spec_class(task: str) -> type[TaskSpec]:
     """Return the `TaskSpec` of the task that a config names, `module:class` for a custom task."""
-    found: type[TaskSpec] = _imported(SPECS.get(task, CUSTOM_SPEC))
-    return found
+    spec: type[TaskSpec] = _imported(SPECS.get(task, CUSTOM_SPEC))
+    return spec
 
 
 def _imported(name: str) -> Any:
@@ -60,7 +60,7 @@ def _imported(name: str) -> Any:
 class SavedModel:
     """The model of a checkpoint, described by its config and manifest, without the run's data."""
 
-    begun: Growable
+    initial_shape: Growable
     """shape of the run at step 0"""
     architecture: Mapping[str, Any]
     """shape of the checkpoint, as JSON values"""
@@ -151,7 +151,7 @@ class TaskSpec(ABC):
         return {}
 
     @property
-    def kept(self) -> Mapping[str, Path]:
+    def run_files(self) -> Mapping[str, Path]:
         """Files copied into the run's folder, by name: a checkpoint is not usable without them."""
         return {}
 
@@ -252,8 +252,8 @@ class TaskSpec(ABC):
 
     def task(self, config: RunConfig) -> Task:
         """Create the task for a config without open keys. Imports torch."""
-        made: Task = _imported(self.task_class)(self, config, self.architecture, config.context)
-        return made
+        task: Task = _imported(self.task_class)(self, config, self.architecture, config.context)
+        return task
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,8 +87,8 @@ class TextSpec(TaskSpec):
     def open(cls, loaded: Loaded, world_size: int) -> Self:
         config = _text(loaded.config)
         dataset = data.open_data(config.data, config.data_seed, world_size)
-        made = cls(config, cls.resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset)
-        if made.token_bytes is None and (key := _asks_for_bytes(config)):
+        spec = cls(config, cls.resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset)
+        if spec.token_bytes is None and (key := _asks_for_bytes(config)):
             raise ConfigError(
                 loaded.problem(
                     key,
@@ -109,7 +109,7 @@ class TextSpec(TaskSpec):
                     "use fewer ranks, a smaller model.context or more text",
                 )
             )
-        return made
+        return spec
 
     @classmethod
     def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
@@ -118,9 +118,9 @@ class TextSpec(TaskSpec):
         missing = data.missing(config.data, config.data_seed, say)
         if not missing:
             return cls.open(loaded, world_size)
-        named = named_tokenizer(config.data.tokenizer)
+        tokenizer = named_tokenizer(config.data.tokenizer)
         trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
-        vocabulary = trained if named is None else named.vocab_size
+        vocabulary = trained if tokenizer is None else tokenizer.vocab_size
         say(
             f"no data in {', '.join(map(str, missing))} yet, which a run would prepare: a vocabulary "
             f"of {vocabulary:,} is assumed"
@@ -154,16 +154,16 @@ class TextSpec(TaskSpec):
 
     @property
     def derived(self) -> dict[str, object]:
-        found: dict[str, object] = {}
+        values: dict[str, object] = {}
         if self.dataset is not None and not self.config.data.mixture:  # parts each have a folder
-            found["data.path"] = str(self.dataset.path)
+            values["data.path"] = str(self.dataset.path)
         # by the longest samples that a ramp of the context leads to
         longest = max(self.config.full_context, self.config.eval.context or 0)
-        found["eval.batch_size"] = max(1, EVAL_TOKENS // longest)
-        return found
+        values["eval.batch_size"] = max(1, EVAL_TOKENS // longest)
+        return values
 
     @property
-    def kept(self) -> dict[str, Path]:
+    def run_files(self) -> dict[str, Path]:
         """The tokenizer's files, and those beside it that belong to an export."""
         names = tokenizer_files(load_tokenizer(self.opened.path))
         of_tokenizer = {name: self.opened.path / name for name in names}
@@ -185,8 +185,8 @@ class TextSpec(TaskSpec):
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        found = self.opened
-        return {"data": found.fingerprint, "tokenizer": found.tokenizer_fingerprint}
+        dataset = self.opened
+        return {"data": dataset.fingerprint, "tokenizer": dataset.tokenizer_fingerprint}
 
     def samples(self, context: int) -> int | None:
         tokens = self.tokens(context)
@@ -220,10 +220,12 @@ class TextSpec(TaskSpec):
 def _asks_for_bytes(config: TextConfig) -> str:
     """Return a key that names the metric bits_per_byte, or an empty string."""
     rules = enumerate(config.early_stopping.rules)
-    asked = {f"early_stopping.rules[{number}].metric": rule.metric for number, rule in rules}
-    asked |= {f"checkpoint.best_of[{n}]": name for n, name in enumerate(config.checkpoint.best_of)}
-    asked["learning_rate.plateau.metric"] = config.learning_rate.plateau.metric
-    return next((key for key, metric in asked.items() if metric == BITS_PER_BYTE), "")
+    metric_of = {f"early_stopping.rules[{number}].metric": rule.metric for number, rule in rules}
+    metric_of |= {
+        f"checkpoint.best_of[{n}]": name for n, name in enumerate(config.checkpoint.best_of)
+    }
+    metric_of["learning_rate.plateau.metric"] = config.learning_rate.plateau.metric
+    return next((key for key, metric in metric_of.items() if metric == BITS_PER_BYTE), "")
 
 
 def _text(config: RunConfig) -> TextConfig:
@@ -245,8 +247,8 @@ class TextTask(Task):
 
     @property
     def metrics(self) -> Sequence[str]:
-        known = self.spec.token_bytes is not None
-        return tuple(name for name in self.config.metrics if known or name != BITS_PER_BYTE)
+        has_bytes = self.spec.token_bytes is not None
+        return tuple(name for name in self.config.metrics if has_bytes or name != BITS_PER_BYTE)
 
     @property
     def cluster(self) -> int:
@@ -268,11 +270,11 @@ class TextTask(Task):
         import torch
 
         targets = batch["targets"]
-        losses: torch.Tensor = model(batch["inputs"], targets, each=True)
+        losses: torch.Tensor = model(batch["inputs"], targets, per_sample=True)
         counted = targets != IGNORED
         tallies = {"loss": Tally(losses, counted.sum(1))}
-        if (known := self.spec.token_bytes) is not None:
-            table = torch.from_numpy(known).to(targets.device)
+        if (token_bytes := self.spec.token_bytes) is not None:
+            table = torch.from_numpy(token_bytes).to(targets.device)
             sizes = torch.where(counted, table[targets.clamp(min=0).long()], 0).sum(1)
             tallies[BITS_PER_BYTE] = Tally(losses / math.log(2), sizes)
         return Measured(tallies)
@@ -305,7 +307,7 @@ class TextTask(Task):
 
         device = next(model.parameters()).device
         start = torch.tensor([prompt_tokens(tokenizer, prompt).tolist()], device=device)
-        written = generate(
+        token_ids = generate(
             cast("LanguageModel", model),
             start,
             tokens,
@@ -314,4 +316,4 @@ class TextTask(Task):
             vocab_size=tokenizer.vocab_size,
             generator=torch.Generator().manual_seed(0),
         )
-        return tokenizer.decode(written[0, start.shape[1] :].tolist())
+        return tokenizer.decode(token_ids[0, start.shape[1] :].tolist())

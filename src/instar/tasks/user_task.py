@@ -14,7 +14,7 @@ from instar.data.columns import Columns
 from instar.distributed.failure import exits_fail
 from instar.models.loss import at_least_float32
 from instar.tasks.custom import CustomTask
-from instar.tasks.custom_spec import CustomSpec, kind_of, made, name_of
+from instar.tasks.custom_spec import CustomSpec, build_module, kind_of, name_of
 from instar.tasks.task import Batch, Measured, Tally, Task
 
 
@@ -24,9 +24,9 @@ class UserTask(Task):
     spec: CustomSpec
 
     @property
-    def own(self) -> CustomTask[Any, Any]:
+    def custom_task(self) -> CustomTask[Any, Any]:
         """The user's object."""
-        return self.spec.own
+        return self.spec.custom_task
 
     @property
     def random(self) -> bool:
@@ -34,19 +34,19 @@ class UserTask(Task):
         return True
 
     def shell(self) -> nn.Module:
-        return made(self.own, self.architecture, self.config.seed)
+        return build_module(self.custom_task, self.architecture, self.config.seed)
 
     def optimizer(self, model: nn.Module) -> Any:
-        with exits_fail(f"{name_of(self.own)}.optimizer"):
-            return self.own.optimizer(model, self.config.optimizer)
+        with exits_fail(f"{name_of(self.custom_task)}.optimizer"):
+            return self.custom_task.optimizer(model, self.config.optimizer)
 
     def lr_share(self, step: int, end: int | None) -> float | None:
-        with exits_fail(f"{name_of(self.own)}.schedule"):
-            share = self.own.schedule(step, end)
+        with exits_fail(f"{name_of(self.custom_task)}.schedule"):
+            share = self.custom_task.schedule(step, end)
         if share is None or (isinstance(share, int | float) and 0.0 <= share < math.inf):
             return share
         raise ValueError(
-            f"{name_of(self.own)}.schedule must return a share of the learning rate, at least 0, not "
+            f"{name_of(self.custom_task)}.schedule must return a share of the learning rate, at least 0, not "
             f"{share!r} at step {step}"
         )
 
@@ -54,79 +54,86 @@ class UserTask(Task):
         return at_least_float32(self._losses(model, batch, self._collated(batch))[0]).sum()
 
     def hooks(self) -> Sequence[object]:
-        return (self.own,)
+        return (self.custom_task,)
 
     def set_metrics(self) -> Mapping[str, Any]:
-        with exits_fail(f"{name_of(self.own)}.metrics"):
-            found: object = self.own.metrics()
-        if not isinstance(found, Mapping):
+        with exits_fail(f"{name_of(self.custom_task)}.metrics"):
+            metrics: object = self.custom_task.metrics()
+        if not isinstance(metrics, Mapping):
             raise ValueError(
-                f"{name_of(self.own)}.metrics must return metrics by name, not {kind_of(found)}"
+                f"{name_of(self.custom_task)}.metrics must return metrics by name, not {kind_of(metrics)}"
             )
-        if unknown := found.keys() - self.own.better.keys():
+        if unknown := metrics.keys() - self.custom_task.better.keys():
             raise ValueError(
-                f"{name_of(self.own)}.better must name {', '.join(sorted(unknown))} of metrics() too, "
+                f"{name_of(self.custom_task)}.better must name {', '.join(sorted(unknown))} of metrics() too, "
                 "and whether max or min is better"
             )
-        return found
+        return metrics
 
     def measure(self, model: nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
         collated = self._collated(batch)
         losses, outputs = self._losses(model, batch, collated)
-        with exits_fail(f"{name_of(self.own)}.measure"):
-            measured = self.own.measure(outputs, collated)
+        with exits_fail(f"{name_of(self.custom_task)}.measure"):
+            measured = self.custom_task.measure(outputs, collated)
         if not isinstance(measured, Mapping):
             raise ValueError(
-                f"{name_of(self.own)}.measure must return tensors by name, not {kind_of(measured)}"
+                f"{name_of(self.custom_task)}.measure must return tensors by name, not {kind_of(measured)}"
             )
-        given = {"loss": losses, **measured}
-        if missing := [name for name in self.own.better if name not in given]:
-            raise ValueError(f"{name_of(self.own)}.measure gave no {', '.join(missing)}")
-        inputs = {name: given[name] for name in self.own.better if isinstance(given[name], tuple)}
-        tallies, ones = {}, torch.ones_like(losses)
+        values = {"loss": losses, **measured}
+        if missing := [name for name in self.custom_task.better if name not in values]:
+            raise ValueError(f"{name_of(self.custom_task)}.measure gave no {', '.join(missing)}")
+        inputs = {
+            name: values[name]
+            for name in self.custom_task.better
+            if isinstance(values[name], tuple)
+        }
+        tallies, weights = {}, torch.ones_like(losses)
         for name in self.metrics:
             if name not in inputs:
-                self._check_each(f"measure's {name}", given[name], batch)
-                tallies[name] = Tally(given[name], ones)
+                self._check_each(f"measure's {name}", values[name], batch)
+                tallies[name] = Tally(values[name], weights)
         predictions = self._predictions(outputs, batch, collated) if predict else {}
         return Measured(tallies, inputs, predictions)
 
     def _predictions(self, outputs: Any, batch: Batch, collated: Any) -> Columns:
-        with exits_fail(f"{name_of(self.own)}.predict"):
-            said = self.own.predict(outputs, collated)
-        if not isinstance(said, Mapping):
+        with exits_fail(f"{name_of(self.custom_task)}.predict"):
+            predictions = self.custom_task.predict(outputs, collated)
+        if not isinstance(predictions, Mapping):
             raise ValueError(
-                f"{name_of(self.own)}.predict must return tensors by name, not {kind_of(said)}"
+                f"{name_of(self.custom_task)}.predict must return tensors by name, not {kind_of(predictions)}"
             )
-        for name, values in said.items():
+        for name, values in predictions.items():
             first = values[:, 0] if isinstance(values, Tensor) and values.ndim == 2 else values
             self._check_each(f"predict's {name}", first, batch)
-        return {name: _numbers(values) for name, values in said.items()}
+        return {name: _numbers(values) for name, values in predictions.items()}
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        with exits_fail(f"{name_of(self.own)}.outputs"):
-            said: object = self.own.outputs(model, self._collated(batch))
+        with exits_fail(f"{name_of(self.custom_task)}.outputs"):
+            outputs: object = self.custom_task.outputs(model, self._collated(batch))
         if not (
-            isinstance(said, Tensor) and said.is_floating_point() and said.ndim and said.numel()
+            isinstance(outputs, Tensor)
+            and outputs.is_floating_point()
+            and outputs.ndim
+            and outputs.numel()
         ):
             raise ValueError(
-                f"{name_of(self.own)}.outputs must return one tensor of floating-point numbers, by "
-                f"which growth is checked, not {kind_of(said)}; where the model returns something "
+                f"{name_of(self.custom_task)}.outputs must return one tensor of floating-point numbers, by "
+                f"which growth is checked, not {kind_of(outputs)}; where the model returns something "
                 "else, define outputs(self, model, batch), e.g. return model(batch['x'])[0]"
             )
-        return said
+        return outputs
 
     def _collated(self, batch: Batch) -> Any:
         """Return what the user's `collate` makes of a batch; the batch itself without one."""
-        if type(self.own).collate is CustomTask.collate:
+        if type(self.custom_task).collate is CustomTask.collate:
             return batch
-        with exits_fail(f"{name_of(self.own)}.collate"):
-            return self.own.collate(_each(batch))
+        with exits_fail(f"{name_of(self.custom_task)}.collate"):
+            return self.custom_task.collate(_each(batch))
 
     def _losses(self, model: nn.Module, batch: Batch, collated: Any) -> tuple[Tensor, Any]:
         """Return the losses, and what `measure` and `predict` get: outputs, or the model."""
-        with exits_fail(f"{name_of(self.own)}.loss"):
-            losses: Any = self.own.loss(model, collated)
+        with exits_fail(f"{name_of(self.custom_task)}.loss"):
+            losses: Any = self.custom_task.loss(model, collated)
         outputs: Any = model
         if isinstance(losses, tuple) and len(losses) == 2:
             losses, outputs = losses
@@ -138,7 +145,7 @@ class UserTask(Task):
         if not isinstance(values, Tensor):
             hint = ": it returns nothing" if values is None else ""
             raise ValueError(
-                f"{name_of(self.own)}.{what} must be a tensor [samples], one value for each of "
+                f"{name_of(self.custom_task)}.{what} must be a tensor [samples], one value for each of "
                 f"{samples}, not {kind_of(values)}{hint}"
             )
         if values.shape != (samples,):
@@ -146,7 +153,7 @@ class UserTask(Task):
             if values.ndim > 1 and len(values) == samples:
                 hint = ": take the mean over the other axes, e.g. .flatten(1).mean(1)"
             raise ValueError(
-                f"{name_of(self.own)}.{what} must be [samples], one for each of {samples}, not "
+                f"{name_of(self.custom_task)}.{what} must be [samples], one for each of {samples}, not "
                 f"{list(values.shape)}{hint}"
             )
 

@@ -112,7 +112,7 @@ def _fill(
     place = {"name": f"{parts.config.name}.{branch.name}", "resume": "never"}
     config = with_values(parts.config, changes | place | {"record.run_dir": None})
     run.logs.mkdir()
-    for name, file in parts.task.spec.kept.items():
+    for name, file in parts.task.spec.run_files.items():
         atomic.write_synced(run.path / name, file.read_bytes())
     recorder = Recorder(run.events)
     recorder.write(

@@ -217,7 +217,7 @@ def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[
     """Return the model of a checkpoint, and its settings and architecture."""
     try:
         model = spec_class(config.task).saved(config, source.manifest.architecture)
-        state = fold_history(initial_state(config, model.begun, model.facts), history)
+        state = fold_history(initial_state(config, model.initial_shape, model.facts), history)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source.path}: not a model that can grow:\n{error}") from error
     if encode_json(dict(state.architecture.to_dict())) != encode_json(dict(model.architecture)):

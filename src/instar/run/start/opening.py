@@ -134,7 +134,7 @@ def _agree_on_run_dir(plan: RunPlan, rank: RankContext) -> RunDir:
                 prepared.config.name,
                 lambda folder: _write_config(folder, plan, plan.run.loaded.origins),
             )
-            for name, file in prepared.spec.kept.items():
+            for name, file in prepared.spec.run_files.items():
                 replace_file(run_dir.path / name, file.read_bytes())
             path = str(run_dir.path)
             remember(plan.run.request.launch_key, str(run_dir.path.absolute()))
