@@ -37,13 +37,13 @@ All keys: instar config schema{of}      What is in force: instar config show {pa
 @click.argument("path", required=False)
 @click.option(
     "--preset",
-    "chosen",
+    "presets",
     multiple=True,
     type=click.Choice(names_in(PRESETS)),
     help="Start from ready-made settings; may be given several times, later ones win.",
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
-def init(kind: str, path: str | None, chosen: tuple[str, ...], force: bool) -> None:
+def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> None:
     """Write a commented config to PATH (default: KIND.yaml).
 
     Every key is in it, with its meaning; what begins with '#key:' is at its default.
@@ -53,7 +53,7 @@ def init(kind: str, path: str | None, chosen: tuple[str, ...], force: bool) -> N
     from instar.config.errors import ConfigError
 
     path = path or f"{kind}.yaml"
-    text = starter(kind, path, chosen)
+    text = starter(kind, path, presets)
     try:
         with Path(path).open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
@@ -100,7 +100,7 @@ def demo(overrides: tuple[str, ...]) -> None:
         click.echo(f"  {line:<27}# {meaning}{needs}", err=True)
 
 
-def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
+def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
     """Return the commented config that `instar init` writes to `path`.
 
     It contains every key of the schema: set if the starter has a value that the selected presets
@@ -120,25 +120,29 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
     document, _ = parse(text, kind)
     assert document is not None
     task = document.data.get("task", LANGUAGE)
-    if chosen and task != LANGUAGE:
+    if preset_names and task != LANGUAGE:
         raise ConfigError.one(
-            f"preset {', '.join(chosen)}: presets are for language models, not for task {task}",
+            f"preset {', '.join(preset_names)}: presets are for language models, not for task {task}",
             "--preset",
             "leave it out",
         )
     root = root_of(task)
-    presets = {name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8") for name in chosen}
+    presets = {
+        name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8") for name in preset_names
+    }
     by_preset = {
         key
         for name, preset in presets.items()
-        if (made := parse(preset, name)[0]) is not None
-        for key, _ in flat(root, made.data)
+        if (preset_document := parse(preset, name)[0]) is not None
+        for key, _ in flat(root, preset_document.data)
     }
-    given = {dotted(key): value for key, value in flat(root, document.data) if key not in by_preset}
-    given |= {"preset": list(chosen)} if chosen else {}
-    grows = next((name for name in chosen if name in growing.DIVISORS), "")
+    set_values = {
+        dotted(key): value for key, value in flat(root, document.data) if key not in by_preset
+    }
+    set_values |= {"preset": list(preset_names)} if preset_names else {}
+    grows = next((name for name in preset_names if name in growing.DIVISORS), "")
     # with a schedule of its own, a preset that makes one leaves the final shape as it is
-    settings = {"schedule": list[Any]()} | given
+    settings = {"schedule": list[Any]()} | set_values
     config = load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]).config
 
     description = "\n\n".join(
@@ -159,11 +163,11 @@ def starter(kind: str, path: str, chosen: Sequence[str] = ()) -> str:
         for item in get_args(field.annotation):
             for name, inner in getattr(item, "model_fields", {}).items():
                 lines += _comment(f"{name}: {inner.description}", indent, "  ")
-        written = entry(key, value)
-        if key == "schedule" and key not in given and grows:
+        entry_lines = entry(key, value)
+        if key == "schedule" and key not in set_values and grows:
             lines.append(f"# schedule: made by preset {grows}, see --dry-run")
         else:
-            lines += written if key in given else [f"{indent}#{written[0].lstrip()}"]
+            lines += entry_lines if key in set_values else [f"{indent}#{entry_lines[0].lstrip()}"]
     return "\n".join(lines) + "\n"
 
 
@@ -275,11 +279,11 @@ def validate(cfg: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     loaded = _load(cfg, overrides)
     all_values = values(loaded.config)
-    given = sum(loaded.origins[key] != "default" for key in all_values)
+    set_count = sum(loaded.origins[key] != "default" for key in all_values)
     if as_json:
-        print_json({"config": cfg, "valid": True, "set": given, "keys": len(all_values)})
+        print_json({"config": cfg, "valid": True, "set": set_count, "keys": len(all_values)})
         return
-    click.echo(f"{cfg}: ok, {given} of {len(all_values)} keys set")
+    click.echo(f"{cfg}: ok, {set_count} of {len(all_values)} keys set")
 
 
 @config.command()
@@ -302,11 +306,16 @@ def diff(a: str, b: str, as_json: bool) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    found = differing(read)
+    differences = differing(read)
     if as_json:
-        print_json({key: {"a": one, "b": other} for key, (one, other) in found.items()})
-    elif found:
-        rows = [(key, in_yaml(one), in_yaml(other)) for key, (one, other) in found.items()]
+        print_json(
+            {key: {"a": value_a, "b": value_b} for key, (value_a, value_b) in differences.items()}
+        )
+    elif differences:
+        rows = [
+            (key, in_yaml(value_a), in_yaml(value_b))
+            for key, (value_a, value_b) in differences.items()
+        ]
         print_table(("key", a, b), rows)
     else:
         click.echo("no differences", err=True)

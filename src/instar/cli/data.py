@@ -74,10 +74,10 @@ def prepare(
     """
     from instar.run.lifecycle.load import load_config
 
-    given = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
+    settings = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
     options = [
         f"{key}={json.dumps(value) if key in _TEXTS else value}"
-        for key, value in given.items()
+        for key, value in settings.items()
         if value is not None
     ]
     loaded = load_config(cfg, [*overrides, *options])
@@ -91,11 +91,11 @@ def prepare(
     if not isinstance(config, TextConfig):
         click.echo(config.data.path or "in memory")
         return
-    made = folders(config.data, config.data_seed)
+    paths = folders(config.data, config.data_seed)
     if not as_json:
-        click.echo("\n".join(map(str, made)))
+        click.echo("\n".join(map(str, paths)))
         return
-    summaries = [_summary(_open(str(folder))[0]) for folder in made]
+    summaries = [_summary(_open(str(folder))[0]) for folder in paths]
     print_json(summaries if config.data.mixture else summaries[0])
 
 
@@ -162,15 +162,15 @@ def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
 def _kind(dataset: TokenDataset) -> str:
     """Return the kind of the data as text."""
     kind, source = _kind_of(dataset), dataset.source.get("source")
-    found = _elsewhere(dataset)
+    counts_by_unit = _elsewhere(dataset)
     if kind == "tokens":
         return "tokens: all of it as token shards"
     if kind == "rows":
         documents = dataset.source.get("documents", 0)
         return f"rows: {documents:,} documents of {source} as token shards"
-    if not found:
+    if not counts_by_unit:
         return f"{kind}: {source}, not read to its end yet"
-    ((what, counts),) = found.items()
+    ((what, counts),) = counts_by_unit.items()
     lanes = f"{len(counts)} lane{'' if len(counts) == 1 else 's'}"
     return f"{kind}: {source}, counted: {sum(counts):,} {what} in {lanes}"
 

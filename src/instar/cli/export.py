@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from instar.cli.output import as_text, chosen, deliver, output_options, read_all, runs_argument
+from instar.cli.output import (
+    as_text,
+    deliver,
+    output_options,
+    read_all,
+    runs_argument,
+    selected_runs,
+)
 from instar.config.files import read_regular
 from instar.record.atomic import atomic_file, sync_file
 from instar.record.progress import tracked
@@ -65,57 +72,61 @@ def events(
     """
     from instar.logs.read.filters import KINDS, check_kinds, filter_events, kind_of
 
-    found, seen_kinds = chosen(runs), set[str]()
+    run_dirs, seen_kinds = selected_runs(runs), set[str]()
 
     def filtered(run: RunDir) -> Iterator[FilteredEvent]:
-        for one in filter_events(
+        for entry in filter_events(
             run, kinds, from_step=from_step, to_step=to_step, superseded=superseded
         ):
-            seen_kinds.add(kind_of(one.event))
-            yield one
+            seen_kinds.add(kind_of(entry.event))
+            yield entry
 
-    each: Each = ((run, filtered(run)) for run in found)
+    events_by_run: Each = ((run, filtered(run)) for run in run_dirs)
     if not set(kinds) <= set(KINDS):  # kinds of a newer Instar, or misspelt: look into the records
-        each = [(run, list(filtered(run))) for run in found]
+        events_by_run = [(run, list(filtered(run))) for run in run_dirs]
         check_kinds(kinds, seen_kinds)
     format_events = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]
     deliver(
-        format_events(each, several=len(found) > 1, superseded=superseded), output, open_it=open_it
+        format_events(events_by_run, several=len(run_dirs) > 1, superseded=superseded),
+        output,
+        open_it=open_it,
     )
 
 
-def _text(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
+def _text(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
     from instar.logs.text.format_event import EventFormatter
 
-    for number, (run, found) in enumerate(each):
+    for number, (run, events) in enumerate(events_by_run):
         if several:
             yield from ["", str(run.path)][number == 0 :]
         formatter = EventFormatter(run.path)
-        for one in found:
-            mark = "  (superseded)" if one.superseded else ""
-            yield from (f"{line}{mark}" for line in formatter.every(one.event))
+        for entry in events:
+            mark = "  (superseded)" if entry.superseded else ""
+            yield from (f"{line}{mark}" for line in formatter.every(entry.event))
 
 
-def _lines(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:
-    for run, found in each:
-        for one in found:
+def _lines(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[str]:
+    for run, events in events_by_run:
+        for entry in events:
             if several or superseded:
-                yield json.dumps(_object(run, one, several, superseded), separators=(",", ":"))
+                yield json.dumps(_object(run, entry, several, superseded), separators=(",", ":"))
             else:
-                yield one.line.decode("utf-8", "backslashreplace")
+                yield entry.line.decode("utf-8", "backslashreplace")
 
 
-def _json(each: Each, *, several: bool, superseded: bool) -> Iterator[str]:
+def _json(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[str]:
     texts = (
-        json.dumps(_object(run, one, several, superseded)) for run, found in each for one in found
+        json.dumps(_object(run, entry, several, superseded))
+        for run, events in events_by_run
+        for entry in events
     )
     yield f"[{', '.join(texts)}]"
 
 
-def _object(run: RunDir, one: FilteredEvent, several: bool, superseded: bool) -> dict[str, Any]:
+def _object(run: RunDir, entry: FilteredEvent, several: bool, superseded: bool) -> dict[str, Any]:
     as_dict: dict[str, Any] = {"run": str(run.path)} if several else {}
-    as_dict |= json.loads(one.line)
-    return as_dict | ({"superseded": one.superseded} if superseded else {})
+    as_dict |= json.loads(entry.line)
+    return as_dict | ({"superseded": entry.superseded} if superseded else {})
 
 
 TABLES = ("csv", "parquet", "jsonl")
@@ -148,23 +159,25 @@ def export(
     `wandb sync`. Exporting a run again adds a second copy.
     """
 
-    found = chosen(runs)
-    write = _tracker_writer(to, output) if to in TRACKERS else _table_writer(to, output, len(found))
+    run_dirs = selected_runs(runs)
+    write = (
+        _tracker_writer(to, output) if to in TRACKERS else _table_writer(to, output, len(run_dirs))
+    )
     if output is None and to in TABLES and as_json:
         raise _usage("--json describes written files, but there is none", "name one with -o")
-    read = read_all(found)
+    read = read_all(run_dirs)
     records = tracked(read.records, f"exporting to {to}", "runs", len(read.records))
-    written = [write(record, superseded) for record in records]
+    exports = [write(record, superseded) for record in records]
     for record in read.records:
         for fault in record.faults:
             click.echo(fault, err=True)
     if as_json:
-        click.echo(as_text(written))
+        click.echo(as_text(exports))
     elif output is not None or to in TRACKERS:
-        for each in written:
-            click.echo(each["where"])
-            if to == "mlflow" and each["where"].startswith("file:"):
-                store = shlex.quote(each["where"].partition(" ")[0])
+        for entry in exports:
+            click.echo(entry["where"])
+            if to == "mlflow" and entry["where"].startswith("file:"):
+                store = shlex.quote(entry["where"].partition(" ")[0])
                 opened = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
                 click.echo(f"open it with: {opened}", err=True)
     return read.report_faults()
@@ -200,7 +213,10 @@ def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], 
     plain = _settings(to, output, {})
     if problems := missing(RecordConfig(trackers=plain)):
         raise ConfigError(
-            *(ConfigProblem((), f"--to {to}: {each.message}", each.hint) for each in problems)
+            *(
+                ConfigProblem((), f"--to {to}: {problem.message}", problem.hint)
+                for problem in problems
+            )
         )
 
     def write(record: RunRecord, superseded: bool) -> Written:
@@ -265,9 +281,9 @@ def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord
 
     def write(record: RunRecord, superseded: bool) -> Written:
         if output is None and sys.stdout is not None and sys.stdout.isatty():
-            shown = io.BytesIO()
-            rows = write_rows(record, superseded, shown)
-            click.echo(shown.getvalue().decode("utf-8", "replace"), nl=False)
+            buffer = io.BytesIO()
+            rows = write_rows(record, superseded, buffer)
+            click.echo(buffer.getvalue().decode("utf-8", "replace"), nl=False)
             return _written(record, to, "-", rows=rows)
         if output is None:
             # sys.stdout is None if it was closed before Python started
@@ -352,4 +368,4 @@ def _rows(record: RunRecord, superseded: bool) -> Rows:
     from instar.logs.read.rows import rows_of
 
     series: Sequence[Any] = [record.series(name) for name in record.metrics]
-    return rows_of(series if superseded else [each.current() for each in series])
+    return rows_of(series if superseded else [column.current() for column in series])

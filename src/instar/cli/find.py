@@ -86,10 +86,12 @@ def lr(
 @find.command()
 @click.argument("cfg", required=False, type=click.Path())
 @set_option
-@click.option("--max", "most", type=click.IntRange(min=1), help="Largest micro-batch to try.")
+@click.option("--max", "max_batch", type=click.IntRange(min=1), help="Largest micro-batch to try.")
 @trust_option
 @json_option
-def batch(cfg: str | None, overrides: tuple[str, ...], most: int | None, as_json: bool) -> None:
+def batch(
+    cfg: str | None, overrides: tuple[str, ...], max_batch: int | None, as_json: bool
+) -> None:
     """Find the largest micro-batch that fits in memory, and the fastest.
 
     Trains some steps of CFG's model with 1, 2, 4 … samples at once, on one device, and prints
@@ -101,7 +103,7 @@ def batch(cfg: str | None, overrides: tuple[str, ...], most: int | None, as_json
     from instar.run.find.batch_size import find_batch_size
 
     result = find_batch_size(
-        loaded, most, say=_say, on_try=lambda tried: _say(f"{tried.batch_size} samples …")
+        loaded, max_batch, say=_say, on_try=lambda tried: _say(f"{tried.batch_size} samples …")
     )
     if as_json:
         print_json(result.to_dict())
@@ -141,14 +143,14 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
     """
     from instar.run.find.machine import examine
 
-    found = examine(folder, quick=quick, say=lambda text: _say(f"{text} …"))
+    report = examine(folder, quick=quick, say=lambda text: _say(f"{text} …"))
     if as_json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(report))
         return
-    print_table(["CHECK", "FOUND"], [[check.what, check.found] for check in found.checks])
+    print_table(["CHECK", "FOUND"], [[check.what, check.found] for check in report.checks])
     click.echo("\nInstar would train with")
-    print_named(((f"  {key}", str(value)) for key, value in found.settings.items()), 22)
-    advised = [(f"  {check.what}", check.advice) for check in found.checks if check.advice]
+    print_named(((f"  {key}", str(value)) for key, value in report.settings.items()), 22)
+    advised = [(f"  {check.what}", check.advice) for check in report.checks if check.advice]
     if advised:
         click.echo("\nto change")
         print_named(advised, 22)

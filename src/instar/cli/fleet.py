@@ -72,13 +72,13 @@ def plan(
     from instar.fleet.view.table import cell, plan_row
 
     loaded = load_fleet(file, _with_engine(overrides, engine))
-    made, _ = plan_and_gpus(loaded, gpus, on_this_machine=False)
+    fleet_plan, _ = plan_and_gpus(loaded, gpus, on_this_machine=False)
     for problem in missing_commands(loaded):
         click.echo(f"{problem.where}: {problem.message}; `up` needs it: {problem.hint}", err=True)
-    rows = [plan_row(made, instance) for instance in made.instances]
-    requests = scheduler_request(made, gpus)
+    rows = [plan_row(fleet_plan, instance) for instance in fleet_plan.instances]
+    requests = scheduler_request(fleet_plan, gpus)
     if as_json:
-        print_json({"parallel": made.parallel, **requests, "instances": rows})
+        print_json({"parallel": fleet_plan.parallel, **requests, "instances": rows})
         return
     headers = list(rows[0])
     cells = [[cell(row[header]) for header in headers] for row in rows]
@@ -86,12 +86,12 @@ def plan(
     print_table([header.upper() for header in headers], cells, right=[h.upper() for h in right])
     for name, request in requests.items():
         click.echo(f"{name}: {request if isinstance(request, str) else json.dumps(request)}")
-    if made.spec.search is not None:
-        click.echo(str(made.spec.search), err=True)
-    waiting = len(made.instances) - made.parallel
-    where = "" if made.spec.engine == "local" else f" by {made.spec.engine}"
+    if fleet_plan.spec.search is not None:
+        click.echo(str(fleet_plan.spec.search), err=True)
+    waiting = len(fleet_plan.instances) - fleet_plan.parallel
+    where = "" if fleet_plan.spec.engine == "local" else f" by {fleet_plan.spec.engine}"
     click.echo(
-        f"{len(made.instances)} instances, {made.parallel} at a time{where}"
+        f"{len(fleet_plan.instances)} instances, {fleet_plan.parallel} at a time{where}"
         + (f"; {waiting} wait for a free place" if waiting > 0 else ""),
         err=True,
     )
@@ -136,11 +136,11 @@ def up(
     loaded = load_fleet(file, _with_engine(overrides, engine))
     if max_steps is not None:
         loaded = as_test(loaded, max_steps)
-    made, _ = plan_and_gpus(loaded, gpus)
-    chosen = _chosen(only, len(made.instances))
-    _check_detach(made.spec.engine, detach)
-    check_engine(made.spec, gpus, _say)
-    return _run(create_fleet_folder(loaded, gpus), chosen, wait, detach)
+    fleet_plan, _ = plan_and_gpus(loaded, gpus)
+    indices = _chosen(only, len(fleet_plan.instances))
+    _check_detach(fleet_plan.spec.engine, detach)
+    check_engine(fleet_plan.spec, gpus, _say)
+    return _run(create_fleet_folder(loaded, gpus), indices, wait, detach)
 
 
 @fleet.command()
@@ -159,9 +159,9 @@ def resume(name: str, only: str | None, wait: bool, detach: bool) -> int:
 
     started = reopen_fleet(find_fleet(name))
     with chdir(started.cwd):
-        made, _ = plan_and_gpus(started.loaded, started.gpus)
-        _check_detach(made.spec.engine, detach)
-        return _run(started, _chosen(only, len(made.instances)), wait, detach)
+        fleet_plan, _ = plan_and_gpus(started.loaded, started.gpus)
+        _check_detach(fleet_plan.spec.engine, detach)
+        return _run(started, _chosen(only, len(fleet_plan.instances)), wait, detach)
 
 
 @fleet.command(hidden=True)
@@ -239,21 +239,18 @@ def logs(
         of_instance = instance in (None, log.instance, indices.get(log.instance))
         return of_instance and process in (None, log.process)
 
-    there = [*filter(wanted, process_logs(folder))]
-    if not there:
+    matching = [*filter(wanted, process_logs(folder))]
+    if not matching:
         root = folder / "logs"
         raise ConfigError.one("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
     if as_json:
-        found = tail_logs(folder, wanted, lines, follow=False)
+        rows = tail_logs(folder, wanted, lines, follow=False)
         names = ("instance", "process", "line")
         print_json(
-            [
-                dict(zip(names, (log.instance, log.process, line), strict=True))
-                for log, line in found
-            ]
+            [dict(zip(names, (log.instance, log.process, line), strict=True)) for log, line in rows]
         )
         return
-    is_only = len(there) == 1 and not (follow and process is None)
+    is_only = len(matching) == 1 and not (follow and process is None)
     for log, line in tail_logs(folder, wanted, lines, follow=follow):
         mark = "" if is_only else f"{log.instance}/{log.process} | "
         click.echo(f"{mark}{line}")
@@ -325,12 +322,12 @@ def reap(dry_run: bool) -> int:
     """Kill processes of fleets whose launcher is gone (yours; see --dry-run)."""
     from instar.fleet.folder import leftovers
 
-    found = leftovers()
-    for process in found:
+    orphans = leftovers()
+    for process in orphans:
         click.echo(f"{process.pid}  {process.fleet}  {process.instance}  {process.command}")
         if not dry_run:
             process.kill()
-    if not found:
+    if not orphans:
         click.echo("nothing is left behind", err=True)
     return 0
 
@@ -348,14 +345,16 @@ def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: boo
     from instar.fleet.load import load_fleet
 
     loaded = load_fleet(file, overrides)
-    made, found_gpus = plan_and_gpus(loaded, gpus, on_this_machine=False)
-    findings = diagnose_fleet(made, found_gpus, [*missing_commands(loaded)])
+    fleet_plan, found_gpus = plan_and_gpus(loaded, gpus, on_this_machine=False)
+    findings = diagnose_fleet(fleet_plan, found_gpus, [*missing_commands(loaded)])
     if as_json:
-        print_json([vars(each) for each in findings])
+        print_json([vars(finding) for finding in findings])
     else:
-        rows = [["ok" if each.ok else "problem", each.what, each.text] for each in findings]
+        rows = [
+            ["ok" if finding.ok else "problem", finding.what, finding.text] for finding in findings
+        ]
         print_table(["", "CHECK", "RESULT"], rows)
-    return 0 if all(each.ok for each in findings) else 4
+    return 0 if all(finding.ok for finding in findings) else 4
 
 
 def _with_engine(overrides: tuple[str, ...], engine: str | None) -> tuple[str, ...]:
@@ -401,10 +400,10 @@ def _chosen(only: str | None, count: int) -> tuple[int, ...]:
         return ()
     from instar.fleet.placement import numbers_in
 
-    found = numbers_in(only if "," in only or "-" in only else f"{only}-{only}", "--only")
-    if outside := [number for number in found if number >= count]:
+    numbers = numbers_in(only if "," in only or "-" in only else f"{only}-{only}", "--only")
+    if outside := [number for number in numbers if number >= count]:
         raise ConfigError.one(f"there is no instance {outside[0]}", "--only", f"0 to {count - 1}")
-    return tuple(found)
+    return tuple(numbers)
 
 
 def _running_launcher(folder: Path) -> int:
@@ -422,7 +421,10 @@ def _indices(folder: Path) -> dict[str, str]:
     from instar.fleet.plan import instances_of
 
     with suppress(ConfigError, ValueError):
-        return {each.run_name: str(each.index) for each in instances_of(describe_fleet(folder)[0])}
+        return {
+            instance.run_name: str(instance.index)
+            for instance in instances_of(describe_fleet(folder)[0])
+        }
     return {}
 
 

@@ -127,8 +127,8 @@ def operation_of(text: str) -> Operation:
     place = f"--op {text}"
     values: dict[str, Any] = {}
     for part in _OPTION.split(text.strip()):
-        name, equals, given = part.partition("=")
-        value, problems = parse(given, place, ())
+        name, equals, value_text = part.partition("=")
+        value, problems = parse(value_text, place, ())
         if problems:
             raise ConfigError(*problems)
         if not re.fullmatch("[a-z_]+", name) or (values and not equals) or name in values:
@@ -158,10 +158,10 @@ def _print_stages(result: OfflineGrowth) -> None:
         before = stage.parameters
     if result.proof is not None:
         what = "logit" if result.checked_on == "random tokens" else "output"
-        moved = (
+        change = (
             f"max |Δ{what}| {result.proof.max_logit_diff:.2g}, Δloss {result.proof.delta_loss:+.2g}"
         )
-        click.echo(f"checked on {result.checked_on}: {moved}: {result.proof.label}", err=True)
+        click.echo(f"checked on {result.checked_on}: {change}: {result.proof.label}", err=True)
     if result.warning:
         click.echo(f"warning: {result.warning}", err=True)
     click.echo(f"{result.path}, in {result.seconds:.1f} s", err=True)
@@ -282,10 +282,10 @@ def pilot(
     from instar.schedule.render import render_saving
 
     budget_s = _seconds(budget, steps)
-    chosen = (*overrides, *([schedule_option(file)] if file else ()))
+    settings = (*overrides, *([schedule_option(file)] if file else ()))
     result = run_pilot(
         cfg,
-        chosen,
+        settings,
         budget_s=budget_s,
         steps=steps,
         seeds=seeds,
@@ -295,8 +295,8 @@ def pilot(
         say=lambda text: click.echo(text, err=True),
     )
     if as_json:
-        found = result.pilot.found
-        print_json({"file": str(result.file), "saving": result.saving.to_dict(), **found})
+        findings = result.pilot.found
+        print_json({"file": str(result.file), "saving": result.saving.to_dict(), **findings})
         return
     _print_pilot(result.pilot)
     click.echo(render_saving(result.saving))
@@ -353,52 +353,69 @@ def search(
         dry_run=dry_run,
         say=lambda text: click.echo(text, err=True),
     )
-    found, saving = result.search, result.saving
+    schedule_search, saving = result.search, result.saving
     if as_json:
-        flops, runs = found.work(lambda per_token: per_token * found.tokens_per_step)
+        flops, runs = schedule_search.work(
+            lambda per_token: per_token * schedule_search.tokens_per_step
+        )
         values = {
             "file": None if result.file is None else str(result.file),
             "saving": None if saving is None else saving.to_dict(),
-            "complete": found.missing is None,
-            "losses": {each.name: found.losses(each) for each in found.candidates},
-            "rungs": found.rungs,
+            "complete": schedule_search.missing is None,
+            "losses": {
+                candidate.name: schedule_search.losses(candidate)
+                for candidate in schedule_search.candidates
+            },
+            "rungs": schedule_search.rungs,
             "runs": runs,
             "flops": flops,
         }
         print_json(values)
         return
-    _print_search(found)
+    _print_search(schedule_search)
     if saving is not None:
         click.echo(render_saving(saving))
     if result.file is not None:
         words = shlex.join(["instar", "train", str(cfg), "--schedule", str(result.file)])
         click.echo(f"{result.file}\nnext: {words}")
-    elif not dry_run and found.missing is None:
+    elif not dry_run and schedule_search.missing is None:
         click.echo(
             "no schedule is better than the final size from scratch with the same FLOPs: none is written"
         )
 
 
-def _print_search(found: ScheduleSearch) -> None:
+def _print_search(schedule_search: ScheduleSearch) -> None:
     """Print the candidates of a search with their losses, and what it costs in all."""
     from instar.cli.output import print_table
     from instar.record.format import scientific, si
 
-    headers = ["schedule", "begins with", "grows at", "steps", *(f"{n:,}" for n in found.rungs)]
+    headers = [
+        "schedule",
+        "begins with",
+        "grows at",
+        "steps",
+        *(f"{n:,}" for n in schedule_search.rungs),
+    ]
     rows = []
-    for each in found.candidates:
-        steps = each.steps(found.rungs[-1])
-        moments = ", ".join(f"{step:,}" for step in each.moments(steps))
-        losses = ["" if loss is None else f"{loss:.4f}" for loss in found.losses(each)]
-        rows.append([each.name, si(each.parameters), moments, f"{steps:,}", *losses])
+    for candidate in schedule_search.candidates:
+        steps = candidate.steps(schedule_search.rungs[-1])
+        moments = ", ".join(f"{step:,}" for step in candidate.moments(steps))
+        losses = [
+            "" if loss is None else f"{loss:.4f}" for loss in schedule_search.losses(candidate)
+        ]
+        rows.append([candidate.name, si(candidate.parameters), moments, f"{steps:,}", *losses])
     print_table(headers, rows, right=headers[1:])
-    flops, count = found.work(lambda per_token: per_token * found.tokens_per_step)
-    seconds, _ = found.work(found.step_seconds)
-    whole = found.scratch.flops(found.run_steps) * found.tokens_per_step
+    flops, count = schedule_search.work(
+        lambda per_token: per_token * schedule_search.tokens_per_step
+    )
+    seconds, _ = schedule_search.work(schedule_search.step_seconds)
+    scratch_flops = (
+        schedule_search.scratch.flops(schedule_search.run_steps) * schedule_search.tokens_per_step
+    )
     click.echo(
-        f"losses at the FLOPs of so many steps of the final size; steps, moments: at {found.rungs[-1]:,}\n"
-        f"{count} runs, at most {scientific(round(flops))} FLOPs, {flops / whole:.2f} times those of the "
-        f"final size in {found.run_steps:,} steps; steps take about {seconds / 60:,.1f} min"
+        f"losses at the FLOPs of so many steps of the final size; steps, moments: at {schedule_search.rungs[-1]:,}\n"
+        f"{count} runs, at most {scientific(round(flops))} FLOPs, {flops / scratch_flops:.2f} times those of the "
+        f"final size in {schedule_search.run_steps:,} steps; steps take about {seconds / 60:,.1f} min"
     )
 
 
@@ -419,20 +436,20 @@ def _seconds(text: str | None, steps: int | None) -> float:
     return budget.amount
 
 
-def _print_pilot(found: Pilot) -> None:
+def _print_pilot(pilot: Pilot) -> None:
     """Print the runs of a pilot, what they say, and the trigger that follows from them."""
     from instar.cli.output import print_table
     from instar.record.format import si
 
-    said = found.found
-    worths = {one["run"]: one for one in said["grown"]}
+    summary = pilot.found
+    worths = {entry["run"]: entry for entry in summary["grown"]}
     rows = []
-    for run in found.runs:
-        one = worths.get(run.case.name)
+    for run in pilot.runs:
+        growth = worths.get(run.case.name)
         worth = (
             ["", ""]
-            if one is None
-            else [f"{one['token_worth']:.3f}", f"{one['missing_loss']:+.4f}"]
+            if growth is None
+            else [f"{growth['token_worth']:.3f}", f"{growth['missing_loss']:+.4f}"]
         )
         grown = f"{run.case.grown_at[-1]:,}" if run.case.grown_at else ""
         steps, tokens = f"{run.case.steps:,}", si(round(run.tokens))
@@ -440,9 +457,9 @@ def _print_pilot(found: Pilot) -> None:
     headers = ["run", "steps", "grown at", "tokens", "loss", "γ", "δ"]
     print_table(headers, rows, right=headers[1:])
     click.echo(
-        f"c {said['cost']:.3f} of the FLOPs, {said['cost_in_seconds']:.3f} of the time; "
-        f"θ {said['exponent']:.2f} ({said['exponent_low']:.2f} to {said['exponent_high']:.2f})"
+        f"c {summary['cost']:.3f} of the FLOPs, {summary['cost_in_seconds']:.3f} of the time; "
+        f"θ {summary['exponent']:.2f} ({summary['exponent_low']:.2f} to {summary['exponent_high']:.2f})"
     )
-    if (law := said["final_curve"]) is not None:
+    if (law := summary["final_curve"]) is not None:
         curve = ", ".join(f"{key}: {value:.6g}" for key, value in law.items())
         click.echo(f"trigger     when: {{slope_below: {{window: 5, curve: {{{curve}}}}}}}")

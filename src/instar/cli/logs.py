@@ -15,14 +15,14 @@ from instar.cli.output import (
     OUT_DIR,
     WIDTH,
     as_text,
-    chosen,
-    chosen_groups,
     deliver,
     json_format_option,
     output_options,
     print_table,
     read_all,
     runs_argument,
+    selected_groups,
+    selected_runs,
     terminal_width,
 )
 
@@ -135,15 +135,15 @@ def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     trees = in_trees(rows, lambda row: row.summary)
     headers: tuple[str, ...] = HEADERS
     cells: list[tuple[str, ...]] = [_row_cells(row, depth) for depth, row in trees]
-    begun = [branched(row.summary) for _, row in trees]
-    if any(begun):
-        steps = (f"step {first.step:,}" if first else "" for first in begun)
+    branches = [branched(row.summary) for _, row in trees]
+    if any(branches):
+        steps = (f"step {first.step:,}" if first else "" for first in branches)
         headers = (*headers, "branch at")
-        cells = [(*each, step) for each, step in zip(cells, steps, strict=True)]
+        cells = [(*row_cells, step) for row_cells, step in zip(cells, steps, strict=True)]
     if any(row.labels.tags for row in rows):
         tags = (" ".join(row.labels.tags) for _, row in trees)
         headers = (*headers, "tags")
-        cells = [(*each, tag) for each, tag in zip(cells, tags, strict=True)]
+        cells = [(*row_cells, tag) for row_cells, tag in zip(cells, tags, strict=True)]
     return headers, cells
 
 
@@ -180,10 +180,10 @@ def tag(runs: tuple[str, ...], add: tuple[str, ...], remove: tuple[str, ...]) ->
         tags = dict.fromkeys((*labels.tags, *add))
         return RunLabels(tuple(t for t in tags if t not in remove), labels.note, labels.archived)
 
-    found = chosen(runs)
+    run_dirs = selected_runs(runs)
     if add or remove:
-        change_labels(found, tagged)
-    for run, labels in zip(found, labels_of(found), strict=True):
+        change_labels(run_dirs, tagged)
+    for run, labels in zip(run_dirs, labels_of(run_dirs), strict=True):
         click.echo(f"{run.path}: {', '.join(labels.tags) or 'no tags'}")
 
 
@@ -194,10 +194,10 @@ def note(runs: tuple[str, ...], message: str | None) -> None:
     """Set the note of each RUN, then print it."""
     from instar.logs.query.labels import RunLabels, change_labels, labels_of
 
-    found = chosen(runs)
+    run_dirs = selected_runs(runs)
     if message is not None:
-        change_labels(found, lambda labels: RunLabels(labels.tags, message, labels.archived))
-    for run, labels in zip(found, labels_of(found), strict=True):
+        change_labels(run_dirs, lambda labels: RunLabels(labels.tags, message, labels.archived))
+    for run, labels in zip(run_dirs, labels_of(run_dirs), strict=True):
         click.echo(f"{run.path}: {labels.note or 'no note'}")
 
 
@@ -208,9 +208,9 @@ def archive(runs: tuple[str, ...], undo: bool) -> None:
     """Leave each RUN out of lists and of the dashboard; its files stay as they are."""
     from instar.logs.query.labels import RunLabels, change_labels
 
-    found = chosen(runs)
-    change_labels(found, lambda labels: RunLabels(labels.tags, labels.note, archived=not undo))
-    for run in found:
+    run_dirs = selected_runs(runs)
+    change_labels(run_dirs, lambda labels: RunLabels(labels.tags, labels.note, archived=not undo))
+    for run in run_dirs:
         click.echo(f"{run.path}: {'shown again' if undo else 'archived'}")
 
 
@@ -234,24 +234,24 @@ def summary(
     """
     from instar.logs.query.summary import summarize, to_json
 
-    read = read_all(chosen(runs, every=every))
-    found = [summarize(record) for record in read.records]
+    read = read_all(selected_runs(runs, every=every))
+    summaries = [summarize(record) for record in read.records]
     if as_json or form == "json":
-        text = as_text([to_json(each) for each in found])
+        text = as_text([to_json(run_summary) for run_summary in summaries])
     else:
-        text = "\n".join(_summary_lines(found, form, terminal_width() or WIDTH))
+        text = "\n".join(_summary_lines(summaries, form, terminal_width() or WIDTH))
     deliver(text, output, open_it=open_it)
     return read.report_faults()
 
 
-def _summary_lines(found: Sequence[Summary], form: str, width: int) -> list[str]:
+def _summary_lines(summaries: Sequence[Summary], form: str, width: int) -> list[str]:
     from instar.logs.text.summary import markdown, one_lines, page
 
     if form == "one-line":
-        return one_lines(found)
+        return one_lines(summaries)
     if form == "md":
-        return markdown(found)
-    pages = [page(each, width) for each in found]
+        return markdown(summaries)
+    pages = [page(run_summary, width) for run_summary in summaries]
     return [line for number, lines in enumerate(pages) for line in ["", *lines][number == 0 :]]
 
 
@@ -323,12 +323,12 @@ def compare(
 
     axis = axis_named(axis)
     at = [parse_place(place) for place in places]
-    found = chosen_groups(runs)
-    if len(found) < 2 and not runs:
+    groups = selected_groups(runs)
+    if len(groups) < 2 and not runs:
         raise ConfigError.one("a comparison needs two runs", hint="instar logs compare RUN RUN")
-    read = read_all([*found])
+    read = read_all([*groups])
     runs_read = [record.run for record in read.records]
-    sides, faults = group_runs(runs_read, by or "run", {} if by else found)
+    sides, faults = group_runs(runs_read, by or "run", {} if by else groups)
     for fault in faults:
         click.echo(f"config not compared: {fault}", err=True)
     for note in notes_on_data({group.name: group.runs for group in sides}):
@@ -382,15 +382,15 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
             hint="to follow JSON lines: tail -f RUN/events.jsonl",
         )
     runs = find_runs([run], OUT_DIR)
-    found = runs[-1]
+    run_dir = runs[-1]
     if len(runs) > 1:
-        click.echo(f"{run!r} matches {len(runs)} runs; showing {found.path}", err=True)
+        click.echo(f"{run!r} matches {len(runs)} runs; showing {run_dir.path}", err=True)
     if rank is not None:
-        _tail_log(found, rank, count, follow)
+        _tail_log(run_dir, rank, count, follow)
     elif as_json:
-        _tail_json(found, count)
+        _tail_json(run_dir, count)
     else:
-        _tail_events(found, count, follow)
+        _tail_events(run_dir, count, follow)
 
 
 def _tail_events(run: RunDir, count: int, follow: bool) -> None:

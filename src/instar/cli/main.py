@@ -236,7 +236,7 @@ def with_suggestion(error: click.UsageError) -> click.UsageError:
     """Add a suggestion to the error if a key of the config was given as an option."""
     hint = ""
     params = error.ctx.command.params if error.ctx else []
-    options = {name for each in params for name in each.opts}
+    options = {name for parameter in params for name in parameter.opts}
     if isinstance(error, click.NoSuchOption):
         likely = [name for name in error.possibilities or () if name != "--help"]
         hint = _suggest_option(error.option_name, options)
@@ -257,8 +257,8 @@ _RANKS = (
 """Names of other launchers' options for the number of processes."""
 
 
-def _suggest_option(given: str, options: Collection[str]) -> str:
-    word = given.lstrip("-").replace("-", "_")
+def _suggest_option(option: str, options: Collection[str]) -> str:
+    word = option.lstrip("-").replace("-", "_")
     if "--nproc" in options and word in _RANKS:
         return "write --nproc for the number of ranks, or --devices 0,1 for their GPUs"
     if word == "schedule" and "--op" in options:
@@ -268,7 +268,7 @@ def _suggest_option(given: str, options: Collection[str]) -> str:
     from instar.config.fields import LANGUAGE, root_of
     from instar.config.suggestions import suggest_key
 
-    if given in ("--config", "--cfg") and "--config" not in options:
+    if option in ("--config", "--cfg") and "--config" not in options:
         return "give the config without an option: instar train CFG"
     if word == "schedule" and "--schedule" not in options and "--until" not in options:
         return "give the schedule's file without an option"

@@ -52,18 +52,18 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
-def byte_size(_context: click.Context, _option: click.Parameter, given: str) -> int:
+def byte_size(_context: click.Context, _option: click.Parameter, text: str) -> int:
     """Return a number of bytes such as 500MB, 5GB or 2GiB."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]I?B)?", given.strip().upper(), re.ASCII)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]I?B)?", text.strip().upper(), re.ASCII)
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size < 1:
-        raise click.BadParameter(f"{given!r} is not a size; write e.g. 500MB or 5GB")
+        raise click.BadParameter(f"{text!r} is not a size; write e.g. 500MB or 5GB")
     return size
 
 
-def _trust(_context: click.Context, _option: click.Parameter, given: bool) -> None:
+def _trust(_context: click.Context, _option: click.Parameter, enabled: bool) -> None:
     """Set the environment variable, which ranks and data workers inherit."""
-    if given:
+    if enabled:
         os.environ[TRUST_VARIABLE] = "1"
 
 
@@ -77,13 +77,13 @@ trust_option = click.option(
 
 
 def _indices(
-    _context: click.Context, _option: click.Parameter, given: str | None
+    _context: click.Context, _option: click.Parameter, text: str | None
 ) -> list[int] | None:
-    if given is None:
+    if text is None:
         return None
-    parts = [part.strip() for part in given.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise click.BadParameter(f"{given!r}; write each GPU's index once, e.g. 0,1")
+        raise click.BadParameter(f"{text!r}; write each GPU's index once, e.g. 0,1")
     return [int(part) for part in parts]
 
 
@@ -129,17 +129,17 @@ def allow_option(words: str) -> Callable[[Command], Command]:
 MOST_PROFILED = 100
 
 
-def _profiled_steps(_context: click.Context, _option: click.Parameter, given: str | None) -> int:
+def _profiled_steps(_context: click.Context, _option: click.Parameter, text: str | None) -> int:
     from instar.config.budget import parse_budget
 
-    if given is None:
+    if text is None:
         return 0
     try:
-        budget = parse_budget(given)
+        budget = parse_budget(text)
     except ValueError as error:
         raise click.BadParameter(f"{error}; write e.g. 5it") from None
     if budget.kind != "steps" or budget.amount > MOST_PROFILED:
-        raise click.BadParameter(f"{given!r} is not 1it to {MOST_PROFILED}it")
+        raise click.BadParameter(f"{text!r} is not 1it to {MOST_PROFILED}it")
     return int(budget.amount)
 
 
@@ -157,20 +157,21 @@ class StrictCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         single = [
-            each
-            for each in self.params
-            if isinstance(each, click.Option) and not (each.multiple or each.count or each.is_flag)
+            parameter
+            for parameter in self.params
+            if isinstance(parameter, click.Option)
+            and not (parameter.multiple or parameter.count or parameter.is_flag)
         ]
         for option in single:
             words = [*option.opts, *option.secondary_opts]
-            given = [
+            values = [
                 args[n + 1] if word in words else word.partition("=")[2]
                 for n, word in enumerate(args[: args.index("--") if "--" in args else None])
                 if (word in words and n + 1 < len(args))
                 or word.startswith(tuple(f"{w}=" for w in words))
             ]
-            if len(set(given)) > 1:
-                ctx.fail(f"{words[-1]} is given {len(given)} times: {', '.join(given)}; give one")
+            if len(set(values)) > 1:
+                ctx.fail(f"{words[-1]} is given {len(values)} times: {', '.join(values)}; give one")
         return super().parse_args(ctx, args)
 
 
@@ -244,8 +245,8 @@ class _Line:
         return getattr(self.stream, name)
 
 
-def _keep(_context: click.Context, _option: click.Parameter, given: bool) -> None:
-    if given and isinstance(sys.stdout, _Line):
+def _keep(_context: click.Context, _option: click.Parameter, enabled: bool) -> None:
+    if enabled and isinstance(sys.stdout, _Line):
         sys.stdout.kept = io.StringIO()
 
 
@@ -270,8 +271,8 @@ class CommandGroup(click.Group):
 class LazyGroup(click.Group):
     """A group defined by a table: each command's location, `module:attribute`, and its help."""
 
-    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **rest: Any) -> None:
-        super().__init__(*args, **rest)
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **options: Any) -> None:
+        super().__init__(*args, **options)
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002

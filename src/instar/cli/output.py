@@ -87,13 +87,13 @@ def _draw(
     from rich.text import Text
 
     console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
-    shown = columns_that_fit(headers, rows, optional, console.width)
-    unwrapped = [number for number in shown if number == 0 or headers[number] in right]
-    if not _has_room(headers, rows, unwrapped, shown, console.width):
-        _stack(headers, rows, shown, console.width)
+    columns = columns_that_fit(headers, rows, optional, console.width)
+    unwrapped = [number for number in columns if number == 0 or headers[number] in right]
+    if not _has_room(headers, rows, unwrapped, columns, console.width):
+        _stack(headers, rows, columns, console.width)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for number in shown:
+    for number in columns:
         table.add_column(
             as_shown(headers[number]),
             overflow="fold",
@@ -101,7 +101,7 @@ def _draw(
             justify="right" if headers[number] in right else "left",
         )
     for row in rows:
-        table.add_row(*(Text(as_shown(row[number])) for number in shown))
+        table.add_row(*(Text(as_shown(row[number])) for number in columns))
     with unfiltered(sys.stdout):
         console.print(table)
 
@@ -110,28 +110,28 @@ def _has_room(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
     unwrapped: Collection[int],
-    shown: Sequence[int],
+    columns: Sequence[int],
     width: int,
 ) -> bool:
     """Whether the wrappable columns have enough room next to the others."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    least = sum(widths[n] if n in unwrapped else min(widths[n], _MIN_CELL) for n in shown)
-    return least + _GAP * (len(shown) - 1) <= width
+    min_width = sum(widths[n] if n in unwrapped else min(widths[n], _MIN_CELL) for n in columns)
+    return min_width + _GAP * (len(columns) - 1) <= width
 
 
 def _stack(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[int], width: int
+    headers: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int], width: int
 ) -> None:
     """Print each row as lines of header and wrapped cell."""
-    if headers[shown[0]]:
-        click.echo(headers[shown[0]])
+    if headers[columns[0]]:
+        click.echo(headers[columns[0]])
     for row in rows:
-        click.echo(row[shown[0]])
-        for number in shown[1:]:
+        click.echo(row[columns[0]])
+        for number in columns[1:]:
             if row[number]:
-                named = f"{headers[number]} {row[number]}".lstrip()
+                text = f"{headers[number]} {row[number]}".lstrip()
                 for line in textwrap.wrap(
-                    named, width, initial_indent="  ", subsequent_indent="    "
+                    text, width, initial_indent="  ", subsequent_indent="    "
                 ):
                     click.echo(line)
 
@@ -291,16 +291,16 @@ class Read:
         return 4 if self.faults else 0
 
 
-def chosen(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
+def selected_runs(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
     """Find the runs that the arguments name; with `every` and no arguments, all in `runs`.
 
     Raises:
         ConfigError: an argument names no run.
     """
-    return [*chosen_groups(runs, every=every)]
+    return [*selected_groups(runs, every=every)]
 
 
-def chosen_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
+def selected_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
     """Find the runs that the arguments name, each with its group if the argument is a fleet's folder,
     else with an empty one.
 
@@ -309,17 +309,17 @@ def chosen_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, s
     """
     from instar.logs.query.runs import find_runs
 
-    found: dict[Path, tuple[RunDir, str]] = {}
+    groups: dict[Path, tuple[RunDir, str]] = {}
     for text in runs or ([str(OUT_DIR)] if every else ["latest"]):
         if text and Path(text, "fleet.json").exists():
             from instar.fleet.view.reader import fleet_runs
 
-            named = fleet_runs(Path(text))
+            group_by_run = fleet_runs(Path(text))
         else:
-            named = dict.fromkeys(find_runs([text], OUT_DIR), "")
-        for run, group in named.items():
-            found.setdefault(run.path.resolve(), (run, group))
-    return dict(found.values())
+            group_by_run = dict.fromkeys(find_runs([text], OUT_DIR), "")
+        for run, group in group_by_run.items():
+            groups.setdefault(run.path.resolve(), (run, group))
+    return dict(groups.values())
 
 
 def read_all(runs: Sequence[RunDir]) -> Read:

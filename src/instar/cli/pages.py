@@ -14,12 +14,12 @@ from instar.cli.options import json_option
 from instar.cli.output import (
     WIDTH,
     as_text,
-    chosen_groups,
     deliver,
     json_format_option,
     launch,
     read_all,
     runs_argument,
+    selected_groups,
     terminal_width,
 )
 from instar.config.errors import ConfigError, unfiltered
@@ -116,8 +116,8 @@ def plot(
 
     form = _form(form, output, as_json=as_json, open_it=open_it)
     x = axis_named(axis, AXES, "--x")
-    found = chosen_groups(runs, every=compare)
-    wanted = ChartRequest(
+    groups = selected_groups(runs, every=compare)
+    request = ChartRequest(
         panels=_panels(metrics, loss_curves=loss_curves),
         axis=x,
         weight=smooth,
@@ -129,10 +129,10 @@ def plot(
         end=None if end is None else place_on(x, end, "--to"),
         marks=marks,
         by=by or "run",
-        group_names={} if by else found,
+        group_names={} if by else groups,
     )
-    read = read_all([*found])
-    _deliver(read.records, wanted, form, output, open_it=open_it)
+    read = read_all([*groups])
+    _deliver(read.records, request, form, output, open_it=open_it)
     return read.report_faults()
 
 
@@ -155,14 +155,14 @@ def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool)
 def _panels(metrics: str | None, *, loss_curves: bool) -> tuple[tuple[str, ...], ...]:
     from instar.logs.plot.compose import LOSS_CURVES
 
-    named = [name.strip() for name in (metrics or "").split(",")]
-    panels = tuple((name,) for name in dict.fromkeys(filter(None, named)))
+    names = [name.strip() for name in (metrics or "").split(",")]
+    panels = tuple((name,) for name in dict.fromkeys(filter(None, names)))
     return (*LOSS_CURVES, *panels) if loss_curves or not panels else panels
 
 
 def _deliver(
     records: tuple[RunRecord, ...],
-    wanted: ChartRequest,
+    request: ChartRequest,
     form: str,
     output: str | None,
     *,
@@ -171,7 +171,7 @@ def _deliver(
     """Draw the chart and write it to its destination."""
     from instar.logs.plot.compose import compose
 
-    chart = compose(records, wanted)
+    chart = compose(records, request)
     to_stdout = output is None or output == "-"
     if form == "json":
         deliver(as_text(chart.to_dict()), None if to_stdout else output, open_it=open_it)
@@ -185,14 +185,14 @@ def _deliver(
         else:
             deliver(terminal(chart, size), None if to_stdout else output, open_it=open_it)
     else:
-        _write(_drawn(chart, records, wanted, form), form, output, open_it=open_it)
+        _write(_drawn(chart, records, request, form), form, output, open_it=open_it)
 
 
-def _drawn(chart: Chart, records: tuple[RunRecord, ...], wanted: ChartRequest, form: str) -> bytes:
+def _drawn(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, form: str) -> bytes:
     if form == "html":
         from instar.logs.web.report import plot_html
 
-        return plot_html(records, chart, wanted).encode("utf-8", "backslashreplace")
+        return plot_html(records, chart, request).encode("utf-8", "backslashreplace")
     from instar.logs.plot.figure import picture
 
     return picture(chart, cast(Literal["png", "svg", "pdf"], form))
@@ -268,13 +268,13 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     from instar.logs.web.report import report_html
     from instar.record.atomic import replace_file
 
-    found = chosen_groups(runs)
-    read = read_all([*found])
+    groups = selected_groups(runs)
+    read = read_all([*groups])
     if not read.records:
         return read.report_faults()
     default = read.records[0].run.report if len(read.records) == 1 else Path(REPORT_OF_SEVERAL)
     path = output or default
-    content = report_html(read.records, found).encode("utf-8", "backslashreplace")
+    content = report_html(read.records, groups).encode("utf-8", "backslashreplace")
     try:
         replace_file(path, content)
     except OSError as error:

@@ -142,8 +142,8 @@ def _inspect_pretrained(path: Path, tensors: bool, as_json: bool) -> None:
         print_json(facts | ({"tensors": msgspec.to_builtins(headers)} if tensors else {}))
         return
     axes = ", ".join(f"{axis} {size:,}" for axis, size in facts["axes"].items())
-    said = {**facts, "axes": axes, "parameters": f"{facts['parameters']:,}"}
-    print_named([(name, str(value)) for name, value in said.items()], 14)
+    texts = {**facts, "axes": axes, "parameters": f"{facts['parameters']:,}"}
+    print_named([(name, str(value)) for name, value in texts.items()], 14)
     if tensors:
         print_headers(headers)
 
@@ -171,13 +171,13 @@ def verify(where: str, every: bool, as_json: bool) -> int:
         if not as_json:
             print_check(checks[-1])
     if as_json:
-        print_json([_check_to_json(each) for each in checks])
-    if any(each.broken for each in checks):
+        print_json([_check_to_json(check) for check in checks])
+    if any(check.broken for check in checks):
         return _print_newest_intact(_root(where))
     dangling = [] if (Path(where) / MANIFEST).is_file() else dangling_pointers(_root(where))
     for text in dangling:
         click.echo(text, err=True)
-    return EXIT_BROKEN if dangling or any(each.unreadable for each in checks) else 0
+    return EXIT_BROKEN if dangling or any(check.unreadable for check in checks) else 0
 
 
 @checkpoint.command()
@@ -196,20 +196,21 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)
     with _with_advice(path_a):
-        one = read_manifest(path_a)
+        manifest_a = read_manifest(path_a)
     with _with_advice(path_b):
-        other = read_manifest(path_b)
-    settings = differing([_settings(path_a, one), _settings(path_b, other)])
+        manifest_b = read_manifest(path_b)
+    settings = differing([_settings(path_a, manifest_a), _settings(path_b, manifest_b)])
     groups = {"settings": settings, **compare_facts(path_a, path_b)}
     compared = compare_tensors(path_a, path_b)
     if as_json:
         as_json_data: dict[str, Any] = {"a": str(path_a), "b": str(path_b)}
-        for group, found in groups.items():
+        for group, differences in groups.items():
             as_json_data[group] = {
-                key: {"a": left, "b": right} for key, (left, right) in found.items()
+                key: {"a": value_a, "b": value_b} for key, (value_a, value_b) in differences.items()
             }
         as_json_data["tensors"] = {
-            file: [d.to_dict() for d in found] for file, found in compared.items()
+            file: [d.to_dict() for d in file_differences]
+            for file, file_differences in compared.items()
         }
         print_json(as_json_data)
     else:
@@ -235,11 +236,11 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
     from instar.run.lifecycle.analysis import analyze_checkpoint
 
     with _with_advice(path):
-        found = analyze_checkpoint(path, before)
+        analysis = analyze_checkpoint(path, before)
     if as_json:
-        print_json(found.to_dict())
+        print_json(analysis.to_dict())
     else:
-        print_analysis(found)
+        print_analysis(analysis)
 
 
 @checkpoint.command()
@@ -274,9 +275,9 @@ def export(
     from instar.models.hf.module import class_name
 
     with _with_advice(path):
-        found = load(path)
+        checkpoint = load(path)
     with _checkpoint_errors():
-        arch = export_folder(found, folder, averaged=ema, max_shard_bytes=max_shard_size)
+        arch = export_folder(checkpoint, folder, averaged=ema, max_shard_bytes=max_shard_size)
     name = CLASSES[style_of(arch)] if isinstance(arch, Architecture) else class_name(arch)
     if as_json:
         print_json({"path": str(folder), "class": name})
@@ -362,15 +363,15 @@ def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
     from instar.checkpoint.manifest import CheckpointError, UnreadableError, read_manifest
 
     root = path.parent.parent
-    named = [pointer for pointer in pointers(root) if pointed_at(root, pointer) == path]
-    row: dict[str, Any] = {"name": path.name, "path": str(path), "pointers": named}
+    pointer_names = [pointer for pointer in pointers(root) if pointed_at(root, pointer) == path]
+    row: dict[str, Any] = {"name": path.name, "path": str(path), "pointers": pointer_names}
     try:
         manifest = read_manifest(path)
     except UnreadableError as error:
         return row | {"verified": verify, "broken": [], "unreadable": [str(error)]}
     except CheckpointError as error:
         return row | {"verified": verify, "broken": [str(error)], "unreadable": []}
-    found = check(path) if verify else None
+    outcome = check(path) if verify else None
     return row | {
         "step": manifest.step,
         "tokens": manifest.progress.get("tokens"),
@@ -381,21 +382,21 @@ def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "left_at": left_at(manifest, line),
         "verified": verify,
-        "broken": list(found.broken) if found else [],
-        "unreadable": list(found.unreadable) if found else [],
+        "broken": list(outcome.broken) if outcome else [],
+        "unreadable": list(outcome.unreadable) if outcome else [],
     }
 
 
-def _check_to_json(each: Check) -> dict[str, Any]:
+def _check_to_json(check: Check) -> dict[str, Any]:
     return {
-        "path": str(each.path),
-        "whole": not each.broken and not each.unreadable,
-        "broken": each.broken,
-        "unreadable": each.unreadable,
-        "unlisted": each.unlisted,
-        "size_bytes": each.size_bytes,
-        "seconds": each.seconds,
-        "bytes_per_s": each.bytes_per_s,
+        "path": str(check.path),
+        "whole": not check.broken and not check.unreadable,
+        "broken": check.broken,
+        "unreadable": check.unreadable,
+        "unlisted": check.unlisted,
+        "size_bytes": check.size_bytes,
+        "seconds": check.seconds,
+        "bytes_per_s": check.bytes_per_s,
     }
 
 

@@ -159,33 +159,37 @@ def log(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
 
     folder = chain_at(where)
     chain = links(folder)
-    found: dict[int, LinkStatistics] = {}
+    by_number: dict[int, LinkStatistics] = {}
     if stats or picture is not None:
         from instar.checkpoint.delta.statistics import statistics
 
-        found = {each.number: each for each in statistics(folder)}
+        by_number = {entry.number: entry for entry in statistics(folder)}
     if picture is not None:
-        _draw(list(found.values()), str(folder), picture)
+        _draw(list(by_number.values()), str(folder), picture)
     if as_json:
         print_json(
             [
-                _facts(link) | (found[link.number].to_dict() if link.number in found else {})
+                _facts(link)
+                | (by_number[link.number].to_dict() if link.number in by_number else {})
                 for link in chain
             ]
         )
         return
     headers = ["link", "step", "kind", "size", "smaller", "density"]
     rows = [_row(link) for link in chain]
-    if found:
+    if by_number:
         headers.append("overlap")
         rows = [
-            [*row, _share(found[link.number].whole.overlap if link.number in found else None)]
+            [
+                *row,
+                _share(by_number[link.number].whole.overlap if link.number in by_number else None),
+            ]
             for row, link in zip(rows, chain, strict=True)
         ]
     print_table(headers, rows, right=[name for name in headers if name != "kind"])
     _say_gaps(_gaps(folder, chain))
-    if found:
-        _print_layers(list(found.values()))
+    if by_number:
+        _print_layers(list(by_number.values()))
 
 
 @delta.command()
@@ -310,12 +314,12 @@ def _say_gaps(gaps: Sequence[tuple[tuple[int, int], str]]) -> None:
         click.echo(gap_text(missing, before), err=True)
 
 
-def _draw(found: Sequence[LinkStatistics], title: str, path: Path) -> None:
+def _draw(statistics: Sequence[LinkStatistics], title: str, path: Path) -> None:
     """Write a plot of the statistics."""
     from instar.logs.plot.deltas import deltas_picture
 
     kind = picture_kind(path, "--plot")
-    write_picture(path, deltas_picture(found, title, kind), "--plot")
+    write_picture(path, deltas_picture(statistics, title, kind), "--plot")
 
 
 def _number(folder: Path, number: int | None, step: int | None) -> int:
@@ -372,11 +376,11 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.2%}"
 
 
-def _print_layers(found: Sequence[LinkStatistics]) -> None:
+def _print_layers(statistics: Sequence[LinkStatistics]) -> None:
     """Print the mean density and overlap of each layer."""
     layers: dict[str, list[Any]] = {}
-    for each in found:
-        for name, share in each.layers.items():
+    for entry in statistics:
+        for name, share in entry.layers.items():
             layers.setdefault(name, []).append(share)
     if layers:
         click.echo()

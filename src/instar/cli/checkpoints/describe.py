@@ -120,8 +120,8 @@ def _amount(unit: str, value: float) -> str:
 
 def _architecture(fields: Mapping[str, Any]) -> list[str]:
     """Describe a GPT in two lines; list the fields of any other architecture."""
-    if "model_type" in fields and (told := _pretrained(fields)):
-        return told
+    if "model_type" in fields and (lines := _pretrained(fields)):
+        return lines
     counted = all(type(fields.get(name)) is int for name in _SHAPE)
     if not (counted and all(name in fields for name in (*_SWITCHES, "rope_base"))):
         return [", ".join(f"{name} {_cell(value)}" for name, value in fields.items()) or "none"]
@@ -149,7 +149,10 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
             if a.get("num_experts")
             else []
         ),
-        *(f"adapters of rank {one['rank']} on {one['target']}" for one in a.get("lora", ())),
+        *(
+            f"adapters of rank {adapter['rank']} on {adapter['target']}"
+            for adapter in a.get("lora", ())
+        ),
         *([f"new {m['axis']} entering until step {m['begin'] + m['steps']:,}"] if m else []),
     ]
     return [
@@ -169,7 +172,7 @@ def _pretrained(fields: Mapping[str, Any]) -> list[str]:
     except ArchitectureError:
         return []
     axes = ", ".join(f"{axis} {size:,}" for axis, size in shape.sizes().items())
-    adapters = [f"adapters of rank {each.rank} on {each.target}" for each in shape.lora]
+    adapters = [f"adapters of rank {adapter.rank} on {adapter.target}" for adapter in shape.lora]
     head = "tied head" if shape.tied else "untied head"
     return [f"{shape.family.name}: {axes}", ", ".join([head, *adapters])]
 
@@ -201,30 +204,28 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                 row["reason"],
             ]
         state = ["BROKEN"] if row["broken"] else ["whole"] if row["verified"] else []
-        left = row.get("left_at")
-        branch = [] if left is None else [f"left at step {left:,}"]
+        superseded_at = row.get("left_at")
+        branch = [] if superseded_at is None else [f"left at step {superseded_at:,}"]
         texts.append([row["name"], *cells, " ".join([*row["pointers"], *branch, *state])])
     print_table(["checkpoint", "step", "tokens", "loss", "size", "age", "reason", ""], texts)
 
 
-def print_check(each: Check) -> None:
+def print_check(check: Check) -> None:
     """Print whether a checkpoint is whole, and the duration of the check."""
-    rate = (
-        f"{bytes_text(each.size_bytes)} in {each.seconds:.2f} s, {each.bytes_per_s / 1e9:.1f} GB/s"
-    )
-    verdict = "BROKEN" if each.broken else "UNREADABLE" if each.unreadable else "whole"
-    click.echo(f"{each.path}: {verdict}, {rate}")
-    for fault in (*each.broken, *each.unreadable):
+    rate = f"{bytes_text(check.size_bytes)} in {check.seconds:.2f} s, {check.bytes_per_s / 1e9:.1f} GB/s"
+    verdict = "BROKEN" if check.broken else "UNREADABLE" if check.unreadable else "whole"
+    click.echo(f"{check.path}: {verdict}, {rate}")
+    for fault in (*check.broken, *check.unreadable):
         click.echo(f"  {fault}")
-    for name in each.unlisted:
+    for name in check.unlisted:
         click.echo(f"  {name}: not part of the checkpoint; nobody reads it")
 
 
 def print_facts(groups: Mapping[str, Pairs], a: str, b: str) -> None:
     """Print the differing metadata of two checkpoints by group."""
-    for group, found in groups.items():
-        if found:
-            print_table([group, a, b], [[key, *map(_cell, pair)] for key, pair in found.items()])
+    for group, pairs in groups.items():
+        if pairs:
+            print_table([group, a, b], [[key, *map(_cell, pair)] for key, pair in pairs.items()])
         else:
             click.echo(f"{group}: same")
         click.echo()
@@ -234,24 +235,34 @@ def print_tensors(compared: Mapping[str, Sequence[Difference]], in_full: bool) -
     """Print the number of differing tensors per file, and those of the model; `in_full`: of all."""
     verdicts = ("same", "changed", "only_a", "only_b")
     counts = [
-        [file, *(str(sum(each.verdict == verdict for each in found)) for verdict in verdicts)]
-        for file, found in compared.items()
+        [
+            file,
+            *(
+                str(sum(difference.verdict == verdict for difference in differences))
+                for verdict in verdicts
+            ),
+        ]
+        for file, differences in compared.items()
     ]
     print_table(["tensors", "same", "changed", "only in A", "only in B"], counts)
-    for file, found in compared.items():
-        unlike = [each for each in found if each.verdict != "same"]
+    for file, file_differences in compared.items():
+        unlike = [difference for difference in file_differences if difference.verdict != "same"]
         if unlike and (in_full or file == "model.safetensors"):
             click.echo()
-            rows = [[each.name, *_difference_cells(each)] for each in unlike]
+            rows = [[difference.name, *_difference_cells(difference)] for difference in unlike]
             print_table([file, "", "max |b - a|", "‖b - a‖ / ‖a‖"], rows)
 
 
-def _difference_cells(each: Difference) -> list[str]:
-    if each.max_abs is not None and each.relative_l2 is not None:
-        return ["changed", f"{each.max_abs:.3g}", f"{each.relative_l2:.3g}"]
-    if each.a and each.b:
-        return [f"another shape: {_times(each.a.shape)} → {_times(each.b.shape)}", "", ""]
-    return ["only in A" if each.a else "only in B", "", ""]
+def _difference_cells(difference: Difference) -> list[str]:
+    if difference.max_abs is not None and difference.relative_l2 is not None:
+        return ["changed", f"{difference.max_abs:.3g}", f"{difference.relative_l2:.3g}"]
+    if difference.a and difference.b:
+        return [
+            f"another shape: {_times(difference.a.shape)} → {_times(difference.b.shape)}",
+            "",
+            "",
+        ]
+    return ["only in A" if difference.a else "only in B", "", ""]
 
 
 def _times(shape: Sequence[int]) -> str:
@@ -262,11 +273,11 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def print_analysis(found: CheckpointAnalysis) -> None:
+def print_analysis(report: CheckpointAnalysis) -> None:
     """Print tables of matrices and of heads, other changes, and possible conclusions."""
-    analysis = found.analysis
-    click.echo(f"checkpoint  {found.path}")
-    click.echo(f"against     {found.against or 'nothing: it is the first'}")
+    analysis = report.analysis
+    click.echo(f"checkpoint  {report.path}")
+    click.echo(f"against     {report.against or 'nothing: it is the first'}")
     click.echo()
     since = {change.name: change for change in analysis.changes}
     per_step = any(change.relative_per_step for change in analysis.changes)
@@ -296,12 +307,12 @@ def print_analysis(found: CheckpointAnalysis) -> None:
             [[f"layer {layer}", "  ".join(shares)] for layer, shares in layers.items()],
         )
     click.echo()
-    for line in _notes(found):
+    for line in _notes(report):
         click.echo(line)
 
 
-def _notes(found: CheckpointAnalysis) -> Iterator[str]:
-    analysis = found.analysis
+def _notes(report: CheckpointAnalysis) -> Iterator[str]:
+    analysis = report.analysis
     if (drift := analysis.drift) is not None:
         yield (
             f"token table: {drift.rows:,} rows at a mean cosine of {drift.cosine:.4f} to what they "

@@ -37,20 +37,22 @@ def checkpoints(context: click.Context, parameter: click.Parameter, incomplete: 
 def starts(context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
     """What --from takes: pointers and steps of the run that is named before it."""
     # after an option without its value, click leaves all arguments in `args`
-    given = [context.params.get("run"), context.params.get("resume"), *context.args]
-    named = next((str(name) for name in given if name), "")
-    runs = [Path(named), _RUNS / named] if named and named != "latest" else [*_runs()][-1:]
-    found: list[str] = []
+    arguments = [context.params.get("run"), context.params.get("resume"), *context.args]
+    run_name = next((str(name) for name in arguments if name), "")
+    runs = (
+        [Path(run_name), _RUNS / run_name] if run_name and run_name != "latest" else [*_runs()][-1:]
+    )
+    candidates: list[str] = []
     for run in runs:
         with suppress(OSError):
             names = (path.name for path in (run / "checkpoints").iterdir())
-            found += [name.removeprefix("step-") for name in names if not name.startswith(".")]
-    return _matching(sorted(found, key=_by_number) or ["latest", "best"], incomplete)
+            candidates += [name.removeprefix("step-") for name in names if not name.startswith(".")]
+    return _matching(sorted(candidates, key=_by_number) or ["latest", "best"], incomplete)
 
 
 def keys(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
     """Dotted keys of the config, for --set; nothing once a value has begun."""
-    return [] if "=" in incomplete else _matching(_keys(), incomplete, others=False)
+    return [] if "=" in incomplete else _matching(_keys(), incomplete, with_files=False)
 
 
 def fleets(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
@@ -78,10 +80,10 @@ def _by_number(name: str) -> tuple[float, str]:
     return (float(digits) if digits.isdecimal() else -1.0), name
 
 
-def _matching(names: Iterable[str], incomplete: str, *, others: bool = True) -> Items:
-    """Return the names that begin so; if there is none, with `others` any file."""
-    found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-    return found or ([CompletionItem(incomplete, type="file")] if others else [])
+def _matching(names: Iterable[str], incomplete: str, *, with_files: bool = True) -> Items:
+    """Return the names that begin so; if there is none, `with_files` any file."""
+    items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return items or ([CompletionItem(incomplete, type="file")] if with_files else [])
 
 
 def _keys() -> list[str]:
@@ -93,9 +95,9 @@ def _keys() -> list[str]:
     state = [__version__, *sorted(path.stat().st_mtime_ns for path in schema.glob("*.py"))]
     if home is not None:
         with suppress(OSError, ValueError, TypeError, KeyError):
-            kept = json.loads(read_regular(home / "keys.json"))
-            if kept["of"] == state:
-                return [str(key) for key in kept["keys"]]
+            cache = json.loads(read_regular(home / "keys.json"))
+            if cache["of"] == state:
+                return [str(key) for key in cache["keys"]]
 
     from instar.config.fields import ROOTS, keys, root_of
     from instar.record.atomic import atomic_file
