@@ -128,11 +128,11 @@ def stream_samples(
         )
     model = _load(path, device)
     pieces = continuations(model, tokenizer, tokens, max_tokens, num, stops=stop, **options)
-    begun = -1
+    last = -1
     try:
         for number, piece in pieces:
-            if number > begun:
-                begun = number
+            if number > last:
+                last = number
                 yield number, "" if chat else tokenizer.decode(tokens[tokenizer.before.size :])
             yield number, piece
     except FloatingPointError as error:
@@ -190,8 +190,8 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
         for begin in tracked(begins, "evaluating", "windows", len(begins)):
             window_1T = torch.tensor([ids[begin : begin + context + 1]], device=place)
             total += float(model(window_1T[:, :-1], window_1T[:, 1:]))
-    known = token_bytes(tokenizer)
-    size = None if known is None else int(known[ids[1:]].sum())
+    token_sizes = token_bytes(tokenizer)
+    size = None if token_sizes is None else int(token_sizes[ids[1:]].sum())
     return TextLoss(total / (len(ids) - 1), len(ids) - 1, size)
 
 
@@ -221,7 +221,7 @@ def _tokenizer(path: Path) -> Tokenizer:
     return load_tokenizer(path.absolute().parent.parent)
 
 
-def _opened(path: Path, tokenizer: Tokenizer, said: str) -> tuple[list[int], list[str]]:
+def _opened(path: Path, tokenizer: Tokenizer, message: str) -> tuple[list[int], list[str]]:
     """Return the tokens of a conversation up to the answer, and the texts that end one."""
     from instar.data.text.foreign.chat_template import template_beside
     from instar.data.text.tokenizer import BPETokenizer
@@ -230,7 +230,7 @@ def _opened(path: Path, tokenizer: Tokenizer, said: str) -> tuple[list[int], lis
     if not isinstance(tokenizer, BPETokenizer):
         raise ConfigError.one("the tokenizer has no special tokens", where="--chat")
     try:
-        text, end = template_beside(run_dir, tokenizer).opened(said)
+        text, end = template_beside(run_dir, tokenizer).opened(message)
     except (ValueError, ImportError) as error:
         raise ConfigError.one(str(error), where="--chat") from None
     ends = filter(None, dict.fromkeys((end, tokenizer.end_token)))

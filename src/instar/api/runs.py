@@ -86,10 +86,10 @@ class Run:
         """
         from instar.logs.query.config import config_values
 
-        (found,), faults = config_values([self.record.run])
+        (config,), faults = config_values([self.record.run])
         if faults:
             raise ConfigError.one(faults[0])
-        return found
+        return config
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints, oldest first."""
