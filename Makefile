@@ -22,7 +22,7 @@ help:
 	@echo "make test-lowest  what depends on torch's version, with the lowest one allowed (5 GB download)"
 	@echo "make test-vllm  a real vLLM on this CPU: servers of fleets, exported models (3 GB download)"
 	@echo "make test-clients  exported models in lm-evaluation-harness and transformers serve"
-	@echo "make lint      format, lint, types, import rules"
+	@echo "make lint      format, lint, types, import rules, names"
 	@echo "make bench     benchmarks, half an hour; results in benchmarks/results, all bars in docs/benchmarks-summary.md"
 	@echo "               (studies, and each benchmark alone: .venv/bin/python benchmarks/run.py --list)"
 	@echo "make bench-quick  three minutes: figures that are stable on a busy machine, each held against a bound"
@@ -125,6 +125,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/support/names.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .
