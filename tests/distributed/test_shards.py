@@ -145,7 +145,7 @@ from instar.distributed.world import World
 from instar.models.architecture import resolve
 from instar.models.gpt import GPT
 from instar.run.loop.optimizer import build_optimizers
-from instar.run.parallel.choose import place
+from instar.run.parallel.choose import wrap_for_eval
 
 SIZE = 64
 wrong = []
@@ -162,7 +162,7 @@ for parallel, optimizer in (
     config = RunConfig(precision="fp32", parallel=parallel, optimizer={"name": optimizer})
     with torch.device("meta"):
         model = GPT(shape)
-    placed = place(config, world, model)
+    placed = wrap_for_eval(config, world, model)
     held = placed.parameters
     for parameter in held.values():
         own(parameter).fill_(0.01)

@@ -136,7 +136,7 @@ def test_other_tasks_keep_fp32_unless_told(prepared: Callable[..., Prepared]) ->
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("precision: bf16\n")
-    going_on = Resume(RunDir(tmp_path), given=True)
+    going_on = Resume(RunDir(tmp_path), has_user_config=True)
     resumed = continuation(going_on, load(None, ["precision=auto"]), None)
     assert resumed.loaded.config.precision == "bf16"
     assert not resumed.changed

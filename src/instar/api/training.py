@@ -143,12 +143,12 @@ def resume(
     from instar.record.start_folder import begun_in
     from instar.run.lifecycle.resume import Resume, named_checkpoint
 
-    found, base, overrides = begun_in(find_run(os.fspath(run)), overrides, say)
-    resumed = Resume(found, start, tuple(allow), fresh=start == "latest")
+    run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, say)
+    resumed = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
     named_checkpoint(resumed)
     with chdir(base):
         return _launch(
-            str(found.config),
+            str(run_dir.config),
             overrides,
             resumed,
             world_size=world_size,
@@ -174,14 +174,14 @@ def _file_and_overrides(
     if not isinstance(config, Mapping):
         return None if config is None else os.fspath(config), overrides
     try:
-        given = [f"{key}={in_yaml(value)}" for key, value in config.items()]
+        texts = [f"{key}={in_yaml(value)}" for key, value in config.items()]
     except (TypeError, ValueError) as error:
         raise ConfigError.one(
             f"the config is not made of plain data: {error}",
             where="instar",
             hint="write numbers, texts, lists and dictionaries",
         ) from None
-    return None, [*given, *overrides]
+    return None, [*texts, *overrides]
 
 
 def _launch(
@@ -310,10 +310,10 @@ def _variables(rank: int | None, world_size: int | None, port: int | None) -> di
         )
     if place.size > 1:
         return {}
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    here |= {"LOCAL_WORLD_SIZE": world_size} | ({"MASTER_PORT": port} if port else {})
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    variables |= {"LOCAL_WORLD_SIZE": world_size} | ({"MASTER_PORT": port} if port else {})
     # Ranks started by the same process belong to one launch.
-    return {LAUNCH_VARIABLE: f"of-{os.getppid()}", **{k: str(v) for k, v in here.items()}}
+    return {LAUNCH_VARIABLE: f"of-{os.getppid()}", **{k: str(v) for k, v in variables.items()}}
 
 
 def _share_threads() -> None:

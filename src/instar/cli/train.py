@@ -147,7 +147,9 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
         from instar.run.lifecycle.resume import Resume, named_checkpoint
 
         run, start = find_run(options.resume), options.start
-        resume = Resume(run, start, options.allow, fresh=start == "latest", given=cfg is not None)
+        resume = Resume(
+            run, start, options.allow, fresh=start == "latest", has_user_config=cfg is not None
+        )
         named_checkpoint(resume)
         cfg = cfg or str(run.config)
         argv = [*argv, *resume.words(), *["--only-test"] * options.only_test]
@@ -155,7 +157,7 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     try:
         loaded = from_launcher() or load_config(cfg, overrides, resuming=resume is not None)
     except ConfigError as error:
-        if resume is None or resume.given:
+        if resume is None or resume.has_user_config:
             raise
         from instar.run.lifecycle.resume import with_restoring
 
@@ -349,37 +351,39 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
     from instar.record.lock import lock_owner
     from instar.record.rundir import find_run
 
-    found = find_run(run)
+    run_dir = find_run(run)
     if command == "status":
-        _print_status(_status(found), as_json)
+        _print_status(_status(run_dir), as_json)
         return 0
-    if lock_owner(found.lock) is None:
+    if lock_owner(run_dir.lock) is None:
         raise NotRunning(
-            f"{found.path} is not running; resume it with: instar resume {found.quoted}"
+            f"{run_dir.path} is not running; resume it with: instar resume {run_dir.quoted}"
         )
-    latest = found.checkpoints / "latest"
+    latest = run_dir.checkpoints / "latest"
     before = _identity(latest)
-    request = ask(found.control, "save" if command == "save" else "stop")
+    request = ask(run_dir.control, "save" if command == "save" else "stop")
     deadline = time.monotonic() + timeout
     while not request.answered():
         # a run that cannot delete another user's request still handles it
         if command == "save" and _identity(latest) != before and _saved_on_request(latest):
             request.withdraw()
             break
-        if lock_owner(found.lock) is None:
+        if lock_owner(run_dir.lock) is None:
             request.withdraw()
             if command == "stop" and _identity(latest) != before:
                 break
-            raise NotRunning(f"{found.path} ended before it handled the request; see {found.logs}")
+            raise NotRunning(
+                f"{run_dir.path} ended before it handled the request; see {run_dir.logs}"
+            )
         if time.monotonic() > deadline:
             request.withdraw()
             raise NotRunning(
-                f"{found.path} did not handle the request within {timeout:g} s; the request is "
+                f"{run_dir.path} did not handle the request within {timeout:g} s; the request is "
                 "withdrawn; set a longer --timeout"
             )
         time.sleep(0.05)
     if _identity(latest) == before:
-        raise NotRunning(f"{found.path} could not save; see {found.log(0)}")
+        raise NotRunning(f"{run_dir.path} could not save; see {run_dir.log(0)}")
     click.echo(
         f"{'saved' if command == 'save' else 'stopped'}: {read_regular(latest).decode().strip()}"
     )
@@ -415,9 +419,9 @@ def _status(run: RunDir) -> dict[str, Any]:
     from instar.record.events import Saved
 
     if not run.events.exists():  # it is preparing its data, or stopped before training
-        found = run_status(run, (), 0.0)
-        states = {"state": found.state, "reason": found.reason}
-        return states | {"process": found.process, "run": str(run.path)}
+        state = run_status(run, (), 0.0)
+        states = {"state": state.state, "reason": state.reason}
+        return states | {"process": state.process, "run": str(run.path)}
     record = read(run)
     summary = summarize(record)
     status: dict[str, Any] = {

@@ -194,8 +194,8 @@ def _suspicion(end: RankExit) -> tuple[int, float]:
 def _code(end: RankExit) -> int:
     if end.failure is not None:
         return end.failure.exit_code
-    known = (ConfigError.exit_code, 3, RunFailed.exit_code)
-    return end.status if end.status in known else RunFailed.exit_code
+    known_codes = (ConfigError.exit_code, 3, RunFailed.exit_code)
+    return end.status if end.status in known_codes else RunFailed.exit_code
 
 
 def _failure_text(exits: Sequence[RankExit]) -> str:

@@ -57,7 +57,7 @@ from instar.run.loop.optimizer import (
 from instar.run.loop.state import RunState
 from instar.run.loop.step import Stepper, set_model_step, stepper_of, to_device
 from instar.run.output.operation_text import format_proof
-from instar.run.parallel.choose import place, shell, trained
+from instar.run.parallel.choose import build_meta_model, wrap_for_eval, wrap_for_training
 from instar.run.parallel.strategy import Evaluable
 from instar.schedule.memory import PROBE_SAMPLES
 from instar.schedule.operations import State, number_of
@@ -159,7 +159,7 @@ def make_candidate(
     stepper.share_buffers()
     with raise_on_all_ranks(world, what):
         task = parts.task.at(after.architecture, after.settings.context)
-        model = place(parts.config, world, shell(parts.config, world, task))
+        model = wrap_for_eval(parts.config, world, build_meta_model(parts.config, world, task))
         check_names(model.parameters, plan.tensors)
         states = stepper.states()
         stays_equal = copies_stay_equal(plan, states, mode)
@@ -243,7 +243,8 @@ def _prove(
     def doubled() -> Doubled | None:
         pairs = ((old, old_task), (model, task))
         old_64, model_64 = (
-            each.doubled(shell(parts.config, world, its_task)) for each, its_task in pairs
+            each.doubled(build_meta_model(parts.config, world, its_task))
+            for each, its_task in pairs
         )
         try:
             _fill(model_64, plan, old_64, key)
@@ -279,7 +280,7 @@ def build_candidate_stepper(parts: Components, candidate: Candidate, after: Stat
     world = parts.world
     check_replicas_equal(world, candidate.replicated())
     with raise_on_all_ranks(world, "preparing the model for training"):
-        strategy = trained(parts.config, candidate.model, after.settings.frozen)
+        strategy = wrap_for_training(parts.config, candidate.model, after.settings.frozen)
         made = stepper_of(parts.config, world, candidate.task, strategy, after)
     with raise_on_all_ranks(world, "filling the optimizers"):
         made.load_states(candidate.optimizer)

@@ -76,7 +76,7 @@ def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAna
         before = earlier.tensors(earlier.weights)
         steps = manifest.step - earlier.manifest.step
     heads, reason = _attention(path, manifest)
-    found = analyze(
+    analysis = analyze(
         checkpoint.tensors(checkpoint.weights),
         parameters,
         heads=heads,
@@ -84,7 +84,7 @@ def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAna
         before=before,
         steps=steps,
     )
-    return CheckpointAnalysis(path, against, found)
+    return CheckpointAnalysis(path, against, analysis)
 
 
 def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
@@ -100,9 +100,9 @@ def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
         if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in stored.items()}:
             return parameters
     tensors = (
-        (name, each.shape)
-        for name, each in stored.items()
-        if name not in manifest.buffers and each.dtype.is_floating_point
+        (name, tensor.shape)
+        for name, tensor in stored.items()
+        if name not in manifest.buffers and tensor.dtype.is_floating_point
     )
     return Fixed(tuple(tensors)).parameters()
 
@@ -110,9 +110,9 @@ def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
 def _saved_before(path: Path) -> Path | None:
     paths = checkpoints(path.absolute().parent.parent)
     line = read_manifest(path).line or None
-    names = [each.name for each in paths]
+    names = [path.name for path in paths]
     at = names.index(path.name) if path.name in names else 0
-    before = (each for each in reversed(paths[:at]) if branch_of(each, line) is None)
+    before = (path for path in reversed(paths[:at]) if branch_of(path, line) is None)
     return next(before, None)
 
 
@@ -141,6 +141,6 @@ def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...],
     except ValueError as error:
         return (), str(error)
     count = max(1, len(windows) - 1)  # the last may be shorter
-    chosen = np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64)
-    batch = to_device(windows.read(chosen), torch.device("cpu"))
+    picked_positions = np.linspace(0, count - 1, min(SAMPLES, count)).astype(np.int64)
+    batch = to_device(windows.read(picked_positions), torch.device("cpu"))
     return attention_entropy(model, batch["inputs"]), ""

@@ -33,17 +33,17 @@ def update_best_pointers(state: RunState, parts: Components, start: Path) -> Non
             if metric in current_best:
                 point(root, pointer, start)
                 continue
-            named = pointed_at(root, pointer)
+            best_path = pointed_at(root, pointer)
             best = state.metrics.best.get(metric, RuleState())
             if (
-                named is not None
-                and branch_of(named, line) is None
-                and _may_be(named, metric, best)
+                best_path is not None
+                and branch_of(best_path, line) is None
+                and _may_be(best_path, metric, best)
             ):
                 continue
-            found = _with_best(root, metric, best, line)
-            if found is not None:
-                point(root, pointer, found)
+            best_checkpoint = _with_best(root, metric, best, line)
+            if best_checkpoint is not None:
+                point(root, pointer, best_checkpoint)
             else:
                 (root / "checkpoints" / pointer).unlink(missing_ok=True)
 

@@ -38,7 +38,7 @@ from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver, SaveResult
 from instar.run.output.text_samples import TextSampler
 from instar.run.output.weight_analysis import WeightAnalyzer
-from instar.run.parallel.choose import begins_on_meta, shell
+from instar.run.parallel.choose import begins_on_meta, build_meta_model
 from instar.schedule.operations import State, initial_state
 from instar.schedule.triggers import schedule_entries
 from instar.tasks.task import Task
@@ -112,7 +112,7 @@ def _build_stepper(
     with raise_on_all_ranks(world, "building the model"):
         values = task.initial_values() if weights is None else weights.tensors
         if begins_on_meta(config, world, task):
-            model = shell(config, world, task)
+            model = build_meta_model(config, world, task)
         else:
             model = task.build()
             # the other ranks receive them

@@ -19,7 +19,7 @@ from instar.run.loop.components import Components
 from instar.run.loop.generators import generator_states, restore_generators
 from instar.run.loop.state import RunState
 from instar.run.loop.step import Stepper, build_stepper, set_model_step, to_device
-from instar.run.parallel.choose import shell
+from instar.run.parallel.choose import build_meta_model
 from instar.schedule.operations import State
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def compile_stages(state: RunState, parts: Components) -> int:
     config, world, device = parts.config, parts.world, parts.world.device
     if not (config.compile and config.compile_stages):
         return 0
-    begun, generators = time.monotonic(), generator_states(device)
+    started_s, generators = time.monotonic(), generator_states(device)
     stepper: Stepper | None = None
     before: State | None = None
     number = 0
@@ -51,7 +51,7 @@ def compile_stages(state: RunState, parts: Components) -> int:
         # the same model is recompiled only if the shape of its samples changes
         if stepper is None or before is None or _model(before) != _model(stage):
             with raise_on_all_ranks(world, "building the model"):
-                bare = shell(config, world, task)
+                bare = build_meta_model(config, world, task)
             stepper = build_stepper(config, world, task, bare, stage)
         stepper.task = task
         _run_once(stepper, stage, f"compiling stage {number}")
@@ -61,7 +61,7 @@ def compile_stages(state: RunState, parts: Components) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     restore_generators(generators, device)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started_s
     parts.logger.console.say(f"compiled the graphs of {number} stages in {seconds:.1f} s")
     logger.info("compiled the graphs of %d stages in %.1f s", number, seconds)
     return number

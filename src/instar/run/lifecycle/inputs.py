@@ -73,11 +73,11 @@ def check_folder_is_shared(run: RunDir | None, record: RecordConfig, world: Worl
     if world.size == 1:
         return
     folder = run.path if run else Path(record.run_dir or record.out_dir)
-    with _probe(folder) if world.is_main else nullcontext("") as made:
-        name = str(agree(world, made))
-        found = gather(world, None if _sees(name) else socket.gethostname())
+    with _probe(folder) if world.is_main else nullcontext("") as probe:
+        name = str(agree(world, probe))
+        unseeing_hosts = gather(world, None if _sees(name) else socket.gethostname())
     unseen: dict[str, list[str]] = {}
-    for rank, host in enumerate(found):
+    for rank, host in enumerate(unseeing_hosts):
         if host is not None:
             unseen.setdefault(str(host), []).append(str(rank))
     if not unseen:
@@ -96,7 +96,11 @@ def check_folder_is_shared(run: RunDir | None, record: RecordConfig, world: Worl
 def _probe(folder: Path) -> Iterator[str]:
     """Make a file while the body runs, and yield its name: "" if that is impossible, which creating the
     run's folder reports better."""
-    existing = next(one for one in (folder, *folder.parents) if one.is_dir())
+    existing = next(
+        folder_or_parent
+        for folder_or_parent in (folder, *folder.parents)
+        if folder_or_parent.is_dir()
+    )
     with ExitStack() as stack:
         name = ""
         with suppress(OSError):
@@ -125,14 +129,14 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
     """
     if world.size == 1:
         return
-    own: dict[str, str] = {}
+    facts: dict[str, str] = {}
     with raise_on_all_ranks(world, "comparing the ranks' inputs"):
-        own = _facts_of(prepared.config)
+        facts = _facts_of(prepared.config)
         installed = versions()
-        own |= {f"the version of {name}": installed.get(name, "none") for name in _VERSIONS}
-        for name, found in prepared.spec.fingerprints.items():
-            own[f"the {name}"] = found
-    _compare(own, world)
+        facts |= {f"the version of {name}": installed.get(name, "none") for name in _VERSIONS}
+        for name, fingerprint in prepared.spec.fingerprints.items():
+            facts[f"the {name}"] = fingerprint
+    _compare(facts, world)
 
 
 def compare_configs(config: RunConfig, world: World) -> None:
@@ -143,40 +147,44 @@ def compare_configs(config: RunConfig, world: World) -> None:
     """
     if world.size == 1:
         return
-    own: dict[str, str] = {}
+    facts: dict[str, str] = {}
     with raise_on_all_ranks(world, "comparing the ranks' configs"):
-        own = _facts_of(config)
-    _compare(own, world)
+        facts = _facts_of(config)
+    _compare(facts, world)
 
 
 def _facts_of(config: RunConfig) -> dict[str, str]:
     values = config.model_dump(mode="json")
-    own = {
+    facts = {
         f"the config's {key}": xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
         for key, value in values.items()
         if key not in _LOCAL
     }
     for section, keys in _JOINT.items():
         for key in keys:
-            own[f"the config's {section}.{key}"] = json.dumps(values[section][key])
-    return own
+            facts[f"the config's {section}.{key}"] = json.dumps(values[section][key])
+    return facts
 
 
-def _compare(own: Mapping[str, str], world: World) -> None:
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(own, sort_keys=True).encode())
+def _compare(facts: Mapping[str, str], world: World) -> None:
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
     digests = gather(world, digest)
-    if all(one == digests[0] for one in digests):
+    if all(other_digest == digests[0] for other_digest in digests):
         return
-    everyones = cast(list[dict[str, str]], gather(world, own))
+    everyones = cast(list[dict[str, str]], gather(world, facts))
     differences = []
     for key, first in everyones[0].items():
-        others = [rank for rank, one in enumerate(everyones) if one.get(key) != first]
-        if others:
-            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+        differing_ranks = [
+            rank for rank, other_facts in enumerate(everyones) if other_facts.get(key) != first
+        ]
+        if differing_ranks:
+            ranks = f"rank{'s' if len(differing_ranks) > 1 else ''} {', '.join(map(str, differing_ranks))}"
             differences.append(
-                f"{key} of {ranks} ({everyones[others[0]].get(key)}; rank 0's {first})"
+                f"{key} of {ranks} ({everyones[differing_ranks[0]].get(key)}; rank 0's {first})"
             )
-    seed = any(one.get("the data") != everyones[0].get("the data") for one in everyones)
+    seed = any(
+        other_facts.get("the data") != everyones[0].get("the data") for other_facts in everyones
+    )
     hint = "; samples() must give the same in every process: seed it with self.seed" if seed else ""
     raise RunFailed(f"ranks would train on different inputs: {'; '.join(differences)}{hint}")
 
@@ -200,10 +208,10 @@ def resolve_precision(prepared: Prepared, world: World) -> tuple[Prepared, str]:
         for rank, text in enumerate(cast(list[str], gather(world, reason)))
         if text
     ]
-    chosen = "fp32" if refused else "bf16"
-    config = config.model_copy(update={"precision": chosen})
-    found = dataclasses.replace(prepared, config=config)
-    return found, refused[0] if refused else _gain_text(world.device, gain)
+    precision = "fp32" if refused else "bf16"
+    config = config.model_copy(update={"precision": precision})
+    with_precision = dataclasses.replace(prepared, config=config)
+    return with_precision, refused[0] if refused else _gain_text(world.device, gain)
 
 
 def bf16_gain(device: torch.device) -> float:
@@ -237,8 +245,8 @@ def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded
     if config.parallel.strategy != "auto":
         return loaded
     on_host = cast(list[int], gather(world, world.local_rank))
-    own = gpu_bytes(world.device) or host_bytes() // (max(on_host) + 1)
-    available = min(cast(list[int], gather(world, own)))
+    memory_bytes = gpu_bytes(world.device) or host_bytes() // (max(on_host) + 1)
+    available = min(cast(list[int], gather(world, memory_bytes)))
 
     def with_strategy(strategy: str) -> Loaded:
         parallel = config.parallel.model_copy(update={"strategy": strategy})
@@ -251,14 +259,14 @@ def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded
         *sharding_conflicts(sharded.config),
         *sharding_problems(sharded, prepared.spec, world.size),
     ]
-    kept = {name: each.kept for name, each in predicted.stages[0].memory.items()}
-    if kept["ddp" if refused else "fsdp"] > available:
+    bytes_by_strategy = {name: memory.kept for name, memory in predicted.stages[0].memory.items()}
+    if bytes_by_strategy["ddp" if refused else "fsdp"] > available:
         why = f"; fsdp is not possible: {refused[0].message}" if refused else ""
         raise ConfigError(
             loaded.problem(
                 "parallel.strategy",
                 "parallel.strategy auto: no strategy fits: weights, gradients and optimizer need "
-                f"{bytes_text(kept['ddp'])} on a rank with ddp, {bytes_text(kept['fsdp'])} with fsdp "
+                f"{bytes_text(bytes_by_strategy['ddp'])} on a rank with ddp, {bytes_text(bytes_by_strategy['fsdp'])} with fsdp "
                 f"over {world.size} ranks, and the smallest device has {bytes_text(available)}{why}",
                 "use more ranks, or make the model smaller",
             )

@@ -33,7 +33,7 @@ def load_config(
     return load_checked(path, overrides, import_task=import_task, weights=weights)
 
 
-def _brought(given: Mapping[str, Any]) -> Brought:
+def _brought(config_values: Mapping[str, Any]) -> Brought:
     from instar.run.lifecycle.start import brought  # takes a while, and few runs need it
 
-    return brought(given)
+    return brought(config_values)

@@ -51,20 +51,20 @@ class Prepared:
     @property
     def warnings(self) -> list[str]:
         """What the run does other than its config or the task's code suggests."""
-        config, found = self.config, list(self.spec.warnings)
+        config, texts = self.config, list(self.spec.warnings)
         schedule, until = config.learning_rate, ", ".join(config.train.until)
         if schedule.has_end and schedule.lr_decay_iters is None:
-            found.append(
+            texts.append(
                 f"learning_rate.shape {schedule.shape} does not decay, because {until} has no last "
                 "step; set learning_rate.lr_decay_iters to the step at which the decay is to end"
             )
         changes = [operation.name for operation in config.schedule if operation.name in CONTEXT]
         if changes and config.eval.context is None:
-            found.append(
+            texts.append(
                 f"{changes[0]} changes held-out samples too: losses before and after it cannot be "
                 "compared; eval.context sets one length for all evaluations"
             )
-        return [*found, *without_effect(config), *self._short_run()]
+        return [*texts, *without_effect(config), *self._short_run()]
 
     def _short_run(self) -> Iterator[str]:
         """Yield what does not happen because the run, or its data, are short."""
@@ -249,12 +249,12 @@ def check_memory(
     config, first = loaded.config, predicted.stages[0]
     needed = first.memory[in_force(config, predicted.world_size)]
     if config.parallel.strategy == "auto":  # which is resolved when the devices are known
-        needed = min(first.memory.values(), key=lambda each: each.kept)
-    memory, kept = host_bytes() // ranks_here, needed.kept
-    here = "the machine" if ranks_here == 1 else f"the machine, for each of {ranks_here} ranks,"
+        needed = min(first.memory.values(), key=lambda memory: memory.kept)
+    memory, parameter_bytes = host_bytes() // ranks_here, needed.kept
+    machine = "the machine" if ranks_here == 1 else f"the machine, for each of {ranks_here} ranks,"
     what = "for weights, gradients and optimizer"
-    bounds = [(needed.step.get("weights", 0), memory, "for its weights", here)]
-    limit, place = (memory, here) if device == "cpu" else (device_bytes, "the GPU")
+    bounds = [(needed.step.get("weights", 0), memory, "for its weights", machine)]
+    limit, place = (memory, machine) if device == "cpu" else (device_bytes, "the GPU")
     total = sum(needed.step.values())
     if config.parallel.fsdp.offload:
         if device == "cpu":
@@ -265,10 +265,10 @@ def check_memory(
                     "leave it out",
                 )
             )
-        bounds.append((kept, memory, f"{what}, which are offloaded", here))
-        total, kept = total - kept, 0
+        bounds.append((parameter_bytes, memory, f"{what}, which are offloaded", machine))
+        total, parameter_bytes = total - parameter_bytes, 0
     if limit is not None:
-        bounds.append((kept, limit, what, place))
+        bounds.append((parameter_bytes, limit, what, place))
         bounds.append(
             (total // MAX_ERROR_FACTOR, limit, f"in a step ({bytes_text(total)} in all)", place)
         )
@@ -296,12 +296,12 @@ def suggestion(loaded: Loaded, predicted: Forecast, available: int) -> str:
     peak = predicted.peak_bytes(strategy)
     if peak <= limit or ranks == 1:
         return ""
-    found = {"strategy: fsdp": predicted.peak_bytes("fsdp")}
+    bytes_by_setting = {"strategy: fsdp": predicted.peak_bytes("fsdp")}
     if strategy in ("fsdp", "hsdp") and config.reproducible == "fixed":
         stages = [stage.memory[strategy] for stage in predicted.stages]
         reduced = (max(sum(m.step.values()) - m.accumulated, m.growth) for m in stages)
-        found["fsdp.reduce_each_micro_batch: true"] = max(reduced)
-    for setting, needed in found.items():
+        bytes_by_setting["fsdp.reduce_each_micro_batch: true"] = max(reduced)
+    for setting, needed in bytes_by_setting.items():
         if needed < min(peak, limit):
             sizes = f"{bytes_text(needed)} of {bytes_text(available)}"
             return f"{setting} over {ranks} ranks needs {sizes}"
@@ -330,12 +330,12 @@ def sharding_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterat
         )
     table = spec.architecture.parameters()
     sizes = {name: math.prod(entry.shape) for name, entry in table.items()}
-    whole = [name for name, entry in table.items() if not entry.shape]
+    scalars = [name for name, entry in table.items() if not entry.shape]
     short = [name for name, entry in table.items() if entry.shape and entry.shape[0] < shards]
-    if whole:
+    if scalars:
         yield loaded.problem(
             "parallel.strategy",
-            f"{whole[0]} is a single number, which cannot be divided among {shards} ranks",
+            f"{scalars[0]} is a single number, which cannot be divided among {shards} ranks",
             "make it a vector of one element, or use strategy: ddp",
         )
     if 2 * sum(sizes[name] for name in short) > sum(sizes.values()):
@@ -352,11 +352,11 @@ def _branches(loaded: Loaded) -> Iterator[ConfigProblem]:
     """Yield branches whose folders exist beside the one that the new run is given."""
     if loaded.config.record.run_dir is None:
         return
-    for number, given in enumerate(loaded.config.schedule):
-        if given.name != BRANCH or any(schedule_problems(operation(given))):
+    for number, operation_config in enumerate(loaded.config.schedule):
+        if operation_config.name != BRANCH or any(schedule_problems(operation(operation_config))):
             continue
         folder = branch_folder(
-            Path(loaded.config.record.run_dir), read_branch(operation(given)).name
+            Path(loaded.config.record.run_dir), read_branch(operation(operation_config)).name
         )
         if folder.exists():
             yield loaded.problem(

@@ -27,7 +27,7 @@ from instar.run.loop.gradient_stats import dead_ranks
 from instar.run.loop.optimizer import copy_tensors, parameter_of
 from instar.run.loop.state import RunState
 from instar.run.loop.step import build_stepper, freeze_parameters
-from instar.run.parallel.choose import shell
+from instar.run.parallel.choose import build_meta_model
 from instar.schedule.operations import (
     RESTART_LR,
     Change,
@@ -94,14 +94,14 @@ def _restore(
         if "dataset" in without:
             saved["progress"] = {**saved["progress"], "samples": 0}
         state = restore_state(state, parts, saved, history)
-        lost = parts.hooks.restore(saved.get("hooks", {}))
+        hook_warnings = parts.hooks.restore(saved.get("hooks", {}))
     else:
         # an imported checkpoint, perhaps grown since: its run starts here
         state = replay(state, parts, history)
-        lost = []
+        hook_warnings = []
     stepper, world = parts.stepper, parts.world
     parameters = stepper.parameters
-    warnings = [*lost, *load_model(stepper.unwrapped_model, checkpoint)]
+    warnings = [*hook_warnings, *load_model(stepper.unwrapped_model, checkpoint)]
     if "optimizer" not in without:
         with _reading(checkpoint, "optimizer") as read:
             states = Parts(read, read.layout.entries, lambda n: parameters.get(parameter_of(n)))
@@ -172,7 +172,7 @@ def replay(
     # fresh adapters of merge_lora warm up in a model of the same shape
     if now.architecture != before.architecture or now.settings.new_param_warmups:
         with raise_on_all_ranks(parts.world, "building the model"):
-            bare = shell(parts.config, parts.world, task)
+            bare = build_meta_model(parts.config, parts.world, task)
         parts.stepper = build_stepper(parts.config, parts.world, task, bare, now)
     elif now.settings.frozen != before.settings.frozen:
         freeze_parameters(parts.stepper, now.settings.frozen)
@@ -197,8 +197,8 @@ def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
     with _reading(checkpoint, "model") as read:
         names = read.layout.entries
         buffers = {name: read(name) for name in names if name not in parameters}
-        own = {name: None for name in names if name not in buffers}
-        copy_tensors(parameters, Parts(read, own, parameters.__getitem__))
+        parameter_names = {name: None for name in names if name not in buffers}
+        copy_tensors(parameters, Parts(read, parameter_names, parameters.__getitem__))
     registered = persistent_buffers(model)
     later = sorted(buffers.keys() - registered.keys() - set(empty_buffers(model)))
     missing = sorted(registered.keys() - buffers.keys())
@@ -217,11 +217,11 @@ def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
     return warnings
 
 
-def load_average(into: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
+def load_average(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
     """Load a checkpoint's moving average, or its weights if it has none."""
     with _reading(checkpoint, checkpoint.weights) as read:
-        names = {name: None for name in read.layout.entries if name in into}
-        copy_tensors(into, Parts(read, names, into.__getitem__))
+        names = {name: None for name in read.layout.entries if name in targets}
+        copy_tensors(targets, Parts(read, names, targets.__getitem__))
 
 
 def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str]) -> None:

@@ -67,7 +67,7 @@ class Resume:
     """what may have changed: architecture, data, tokenizer"""
     fresh: bool = False
     """start at step 0 if nothing was saved yet"""
-    given: bool = False
+    has_user_config: bool = False
     """the config is a file of the user's, not the run's own run.yaml"""
     by_person: bool = True
     """a person requested it and means the values on the command line; False for `resume: auto` and
@@ -76,7 +76,7 @@ class Resume:
     def words(self) -> list[str]:
         """Return the options of a rank that resumes so."""
         options = ["--resume", str(self.run.path), "--from", self.start]
-        return options + [word for one in self.allow for word in ("--allow", one)]
+        return options + [word for change in self.allow for word in ("--allow", change)]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def automatic(config: RunConfig, remembered: str | None = None) -> Resume | None
         return None
     path, cwd = Path(folder), Path.cwd()
     run = RunDir(path.relative_to(cwd) if path.is_relative_to(cwd) else path)
-    return Resume(run, fresh=True, given=True, by_person=False)
+    return Resume(run, fresh=True, has_user_config=True, by_person=False)
 
 
 def choose(
@@ -156,8 +156,12 @@ def choose(
     check_folders(resume.run)
     if resume.fresh and not checkpoints(root):
         return None, []
-    named = named_checkpoint(resume)
-    return latest_intact(root, check=check) if named is None else (load(named, check=check), [])
+    checkpoint_path = named_checkpoint(resume)
+    return (
+        latest_intact(root, check=check)
+        if checkpoint_path is None
+        else (load(checkpoint_path, check=check), [])
+    )
 
 
 def named_checkpoint(resume: Resume) -> Path | None:
@@ -172,16 +176,18 @@ def named_checkpoint(resume: Resume) -> Path | None:
     if start.startswith(BEST):
         best = pointed_at(root, start)
         if best is None:
-            others = [name for name in pointers(root) if name != LATEST and pointed_at(root, name)]
-            there = f"there are {', '.join(others)}; " if others else ""
+            names = [name for name in pointers(root) if name != LATEST and pointed_at(root, name)]
+            alternatives = f"there are {', '.join(names)}; " if names else ""
             raise CheckpointError(
                 f"{root}: no checkpoint is its {start}: none was saved at an evaluation whose value was finite and "
-                f"the best, or it was deleted; {there}--from {LATEST} takes the last one"
+                f"the best, or it was deleted; {alternatives}--from {LATEST} takes the last one"
             )
         return best
     by_name = {path.name: path for path in checkpoints(root)}
-    if start.isdecimal() and (found := _of_step(root, int(start), list(by_name.values()))):
-        return found
+    if start.isdecimal() and (
+        checkpoint_path := _of_step(root, int(start), list(by_name.values()))
+    ):
+        return checkpoint_path
     name = f"step-{start}" if start[:1].isdecimal() else start
     if name not in by_name:
         suggestion = nearest(start, [LATEST, BEST, *by_name]) if name == start else None
@@ -200,15 +206,15 @@ def _of_step(root: Path, step: int, paths: Sequence[Path]) -> Path | None:
     Raises:
         CheckpointError: several branches have one, and the line has none.
     """
-    found = [path for path in paths if re.fullmatch(rf"step-0*{step}(\.\d+)?", path.name)]
+    of_step = [path for path in paths if re.fullmatch(rf"step-0*{step}(\.\d+)?", path.name)]
     line = line_of(root)
-    on_line = [path for path in found if branch_of(path, line) is None]
-    if not on_line and len(found) > 1:
-        names = ", ".join(path.name for path in found)
+    on_line = [path for path in of_step if branch_of(path, line) is None]
+    if not on_line and len(of_step) > 1:
+        names = ", ".join(path.name for path in of_step)
         raise CheckpointError(
-            f"{root}: {names} lie on branches that the run has left; say which: --from {found[-1].name}"
+            f"{root}: {names} lie on branches that the run has left; say which: --from {of_step[-1].name}"
         )
-    return (on_line or found)[-1] if found else None
+    return (on_line or of_step)[-1] if of_step else None
 
 
 def branch_of(path: Path, line: Line | None) -> int | None:
@@ -231,7 +237,7 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
         CheckpointError: the checkpoint's config or history is unreadable in this version.
     """
     manifest = checkpoint.manifest if checkpoint is not None else None
-    if manifest is not None and not resume.given:
+    if manifest is not None and not resume.has_user_config:
         check_complete(resume.run, loaded, manifest)
     past = _read_past(resume.run, loaded, checkpoint)
     changed = _changes(resume, loaded, past)
@@ -394,22 +400,22 @@ def _before_rewritten(run: RunDir, step: int) -> Path | None:
         for path in run.path.glob("run-until-step-*.yaml")
         if (match := re.fullmatch(r"run-until-step-(\d+)\.yaml", path.name))
     ]
-    until = min((each for each in steps if step <= each), default=None)
+    until = min((until_step for until_step in steps if step <= until_step), default=None)
     return None if until is None else run.path / f"run-until-step-{until}.yaml"
 
 
 def check_complete(run: RunDir, loaded: Loaded, manifest: Manifest) -> None:
     """Raise ConfigError if a run's own run.yaml lacks keys that it had, as when truncated."""
     origins = loaded.origins
-    lost = [
+    missing = [
         key
         for key in manifest.config
         if key in origins and (origins[key] == DEFAULT or origins[key].startswith(PRESET))
     ]
-    if lost:
-        more = f" and {len(lost) - 1} more keys" if len(lost) > 1 else ""
+    if missing:
+        more = f" and {len(missing) - 1} more keys" if len(missing) > 1 else ""
         raise ConfigError.one(
-            f"damaged: {lost[0]}{more} that the run began with are missing",
+            f"damaged: {missing[0]}{more} that the run began with are missing",
             where=str(run.config),
             hint=_restore(run),
         )
@@ -423,8 +429,8 @@ def with_restoring(run: RunDir, error: ConfigError) -> ConfigError:
     except ConfigError:
         if not checkpoints(run.path):
             return error
-    said = f"this is the run's own config; {_restore(run)}"
-    return ConfigError(*error.problems, ConfigProblem((), said, place=str(run.config)))
+    message = f"this is the run's own config; {_restore(run)}"
+    return ConfigError(*error.problems, ConfigProblem((), message, place=str(run.config)))
 
 
 def _restore(run: RunDir) -> str:

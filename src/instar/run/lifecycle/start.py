@@ -73,10 +73,10 @@ class Weights:
             CheckpointError: a run of this task cannot begin with this model.
         """
         try:
-            found = spec_class(self.task).section(self.config, self.architecture)
+            section = spec_class(self.task).section(self.config, self.architecture)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path}: no run can start from it: {error}") from error
-        return {key: value for key, value in found.items() if key != FROM}
+        return {key: value for key, value in section.items() if key != FROM}
 
 
 def find(text: str, task: str = LANGUAGE) -> Weights:
@@ -140,13 +140,13 @@ def _checkpoint(path: Path) -> Path:
     return pointed_at(root, BEST) or latest(root)
 
 
-def brought(given: Mapping[str, Any]) -> Brought:
+def brought(config_values: Mapping[str, Any]) -> Brought:
     """Return the config that comes with the weights of `model.from`, for the given values."""
-    text, folder = given[KEY], given.get("record.run_dir")
-    resumed = given.get("resume") == "auto" and isinstance(folder, str)
+    text, folder = config_values[KEY], config_values.get("record.run_dir")
+    resumed = config_values.get("resume") == "auto" and isinstance(folder, str)
     if not isinstance(text, str) or (resumed and RunDir(Path(str(folder))).holds_run()):
         return {}, "", ()
-    task = given.get("task", LANGUAGE)
+    task = config_values.get("task", LANGUAGE)
     try:
         weights = find(text, str(task))
         if weights.task != task:
@@ -156,44 +156,44 @@ def brought(given: Mapping[str, Any]) -> Brought:
     except CheckpointError as error:
         return {}, "", (ConfigProblem((KEY,), f"{KEY}: {error}"),)
     except ConfigError as error:
-        return {}, "", [_problem(KEY, each) for each in error.problems]
-    conflicts = [*_conflicts(given, section, weights)]
-    found = {} if text == str(weights.path) else {KEY: str(weights.path)}
-    found |= {key: value for key, value in section.items() if given.get(key) is None}
+        return {}, "", [_problem(KEY, problem) for problem in error.problems]
+    conflicts = [*_conflicts(config_values, section, weights)]
+    path_value = {} if text == str(weights.path) else {KEY: str(weights.path)}
+    path_value |= {key: value for key, value in section.items() if config_values.get(key) is None}
     if task in _ON_TEXT:
         rows = section["model.vocab_size" if task == LANGUAGE else "model.config"]
         rows = rows if task == LANGUAGE else rows["vocab_size"]
-        conflicts += _tokenizer_conflicts(given, source, rows, weights)
-        if source is not None and TOKENIZER not in given:
+        conflicts += _tokenizer_conflicts(config_values, source, rows, weights)
+        if source is not None and TOKENIZER not in config_values:
             # beside its file are those that an export of a model of transformers takes along
             is_byte = task == LANGUAGE and from_fast(source).kind == "byte"
-            found[TOKENIZER] = "byte" if is_byte else str(weights.tokenizer_file)
-    return found, f"{WEIGHTS}{weights.path}", conflicts
+            path_value[TOKENIZER] = "byte" if is_byte else str(weights.tokenizer_file)
+    return path_value, f"{WEIGHTS}{weights.path}", conflicts
 
 
-def _problem(key: str, found: ConfigProblem) -> ConfigProblem:
-    where = f"{found.where}: " if found.where else ""
-    return ConfigProblem((key,), f"{key}: {where}{found.message}", found.hint)
+def _problem(key: str, problem: ConfigProblem) -> ConfigProblem:
+    where = f"{problem.where}: " if problem.where else ""
+    return ConfigProblem((key,), f"{key}: {where}{problem.message}", problem.hint)
 
 
-def _is_free(key: str, given: Mapping[str, Any], section: Mapping[str, Any]) -> bool:
+def _is_free(key: str, config_values: Mapping[str, Any], section: Mapping[str, Any]) -> bool:
     """Whether a given value of a key replaces that of the weights."""
-    value = given.get(key)
+    value = config_values.get(key)
     if key == "model.context" and isinstance(value, int):
         return value <= int(section[key]) or section["model.positions"] == "rope"
     return key == "model.dropout" and value is not None
 
 
 def _conflicts(
-    given: Mapping[str, Any], section: Mapping[str, Any], weights: Weights
+    config_values: Mapping[str, Any], section: Mapping[str, Any], weights: Weights
 ) -> Iterator[ConfigProblem]:
-    for key, value in given.items():
+    for key, value in config_values.items():
         if not key.startswith("model.") or key == KEY or value is None:
             continue
         if isinstance(value, list | dict):  # may leave out defaults; see `starting_weights`
             continue
         has = section.get(key, value)
-        if value != has and not _is_free(key, given, section):
+        if value != has and not _is_free(key, config_values, section):
             yield ConfigProblem(
                 (key, KEY),
                 f"{key} is {value!r}, but {weights.about} has {has!r}",
@@ -202,13 +202,13 @@ def _conflicts(
 
 
 def _tokenizer_conflicts(
-    given: Mapping[str, Any], source: Tokenizer | None, rows: int, weights: Weights
+    config_values: Mapping[str, Any], source: Tokenizer | None, rows: int, weights: Weights
 ) -> Iterator[ConfigProblem]:
     """Yield why the text would become other tokens than those of the weights. A tokenizer that is
     trained on the data is compared when they are prepared, see `starting_weights`."""
-    named = given.get(TOKENIZER)
+    tokenizer_name = config_values.get(TOKENIZER)
     if source is None:
-        if named is None:
+        if tokenizer_name is None:
             yield ConfigProblem(
                 (KEY,),
                 f"{KEY}: {weights.path} has no {TOKENIZER_FILE}",
@@ -221,18 +221,18 @@ def _tokenizer_conflicts(
             f"{KEY}: {weights.tokenizer_file} has {source.vocab_size:,} tokens, and the model's table "
             f"{rows:,} rows",
         )
-    if not isinstance(named, str) or named in TRAINED[1:]:
+    if not isinstance(tokenizer_name, str) or tokenizer_name in TRAINED[1:]:
         return
     with suppress(ConfigError):  # reported when the data are prepared
-        other = named_tokenizer(named)
+        other = named_tokenizer(tokenizer_name)
         if other is not None and not same_vocabulary(source, other):
-            yield _other_tokenizer(named, weights)
+            yield _other_tokenizer(tokenizer_name, weights)
 
 
-def _other_tokenizer(named: str, weights: Weights) -> ConfigProblem:
+def _other_tokenizer(tokenizer_name: str, weights: Weights) -> ConfigProblem:
     return ConfigProblem(
         (TOKENIZER, KEY),
-        f"{TOKENIZER} {named} has another vocabulary than {weights.about}",
+        f"{TOKENIZER} {tokenizer_name} has another vocabulary than {weights.about}",
         "leave it out: the tokenizer comes with the weights",
     )
 
@@ -253,8 +253,8 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
     try:
         weights = find(text, loaded.config.task)
     except ConfigError as error:
-        found = (_problem(KEY, each) for each in error.problems)
-        raise ConfigError(*(_located(loaded, each) for each in found)) from None
+        weight_problems = (_problem(KEY, problem) for problem in error.problems)
+        raise ConfigError(*(_located(loaded, problem) for problem in weight_problems)) from None
     problems = [
         _located(
             loaded,
@@ -266,8 +266,12 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
     ]
     if isinstance(spec, TextSpec) and spec.dataset is not None:
         source, named = weights.tokenizer(), spec.config.data.tokenizer
-        own = load_tokenizer(spec.dataset.path) if named in TRAINED[1:] else None
-        if source is not None and own is not None and not same_vocabulary(source, own):
+        tokenizer_name = load_tokenizer(spec.dataset.path) if named in TRAINED[1:] else None
+        if (
+            source is not None
+            and tokenizer_name is not None
+            and not same_vocabulary(source, tokenizer_name)
+        ):
             problems.append(_located(loaded, _other_tokenizer(named, weights)))
     if problems:
         raise ConfigError(*problems)
@@ -293,5 +297,5 @@ def _prefixed(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _located(loaded: Loaded, problem: ConfigProblem) -> ConfigProblem:
     """Return the problem at the first of its keys that was given."""
-    given = [key for key in problem.keys if loaded.origins.get(key, DEFAULT) != DEFAULT]
-    return loaded.problem(next(iter(given), KEY), problem.message, problem.hint)
+    set_keys = [key for key in problem.keys if loaded.origins.get(key, DEFAULT) != DEFAULT]
+    return loaded.problem(next(iter(set_keys), KEY), problem.message, problem.hint)

@@ -34,7 +34,7 @@ from instar.run.loop.components import Components
 from instar.run.loop.evaluate import EvaluationOptions, TestResult, evaluate_source
 from instar.run.loop.state import RunState
 from instar.run.loop.step import set_model_step
-from instar.run.parallel.choose import place, shell
+from instar.run.parallel.choose import build_meta_model, wrap_for_eval
 from instar.run.parallel.strategy import Evaluable
 from instar.schedule.operations import fold_history, history_from_json
 from instar.tasks.basis import basis_of
@@ -71,24 +71,24 @@ def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -
                 (folder / RESULT).unlink(missing_ok=True)
                 Predictions.clear(folder)
         numbers = source.numbers if isinstance(source, Subset) else None
-        written = Predictions(folder, world, numbers) if _wanted(state, parts) else None
+        predictions = Predictions(folder, world, numbers) if _wanted(state, parts) else None
         options = EvaluationOptions(
             parts.config.eval.batch_size or state.settings.batch_size,
             parts.config.seed,
             autocast=parts.stepper.autocast,
             forward_is_collective=together,
         )
-        on_predictions = written.add if written else None
+        on_predictions = predictions.add if predictions else None
         result = evaluate_source(task, model, source, options, parts.sync, on_predictions)
     if result is None:
         return None
     tested = TestResult(step, name, result, checkpoint, basis)
-    file = written.finish() if written else None
+    file = predictions.finish() if predictions else None
     confusions: dict[str, list[list[int]]] = {}
     with raise_on_all_ranks(world, "writing the test's result"):
         if world.is_main:
             confusions = confusion(file) if file else {}
-            predicted = written.samples if written else 0
+            predicted = predictions.samples if predictions else 0
             checksum = describe(file, "").xxh3_128 if file else ""
             content = tested.to_dict(confusions, predicted, checksum)
             replace_file(folder / RESULT, encode_json(content))
@@ -141,7 +141,7 @@ def _weights(
     These are the best checkpoint's if `weights` is best and there is one; else the current weights,
     or their moving average if there is one.
     """
-    chosen: Json = None
+    chosen_json: Json = None
     with raise_on_all_ranks(parts.world, "choosing the weights to test"):
         if parts.world.is_main:
             best = pointed_at(run, BEST) if weights == "best" else None
@@ -150,8 +150,8 @@ def _weights(
             identity = identify(path)
             if best is not None:
                 load(best)  # reads every byte
-            chosen = [best is not None, identity.name, identity.manifest]
-    is_best, *identified = cast("tuple[bool, str, str]", agree(parts.world, chosen))
+            chosen_json = [best is not None, identity.name, identity.manifest]
+    is_best, *identified = cast("tuple[bool, str, str]", agree(parts.world, chosen_json))
     identity = CheckpointId(*identified)
     if is_best:
         with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
@@ -179,7 +179,9 @@ def _task_at(parts: Components, checkpoint: Checkpoint) -> Task:
 def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Evaluable]:
     """Rebuild task and model of a checkpoint, in the shape that it had."""
     task = _task_at(parts, checkpoint)
-    strategy = place(parts.config, parts.world, shell(parts.config, parts.world, task))
+    strategy = wrap_for_eval(
+        parts.config, parts.world, build_meta_model(parts.config, parts.world, task)
+    )
     load_model(strategy.bare, checkpoint)
     if "ema" in checkpoint.components:
         # the average is used with the buffers of the weights, as in evaluations during training
@@ -241,8 +243,8 @@ class Predictions:
                 part = _encoded(self._tables)
         parts = gather_parts(self._world, part)
         with raise_on_all_ranks(self._world, "writing predictions"):
-            if tables := [_decoded(one) for one in parts if one]:
-                self.samples = len(set().union(*(one[SAMPLE].to_pylist() for one in tables)))
+            if tables := [_decoded(table) for table in parts if table]:
+                self.samples = len(set().union(*(table[SAMPLE].to_pylist() for table in tables)))
                 replace_file(self._folder / FILE, _encoded(tables, sort=True))
         return self._folder / FILE if self.samples else None
 
@@ -275,7 +277,7 @@ def confusion(file: Path) -> dict[str, list[list[int]]]:
     import pyarrow.parquet as pq
 
     table = pq.read_table(file)
-    found = {}
+    matrices = {}
     for name in table.column_names:
         target = name.removesuffix(PREDICTED)
         if target == name or target not in table.column_names:
@@ -290,8 +292,8 @@ def confusion(file: Path) -> dict[str, list[list[int]]]:
             continue
         matrix = np.zeros((classes, classes), dtype=np.int64)
         np.add.at(matrix, (true[counted], classified[counted]), 1)
-        found[target] = matrix.tolist()
-    return found
+        matrices[target] = matrix.tolist()
+    return matrices
 
 
 def _flat(column: Any) -> Any:

@@ -135,16 +135,16 @@ class _Trial:
         batch = to_device(samples, self.world.device)
         warnings = self._train(task, model, samples, batch)
         sizes = sizes_to_come(self.config, self.prepared.forecast, self.world.size)
-        most = len(next(leaves(samples))[1])
-        smaller = {size: comes for size, comes in sizes.items() if size < most}
+        batch_size = len(next(leaves(samples))[1])
+        smaller = {size: comes for size, comes in sizes.items() if size < batch_size}
         warnings += self.try_sizes(task, model, samples, smaller)
         held_out = self._held_out()
         model.zero_grad(set_to_none=True)
         self._evaluate(task, model, held_out)
         self._grow(task, model, held_out)
         self._optimize(task, model)
-        found = not_finite(self._in_memory())
-        return [*warnings, *([f"{self.config.task}: {found}"] if found else [])]
+        problem = not_finite(self._in_memory())
+        return [*warnings, *([f"{self.config.task}: {problem}"] if problem else [])]
 
     def model_of(self, task: Task) -> Module:
         """Return the task's model on the device, in training mode."""
@@ -167,9 +167,9 @@ class _Trial:
     def _check_new(self, model: Module) -> None:
         """Raise ValueError if `module` reuses parameters: each rank and growth need a new model."""
         before = self.prepared.spec.built
-        kept = {id(parameter) for ref in before if (parameter := ref()) is not None}
+        alive = {id(parameter) for ref in before if (parameter := ref()) is not None}
         for name, parameter in model.named_parameters():
-            if id(parameter) in kept:
+            if id(parameter) in alive:
                 raise ValueError(
                     f"two calls returned the same parameter {name}; module() must make a new model "
                     "at every call, or copy.deepcopy one that is kept"
@@ -278,8 +278,8 @@ class _Trial:
                 "numpy() and torch.no_grad() between the model and the loss"
             )
         if not math.isfinite(value := loss.item()):
-            found = not_finite(self._in_memory()) or not_finite(samples)
-            cause = f": {found}" if found else ""
+            problem = not_finite(self._in_memory()) or not_finite(samples)
+            cause = f": {problem}" if problem else ""
             raise ValueError(f"the loss of the first micro-batch is {value}{cause}")
 
     def _unused(self, names: list[str]) -> str:
@@ -314,18 +314,18 @@ class _Trial:
 
     def _grow(self, task: Task, model: Module, samples: Columns) -> None:
         """Check what the schedule's growth requires of the task."""
-        initial, seen = task.architecture, []
+        initial, new_architectures = task.architecture, []
         for stage in self.prepared.forecast.stages:
-            if stage.architecture != initial and stage.architecture not in seen:
-                seen.append(stage.architecture)
-        if not seen:
+            if stage.architecture != initial and stage.architecture not in new_architectures:
+                new_architectures.append(stage.architecture)
+        if not new_architectures:
             return
         batch = to_device(samples, self.world.device)
         with self._task_errors("outputs", samples, model), torch.no_grad():
             task.outputs(model, batch)
         with self._task_errors("growth: the model cannot be copied"):
             copy.deepcopy(model)
-        for architecture in seen:
+        for architecture in new_architectures:
             with self._task_errors("module"):
                 grown = task.at(architecture, self.config.context).shell()
                 shapes = {name: tuple(p.shape) for name, p in grown.named_parameters()}
@@ -422,11 +422,11 @@ def _described(samples: Columns) -> str:
     return ", ".join(columns)
 
 
-def _differing(one: Columns, other: Columns) -> str:
+def _differing(columns: Columns, other: Columns) -> str:
     """Return the first column in which two reads of the same samples differ, or an empty string."""
-    others = dict(leaves(other))
-    for name, column in leaves(one):
-        reread = others.get(name)
+    other_leaves = dict(leaves(other))
+    for name, column in leaves(columns):
+        reread = other_leaves.get(name)
         if reread is None or _bytes(column) != _bytes(reread):
             return name
     return ""
@@ -438,6 +438,6 @@ def _bytes(column: NDArray[Any] | Ragged) -> tuple[bytes, ...]:
     return (column.tobytes(),)
 
 
-def _listed(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _listed(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

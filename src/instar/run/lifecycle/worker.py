@@ -196,15 +196,15 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
     try:
         compile_stages(trainer.state, trainer.parts)
         outcome = trainer.train()
-        lost: InstarError | None = None
+        delta_error: InstarError | None = None
         if not outcome.decision.failed:
             try:
                 finish_deltas(trainer.state, trainer.parts)
             except (CheckpointError, PeerError) as error:
-                lost = error  # without a delta, there is a checkpoint still
+                delta_error = error  # without a delta, there is a checkpoint still
         trainer.save(outcome.decision.reason, must=True)
-        if lost is not None:
-            raise lost
+        if delta_error is not None:
+            raise delta_error
     except BaseException:
         trainer.parts.saver.abandon()
         if trainer.parts.world.size == 1:  # with several ranks, a collective could hang

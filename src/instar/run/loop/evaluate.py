@@ -293,7 +293,7 @@ def _reduce(
     units = {
         name: [_to_units(tally[name], first, cluster) for tally, first in tallies] for name in names
     }
-    columns = {name: _columns([batch.whole for batch in units[name]]) for name in names}
+    columns = {name: _columns([batch.complete for batch in units[name]]) for name in names}
     if cluster > 1:
         pieces = {
             name: [piece for batch in units[name] for piece in batch.pieces] for name in names
@@ -317,8 +317,8 @@ class _Units:
     """A micro-batch's samples as units of the standard error. Its first and its last unit may
     continue in other micro-batches."""
 
-    whole: Tensor
-    """`_PARTS` summed over the units that are complete"""
+    complete: Tensor
+    """`_PARTS` summed over these units"""
     pieces: list[tuple[int, float, float]]
     """(number of the unit, Σ values, Σ weights) of each unit that is not"""
 
@@ -367,15 +367,17 @@ def _join(
     A collective.
     """
     # floats as text, because JSON has no NaN
-    own: Json = {name: [[n, repr(v), repr(w)] for n, v, w in each] for name, each in pieces.items()}
-    found: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in pieces}
-    for from_rank in cast(list[dict[str, list[tuple[int, str, str]]]], gather(world, own)):
-        for name, each in from_rank.items():
-            for number, v, w in each:
-                found[name].setdefault(number, []).append((float(v), float(w)))
+    pieces_json: Json = {
+        name: [[n, repr(v), repr(w)] for n, v, w in units] for name, units in pieces.items()
+    }
+    parts_by_unit: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in pieces}
+    for from_rank in cast(list[dict[str, list[tuple[int, str, str]]]], gather(world, pieces_json)):
+        for name, rank_pieces in from_rank.items():
+            for number, v, w in rank_pieces:
+                parts_by_unit[name].setdefault(number, []).append((float(v), float(w)))
     return {
         name: _columns([_parts(*_added(parts)) for parts in units.values()])
-        for name, units in found.items()
+        for name, units in parts_by_unit.items()
     }
 
 

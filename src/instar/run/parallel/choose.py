@@ -34,7 +34,7 @@ def begins_on_meta(config: RunConfig, world: World, task: Task) -> bool:
     return config.parallel.shards_of(world.size) > 1 and task.initial_values() is not None
 
 
-def shell(config: RunConfig, world: World, task: Task) -> Module:
+def build_meta_model(config: RunConfig, world: World, task: Task) -> Module:
     """Build a model whose parameters may have any values, on the CPU or the meta device."""
     if not begins_on_meta(config, world, task):
         return task.shell()
@@ -64,7 +64,7 @@ def parallelize(
     if is_meta(bare):
         check_same_layout(world, bare)
         with raise_on_all_ranks(world, _WHAT):
-            placed = place(config, world, bare)
+            placed = wrap_for_eval(config, world, bare)
         if values is not None:
             _fill(world, placed.parameters, values)
     else:
@@ -73,22 +73,22 @@ def parallelize(
             bare = bare if config.parallel.shards_of(world.size) > 1 else bare.to(world.device)
         copy_from_rank_0(world, bare)
         with raise_on_all_ranks(world, _WHAT):
-            placed = place(config, world, bare)
+            placed = wrap_for_eval(config, world, bare)
     with raise_on_all_ranks(world, _WHAT):
-        return trained(config, placed, frozen)
+        return wrap_for_training(config, placed, frozen)
 
 
 def _fill(world: World, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Give all ranks the values that rank 0 has. A collective."""
     for name, parameter in parameters.items():
         with raise_on_all_ranks(world, "making the first weights"):
-            given = {name: values[name].to(world.device)} if world.is_main else {}
-        received = broadcast_from_rank_0(world, given, "receiving the weights")
+            tensors = {name: values[name].to(world.device)} if world.is_main else {}
+        received = broadcast_from_rank_0(world, tensors, "receiving the weights")
         with raise_on_all_ranks(world, "taking the first weights"):
             copy_tensors({name: parameter}, received)
 
 
-def place(config: RunConfig, world: World, bare: Module) -> Evaluable:
+def wrap_for_eval(config: RunConfig, world: World, bare: Module) -> Evaluable:
     """Move a model to its device, in parts if models are sharded. A collective if they are.
 
     Args:
@@ -101,7 +101,7 @@ def place(config: RunConfig, world: World, bare: Module) -> Evaluable:
     return Replicated(world, bare.to(world.device))
 
 
-def trained(config: RunConfig, placed: Evaluable, frozen: Sequence[str] = ()) -> Strategy:
+def wrap_for_training(config: RunConfig, placed: Evaluable, frozen: Sequence[str] = ()) -> Strategy:
     """Prepare a placed model for training. Does not communicate."""
     freeze(placed.parameters, frozen)
     if not isinstance(placed, Replicated):

@@ -82,10 +82,10 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
     with raise_on_all_ranks(world, _CHECKING):
         prepared = preflight(loaded, world.size, new=new)
     # all ranks choose one strategy, by the smallest of their devices
-    chosen = resolve_strategy(loaded, prepared, world)
+    with_strategy = resolve_strategy(loaded, prepared, world)
     with raise_on_all_ranks(world, _CHECKING):
-        if chosen is not loaded:
-            loaded, prepared = chosen, preflight(chosen, world.size, new=new)
+        if with_strategy is not loaded:
+            loaded, prepared = with_strategy, preflight(with_strategy, world.size, new=new)
         check_memory(
             loaded,
             prepared.forecast,

@@ -64,7 +64,7 @@ def _agree_to_resume(request: RunRequest, world: World) -> tuple[Resume | None, 
     if not folder:
         return resume, checkpoint_before
     return replace(
-        resume or Resume(RunDir(Path(folder)), given=True),
+        resume or Resume(RunDir(Path(folder)), has_user_config=True),
         run=RunDir(Path(folder)),
         start=LATEST,
         fresh=True,
