@@ -37,11 +37,11 @@ def error_of(call):
 
 LAUNCH = """
 import sys
-from instar.distributed.launch import launch
+from instar.distributed.launch import launch_ranks
 from instar.distributed.placement import LaunchOptions
 from instar.distributed.signals import exit_now
 module, nproc, *argv = sys.argv[1:]
-exit_now(launch(LaunchOptions(argv, int(nproc), module=module)))
+exit_now(launch_ranks(LaunchOptions(argv, int(nproc), module=module)))
 """
 
 

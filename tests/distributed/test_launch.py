@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.distributed.launch import launch, torchrun_line
+from instar.distributed.launch import launch_ranks, torchrun_line
 from instar.distributed.placement import LaunchOptions
 from instar.processes.child import GONE, process_state
 
@@ -328,7 +328,7 @@ def test_the_torchrun_line_runs_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_fewer_devices_than_ranks_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="2 ranks, but 1 devices"):
-        launch(LaunchOptions([], 2, [0]))
+        launch_ranks(LaunchOptions([], 2, [0]))
 
 
 def test_devices_are_looked_for_before_a_rank_is_started(
@@ -338,9 +338,9 @@ def test_devices_are_looked_for_before_a_rank_is_started(
     with pytest.raises(
         ConfigError, match="cuda:0 does not exist: CUDA_VISIBLE_DEVICES= leaves 0 GPUs"
     ):
-        launch(LaunchOptions([], 2, device="cuda"))
+        launch_ranks(LaunchOptions([], 2, device="cuda"))
 
 
 def test_no_ranks_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="at least 1, got 0"):
-        launch(LaunchOptions([], 0))
+        launch_ranks(LaunchOptions([], 0))

@@ -45,7 +45,7 @@ except Interrupted as stopped:
 HANDED = """\
 import sys
 from pathlib import Path
-from instar.distributed.launch import launch
+from instar.distributed.launch import launch_ranks
 from instar.distributed.placement import LaunchOptions
 from instar.distributed.signals import exit_now
 from instar.schedule.checks import load_checked
@@ -54,11 +54,11 @@ path = Path("handed.yaml")
 path.write_text(Path("tiny.yaml").read_text())
 loaded = load_checked(str(path), [f"record.run_dir={sys.argv[1]}"])
 path.write_text("seed: [")
-exit_now(launch(LaunchOptions([str(path)], 2, config=loaded.packed())))
+exit_now(launch_ranks(LaunchOptions([str(path)], 2, config=loaded.packed())))
 """
 IN_A_LOOP = """\
 import sys
-from instar.api import train
+from instar.api import launch, train
 
 for number in (1, 2):
     train("tiny.yaml", [f"record.run_dir={sys.argv[1]}-{number}", f"seed={number}"])

@@ -31,10 +31,10 @@ ARCH = resolve_architecture(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=
 SUPPORT = Path(__file__).parents[1] / "support"
 TWO_RANKS = """
 import sys
-from instar.distributed.launch import launch
+from instar.distributed.launch import launch_ranks
 from instar.distributed.placement import LaunchOptions
 from instar.distributed.signals import exit_now
-exit_now(launch(LaunchOptions(sys.argv[1:], 2, module="ddp_saver")))
+exit_now(launch_ranks(LaunchOptions(sys.argv[1:], 2, module="ddp_saver")))
 """
 
 

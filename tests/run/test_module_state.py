@@ -23,7 +23,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
 from instar.growth import proof
 from instar.run.lifecycle.preflight import preflight
-from instar.run.lifecycle.restore import load_model
+from instar.run.lifecycle.restore import load_model_state
 from instar.run.loop.trainer import Trainer
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path
         run.save("now", must=True)
         saved = load(next((tmp_path / "run").rglob("step-1")))
         model = run.parts.task.shell()
-        assert load_model(model, saved) == []
+        assert load_model_state(model, saved) == []
         assert same(running(model), running(run.parts.stepper.unwrapped_model))
         headers = {"model.safetensors": read_header(saved.path / "model.safetensors")}
         assert parameter_count(saved.manifest, headers) == 4 * 6 + 2 * 6 + 7
@@ -103,7 +103,7 @@ def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path
         kept = {n: t for n, t in load_file(file).items() if "running" not in n}
         save_file(kept, file)
         model = run.parts.task.shell()
-        (warning,) = load_model(model, Checkpoint(saved.path, saved.manifest, saved.state))
+        (warning,) = load_model_state(model, Checkpoint(saved.path, saved.manifest, saved.state))
         assert "without the buffers middle.running_mean, middle.running_var" in warning
         assert torch.equal(model.get_buffer("middle.running_mean"), torch.zeros(6))
 

@@ -14,7 +14,7 @@ from instar.checkpoint.manifest import Facts
 from instar.checkpoint.store import CheckpointWriter, load
 from instar.distributed.shards import SavedRows
 from instar.models.hf.folder import export_folder
-from instar.run.lifecycle.restore import load_model
+from instar.run.lifecycle.restore import load_model_state
 from instar.run.loop.optimizer import load_optimizer_tensors, parameter_of
 
 MIB = 1 << 20
@@ -85,7 +85,7 @@ def load_a_quarter(folder: str) -> int:
 
     def read() -> None:
         checkpoint = load(Path(folder))
-        load_model(model, checkpoint)
+        load_model_state(model, checkpoint)
         with checkpoint.reading("optimizer") as component:
             states = Parts(
                 component, component.layout.entries, lambda name: parameters[parameter_of(name)]

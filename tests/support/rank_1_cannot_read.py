@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instar.cli.main import main
 from instar.data.loader import Prefetcher, StepBatch
-from instar.distributed.launch import launch
+from instar.distributed.launch import launch_ranks
 from instar.distributed.placement import LaunchOptions
 
 take = Prefetcher.take
@@ -28,4 +28,4 @@ if __name__ == "__main__":
         Prefetcher.take = take_until_the_disk_is_gone
         sys.exit(main(["train", *sys.argv[1:]]))
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    sys.exit(launch(LaunchOptions(sys.argv[1:], 2, module="rank_1_cannot_read")))
+    sys.exit(launch_ranks(LaunchOptions(sys.argv[1:], 2, module="rank_1_cannot_read")))

@@ -301,7 +301,7 @@ if __name__ == "__main__":
     described = Room.from_json(sys.argv[1])
     if "RANK" in os.environ:
         exit_now(_one_rank(described))
-    from instar.distributed.launch import launch
+    from instar.distributed.launch import launch_ranks
     from instar.distributed.placement import LaunchOptions
 
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -310,4 +310,4 @@ if __name__ == "__main__":
     options = LaunchOptions(
         [sys.argv[1]], described.size, module="toy_room", max_restarts=int(sys.argv[2])
     )
-    exit_now(launch(options))
+    exit_now(launch_ranks(options))

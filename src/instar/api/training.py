@@ -262,13 +262,13 @@ def preflight_launch(
     """
     from instar.data.text.origin import NOTE
     from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
-    from instar.run.lifecycle.resume import automatic, choose, continuation
+    from instar.run.lifecycle.resume import automatic, choose_checkpoint, continuation
     from instar.run.lifecycle.start import starting_weights
 
     resume = resume or automatic(loaded.config)
     checkpoint = None
     if resume is not None:
-        checkpoint, _ = choose(resume, check=ranks > 1)
+        checkpoint, _ = choose_checkpoint(resume, check=ranks > 1)
         loaded = continuation(resume, loaded, checkpoint).loaded
     devices = loaded.config.parallel.devices if devices is None else devices
     if devices or loaded.config.device.startswith("cuda"):

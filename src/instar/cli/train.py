@@ -183,12 +183,12 @@ def _launch(
         )
         if count.ranks == 1 and devices is None and not max_restarts:
             return _one_rank(loaded, resume, options)
-        from instar.distributed.launch import launch, torchrun_line
+        from instar.distributed.launch import launch_ranks, torchrun_line
 
         port = loaded.config.parallel.master_port
         line = torchrun_line(argv, count.ranks, devices, max_restarts=max_restarts, port=port)
         click.echo(f"same as: {line}", err=True)
-        return launch(launch_options(loaded, argv, count, resume, max_restarts))
+        return launch_ranks(launch_options(loaded, argv, count, resume, max_restarts))
     except KeyboardInterrupt:
         # a signal arrived before its handler was installed
         resumable = resume is not None or loaded.config.resume == "auto"

@@ -51,7 +51,7 @@ class LaunchResult:
     log: Path | None = None
 
 
-def launch(options: LaunchOptions) -> int:
+def launch_ranks(options: LaunchOptions) -> int:
     """Call `run_ranks`, print its error text to stderr and return the exit code.
 
     Exit with `signals.exit_now(code)`: while the interpreter shuts down, a late Ctrl-C would reach

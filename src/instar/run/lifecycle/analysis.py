@@ -34,7 +34,7 @@ from instar.models.graph_shape import GraphShape
 from instar.models.shape import ArchitectureError, Fixed, Parameter
 from instar.record.rundir import RunDir
 from instar.record.start_folder import base_of
-from instar.run.lifecycle.resume import began_with, branch_of
+from instar.run.lifecycle.resume import began_with, rewind_step
 from instar.run.loop.step import to_device
 from instar.schedule.operations import effective, history_from_json
 
@@ -112,7 +112,7 @@ def _saved_before(path: Path) -> Path | None:
     line = read_manifest(path).line or None
     names = [path.name for path in paths]
     at = names.index(path.name) if path.name in names else 0
-    before = (path for path in reversed(paths[:at]) if branch_of(path, line) is None)
+    before = (path for path in reversed(paths[:at]) if rewind_step(path, line) is None)
     return next(before, None)
 
 

@@ -10,7 +10,7 @@ from instar.checkpoint.line import is_on
 from instar.checkpoint.listing import checkpoints, point, pointed_at
 from instar.checkpoint.manifest import CheckpointError, RunStart, read_manifest
 from instar.distributed.agree import raise_on_all_ranks
-from instar.run.lifecycle.resume import branch_of
+from instar.run.lifecycle.resume import rewind_step
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.components import Components
 from instar.run.loop.early_stopping import RuleState
@@ -37,7 +37,7 @@ def update_best_pointers(state: RunState, parts: Components, start: Path) -> Non
             best = state.metrics.best.get(metric, RuleState())
             if (
                 best_path is not None
-                and branch_of(best_path, line) is None
+                and rewind_step(best_path, line) is None
                 and _may_be(best_path, metric, best)
             ):
                 continue

@@ -97,11 +97,11 @@ def _restore(
         hook_warnings = parts.hooks.restore(saved.get("hooks", {}))
     else:
         # an imported checkpoint, perhaps grown since: its run starts here
-        state = replay(state, parts, history)
+        state = replay_history(state, parts, history)
         hook_warnings = []
     stepper, world = parts.stepper, parts.world
     parameters = stepper.parameters
-    warnings = [*hook_warnings, *load_model(stepper.unwrapped_model, checkpoint)]
+    warnings = [*hook_warnings, *load_model_state(stepper.unwrapped_model, checkpoint)]
     if "optimizer" not in without:
         with _reading(checkpoint, "optimizer") as read:
             states = Parts(read, read.layout.entries, lambda n: parameters.get(parameter_of(n)))
@@ -133,7 +133,7 @@ def restore_state(
     Raises:
         LookupError, TypeError, ValueError: `saved` is not the contents of a state.json.
     """
-    state = replay(state, parts, history, restored="course" in saved)
+    state = replay_history(state, parts, history, restored="course" in saved)
     state = RunState.from_json(saved, state.in_force, state.phase, history)
     parts.logger.epochs = state.phase.epochs
     # empty if the run was not fp16 until now: then the scaler starts with its defaults
@@ -143,7 +143,7 @@ def restore_state(
     return state
 
 
-def replay(
+def replay_history(
     state: RunState, parts: Components, history: History, *, restored: bool = False
 ) -> RunState:
     """Fold a history; build the model and open the data after it (law 1). A collective.
@@ -182,7 +182,7 @@ def replay(
     return replace(state, history=history, in_force=now, phase=phase)
 
 
-def load_model(model: Module, checkpoint: Checkpoint) -> list[str]:
+def load_model_state(model: Module, checkpoint: Checkpoint) -> list[str]:
     """Load a checkpoint's parameters and persistent buffers into a model.
 
     Returns:

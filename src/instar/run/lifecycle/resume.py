@@ -136,7 +136,7 @@ def automatic(config: RunConfig, remembered: str | None = None) -> Resume | None
     return Resume(run, fresh=True, has_user_config=True, by_person=False)
 
 
-def choose(
+def choose_checkpoint(
     resume: Resume, *, check: bool = True
 ) -> tuple[Checkpoint | None, list[CheckpointError]]:
     """Choose the checkpoint to resume from.
@@ -208,7 +208,7 @@ def _of_step(root: Path, step: int, paths: Sequence[Path]) -> Path | None:
     """
     of_step = [path for path in paths if re.fullmatch(rf"step-0*{step}(\.\d+)?", path.name)]
     line = line_of(root)
-    on_line = [path for path in of_step if branch_of(path, line) is None]
+    on_line = [path for path in of_step if rewind_step(path, line) is None]
     if not on_line and len(of_step) > 1:
         names = ", ".join(path.name for path in of_step)
         raise CheckpointError(
@@ -217,7 +217,7 @@ def _of_step(root: Path, step: int, paths: Sequence[Path]) -> Path | None:
     return (on_line or of_step)[-1] if of_step else None
 
 
-def branch_of(path: Path, line: Line | None) -> int | None:
+def rewind_step(path: Path, line: Line | None) -> int | None:
     """Return the step at which a checkpoint's branch leaves the run's line; None: the checkpoint is
     on the line, or its manifest cannot be read."""
     try:

@@ -79,7 +79,7 @@ class Weights:
         return {key: value for key, value in section.items() if key != FROM}
 
 
-def find(text: str, task: str = LANGUAGE) -> Weights:
+def find_weights(text: str, task: str = LANGUAGE) -> Weights:
     """Return what `model.from` names, for a run of a task.
 
     Raises:
@@ -148,7 +148,7 @@ def brought(config_values: Mapping[str, Any]) -> Brought:
         return {}, "", ()
     task = config_values.get("task", LANGUAGE)
     try:
-        weights = find(text, str(task))
+        weights = find_weights(text, str(task))
         if weights.task != task:
             raise ConfigError.one(f"{weights.about} is of task {weights.task}, not of {task}")
         section = _prefixed(weights.section())
@@ -251,7 +251,7 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
     if text is None:
         return None
     try:
-        weights = find(text, loaded.config.task)
+        weights = find_weights(text, loaded.config.task)
     except ConfigError as error:
         weight_problems = (_problem(KEY, problem) for problem in error.problems)
         raise ConfigError(*(_located(loaded, problem) for problem in weight_problems)) from None

@@ -29,7 +29,7 @@ from instar.data.split import Subset
 from instar.distributed.agree import Json, agree, gather_parts, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.record.atomic import make_folder, replace_file
-from instar.run.lifecycle.restore import load_average, load_model
+from instar.run.lifecycle.restore import load_average, load_model_state
 from instar.run.loop.components import Components
 from instar.run.loop.evaluate import EvaluationOptions, TestResult, evaluate_source
 from instar.run.loop.state import RunState
@@ -46,7 +46,9 @@ MAX_CLASSES = 4096
 """of a confusion matrix"""
 
 
-def final_test(state: RunState, parts: Components, run: Path, *, weights: str) -> TestResult | None:
+def run_final_test(
+    state: RunState, parts: Components, run: Path, *, weights: str
+) -> TestResult | None:
     """Test, and write `test/result.json` and the task's predictions. A collective.
 
     Args:
@@ -182,7 +184,7 @@ def _rebuilt(parts: Components, checkpoint: Checkpoint) -> tuple[Task, Evaluable
     strategy = wrap_for_eval(
         parts.config, parts.world, build_meta_model(parts.config, parts.world, task)
     )
-    load_model(strategy.bare, checkpoint)
+    load_model_state(strategy.bare, checkpoint)
     if "ema" in checkpoint.components:
         # the average is used with the buffers of the weights, as in evaluations during training
         load_average(strategy.parameters, checkpoint)

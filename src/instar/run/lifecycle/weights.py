@@ -17,7 +17,7 @@ from instar.models.architecture import Architecture
 from instar.models.hf.pretrained_folder import open_folder
 from instar.models.hf.tensors import from_tensors, merged
 from instar.models.hf.weights import read_weights
-from instar.run.lifecycle.restore import load_model
+from instar.run.lifecycle.restore import load_model_state
 from instar.run.lifecycle.start import Weights
 from instar.run.loop.optimizer import copy_tensors
 
@@ -39,7 +39,7 @@ class OpenedWeights:
             copy_tensors(parameters, self.tensors)
             return []
         try:
-            warnings = load_model(model, self.checkpoint)
+            warnings = load_model_state(model, self.checkpoint)
             copy_tensors(parameters, {name: self.tensors[name] for name in parameters})
         except (AttributeError, KeyError, ValueError) as error:
             raise CheckpointError(f"{self.checkpoint.path}: of another model: {error}") from error

@@ -32,7 +32,7 @@ from instar.run.changes.branching import unfinished_branches
 from instar.run.lifecycle.best_pointers import update_best_pointers
 from instar.run.lifecycle.compile_stages import compile_stages
 from instar.run.lifecycle.resume import LAUNCH_KEY, Resume
-from instar.run.lifecycle.test_phase import final_test, is_tested
+from instar.run.lifecycle.test_phase import is_tested, run_final_test
 from instar.run.loop.checkpointing import finish_deltas
 from instar.run.loop.state import Decision
 from instar.run.loop.trainer import Trainer
@@ -171,7 +171,7 @@ def _test_only(plan: RunPlan, run: OpenRun) -> None:
     """Run the final test of the checkpoint that the resume names. A collective."""
     checkpoint, trainer = plan.run.checkpoint, run.trainer
     name = checkpoint.path.name if checkpoint else "last"
-    if final_test(trainer.state, trainer.parts, run.run_dir.path, weights=name) is None:
+    if run_final_test(trainer.state, trainer.parts, run.run_dir.path, weights=name) is None:
         raise Interrupted(f"again: instar test {run.run_dir.quoted}")
 
 
@@ -242,7 +242,7 @@ def _finish(trainer: Trainer, run_dir: RunDir, decision: Decision, *, test: bool
     """Run the final test, unless a stop was requested, and log the end of the run."""
     if test and not decision.interrupted:
         weights = trainer.parts.config.test.weights
-        if final_test(trainer.state, trainer.parts, run_dir.path, weights=weights) is None:
+        if run_final_test(trainer.state, trainer.parts, run_dir.path, weights=weights) is None:
             decision = trainer.parts.sync.decision()
     trainer.parts.sync.answer("stop")
     trainer.parts.logger.log_end(

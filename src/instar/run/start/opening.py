@@ -36,7 +36,7 @@ from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun
 from instar.run.changes.scheduled import check_ahead
 from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.restore import replay, restore
+from instar.run.lifecycle.restore import replay_history, restore
 from instar.run.loop.components import Components
 from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import format_shape
@@ -249,7 +249,7 @@ def resume_from(
     elif override is not None:
         with raise_on_all_ranks(world, "applying new values"):
             change = Change(override, 0, 0, reason="set at resume")
-            trainer.state = replay(trainer.state, trainer.parts, (change,))
+            trainer.state = replay_history(trainer.state, trainer.parts, (change,))
     for warning in messages:
         trainer.parts.logger.warn(warning, trainer.state.step)
 

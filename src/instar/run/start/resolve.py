@@ -12,7 +12,13 @@ from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.world import World, recall
 from instar.record.rundir import RunDir
 from instar.run.lifecycle.inputs import check_folder_is_shared, compare_configs
-from instar.run.lifecycle.resume import Resume, automatic, branch_of, choose, continuation
+from instar.run.lifecycle.resume import (
+    Resume,
+    automatic,
+    choose_checkpoint,
+    continuation,
+    rewind_step,
+)
 from instar.run.start.plan import RankContext, ResolvedRun, RunRequest
 
 
@@ -83,10 +89,10 @@ def _agree_on_checkpoint(resume: Resume, world: World) -> tuple[Checkpoint | Non
     path, warnings = "", list[str]()
     with raise_on_all_ranks(world, "choosing a checkpoint"):
         if world.is_main:
-            checkpoint, errors = choose(resume)
+            checkpoint, errors = choose_checkpoint(resume)
             path = str(checkpoint.path) if checkpoint else ""
             warnings = [f"passed over: {error}" for error in errors]
-            step = checkpoint and branch_of(checkpoint.path, line_of(resume.run.path))
+            step = checkpoint and rewind_step(checkpoint.path, line_of(resume.run.path))
             if checkpoint is not None and step is not None:
                 warnings.append(
                     f"{checkpoint.path.name} lies on a branch that the run left at step {step:,}"
