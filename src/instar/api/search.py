@@ -44,7 +44,6 @@ from instar.distributed.failure import RunFailed
 from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import branch_folder
-from instar.schedule.halving import RUNGS, rung_steps
 from instar.schedule.pilot import pilot_path, settings_of, write_json
 from instar.schedule.search.candidates import (
     SCRATCH,
@@ -53,6 +52,7 @@ from instar.schedule.search.candidates import (
     GrowthProposal,
     proposals,
 )
+from instar.schedule.search.halving import RUNGS, rung_steps
 from instar.schedule.search.state import SUFFIX, ScheduleSearch, SearchTrial, read_search
 
 if TYPE_CHECKING:

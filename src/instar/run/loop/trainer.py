@@ -331,7 +331,7 @@ class Trainer:
         self.state = evaluate_validation(self.state, self.parts)
 
     def save(self, reason: str, *, wait: bool = False, must: bool = False) -> None:
-        """Save now, see `checkpointing.save`. A collective."""
+        """Save now, see `checkpointing.save_checkpoint`. A collective."""
         save_checkpoint(self.state, self.parts, reason, wait=wait, must=must)
 
     def decide(self) -> Decision | None:

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from instar.schedule.halving import RUNGS, rung_sizes, survivors
 from instar.schedule.pilot import (
     MOST,
     Amount,
@@ -34,6 +33,7 @@ from instar.schedule.pilot import (
     read_json_as,
 )
 from instar.schedule.search.candidates import SCRATCH, GrowthCandidate, Name, Share
+from instar.schedule.search.halving import RUNGS, rung_sizes, survivors
 
 SUFFIX = ".search.json"
 
