@@ -3,8 +3,8 @@ in which new interpreters import torch."""
 
 from __future__ import annotations
 
-import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -25,12 +25,9 @@ def forked(port: int, overrides: list[str]) -> None:
             process.join()
 
 
-_CALLS = itertools.count()
-
-
 def spoil(sample: dict[str, Any], generator: object) -> dict[str, Any]:
-    """For `data.transform`: rank 1 cannot read, but for the sample that is tried before the run."""
+    """For `data.transform`: rank 1 cannot read, but for the samples that are tried before the run has a folder."""
     del generator
-    if os.environ["RANK"] == "1" and next(_CALLS) > 0:
+    if os.environ["RANK"] == "1" and Path("failed").exists():
         raise ValueError("boom")
     return sample
