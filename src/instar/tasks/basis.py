@@ -25,9 +25,10 @@ Basis = Mapping[str, str]
 """What a metric depends on, by name."""
 
 SAMPLES = "held-out samples"
+_TOKENIZER = "tokenizer"
 _CHOICE = "seed of their choice"
 _SOURCE = "source of the task"
-_UNTOLD = (SAMPLES, "tokenizer", _SOURCE)
+_UNTOLD = (SAMPLES, _TOKENIZER, _SOURCE)
 _HEADS = "model.heads"
 """The losses of a graph network, with their weights."""
 
@@ -48,7 +49,7 @@ def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = 
         "tokens per sample": f"{task.held_out_context:,}",
         "evaluated samples": f"{limit if is_subset else total:,}",
         _CHOICE: f"{config.data_seed}" if is_subset else "",
-        "tokenizer": task.spec.fingerprints.get("tokenizer", ""),
+        _TOKENIZER: task.spec.fingerprints.get("tokenizer", ""),
         "vocabulary": f"{task.architecture.sizes().get('vocab', 0):,}",
         _SOURCE: digest_of_sources(config.task),
     }
@@ -69,15 +70,17 @@ def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
     )
     if _SOURCE in changed:
         changes = (*changes, "the source of the task has changed")
-    if "tokenizer" in changed:
+    if _TOKENIZER in changed:
         return (*changes, "another tokenizer")
     # another length makes other samples of the same text
     return changes or tuple(f"other {name}" for name in changed)
 
 
 def without_seed(basis: Basis) -> Basis:
-    """Return a basis without what a seed may decide."""
-    return {name: value for name, value in basis.items() if name not in (SAMPLES, _CHOICE)}
+    """Return a basis without what a seed may decide: also a tokenizer, which may be trained on the samples that
+    are not held out."""
+    by_seed = (SAMPLES, _CHOICE, _TOKENIZER)
+    return {name: value for name, value in basis.items() if name not in by_seed}
 
 
 def digest(basis: Basis) -> str:
