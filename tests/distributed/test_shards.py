@@ -79,7 +79,7 @@ import torch.distributed as dist
 from instar.config.language import ModelConfig
 from instar.config.schema import RunConfig
 from instar.distributed.shards import own
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
 from instar.run.parallel.choose import parallelize
 
@@ -97,7 +97,7 @@ def trained(world, **fsdp):
         n_layer=2, n_head=4, n_embd=64, context=16, norm="rmsnorm", activation="swiglu",
         positions="rope", bias=False, tied=False,
     )
-    model = GPT(resolve(shape, 50))
+    model = GPT(resolve_architecture(shape, 50))
     model.init_weights(0)
     strategy = parallelize(config, world, model)
     tokens = torch.arange(16).reshape(2, 8) % 8
@@ -142,14 +142,14 @@ from instar.config.language import ModelConfig
 from instar.config.schema import RunConfig
 from instar.distributed.shards import own, rows
 from instar.distributed.world import World
-from instar.models.architecture import resolve
+from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
 from instar.run.loop.optimizer import build_optimizers
 from instar.run.parallel.choose import wrap_for_eval
 
 SIZE = 64
 wrong = []
-shape = resolve(ModelConfig(n_layer=4, n_head=4, n_embd=96, context=16, vocab_size=100), 50)
+shape = resolve_architecture(ModelConfig(n_layer=4, n_head=4, n_embd=96, context=16, vocab_size=100), 50)
 tokens = torch.zeros(2, 8, dtype=torch.int64)
 rank = (0, 17, SIZE - 1)[int(os.environ["RANK"])]
 # the fake process group has no exchange in which a rank sends nothing: Muon has a matrix for each shard
