@@ -70,11 +70,12 @@ hosts:
 # has imported everything (tests/support/forks.py). Tests that fail are run once more, alone, and both
 # outcomes are printed. What fails twice fails. (1: all tests ran, some failed.) Compiled modules are
 # kept also where PYTHONDONTWRITEBYTECODE is set: hundreds of processes would each compile them.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not vllm and not clients$(NO_HOSTS)"
+HERE := not gpu and not vllm and not clients$(NO_HOSTS)
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test: $(STAMP) browser hosts
-	$(PYTEST) -n 4 --dist loadfile tests \
-	  || { [ $$? = 1 ] && $(PYTEST) --last-failed --last-failed-no-failures none tests; }
+	$(PYTEST) -m "$(HERE) and not torture" -n 4 --dist loadfile tests \
+	  || { [ $$? = 1 ] && $(PYTEST) -m "$(HERE) and not torture" --last-failed --last-failed-no-failures none tests; }
 
 # CI has no GPU: whoever has one sends back what these two leave.
 test-gpu: $(STAMP)
@@ -126,6 +127,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/support/names.py
+	$(BIN)/python -m pytest tests/docs/test_typing.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -147,9 +149,9 @@ slurm:
 	  || { echo "a torture test needs SLURM: apt-get install slurmctld slurmd munge" >&2; exit 1; }
 
 # Most trials wait for ranks that are stopped, killed or cut off: three files at a time on two cores.
-torture: $(STAMP) hosts slurm
-	INSTAR_TORTURE=full $(PYTEST) -n 3 --dist loadfile tests/torture --timeout 7200
-	OMP_NUM_THREADS=1 INSTAR_TORTURE=full $(BIN)/python -m pytest -m "(hypothesis or repeated) and not gpu" -n 2 \
+torture: $(STAMP) browser hosts slurm
+	INSTAR_TORTURE=full $(PYTEST) -m "$(HERE)" -n 3 --dist loadfile tests/torture --timeout 7200
+	INSTAR_TORTURE=full $(PYTEST) -m "(torture or hypothesis or repeated) and $(HERE)" -n 3 --dist loadfile \
 	  tests --ignore tests/torture --timeout 7200
 	$(BIN)/python benchmarks/summary.py
 

@@ -42,6 +42,7 @@ def test_a_worse_figure_is_told_with_its_bound_and_its_history(guards: Any, hist
     ]
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_a_second_all_reduce_of_a_step_is_counted(guards: Any, tmp_path: Path) -> None:
     """Gradients of one step travel apart if a bucket holds less than they take."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import shortened
 from forks import Forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -28,21 +29,25 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
     return written
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("name", "barred"),
     [
+        ("communication", "closed form / simulation, worst case"),
+        ("deltas", "tiny, all cores train: training stands still"),
+        ("folders", "instar grow / cp"),
+        ("order", "shuffled: build and seek to 90 % of 10⁹"),
+        ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
+        ("delta_size", "applying a delta, 1 % changed"),
+        ("noise_scale", "tiny: steps with measurements / without"),
+        ("pauses", "tiny: verify"),
+        ("sharded_saves", "save / raw synced write"),
+        ("width_rates", "lr_base_width: best rates of 16 and 32 apart"),
         ("guards", "a step of two ranks: all-reduces"),
         ("finders", "MLP: rate found / best of the grid"),
-        ("order", "shuffled: build and seek to 90 % of 10⁹"),
         ("scaling", "tiny, 4×32 tokens per rank: T(2) / 2 T(1), beside"),
         ("slow_link", "1 ms each way: time to target, DiLoCo / DDP"),
         ("startup", "instar --help"),
-        ("communication", "closed form / simulation, worst case"),
         ("graphs", "4 graphs per rank: T(2) / 2 T(1), beside"),
-        ("pauses", "tiny: verify"),
-        ("folders", "instar grow / cp"),
-        ("sharded_saves", "save / raw synced write"),
-        ("deltas", "tiny, all cores train: training stands still"),
         ("operations", "tiny: pause of widen_hidden / step"),
         ("gpu", "tiny: stall of a save / step"),
         ("throughput", "tiny (0.022 M): Instar / bare PyTorch loop"),
@@ -53,15 +58,12 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("growth", "Muon, 4 × 16, 1: grown, compute"),
         ("family", "family of three, all decayed: compute"),
         ("logs", "one log call"),
-        ("delta_size", "applying a delta, 1 % changed"),
         ("moments", "loss moved by growing, the most"),
         ("experts", "logits moved by upcycling, the most"),
-        ("noise_scale", "tiny: steps with measurements / without"),
         ("pilot", "muon, seed 2, 1 to 4 at 0.5: off by"),
         ("moult", "C++ headers: preset moult, compute"),
-        ("grown_optimizer", "insert_layers 2, state kept: mean loss off / range"),
-        ("width_rates", "lr_base_width: best rates of 16 and 32 apart"),
     ],
+    first=10,
 )
 @pytest.mark.timeout(600)  # the operations compile several shapes
 def test_a_smoke_run_leaves_whole_results(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import shortened
 from written_runs import written
 
 from instar.config.errors import sentence_of
@@ -82,7 +83,7 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10))
 
 
-@pytest.mark.parametrize("limit", [small_files, few_files])
+@shortened("limit", [small_files, few_files], first=1)
 def test_a_full_disk_and_few_open_files_end_in_a_sentence(
     instar: Instar, place: Path, limit: Callable[[], None]
 ) -> None:
@@ -117,7 +118,7 @@ def odd(place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize(
+@shortened(
     "words",
     [
         "logs list",
@@ -128,6 +129,7 @@ def odd(place: Path) -> Path:
         "report runs --output both.html",
         "logs export runs --to csv --output out",
     ],
+    first=2,
 )
 def test_a_name_that_is_not_utf8_hides_no_run(
     odd: Path, words: str, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from broken_commands import COMMANDS
 from broken_configs import CONFIGS, GOOD
+from cases import shortened
 from forks import forks
 from typed import Outcome, typed
 
@@ -155,7 +156,7 @@ def test_no_mistake_costs_the_import_of_torch_or_leaves_anything_behind(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ["key", "unclosed quote", "heads that do not divide"])
+@shortened("name", ["key", "unclosed quote", "heads that do not divide"], first=1)
 @pytest.mark.parametrize(
     "command", [["train"], ["train", "--dry-run"], ["config", "show"], ["data", "prepare"]]
 )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import shortened
 from forks import Forks
 from written_runs import writing
 
@@ -49,7 +50,7 @@ def completed(words: str, place: Path, forks: Forks) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("words", "offered"),
     [
         ("instar com", ["completion"]),
@@ -65,7 +66,7 @@ def completed(words: str, place: Path, forks: Forks) -> list[str]:
         ("instar resume demo-ab1 --set train.unt", ["train.until"]),
         ("instar fleet status s", ["seeds"]),
         ("instar delta log ot", ["other-cd2"]),
-    ],
+    ], first=4,
 )  # fmt: skip
 def test_bash_offers(words: str, offered: list[str], place: Path, forks: Forks) -> None:
     assert completed(words, place, forks) == offered

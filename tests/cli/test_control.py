@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import science
+from cases import shortened
 from forks import INSTAR, Child, Forks
 from tiny_run import codes, events, said
 
@@ -56,7 +57,7 @@ def test_a_run_that_is_not_there_to_hear_is_not_asked(instar: Instar, place: Pat
     assert "finished (reached 8it)" in instar("control", "run", "status").stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@shortened("ranks", [2, 1], first=1)
 def test_every_request_is_answered_by_a_save_however_many_others_there_are(
     tmp_path: Path, ranks: int
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import shortened
 from forks import Forks
 from pretrained import CONFIG, write_place
 from safetensors.torch import load_file
@@ -35,7 +36,7 @@ def train(run_dir: str, *overrides: str) -> int:
     return main(["train", "run.yaml", *sets])
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@shortened("kind", ["llama", "gemma2"], first=1)
 def test_a_run_that_grows_is_killed_resumed_sampled_and_exported(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: Forks, capsys: Captured
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import shortened
 from dashboards import asking, served
 from forks import forks
 from terminal import environment, on_terminal
@@ -109,7 +110,7 @@ def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("digits", [25, 4200, 5000])
+@shortened("digits", [25, 4200, 5000], first=1)
 def test_integers_of_any_length_in_a_record_are_told_or_passed_over(
     tmp_path: Path, digits: int
 ) -> None:
@@ -175,9 +176,10 @@ def a_link_to_a_secret(path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
+@shortened(
     "make",
     [a_pipe, an_endless_device, a_socket, a_link_to_a_secret],
+    first=2,
     ids=lambda make: make.__name__,
 )
 def test_no_file_of_a_run_stops_whoever_reads_it(

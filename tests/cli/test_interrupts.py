@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cases import shortened
 from chains import save
 from forks import INSTAR, forks
 from safetensors.torch import save_file
@@ -133,7 +134,7 @@ CASES: dict[str, tuple[Prepare, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@shortened("case", CASES, first=2)
 def test_ctrl_c_is_heard_in_the_middle(case: str, tmp_path: Path) -> None:
     prepare, doing = CASES[case]
     argv = prepare(tmp_path)
@@ -166,14 +167,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("argv", "begun", "code", "told"),
     [
         (["sample", "tiny-kmn42", "--max-tokens", "1000000"], r"\w{9}", 130, ""),
         (["find", "lr", "run.yaml", "--steps", "100000"], "training with", 130, "nothing was written"),
         (["train", "run.yaml", "--set", FOREVER], "loss", 75, "resume with"),
         (["-c", LAUNCH], "loss", 1, "Interrupted"),
-    ],
+    ], first=1,
     ids=["sample", "find lr", "train", "launch"],
 )  # fmt: skip
 def test_ctrl_c_ends_what_a_model_computes(
@@ -220,6 +221,7 @@ def test_ctrl_c_is_heard_while_a_rank_waits_for_others(tmp_path: Path) -> None:
     assert files(tmp_path) == {"text.txt", child.said.name}
 
 
+@pytest.mark.torture
 def test_the_second_run_of_an_interrupted_command_begins_anew(tmp_path: Path) -> None:
     argv = tokens(tmp_path)
     interrupted(argv, tmp_path, "tokenising")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from cases import shortened
 from tracked import TOOLS, read_back
 
 from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Stop, Train
@@ -112,7 +113,7 @@ def test_several_runs_take_a_file_each(instar: Instar, run: Path) -> None:
     ).read_bytes()
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@shortened("tool", TOOLS, first=1)
 def test_a_run_is_replayed_into_a_tool(instar: Instar, run: Path, tool: str) -> None:
     place = run.parents[1]
     # where `read_back` looks for the tool's own files
@@ -168,6 +169,7 @@ def test_a_mistake_is_told_in_a_sentence(instar: Instar, arguments: list[str], s
     assert done.stdout == "" or "--json" in arguments
 
 
+@pytest.mark.torture
 def test_the_command_that_is_told_opens_what_mlflow_was_given(run: Path, instar: Instar) -> None:
     """MLflow's own client refuses a folder without the variable that the command sets."""
     done = instar("logs", "export", str(run), "--to", "mlflow")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from browser import chromium, watched
+from cases import shortened
 from drawn import falling, train, write_run
 from written_runs import written_fleet
 
@@ -89,7 +90,7 @@ def test_the_latest_run_is_drawn_in_characters_without_codes(place: Path) -> Non
 
 
 @pytest.mark.usefixtures("runs")
-@pytest.mark.parametrize("columns", [40, 80, 200])
+@shortened("columns", [40, 80, 200], first=1)
 def test_on_a_terminal_the_plot_is_coloured_and_as_wide(place: Path, columns: int) -> None:
     said = on_terminal(place, "demo", columns=columns)
 

@@ -115,6 +115,7 @@ def test_all_are_compared_at_equal_flops_and_half_of_them_go_on(made: Path) -> N
         assert latest(run) == f"step-{trial['steps']}"
 
 
+@pytest.mark.torture
 def test_the_winner_is_trained_by_its_file_bit_for_bit(
     made: Path, instar: Instar, place: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_the_winner_is_trained_by_its_file_bit_for_bit(
     instar("resume", "again", "--set", "schedule=deep.schedule.yaml", "--until", "200it")
 
 
+@pytest.mark.torture
 @pytest.mark.repeated
 def test_a_search_that_is_killed_goes_on_to_the_same_result(
     made: Path, place: Path, forks: Forks
@@ -277,6 +279,7 @@ def test_a_search_of_something_else_is_not_gone_on_with(
     assert not (place / "runs").exists()
 
 
+@pytest.mark.torture
 def test_a_preset_names_the_final_shape_and_ranks_share_the_trials(
     instar: Instar, place: Path
 ) -> None:

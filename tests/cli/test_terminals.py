@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+from cases import marked_after, shortened
 from forks import forks
 from terminal import HANG_UP, Shown, environment, into_pipes, on_terminal, run_on_terminal
 
@@ -107,8 +108,8 @@ LINES = [*HELPS, *TABLES, *DATA, *OTHERS, *FAILING, TRAINING]
 KINDS = {
     "pipes": (None, {}),
     "pipes, LC_ALL=C": (None, {"LC_ALL": "C"}),
-    "40 columns": (40, {}),
     "80 columns": (80, {}),
+    "40 columns": (40, {}),
     "NO_COLOR, LC_ALL=C": (200, {"NO_COLOR": "1", "LC_ALL": "C"}),
     "TERM=dumb": (80, {"TERM": "dumb"}),
 }
@@ -135,7 +136,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=marked_after(3, KINDS))
 def seen(request: pytest.FixtureRequest, place: Path) -> tuple[str, dict[str, Shown]]:
     """What every command line showed there, by the line."""
     return request.param, _seen(place, request.param)
@@ -287,7 +288,7 @@ def test_a_reader_that_has_gone_ends_it_quietly(place: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("line", ["config schema", "config validate broken.yaml"])
+@shortened("line", ["config schema", "config validate broken.yaml"], first=1)
 def test_closed_streams_change_nothing(place: Path, line: str, closed: str) -> None:
     done = shell(place, f"instar {line} {closed}")
     assert done.returncode == (2 if "broken" in line else 0)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cases import shortened
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.load import load
@@ -267,7 +268,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     assert problem.message == "larger than 1 MiB; this is not a config"
 
 
-@pytest.mark.parametrize(
+@shortened(
     "text",
     [
         "".join(f"k{n}: 0\n" for n in range(70_000)),
@@ -275,6 +276,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
         "a: [" + "1," * 500_000 + "]",
         "- " * 500_000,
     ],
+    first=1,
     ids=["keys", "duplicates", "flow", "nested"],
 )
 def test_a_mebibyte_of_values_is_refused_before_it_is_composed(tmp_path: Path, text: str) -> None:
@@ -286,13 +288,14 @@ def test_a_mebibyte_of_values_is_refused_before_it_is_composed(tmp_path: Path, t
     assert time.process_time() - began < 4
 
 
-@pytest.mark.parametrize(
+@shortened(
     "text",
     [
         "".join(f"n_lay{n}: 0\n" for n in range(9_900)),
         "model:\n" + "".join(f"  n_lay{n}: 0\n" for n in range(9_900)),
         "a: {" + "b: 1, " * 9_900 + "}",
     ],
+    first=1,
     ids=["keys", "in a section", "duplicates"],
 )
 def test_of_thousands_of_errors_a_hundred_are_told(tmp_path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import shortened
 from ways import KINDS, Way, config, make_rows, taken, told
 
 from instar.data.loader import StepBatch
@@ -25,7 +26,7 @@ def identical(one: StepBatch, other: StepBatch) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@shortened("kind", KINDS, first=5)
 def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_path: Path) -> None:
     data = config(
         folder, kind, **({} if "mixture" in KINDS[kind] else {"path": str(tmp_path / "data")})
@@ -48,7 +49,7 @@ def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_p
         )
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("kind", "way"),
     [
         ("rows of text", Way(2, workers=1)),
@@ -56,6 +57,7 @@ def test_every_way_brings_the_same_global_batches(folder: Path, kind: str, tmp_p
         ("a shuffled stream", Way(2, "dispatched", workers=3)),
         ("transformed", Way(2, workers=1)),
     ],
+    first=1,
     ids=str,
 )
 def test_workers_change_nothing(folder: Path, kind: str, way: Way, tmp_path: Path) -> None:

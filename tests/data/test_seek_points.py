@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import shortened
 from forks import forks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -149,8 +150,8 @@ def test_items_of_a_function_are_skipped_without_tokenizing_them(
     assert encoded - before < 100
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("kind", ["stream", "python"])
+@shortened("packing", [True, False], first=1)
+@shortened("kind", ["stream", "python"], first=1)
 def test_points_hold_for_any_context(folder: Path, packing: bool, kind: str) -> None:
     source = f"{__name__}:texts" if kind == "python" else stream(folder).source
     data = stream(folder, kind=kind, source=source, packing=packing)
@@ -237,7 +238,7 @@ def test_a_run_that_begins_anew_replaces_the_points_of_an_older_stream(
     assert read(data, folder, 850) == whole[850:865]
 
 
-@pytest.mark.parametrize(
+@shortened(
     "spoil",
     [
         lambda content: content[:0],
@@ -251,6 +252,7 @@ def test_a_run_that_begins_anew_replaces_the_points_of_an_older_stream(
         lambda content: content.replace(b"seek-points/1", b"seek-points/9"),
         lambda content: content.replace(b'"fingerprint":"', b'"fingerprint":"other'),
     ],
+    first=3,
 )
 def test_a_file_that_is_damaged_or_of_something_else_is_as_good_as_none(
     folder: Path, spoil: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture

@@ -64,6 +64,7 @@ def test_a_rank_that_sleeps_in_a_backward_pass_is_named(tmp_path: Path) -> None:
     assert re.search(r"all other ranks wait for rank 1: it is in step \d+, at toy_room.py", said)
 
 
+@pytest.mark.torture
 def test_a_group_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg, or a suspended machine: nobody has moved, and nobody is to blame."""
     room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
@@ -77,6 +78,7 @@ def test_a_group_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
         assert ranks.ended() == [75, 75]
 
 
+@pytest.mark.torture
 def test_ranks_go_on_while_their_launcher_and_its_store_are_stopped(tmp_path: Path) -> None:
     room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
     with room.launch() as ranks:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from cases import shortened
 from forks import INSTAR, Child, Forks, children_as_ranks
 
 from instar.api import launch, train
@@ -170,7 +171,7 @@ def test_torchs_launchers_train_the_same(
     assert_all_said_who_they_are(place / f"by-{way}", 2)
 
 
-@pytest.mark.parametrize("launched", [True, False])
+@shortened("launched", [True, False], first=1)
 def test_a_script_that_trains_in_a_loop_makes_a_run_of_each(
     place: Path, forks: Forks, launched: bool
 ) -> None:

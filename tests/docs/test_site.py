@@ -29,6 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Path:
     return out
 
 
+@pytest.mark.torture
 def test_every_page_is_on_the_site_and_in_its_search(site: Path) -> None:
     pages = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "docs").rglob("*.md")]
     index = re.search(r'"docnames":(\[.*?\])', (site / "searchindex.js").read_text("utf-8"))

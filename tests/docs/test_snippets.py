@@ -29,6 +29,19 @@ HERE_DOCUMENT = re.compile(r"(?<=<<'END'\n).*?^END\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 
 
+LONG = (
+    "checkpoints.md",
+    "custom-task.md",
+    "finetuning.md",
+    "graph-networks.md",
+    "growth.md",
+    "launching.md",
+    "logs.md",
+    "pilot.md",
+    "schedule.md",
+    "tasks.md",
+)
+"""pages whose commands train for long: `make torture` types them"""
 TYPED = ("bash", "console")
 """fences of commands: alone, or after `$ ` and followed by what they print"""
 VARYING = (
@@ -76,7 +89,12 @@ def is_printed(given: list[str], printed: list[str]) -> bool:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if snippets(p, *TYPED)], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.torture] * (page.name in LONG))
+        for page in PAGES
+        if snippets(page, *TYPED)
+    ],
 )
 def test_the_commands_of_a_page_work_one_after_the_other(
     page: Path, tmp_path: Path, forks: Forks

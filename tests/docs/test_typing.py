@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_mypy_accepts_the_documented_task(tmp_path: Path) -> None:
     """With the settings and the cache of the package, which is strict too."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from forks import INSTAR, Forks, children_as_ranks
 
 from instar.config.load import load
@@ -52,6 +53,7 @@ def reason(events: list[dict[str, Any]]) -> tuple[int, str]:
     return stop["step"], stop["reason"]
 
 
+@pytest.mark.torture
 def test_the_trial_ends_early_with_the_same_bits_on_one_rank_and_on_two(
     tmp_path: Path, forks: Forks
 ) -> None:

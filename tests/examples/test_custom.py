@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import shortened
 from forks import Forks
 from started import run_ranks, start_instar
 from tiny_run import TEXT, events
@@ -55,7 +56,7 @@ def code_lines(text: str) -> set[int]:
     return lines
 
 
-@pytest.mark.parametrize("name", SIZES)
+@shortened("name", SIZES, first=2)
 def test_an_example_is_trained_stopped_resumed_and_tested(
     name: str, place: Path, forks: Forks
 ) -> None:

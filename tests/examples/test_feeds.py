@@ -58,6 +58,7 @@ def told(events: list[dict[str, Any]], kind: str, field: str) -> list[Any]:
     return [event.get(field) for event in events if event["kind"] == kind]
 
 
+@pytest.mark.torture
 def test_each_runs_and_those_of_the_same_samples_are_the_same_run(
     place: Path, forks: Forks
 ) -> None:

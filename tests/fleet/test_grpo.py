@@ -21,6 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/fleet/grpo-cpu.yaml"
 STEPS = 30
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(400)
 def test_a_server_killed_mid_run_is_restarted_with_its_training_which_goes_on(
     place: FleetPlace,

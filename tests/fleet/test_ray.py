@@ -59,6 +59,7 @@ def count_of(status: dict[str, Any], phase: str) -> int:
     return [phase_of(status, "trainer", i) for i in range(4)].count(phase)
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
 def test_a_job_of_two_nodes_ends_on_both(place: FleetPlace, cluster: ray_cluster.Cluster) -> None:
     """After Ctrl-C, after the death of the driver, and by itself."""
@@ -157,6 +158,7 @@ def test_what_no_node_has_is_refused_before_a_folder_is_made(
     assert not (place.path / "fleets").exists()
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(420)  # Ray starts some ten processes per node, slowly on a busy machine
 def test_the_instances_of_a_lost_node_begin_again_on_another(
     place: FleetPlace, cluster: ray_cluster.Cluster

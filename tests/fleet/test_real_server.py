@@ -45,6 +45,7 @@ def _make_model(folder: Path, head_dim: int = 8) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(300)
 def test_transformers_serve_answers_before_its_client_starts(place: FleetPlace) -> None:
     _make_model(place.path / "tiny")

@@ -110,6 +110,7 @@ class Player:
         return [each.phase for _, each in sorted(fold_events(self.events()).instances.items())]
 
 
+@pytest.mark.torture
 def test_a_sampler_learns_and_a_pruner_stops_what_falls_behind(tmp_path: Path) -> None:
     player = Player(tmp_path / "tpe", "search.trials=40", "search.seed=1")
     player.launch(range(40))
@@ -362,6 +363,7 @@ def test_mistakes_of_the_runs_are_found_all_at_once(
     assert "did you mean 'val/loss'" in refused(tmp_path, metric)
 
 
+@pytest.mark.torture
 def test_runs_are_pruned_and_can_be_resumed(place: FleetPlace, forks: Forks) -> None:
     place = replace(place, python=forks.python)
     (place.path / "squares.txt").write_text(TEXT)

@@ -14,6 +14,7 @@ import pretended
 import pytest
 import states
 import torch
+from cases import shortened
 from forks import Forks, children_as_ranks
 from tiny_run import codes, said
 from torch import Tensor
@@ -118,7 +119,7 @@ def resume(run_dir: Path, *overrides: str) -> list[float]:
     return recorded(run_dir)
 
 
-@pytest.mark.parametrize(
+@shortened(
     "how",
     [
         [],
@@ -129,6 +130,7 @@ def resume(run_dir: Path, *overrides: str) -> list[float]:
         ["precision=bf16", "model.num_experts=3"],
         ["model.bias=true", "model.num_experts=3"],
     ],
+    first=2,
     ids=[
         "plain",
         "bf16 with average",
@@ -210,9 +212,10 @@ def test_float32_matrices_are_multiplied_as_the_config_says(
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-WAYS = pytest.mark.parametrize(
+WAYS = shortened(
     "how",
     [[], ["optimizer.name=muon"], ["train.ema=0.9", "train.clip=0.01"]],
+    first=1,
     ids=["adamw", "muon", "ema"],
 )
 
@@ -235,7 +238,7 @@ def test_a_step_reads_nothing_from_the_device(losses: Losses, how: list[str]) ->
 
 
 @WAYS
-@pytest.mark.parametrize("bad", [(1,), (1, 2)], ids=["one", "two in a row"])
+@shortened("bad", [(1,), (1, 2)], first=2, ids=["one", "two in a row"])
 def test_a_gpu_skips_the_steps_that_a_host_would_skip(
     losses: Losses, tmp_path: Path, bad: tuple[int, ...], how: list[str]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from cases import shortened
 from small_models import EXACT, model_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -59,13 +60,14 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("kind", "names"),
     [
         ("llama", ["insert_drawn", "widen_mlp", "widen_hidden", "add_groups", "grow_head_dim"]),
         ("qwen2", ["insert_layers", "widen_mlp_split", "widen_hidden_copied", "add_groups"]),
         ("gpt2", ["insert_layers", "widen_mlp", "extend_context"]),
     ],
+    first=1,
 )
 def test_adapters_grow_with_their_weights_and_train_on(
     kind: str, names: list[str], tmp_path: Path

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import shortened
 from small_models import EXACT, REFUSED, model_of
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -46,7 +47,7 @@ def held(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     return {p for group in optimizer.param_groups for p in group["params"]}
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@shortened("kind", FAMILIES, first=4)
 def test_a_model_of_each_family_grows_through_all_operations_and_trains_on(
     kind: str, tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_a_loss_of_routers_is_no_part_of_what_growth_keeps() -> None:
     assert model(input_ids=batch(0), output_router_logits=True).aux_loss is not None
 
 
+@pytest.mark.torture
 def test_a_compiled_model_compiles_again() -> None:
     sizes = {"hidden_size": 48, "intermediate_size": 48, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)).eval()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import shortened
 from growing import grown, operation, proof, random_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +98,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "first"), PAIRS)
+@shortened(("arch", "first"), PAIRS, first=12)
 def test_the_label_holds_after_any_other(arch: Architecture, first: Operation) -> None:
     model, _ = grown(random_gpt(arch), first)
     for second in operations(model.arch):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from cases import shortened
 from forks import Forks, children_as_ranks
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("kind", "operations"),
     [
         ("llama", ["widen_mlp_split", "insert_layers", "widen_hidden"]),
         ("qwen2", ["resize_vocab", "insert_means", "add_groups"]),  # whose head is the table
     ],
+    first=1,
 )
 def test_shards_grow_as_the_whole_model_does(
     kind: str, operations: list[str], tmp_path: Path, forks: Forks

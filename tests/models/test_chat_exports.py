@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import shortened
 from small_models import CHANGES, SIZES
 from tokenizer_layouts import LAYOUTS, write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +38,7 @@ def write_base(kind: str, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
 
 
-@pytest.mark.parametrize("kind", BASE_ENDS)
+@shortened("kind", BASE_ENDS, first=1)
 def test_an_answer_ends_where_the_chats_ended(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

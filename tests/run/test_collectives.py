@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_run
+from cases import shortened
 from forks import Forks
 from tiny_run import codes, said
 from traced import WAIT
@@ -81,7 +82,7 @@ def profiled(place: tiny_run.Place, *keys: str, name: str = "run") -> list[list[
 
 
 @pytest.mark.parametrize("keys", [(), ("data.strategy=dispatched",)], ids=["sharded", "dispatched"])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@shortened("micro_batches", [3, 1], first=1)
 def test_ddp_sends_the_flags_and_the_gradients_once(
     place: tiny_run.Place, keys: tuple[str, ...], micro_batches: int
 ) -> None:
@@ -111,6 +112,7 @@ def test_gradients_travel_in_half_as_many_bytes(place: tiny_run.Place) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
 
 
+@pytest.mark.torture
 def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
     """They are sent before the first forward pass of a step, and nobody waits for them before its last
     backward pass, so that only the exchange of the gradients takes time of its own."""
@@ -134,7 +136,7 @@ def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
             assert done
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("keys", "wanted"),
     [
         # the tree of four slices: a half of the gradients to either side, and the sums back
@@ -146,6 +148,7 @@ def test_flags_travel_while_the_model_computes(place: tiny_run.Place) -> None:
             {"all_gather": 5, "all_to_all": 3},
         ),
     ],
+    first=1,
     ids=["elastic", "fsdp", "kept whole"],
 )
 def test_other_strategies_send_as_often_as_their_pages_say(

@@ -54,6 +54,7 @@ def looked_up() -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.torture
 def test_a_growth_after_it_finds_its_graphs(
     trainer: Make, losses: Callable[[str], list[float]]
 ) -> None:

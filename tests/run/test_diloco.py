@@ -15,6 +15,7 @@ import pytest
 import science
 import tiny_run
 import torch
+from cases import shortened
 from forks import INSTAR, children_as_ranks
 
 from instar.checkpoint.store import load as load_checkpoint
@@ -72,7 +73,7 @@ def steps_of(run_dir: Path, kind: str) -> list[int]:
     return [event["step"] for event in tiny_run.events(run_dir, kind)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@shortened("ranks", [1, 2, 3], first=1)
 def test_rounds_of_one_step_whose_weights_are_averaged_are_ddp(
     place: tiny_run.Place, ranks: int
 ) -> None:
@@ -131,8 +132,10 @@ def test_the_mean_over_ranks_is_the_mean(place: tiny_run.Place, ranks: int, bits
     assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "exchange"), [("adamw", "float32"), ("muon", "bfloat16"), ("sgd", "float32")]
+@shortened(
+    ("optimizer", "exchange"),
+    [("adamw", "float32"), ("muon", "bfloat16"), ("sgd", "float32")],
+    first=1,
 )
 def test_a_run_that_was_killed_and_one_that_was_stopped_end_as_the_undisturbed_one(
     place: tiny_run.Place, optimizer: str, exchange: str
@@ -162,6 +165,7 @@ def test_a_run_that_was_killed_and_one_that_was_stopped_end_as_the_undisturbed_o
     assert losses == whole_losses
 
 
+@pytest.mark.torture
 def test_every_sample_is_taken_once_and_in_order_on_any_ranks_and_with_any_strategy(
     place: tiny_run.Place,
 ) -> None:
@@ -224,8 +228,8 @@ def test_what_is_due_in_a_round_comes_at_its_end(place: tiny_run.Place) -> None:
     assert all(frozen)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "due"), [(DILOCO, [10, 20]), (("parallel.strategy=ddp",), [8, 16, 20])]
+@shortened(
+    ("strategy", "due"), [(DILOCO, [10, 20]), (("parallel.strategy=ddp",), [8, 16, 20])], first=1
 )
 def test_an_evaluation_that_a_stop_cut_short_is_made_by_the_resumed_run(
     place: tiny_run.Place, strategy: tuple[str, ...], due: list[int]
@@ -265,6 +269,7 @@ def test_a_model_grows_with_its_outer_momentum(place: tiny_run.Place) -> None:
     assert tiny_run.weights(again, STEPS) == tiny_run.weights(run_dir, STEPS)
 
 
+@pytest.mark.torture
 def test_a_compiled_model_trains_alike(place: tiny_run.Place) -> None:
     keys = (*KEYS, *DILOCO, "model.dropout=0.0")
     plain = tensors(trained(place, "plain", *keys, ranks=2))
@@ -286,6 +291,7 @@ def test_a_replica_skips_a_step_that_is_not_finite_and_the_others_do_not(
     assert count == STEPS - 0.5
 
 
+@pytest.mark.torture
 def test_a_replica_all_of_whose_first_steps_were_skipped_gets_the_others_state(
     place: tiny_run.Place,
 ) -> None:
@@ -324,7 +330,7 @@ def test_a_round_that_is_not_finite_is_taken_back(trainer: Callable[..., Trainer
     assert run.state.skipped_in_a_row == 0
 
 
-@pytest.mark.parametrize("step", [2, 5, 8])
+@shortened("step", [2, 5, 8], first=1)
 def test_all_ranks_end_and_name_the_one_that_cannot_read(place: tiny_run.Place, step: int) -> None:
     """The others come to where their round ends."""
     words = ["train", "run.yaml", *sets(*KEYS, *DILOCO, "record.run_dir=run")]
@@ -349,6 +355,7 @@ def test_all_ranks_end_and_name_the_one_that_cannot_evaluate(
     assert f"rank 1 failed while in evaluation at step {step}: OSError: the disk is gone" in log
 
 
+@pytest.mark.torture
 def test_a_rank_that_dies_or_freezes_in_a_round_is_named(place: tiny_run.Place) -> None:
     for body, silence, said in (
         ("apart:rank_1_dies_at_step_7", 60, "rank 1 is gone"),

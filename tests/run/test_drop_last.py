@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import science
+from cases import shortened
 from tiny_run import Place, codes, events, said, weights
 
 from instar.checkpoint.store import load as load_checkpoint
@@ -96,7 +97,7 @@ def steps_of(run_dir: Path) -> list[tuple[int, float]]:
     return [(event["tokens"], event["loss"]) for event in events(run_dir, "train")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@shortened("ranks", [2, 1], first=1)
 def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int) -> None:
     keys = (*NORMED, "task=science:Halves", "data.drop_last=true", "train.batch_size=10")
     predicted = preflight(load("run.yaml", keys), ranks).forecast.early

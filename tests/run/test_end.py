@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from cases import shortened
 from forks import Forks, children_as_ranks
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said
 
@@ -73,7 +74,7 @@ def means(single: Path, ends: Sequence[int]) -> dict[int, float]:
     return sums
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@shortened("ranks", [2, 1], first=1)
 def test_every_step_is_in_the_record_also_of_a_run_that_was_stopped(
     place: Place, ranks: int
 ) -> None:
@@ -133,7 +134,7 @@ def test_a_run_leaves_nothing_half_deleted(place: Place) -> None:
     assert list(folder.glob(".*")) == []
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@shortened("ranks", [2, 1], first=1)
 def test_a_script_that_trains_again_and_again_keeps_nothing(place: Place, ranks: int) -> None:
     settings = ["train.until=4it"]
     settings += ["reproducible=elastic", "parallel.elastic.threads=1"] if ranks == 1 else []

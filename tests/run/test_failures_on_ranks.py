@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import science
+from cases import shortened
 from forks import children_as_ranks
 from tiny_run import Place, codes, events, said
 
@@ -40,13 +41,14 @@ def place(tmp_path: Path) -> Place:
     return science.place(tmp_path)
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("settings", "step"),
     [
         pytest.param(settings, step, id=f"{name}, step {step}")
         for name, (settings, steps) in CASES.items()
         for step in steps
     ],
+    first=6,
 )
 def test_all_ranks_end_and_name_the_one_that_cannot_read(
     place: Place, settings: tuple[str, ...], step: int
@@ -77,7 +79,7 @@ DEPENDING = (
 DEPENDING += ("data.val=0.1", "data.test=0.1", "test.at_end=false", "precision=fp32")
 
 
-@pytest.mark.parametrize("accumulated", [1, 4])
+@shortened("accumulated", [1, 4], first=1)
 def test_parameters_that_one_ranks_samples_do_not_use_are_named_at_once(
     place: Place, accumulated: int
 ) -> None:

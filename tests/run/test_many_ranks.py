@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import science
 import tiny_run
+from cases import shortened
 from forks import forks
 from started import INSTALLED, run_ranks, start_instar
 
@@ -76,13 +77,14 @@ def test_one_two_or_four_ranks_are_one_run(
         assert curves[other][1] == pytest.approx(validation, rel=1e-4)
 
 
-@pytest.mark.parametrize(
+@shortened(
     ("ranks", "batch_size", "accumulation"),
     [
         pytest.param(2, 4, 6, id="both ranks accumulate"),
         pytest.param(3, 2, 4, id="one rank does not accumulate"),
         pytest.param(2, 4, 2, id="no rank accumulates"),
     ],
+    first=1,
 )
 def test_a_static_graph_gives_the_same_curve(
     tmp_path: Path, ranks: int, batch_size: int, accumulation: int

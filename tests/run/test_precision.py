@@ -13,6 +13,7 @@ import pytest
 import science
 import tiny_run
 import torch
+from cases import shortened
 from forks import children_as_ranks, forks
 
 from instar.config.load import Loaded, load
@@ -142,7 +143,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert not resumed.changed
 
 
-@pytest.mark.parametrize(("older", "expected"), [(1, "fp32"), (2, "bf16")])
+@shortened(("older", "expected"), [(1, "fp32"), (2, "bf16")], first=1)
 def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) -> None:
     """Two real ranks, of which the one numbered `older`, if any, is an older processor."""
     place = tiny_run.Place(tmp_path, science.forks())

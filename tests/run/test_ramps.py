@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import shortened
 from forks import Forks
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said, weights
 
@@ -128,7 +129,7 @@ def follows_the_noise(place: Place) -> Path:
     return ran(place, "follows", *ELASTIC_NOISE)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@shortened("strategy", ["ddp", "fsdp"], first=1)
 def test_a_batch_that_follows_the_noise_is_the_same_on_resume_and_on_ranks(
     place: Place, follows_the_noise: Path, strategy: str
 ) -> None:

@@ -147,6 +147,7 @@ def test_sharded_ranks_are_the_same_run_up_to_rounding(place: tiny_run.Place) ->
     assert analysed(sharded) == pytest.approx(analysed(whole), rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.torture
 def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
     """On one rank, on four that share a model, and on ranks with replicas of shards, with whole models, with
     shards, and on one in turn, which takes over in the middle of a new block's warm-up. More are in tests/torture."""
@@ -221,6 +222,7 @@ SCHEDULE = """schedule=[
 ]"""
 
 
+@pytest.mark.torture
 def test_a_sharded_model_grows_bit_for_bit_as_a_whole_one(place: tiny_run.Place) -> None:
     """Its optimizer state, that of Muon and of AdamW, and its moving average as well; on replicas of
     shards, then on shards, and then with whole models."""
@@ -263,6 +265,7 @@ def test_ranks_whose_rounding_differs_prove_a_growth_together(place: tiny_run.Pl
     assert grown["proof"]["max_logit_diff_relative"] < 1e-10
 
 
+@pytest.mark.torture
 def test_blocks_are_compiled_each_and_share_a_graph(place: tiny_run.Place) -> None:
     """Also new ones: the grown model has six blocks of one shape."""
     keys = (*FIXED, "train.gradient_accumulation_steps=2")  # samples of one shape

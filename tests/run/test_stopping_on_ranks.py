@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import science
+from cases import shortened
 from science import evaluations, last_step, pointed, result, still_since
 from tiny_run import Place, codes, events, said, weights
 
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@shortened("case", CASES, first=1)
 def test_all_ranks_leave_at_the_step_that_the_metrics_say(place: Place, case: str) -> None:
     mode, rules, settings = CASES[case]
     stopping = f"early_stopping={json.dumps({'stop_when': mode, 'rules': rules})}"
@@ -162,7 +163,7 @@ def rates(run_dir: Path) -> dict[int, float]:
     return {event["step"]: event["lr"] for event in events(run_dir, "train")}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@shortened("ranks", [2, 1], first=1)
 def test_the_rate_falls_where_the_metric_stands_still_and_so_after_resuming(
     place: Place, ranks: int
 ) -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import science
+from cases import shortened
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from science import evaluations, last_step, pointed, result
@@ -68,7 +69,7 @@ def chances(run_dir: Path, step: str, numbers: NDArray[np.int64]) -> NDArray[np.
 about = partial(pytest.approx, abs=1e-5)
 
 
-@pytest.mark.parametrize("samples", [23, 2])
+@shortened("samples", [23, 2], first=1)
 def test_any_number_of_ranks_tests_every_sample_once_and_alike(place: Place, samples: int) -> None:
     """At the end of a run of two ranks, and of its best checkpoint on one, two and three; also
     where there are more ranks than samples."""

@@ -116,6 +116,7 @@ def test_the_forecast_counts_the_targets_that_a_run_trains_on(
     assert abs(most["early"]["tokens"] / trained[-1]["tokens"] - 1) < 0.2
 
 
+@pytest.mark.torture
 def test_ranks_agree_on_what_a_step_weighs(steps: Callable[..., list[dict[str, Any]]]) -> None:
     most = ("--set", "data.transform=masks:most")
     one = told(steps(*most))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import science
 import torch
+from cases import shortened
 from tiny_run import Place, codes, events, said, weights
 
 from instar.config.errors import ConfigError
@@ -112,7 +113,7 @@ def test_the_line_of_the_users_code_is_named(attempt: Try) -> None:
         attempt("mistaken:Leaving")
 
 
-@pytest.mark.parametrize("task", ["Tensors", "Lists", "Rows", "Tupled", "Arrays", "Mapped"])
+@shortened("task", ["Tensors", "Lists", "Rows", "Tupled", "Arrays", "Mapped"], first=2)
 def test_samples_in_other_forms_are_the_same_samples(place: Place, attempt: Try, task: str) -> None:
     assert attempt(f"mistaken:{task}") == []
     stop = "train.until=[6it]"
@@ -204,7 +205,7 @@ def test_one_rank_or_two_refuse_without_a_folder(place: Place) -> None:
         (("data.transform=mistaken:leave",), "reading samples ended the process: sys.exit(0) was"),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@shortened("ranks", [2, 1], first=1)
 def test_a_task_that_exits_has_failed(
     place: Place, settings: tuple[str, ...], message: str, ranks: int
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import shortened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -377,7 +378,7 @@ def test_bfloat16_losses_are_float32() -> None:
 
 
 @pytest.mark.parametrize("layer", ["gin", "sage", "gcn", "gat"])
-@pytest.mark.parametrize("heads", [(KIND, SIZE), (ROLE,)], ids=["graph", "node"])
+@shortened("heads", [(KIND, SIZE), (ROLE,)], first=1, ids=["graph", "node"])
 def test_every_layer_learns(layer: str, heads: tuple[HeadConfig, ...]) -> None:
     samples, unseen = graphs(96), graphs(48, seed=1)
     # means and maxima cannot tell how many nodes there are

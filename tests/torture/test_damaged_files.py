@@ -170,6 +170,7 @@ def reach(damage: Damage) -> int:
     return 2 if damage.how == "swapped with another's" else 1
 
 
+@pytest.mark.torture
 def test_resume_goes_on_from_the_one_before_and_says_so(whole: Path, place: Place) -> None:
     tried, wrong = 0, []
     for damage in damages(whole, place.path, seeds=1):

@@ -17,6 +17,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import shortened
 from forks import INSTAR
 from tiny_run import Place, codes, events, said, weights
 
@@ -92,7 +93,7 @@ def last_steps(logs: Sequence[str]) -> set[int]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.source)
+@shortened("trouble", TROUBLES, first=1, ids=lambda trouble: trouble.source)
 def test_a_source_that_fails_ends_all_ranks_with_its_own_words(
     place: Place, trouble: Trouble
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_damaged_file_is_named_by_all_ranks_or_before_they_start(place: Place,
     figures.write(f"stream-{how}", [figures.none_of(2 * len(sizes), what, unlike)])
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ("blocks_at_once", "blocks")[: figures.times(1, 2)])
 def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: str) -> None:
@@ -219,6 +221,7 @@ def test_a_source_that_blocks_ends_all_ranks_at_the_limit(place: Place, name: st
 STOPPED = ("blocks", "blocks_at_once", "blocks_when_called")
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_sigterm_while_a_source_blocks_saves_leaves_and_loses_nothing(place: Place) -> None:
     """Also while the very first sample does not come."""

@@ -18,6 +18,7 @@ import figures
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import shortened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_run import Place, acknowledged, codes, events, said, weights
@@ -102,6 +103,7 @@ def _within(found: dict[str, Any], key: str) -> dict[str, Any]:
     return next(_within(v, key) for v in found.values() if isinstance(v, dict) and key in str(v))
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_sent_samples_train_as_read_ones_bit_for_bit(data_place: Place) -> None:
     """With dropout."""
@@ -153,6 +155,7 @@ SCHEDULE = [
 ]
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_sizes_change_alike_where_samples_are_sent(data_place: Place) -> None:
     """What was sent ahead is dropped, and the new sizes are planned anew."""
@@ -180,6 +183,7 @@ def alike(run_dirs: Sequence[Path]) -> bool:
     return all(first == other for other in others)
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_a_stream_of_unknown_length_ends_where_two_epochs_end(data_place: Place) -> None:
     """And a run that goes on in the second epoch ends there too."""
@@ -202,6 +206,7 @@ def test_a_stream_of_unknown_length_ends_where_two_epochs_end(data_place: Place)
 CUTS = figures.times(1, 40)
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(7200)
 def test_a_killed_run_goes_on_in_the_other_way(data_place: Place) -> None:
     """With as many ranks: bit for bit. With others: the same samples, and losses that differ by
@@ -277,7 +282,7 @@ CUT_PLANS = figures.times(3, 60)
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", EVERY_KIND)
+@shortened("kind", EVERY_KIND, first=3)
 def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,6 +111,7 @@ def test_any_number_of_ranks_is_the_same_run_bit_for_bit(place: Place) -> None:
     )
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(600)
 def test_a_step_that_one_rank_spoils_is_skipped_alike(place: Place) -> None:
     body, until = "failures:last_rank_has_nan_once", figures.times(FAILING_STEP + 2, STEPS)

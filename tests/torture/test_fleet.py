@@ -79,6 +79,7 @@ def processor_share(process: psutil.Process, seconds: float) -> float:
     return 100 * (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began)
 
 
+@pytest.mark.torture
 def test_the_launcher_of_eight_instances_needs_little(tmp_path: Path) -> None:
     launcher, _ = start_pairs(place_in(tmp_path, installed=True), 8)
     share = processor_share(psutil.Process(launcher.pid), figures.times(3, 60))
@@ -90,6 +91,7 @@ def test_the_launcher_of_eight_instances_needs_little(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.torture
 def test_many_pairs_are_ready_soon_and_end_with_their_launcher(tmp_path: Path) -> None:
     place = place_in(tmp_path, installed=True)
     launcher, ready_s = start_pairs(place, INSTANCES)
@@ -198,6 +200,7 @@ def _in_shutdown(place: FleetPlace, launcher: subprocess.Popen[str]) -> None:
     place.wait("phases", lambda each: phase_of(each, "job") in ("stopping", "exited"))
 
 
+@pytest.mark.torture
 def test_a_launcher_killed_in_start_up_training_or_shutdown(tmp_path: Path) -> None:
     rng = random.Random(11)
     wrong: list[str] = []

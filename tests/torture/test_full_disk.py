@@ -86,6 +86,7 @@ def test_a_run_whose_disk_stays_full_ends_and_every_rank_names_the_cause(
     assert set(codes(again)) == {0}, said(again)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_run_whose_disk_has_room_again_goes_on(place: Place, ranks: int) -> None:
     """The save of step 10 fails, which is said; that of step 15 is made."""
@@ -99,6 +100,7 @@ def test_a_run_whose_disk_has_room_again_goes_on(place: Place, ranks: int) -> No
     assert [event["step"] for event in events(run_dir, "checkpoint")] == [5, 15, 20, STEPS]
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("background", ["true", "false"][: figures.times(1, 2)])
 def test_a_disk_that_is_full_for_one_of_two_parts_leaves_nothing(
     place: Place, background: str
@@ -121,6 +123,7 @@ def test_a_disk_that_is_full_for_one_of_two_parts_leaves_nothing(
     assert not list((run_dir / "checkpoints").glob(".*"))
 
 
+@pytest.mark.torture
 def test_a_disk_full_for_three_seconds_costs_no_line_of_the_record(place: Place) -> None:
     small, copy = place.path / "small", place.path / "copy"
     small.mkdir()
@@ -138,6 +141,7 @@ def test_a_disk_full_for_three_seconds_costs_no_line_of_the_record(place: Place)
     assert all(f"step {step}: loss" in log for step in range(1, STEPS + 1))
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_record_that_cannot_be_written_for_long_stops_the_run_saved(
     place: Place, ranks: int

@@ -45,6 +45,7 @@ WAYS = ((2, SETTINGS), (1, SETTINGS), (2, (*SETTINGS, "parallel.strategy=fsdp"))
 Weights = dict[str, dict[str, bytes]]
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(7200)
 def test_every_member_of_a_killed_family_is_complete_once_and_as_without_kills(
     place: Place,

@@ -24,7 +24,7 @@ from tiny_run import (
     weights_of_undisturbed,
 )
 
-RUNS = figures.times(2, 100)
+RUNS = figures.times(1, 100)
 WAIT_S = 10.0
 """for a rank that has not come yet: these have no launcher that would end them"""
 SETTINGS = (

@@ -20,7 +20,7 @@ from instar.checkpoint.listing import checkpoints, latest, latest_intact
 from instar.checkpoint.manifest import MANIFEST, CheckpointError
 from instar.checkpoint.store import load
 
-KILLS = {1: figures.times(20, 1000), 3: figures.times(4, 500)}
+KILLS = {1: figures.times(8, 1000), 3: figures.times(2, 500)}
 """by the number of ranks"""
 BODIES = {1: "savers:save_for_ever", 3: "savers:save_in_parts_for_ever"}
 PHASES = (

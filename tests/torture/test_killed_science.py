@@ -104,6 +104,7 @@ def undisturbed(
     return train
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(7200)
 def test_a_run_killed_around_its_end_comes_to_the_same_end(
     place: Place, undisturbed: Callable[[int], dict[str, Any]]

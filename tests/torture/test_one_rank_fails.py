@@ -10,6 +10,7 @@ from pathlib import Path
 
 import figures
 import pytest
+from cases import shortened
 from failures import FAILING_STEP
 from tiny_run import Place, codes, events, said
 
@@ -43,7 +44,7 @@ TROUBLES = {
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("what", TROUBLES)
+@shortened("what", TROUBLES, first=2)
 def test_one_ranks_trouble_ends_all_alike(place: Place, what: str) -> None:
     trouble, unlike, seconds = TROUBLES[what], [], []
     sizes = WORLDS * REPEATS

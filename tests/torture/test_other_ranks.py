@@ -123,6 +123,7 @@ AT_ONCE = 0
 """cut by SIGTERM before the first step; other cuts are steps"""
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_real_ranks_take_every_sample_as_often_as_they_should(place: Place) -> None:
     whole = place.path / "whole"

@@ -32,7 +32,7 @@ from instar.checkpoint.store import load
 from instar.record import atomic
 
 ROWS = 8
-STATES = figures.times(24, 8192)
+STATES = figures.times(8, 8192)
 """of one moment; where there are more, so many are drawn"""
 
 
@@ -178,6 +178,7 @@ def test_the_replay_finds_what_a_missing_sync_would_do(
     assert tried.wrong
 
 
+@pytest.mark.torture
 def test_a_folder_deleted_in_place_would_be_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

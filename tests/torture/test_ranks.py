@@ -65,6 +65,7 @@ def test_a_killed_rank_is_named_and_all_end_within_two_seconds(tmp_path: Path) -
     figures.write("rank-killed", figures_of("SIGKILL of a rank", trials, 2.0))
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_a_stopped_rank_is_named_and_all_end_at_the_limit(tmp_path: Path) -> None:
     trials = []
@@ -89,6 +90,7 @@ def test_a_stopped_rank_is_named_and_all_end_at_the_limit(tmp_path: Path) -> Non
     figures.write("rank-stopped", figures_of("SIGSTOP of a rank", trials, bar_s))
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_a_rank_that_never_comes_to_a_meeting_is_named_and_all_end_at_the_limit(
     tmp_path: Path,
@@ -114,6 +116,7 @@ def test_a_rank_that_never_comes_to_a_meeting_is_named_and_all_end_at_the_limit(
     figures.write("rank-missing", figures_of("a rank that sleeps", trials, WAIT_S + 2))
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_a_rank_that_never_starts_is_named_and_all_end_at_the_limit(tmp_path: Path) -> None:
     trials = []

@@ -36,6 +36,7 @@ search:
 """
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(7000)
 def test_a_search_comes_close_to_the_full_grid_for_a_part_of_its_cost(
     tmp_path: Path, forks: Forks

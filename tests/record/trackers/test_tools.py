@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import shortened
 from figures import times
 from tracked import INFINITE_STEP, NAN_STEP, TOOLS, loss, process, read_back, read_when, written
 
@@ -24,7 +25,7 @@ def curve(found: dict[str, Any]) -> dict[int, float]:
 
 
 @pytest.mark.repeated
-@pytest.mark.parametrize("tool", TOOLS)
+@shortened("tool", TOOLS, first=2)
 def test_a_whole_run_is_read_back(folder: Path, tool: str) -> None:
     written(tool, folder, 0, STEPS)
     found = read_back(tool, folder)
@@ -43,7 +44,7 @@ def test_a_whole_run_is_read_back(folder: Path, tool: str) -> None:
     assert "best_loss" in json.dumps(found["final"])
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@shortened("tool", TOOLS, first=1)
 def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
     folder: Path, tool: str
 ) -> None:
@@ -63,6 +64,7 @@ def test_what_a_killed_run_had_written_is_there_and_it_goes_on_as_the_same_run(
         assert steps == [*range(1, 201), *range(151, 251)]
 
 
+@pytest.mark.torture
 def test_runs_that_start_together_share_a_new_folder_of_mlflow(tmp_path: Path) -> None:
     """As the runs of a fleet do; MLflow itself creates its folder and experiments unlocked."""
     folders = [tmp_path / f"demo-{number}" for number in range(4)]
@@ -79,7 +81,7 @@ MEDIA = {
 }
 
 
-@pytest.mark.parametrize("tool", ["tensorboard", "wandb", "mlflow"])
+@shortened("tool", ["tensorboard", "wandb", "mlflow"], first=1)
 def test_images_and_tables_are_read_back(folder: Path, tool: str) -> None:
     written(tool, folder, command="write-media")
     found = read_back(tool, folder, "read-media")
