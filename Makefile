@@ -12,11 +12,12 @@ CLIENTS := .venv-clients
 export OMP_NUM_THREADS ?= $(shell nproc)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
-.PHONY: help demo browser hosts slurm test test-gpu bench-gpu bench-quick test-lowest test-vllm test-clients lint format bench torture docs clean
+.PHONY: help demo browser hosts slurm test test-part test-gpu bench-gpu bench-quick test-lowest test-vllm test-clients lint format bench torture docs clean
 
 help:
 	@echo "make demo      install the core, train a small GPT that grows, then sample from it"
 	@echo "make test      all tests that need no GPU"
+	@echo "make test-part PART=fleet  the tests of one extension"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make bench-gpu  benchmarks on CUDA devices; result in benchmarks/results/gpu.json"
 	@echo "make test-lowest  what depends on torch's version, with the lowest one allowed (5 GB download)"
@@ -77,6 +78,11 @@ test: $(STAMP) browser hosts
 	$(PYTEST) -m "$(HERE) and not torture" -n 4 --dist loadfile tests \
 	  || { [ $$? = 1 ] && $(PYTEST) -m "$(HERE) and not torture" --last-failed --last-failed-no-failures none tests; }
 
+# An extension is tested alone: its own tests, and what the seam promises of it.
+test-part: $(STAMP) browser
+	@[ -d "tests/extensions/$(PART)" ] || { echo "PART is one of: $$(ls -d tests/extensions/*/ | xargs -n1 basename | xargs)" >&2; exit 2; }
+	$(PYTEST) tests/extensions/$(PART) tests/extensions/test_seam.py
+
 # CI has no GPU: whoever has one sends back what these two leave.
 test-gpu: $(STAMP)
 	@mkdir -p build
@@ -109,7 +115,7 @@ $(VLLM)/.installed: Makefile
 	@touch $@
 
 test-vllm: $(STAMP) $(VLLM)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm tests/fleet tests/clients
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m vllm tests/extensions/fleet tests/clients
 
 # What runs exported models has an environment of its own, as where somebody else runs them.
 $(CLIENTS)/.installed: Makefile constraints.txt

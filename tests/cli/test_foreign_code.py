@@ -75,7 +75,7 @@ READING = {
     "delta gc": ["a", "--keep-from", "2"],
 }
 FLEETS = {f"fleet {name}" for name in ("plan", "doctor", "status", "logs", "stop", "down", "reap")}
-"""read a fleet's file or folder, and records of its runs: tests/fleet/test_foreign.py"""
+"""read a fleet's file or folder, and records of its runs: tests/extensions/fleet/test_foreign.py"""
 TAKE_NO_RUN = {"init", "doctor", "demo", "config schema", "completion", *FLEETS}
 RUN_ITS_CODE = {
     "train",

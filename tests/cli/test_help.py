@@ -10,6 +10,7 @@ import pytest
 
 from instar import __version__
 from instar.cli.main import COMMANDS, main
+from instar.extensions import extend_commands
 
 HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel", "ruamel.yaml", "instar.config.load"}
 
@@ -47,11 +48,12 @@ def test_config_commands_import_no_torch() -> None:
 def test_help_lists_every_command_without_importing_it() -> None:
     done = instar("--help")
     assert done.returncode == 0
-    for name, (_, about) in COMMANDS.items():
+    commands = extend_commands(COMMANDS)
+    for name, (_, about) in commands.items():
         assert name in done.stdout
         assert about in done.stdout
     loaded = modules_after("--help")
-    assert loaded.isdisjoint(target.partition(":")[0] for target, _ in COMMANDS.values())
+    assert loaded.isdisjoint(target.partition(":")[0] for target, _ in commands.values())
 
 
 def test_version() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import click
 import pytest
 
-from instar.cli.main import COMMANDS, instar, main
+from instar.cli.main import instar, main
 from instar.config.errors import ConfigError
 from instar.config.fields import keys, root_of
 from instar.config.files import OPTIONS, WEB, check_words
 from instar.config.load import load
-from instar.fleet.load import load_fleet
+from instar.extensions.fleet.load import load_fleet
 from instar.record.rundir import find_run
 
 NO_PATHS = {
@@ -110,7 +110,7 @@ def test_paths_of_a_fleet_are_no_addresses(line: str, is_refused: bool) -> None:
 def commands() -> list[tuple[list[str], click.Command]]:
     found: list[tuple[list[str], click.Command]] = []
     context = click.Context(instar)
-    for name in COMMANDS:
+    for name in instar.list_commands(context):
         command = instar.get_command(context, name)
         assert command is not None
         inner = command.commands if isinstance(command, click.Group) else {}

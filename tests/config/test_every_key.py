@@ -15,8 +15,8 @@ from instar.config.fields import ROOTS, choices, default, keys, root_of, section
 from instar.config.load import Loaded, load
 from instar.config.origins import SET, in_yaml, lines_of, yaml_of
 from instar.config.schema import RunConfig
-from instar.fleet.load import load_fleet
-from instar.fleet.spec import FleetSpec
+from instar.extensions.fleet.load import load_fleet
+from instar.extensions.fleet.spec import FleetSpec
 
 OWN = """
 from instar.custom import CustomTask, SamplesConfig, Section

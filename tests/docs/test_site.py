@@ -13,6 +13,7 @@ from forks import Forks
 import instar.api
 from instar.cli.main import COMMANDS
 from instar.config.fields import LANGUAGE, keys, root_of
+from instar.extensions import extend_commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +45,7 @@ def test_the_reference_has_every_command_and_key(site: Path) -> None:
     for key in keys(root_of(LANGUAGE)):
         assert f'<span class="pre">{key.rpartition(".")[2]}</span>' in config, key
     commands = (site / "docs/reference/commands.html").read_text("utf-8")
-    for name in COMMANDS:
+    for name in extend_commands(COMMANDS):
         assert f'href="#instar-{name}"' in commands
     assert ">KEY=VALUE<" in commands
 

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from forks import forks
 
-from instar.fleet.view import site
-from instar.fleet.view.site import FleetCatalog
+from instar.extensions.fleet.view import site
+from instar.extensions.fleet.view.site import FleetCatalog
 from instar.logs.web import catalog
 from instar.logs.web import stream as live
 from instar.logs.web.server import Ending, bind, configured

@@ -23,7 +23,7 @@ TOGETHER = {
     "GRPO": (
         "tests/recipes/test_grpo.py",
         "tests/recipes/test_grpo_server.py",
-        "tests/fleet/test_grpo.py",
+        "tests/extensions/fleet/test_grpo.py",
         "tests/docs/test_snippets.py::test_the_commands_of_a_page_work_one_after_the_other[grpo.md]",
     )
 }

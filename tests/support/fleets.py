@@ -18,11 +18,11 @@ import pytest
 from forks import forks
 
 from instar.config.errors import ConfigError
-from instar.fleet.checks import make_plan
-from instar.fleet.load import load_fleet
-from instar.fleet.lock import FolderLock
-from instar.fleet.plan import FleetPlan, Machine
-from instar.fleet.state import Ended, InstanceChanged, Started, StateLog
+from instar.extensions.fleet.checks import make_plan
+from instar.extensions.fleet.load import load_fleet
+from instar.extensions.fleet.lock import FolderLock
+from instar.extensions.fleet.plan import FleetPlan, Machine
+from instar.extensions.fleet.state import Ended, InstanceChanged, Started, StateLog
 
 
 def first_port() -> int:
@@ -64,7 +64,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 OF_RUNS = """\
 import sys, types
 from instar.cli.main import entry
-from instar.fleet import plan
+from instar.extensions.fleet import plan
 plan.sys = types.SimpleNamespace(executable=sys.argv.pop(1))
 entry()
 """
@@ -116,8 +116,8 @@ class FleetPlace:
         return process.returncode, output
 
     def status(self, name: str) -> dict[str, Any]:
-        from instar.fleet.lock import launcher_pid
-        from instar.fleet.state import as_json, fold_events, read_fleet_events
+        from instar.extensions.fleet.lock import launcher_pid
+        from instar.extensions.fleet.state import as_json, fold_events, read_fleet_events
 
         folder = self.path / "fleets" / name
         pid = launcher_pid(folder)  # first: a launcher that has ended has written all

@@ -182,7 +182,7 @@ LIMITS = {
     "config": 36,
     "data": 151,
     "distributed": 83,
-    "fleet": 80,
+    "extensions/fleet": 80,
     "growth": 193,
     "logs": 79,
     "loops": 120,

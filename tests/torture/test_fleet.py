@@ -17,7 +17,7 @@ import psutil
 import pytest
 from fleets import FleetPlace, first_port, phase_of
 
-from instar.fleet.placement import LOCKS_VARIABLE, Gpu, Taken, lock_gpus
+from instar.extensions.fleet.placement import LOCKS_VARIABLE, Gpu, Taken, lock_gpus
 
 INSTANCES = figures.times(10, 200)
 RUNS = figures.times(40, 1000)

@@ -1,5 +1,5 @@
 """Fleets in a Ray cluster whose nodes, workers and drivers are killed at any moment: only in `make torture`. `make test` kills
-one of each in the cluster of tests/fleet/test_ray.py."""
+one of each in the cluster of tests/extensions/fleet/test_ray.py."""
 
 from __future__ import annotations
 

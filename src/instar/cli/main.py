@@ -35,7 +35,6 @@ COMMANDS = {
     "find": ("instar.cli.find:find", "Find a learning rate or a batch size by short trainings."),
     "doctor": ("instar.cli.find:doctor", "Check what this machine has for training, and how fast."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
-    "fleet": ("instar.cli.fleet:fleet", "Run a matrix of trainings with the servers they need."),
     "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
     "report": ("instar.cli.pages:report", "Write a self-contained HTML report of a run."),
     "dashboard": ("instar.cli.pages:dashboard", "Watch runs in a browser."),
@@ -85,6 +84,7 @@ _display = Display(_open_screen, owns=True)
 @click.group(
     cls=LazyGroup,
     table=COMMANDS,
+    is_open=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="A first run:  instar demo, or  instar init gpt  then  instar train gpt.yaml",
 )

@@ -3,7 +3,6 @@ has one line of JSON, also if the command fails."""
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -11,12 +10,15 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
 import click
 
+from instar import extensions
 from instar.cli.completion import candidates
+from instar.config.errors import ConfigError
 from instar.config.user_code import FLAG, TRUST_VARIABLE
 
 MOST_RANKS = 2**16
@@ -251,13 +253,26 @@ def _keep(_context: click.Context, _option: click.Parameter, enabled: bool) -> N
 
 
 class CommandGroup(click.Group):
-    """A group whose help shows each command's first sentence untruncated; all its commands take --json."""
+    """A group whose help shows each command's first sentence untruncated, with the commands of extensions;
+    all its commands take --json."""
+
+    command_class = StrictCommand
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *extensions.commands_in(self.name or "")})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = super().get_command(ctx, cmd_name)
+        if command is None and (added := extensions.commands_in(self.name or "").get(cmd_name)):
+            command = extensions.load_target(added.target)
         return command and takes_json(command)
 
-    command_class = StrictCommand
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            refuse_deleted(f"{self.name} {args[0]}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         names = self.list_commands(ctx)
@@ -268,12 +283,33 @@ class CommandGroup(click.Group):
             )
 
 
-class LazyGroup(click.Group):
-    """A group defined by a table: each command's location, `module:attribute`, and its help."""
+def refuse_deleted(words: str) -> None:
+    """Raise ConfigError if a command belongs to an extension of Instar that is not installed."""
+    if remedy := extensions.how_to_install("commands", words):
+        raise ConfigError.one(
+            "this command's extension is not installed", where=f"instar {words}", hint=remedy
+        )
 
-    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **options: Any) -> None:
+
+class LazyGroup(click.Group):
+    """A group defined by a table: each command's location, `module:attribute`, and its help. Extensions add
+    to it, and packages of others too if `is_open`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        table: Mapping[str, tuple[str, str]],
+        is_open: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self.table = table
+        self.core_table, self.is_open = table, is_open
+
+    @cached_property
+    def table(self) -> Mapping[str, tuple[str, str]]:
+        """The commands of the core and of Instar's extensions."""
+        group = "" if self.is_open else self.name or ""
+        return extensions.extend_commands(self.core_table, group)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(self.table)
@@ -283,16 +319,18 @@ class LazyGroup(click.Group):
         ctx: click.Context,  # noqa: ARG002
         cmd_name: str,
     ) -> click.Command | None:
-        if cmd_name not in self.table:
-            return None
-        module, _, attribute = self.table[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return takes_json(command)
+        row = self.core_table.get(cmd_name) or self.table.get(cmd_name)
+        if row is not None:
+            return takes_json(extensions.load_target(row[0]))
+        extension = extensions.third_party(cmd_name) if self.is_open else None
+        command = extension and extension.commands.get(cmd_name)
+        return takes_json(extensions.load_target(command.target)) if command else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in self.table and not args[0].startswith("-"):
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            refuse_deleted(args[0] if self.is_open else f"{self.name} {args[0]}")
             ctx.fail(f"No such command '{args[0]}'.{self._did_you_mean(args[0])}")
         return super().resolve_command(ctx, args)
 
@@ -303,6 +341,14 @@ class LazyGroup(click.Group):
     ) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, help_text) for name, (_, help_text) in self.table.items()])
+        if not self.is_open:
+            return
+        points, messages = extensions.usable_entry_points(self.table)
+        for message in messages:
+            say(message)
+        if points:
+            with formatter.section("Extensions of other packages"):
+                formatter.write_dl([(point.name, point.summary) for point in points])
 
     def _did_you_mean(self, name: str) -> str:
         suggestion = suggest_command(name, self.table)

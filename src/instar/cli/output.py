@@ -18,6 +18,7 @@ import click
 from instar.cli.completion import candidates
 from instar.cli.options import Command
 from instar.config.errors import ConfigError, unfiltered, visible
+from instar.extensions import run_set
 from instar.logs.text.encoding import ENCODING
 from instar.logs.text.tables import aligned, columns_that_fit
 
@@ -301,8 +302,8 @@ def selected_runs(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
 
 
 def selected_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
-    """Find the runs that the arguments name, each with its group if the argument is a fleet's folder,
-    else with an empty one.
+    """Find the runs that the arguments name, each with its group if the argument is the folder of a set of runs,
+    such as a fleet, else with an empty one.
 
     Raises:
         ConfigError: an argument names no run.
@@ -311,10 +312,9 @@ def selected_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir,
 
     groups: dict[Path, tuple[RunDir, str]] = {}
     for text in runs or ([str(OUT_DIR)] if every else ["latest"]):
-        if text and Path(text, "fleet.json").exists():
-            from instar.fleet.view.reader import fleet_runs
-
-            group_by_run = fleet_runs(Path(text))
+        runs_in = run_set(Path(text)) if text else None
+        if runs_in is not None:
+            group_by_run = runs_in(Path(text))
         else:
             group_by_run = dict.fromkeys(find_runs([text], OUT_DIR), "")
         for run, group in group_by_run.items():

@@ -23,6 +23,7 @@ from instar.cli.output import (
     terminal_width,
 )
 from instar.config.errors import ConfigError, unfiltered
+from instar.extensions import catalog
 
 if TYPE_CHECKING:
     from instar.logs.plot.chart import Chart
@@ -304,7 +305,6 @@ def dashboard(
     with the printed address, which contains a token. Ctrl-C ends it.
     """
     try:
-        from instar.fleet.view.site import FleetCatalog
         from instar.logs.web.server import bind, serve
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
@@ -324,4 +324,4 @@ def dashboard(
         import webbrowser
 
         webbrowser.open(address.url_once)
-    serve(folder, address, FleetCatalog)
+    serve(folder, address, catalog("fleets"))

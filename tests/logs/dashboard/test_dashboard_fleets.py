@@ -13,9 +13,14 @@ from fleets import RunningFleet
 from opened import PANEL, drawn, expect_points, opened, picture
 from playwright.sync_api import Browser, expect
 
-from instar.fleet.state import InstanceChanged, ProcessChanged, TrialDrawn, TrialEvaluated
-from instar.fleet.view import site
-from instar.fleet.view.site import FleetCatalog
+from instar.extensions.fleet.state import (
+    InstanceChanged,
+    ProcessChanged,
+    TrialDrawn,
+    TrialEvaluated,
+)
+from instar.extensions.fleet.view import site
+from instar.extensions.fleet.view.site import FleetCatalog
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 

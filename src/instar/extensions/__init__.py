@@ -1,0 +1,233 @@
+"""The seam between the core and its extensions: what each of them adds, as names of what is imported when it is used.
+
+The core asks this module, and imports no extension. An extension of Instar is a folder here whose
+`extension.py` has an `Extension`; a deleted one is named with the command that installs it. A package of
+somebody else names its own in an entry point of the group `instar.extensions`, and the entry point's name
+is the one word that it owns: its command, and nothing of the package is imported before that word is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from instar.config.errors import ConfigError
+
+GROUP = "instar.extensions"
+"""The group of entry points of other packages' extensions."""
+
+
+@dataclass(frozen=True)
+class CommandSpec:
+    """A command or a group of commands of the command line."""
+
+    target: str
+    """`module:attribute` of a click command"""
+    summary: str
+    """what a list of commands says of it"""
+    after: str = ""
+    """the command that it is listed after; empty: at the end"""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What an extension adds. Targets are `module:attribute`, imported when they are used."""
+
+    name: str
+    summary: str
+    commands: Mapping[str, CommandSpec] = field(default_factory=dict)
+    """by their words, such as "fleet", or "schedule pilot" in a group of the core"""
+    run_sets: Mapping[str, str] = field(default_factory=dict)
+    """functions from a folder to its runs, each with its group, by the file that marks such a folder"""
+    catalogs: Mapping[str, str] = field(default_factory=dict)
+    """makers of what the dashboard shows besides runs, by the name of the part of its page"""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the user types that belongs to an extension of Instar, also where its folder is deleted."""
+
+    extra: str
+    """of the distribution, for `pip install`"""
+    commands: tuple[str, ...] = ()
+
+
+BUILT_IN: Mapping[str, Words] = {
+    "fleet": Words("fleet", commands=("fleet",)),
+}
+"""The extensions of Instar."""
+
+
+@cache
+def built_in() -> Mapping[str, Extension]:
+    """Return the extensions of Instar that are not deleted."""
+    extensions: dict[str, Extension] = {}
+    for name in BUILT_IN:
+        module = f"{__name__}.{name}.extension"
+        try:
+            extensions[name] = importlib.import_module(module).EXTENSION
+        except ModuleNotFoundError as error:
+            if error.name not in (module, module.rpartition(".")[0]):
+                raise
+    return extensions
+
+
+def load_target(target: str) -> Any:
+    """Import what a target names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def commands_in(group: str = "") -> Mapping[str, CommandSpec]:
+    """Return the commands that extensions of Instar add to a group of the core, by name."""
+    prefix = f"{group} " if group else ""
+    return {
+        words.removeprefix(prefix): command
+        for extension in built_in().values()
+        for words, command in extension.commands.items()
+        if words.startswith(prefix) and " " not in words.removeprefix(prefix)
+    }
+
+
+def extend_commands(
+    table: Mapping[str, tuple[str, str]], group: str = ""
+) -> dict[str, tuple[str, str]]:
+    """Return a table of commands with those of extensions, each after the command that it names."""
+    rows, names = dict(table), [*table]
+    for name, command in commands_in(group).items():
+        place = names.index(command.after) + 1 if command.after in names else len(names)
+        names.insert(place, name)
+        rows[name] = command.target, command.summary
+    return {name: rows[name] for name in names}
+
+
+def how_to_install(kind: Literal["commands"], word: str) -> str:
+    """Return the command that installs a deleted extension to which a word belongs; empty if none does."""
+    for name, words in BUILT_IN.items():
+        if word in getattr(words, kind) and name not in built_in():
+            return f"pip install 'instar[{words.extra}]'"
+    return ""
+
+
+def run_set(folder: Path) -> Any:
+    """Return the function that tells a folder's runs with their groups; None if no extension made it."""
+    for extension in built_in().values():
+        for marker, target in extension.run_sets.items():
+            if (folder / marker).exists():
+                return load_target(target)
+    return None
+
+
+def catalog(part: str) -> Any:
+    """Return what makes a part of the dashboard's page; None if no extension has it."""
+    targets = [
+        extension.catalogs[part] for extension in built_in().values() if part in extension.catalogs
+    ]
+    return load_target(targets[0]) if targets else None
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    """An extension of another package, of which nothing has been imported."""
+
+    name: str
+    target: str
+    """`module:attribute` of an `Extension`"""
+    distribution: str
+    summary: str
+    """of the distribution"""
+
+    def __str__(self) -> str:
+        return f"the extension {self.name} of {self.distribution or self.target}"
+
+
+@cache
+def entry_points() -> Mapping[str, EntryPoint]:
+    """Return the extensions of installed packages, by the word that each owns; the first one counts.
+
+    The files are read as they are: importing `importlib.metadata` would take longer than the rest of `--help`.
+    """
+    points: dict[str, EntryPoint] = {}
+    for folder in _distributions():
+        for name, target in _targets_in(_read(folder / "entry_points.txt")):
+            headers = re.findall(
+                r"^(Name|Summary): (.*)$", _read(folder / "METADATA"), re.MULTILINE
+            )
+            about = dict(headers)
+            point = EntryPoint(name, target, about.get("Name", ""), about.get("Summary", ""))
+            points.setdefault(name, point)
+    return points
+
+
+def _distributions() -> Iterator[Path]:
+    """Yield what describes the installed distributions; the working directory installs nothing."""
+    for folder in map(Path, filter(None, sys.path)):
+        with suppress(OSError):
+            if folder.samefile(Path()):
+                continue
+            with os.scandir(folder) as entries:
+                names = [entry.name for entry in entries if entry.name.endswith(".dist-info")]
+            yield from (folder / name for name in sorted(names))
+
+
+def _targets_in(text: str) -> list[tuple[str, str]]:
+    """Return names and targets in the group, of a file of entry points."""
+    lines = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
+    return re.findall(r"^([\w-]+)[ \t]*=[ \t]*([\w.]+:\w+)", lines, re.MULTILINE)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def usable_entry_points(core_words: Collection[str]) -> tuple[list[EntryPoint], list[str]]:
+    """Return the extensions of other packages without importing them, and what is said of unusable ones.
+
+    Args:
+        core_words: words of the core that no package can replace.
+    """
+    points, messages = [], []
+    for name, point in entry_points().items():
+        if name in core_words or name in BUILT_IN:
+            messages.append(f"{point} is ignored: the name is Instar's own")
+        elif find_spec(point.target.partition(":")[0].partition(".")[0]) is None:
+            messages.append(
+                f"{point} is ignored: there is no module {point.target.partition(':')[0]}"
+            )
+        else:
+            points.append(point)
+    return points, messages
+
+
+@cache
+def third_party(name: str) -> Extension | None:
+    """Import another package's extension by the word that it owns; None if there is none.
+
+    Raises:
+        ConfigError: it cannot be imported, or adds what is not named after it.
+    """
+    point = entry_points().get(name)
+    if point is None or name in BUILT_IN:
+        return None
+    try:
+        extension = load_target(point.target)
+    except Exception as error:
+        message = f"cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError.one(message, where=str(point)) from error
+    if not isinstance(extension, Extension) or extension.name != name:
+        raise ConfigError.one(f"{point.target} is no Extension named {name}", where=str(point))
+    if strange := [words for words in extension.commands if words.split()[0] != name]:
+        raise ConfigError.one(f"'{strange[0]}' does not begin with its name", where=str(point))
+    return extension

@@ -1,0 +1,384 @@
+"""Checks of a fleet file before anything is started: all problems at once, or its plan."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+from instar.config.document import KeyPath, dotted
+from instar.config.errors import ConfigError, ConfigProblem, nearest
+from instar.config.schema import RunConfig
+from instar.extensions.fleet.load import LoadedFleet, resolve_beside
+from instar.extensions.fleet.nodes import program_path
+from instar.extensions.fleet.plan import (
+    NODE_VARIABLES,
+    FleetPlan,
+    Instance,
+    Machine,
+    combinations_of,
+    each_of,
+    instances_from,
+    sets_of,
+    variables_in,
+    variables_of,
+)
+from instar.extensions.fleet.search.checks import extremes, run_problems, search_problems
+from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
+from instar.record.start_folder import misplaced
+
+_BASE = ("name", "index")
+_OF_INSTANCE = ("run_name", "output_dir")
+
+
+def make_plan(loaded: LoadedFleet, machine: Machine, *, on_this_machine: bool = True) -> FleetPlan:
+    """Expand the matrix and check everything that can be known before the start.
+
+    Args:
+        on_this_machine: it is about to be started here, so that its commands must be installed.
+
+    Raises:
+        ConfigError: with all problems: unknown variables, collisions, missing commands, …
+    """
+    spec = loaded.spec
+    problems = [
+        *_process_problems(loaded),
+        *(missing_commands(loaded) if on_this_machine else ()),
+        *_dependency_problems(loaded),
+        *_combinations(loaded),
+        *search_problems(loaded, _used(spec)),
+    ]
+    combinations = list(combinations_of(spec))
+    if not combinations:
+        problems.append(loaded.problem(("matrix",), "no combination is left", "see exclude"))
+    if len(combinations) > MOST_INSTANCES:
+        message = f"{len(combinations):,} instances, more than {MOST_INSTANCES:,}"
+        raise ConfigError(*problems, loaded.problem(("matrix",), message))
+    problems += _variable_problems(loaded, combinations)
+    parallel, refused = _parallel(loaded, machine, len(combinations))
+    problems += refused
+    if problems:
+        raise ConfigError(*problems)
+    plan = FleetPlan(spec, tuple(instances_from(spec, combinations)), parallel)
+    problems = [*_collisions(loaded, plan), *_run_problems(loaded, plan)]
+    if problems:
+        raise ConfigError(*problems)
+    return plan
+
+
+def _process_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    if not spec.jobs and not spec.services:
+        yield loaded.problem((), "a fleet has at least one job or service", "see docs/fleet.md")
+    for name in spec.services.keys() & spec.jobs.keys():
+        yield loaded.problem(("jobs", name), f"'{name}' is a service and a job", "rename one")
+    for path, process in _processes(spec):
+        run = process.run if isinstance(process, Job) else None
+        if (process.command is None) == (run is None):
+            what = "a command or a run" if isinstance(process, Job) else "a command"
+            yield loaded.problem(path, f"{dotted(path)} needs {what}")
+        elif process.command is not None:
+            yield from _command_problems(loaded, (*path, "command"), process)
+        if process.resources.nodes > 1 and (path[0] == "services" or spec.engine == "local"):
+            place, hint = (*path, "resources", "nodes"), "engine: ray or engine: slurm has more"
+            message = f"{dotted(path)} needs {process.resources.nodes} nodes, and there is one"
+            if path[0] == "services":
+                message, hint = "a service runs on one node", "only jobs run on several"
+            yield loaded.problem(place, message, hint)
+        if isinstance(process, Job) and run is None and (process.set or process.nproc):
+            yield loaded.problem(path, f"{dotted(path)}: set and nproc belong to a run")
+    for name, service in spec.services.items():
+        check, path = service.healthcheck, ("services", name, "healthcheck")
+        if check is None:
+            continue
+        if not (check.http or check.tcp or check.command or check.probe):
+            hint = "e.g. http: /health, tcp: true or command: …"
+            yield loaded.problem(path, f"{dotted(path)} checks nothing", hint)
+        if (check.http or check.tcp or check.probe) and not service.ports:
+            message = f"{dotted(path)} needs a port, and {name} has none"
+            yield loaded.problem(path, message, "write ports: [http] in the service")
+        elif check.port is not None and check.port not in service.first_ports:
+            hint = f"it has {', '.join(service.first_ports)}"
+            yield loaded.problem((*path, "port"), f"{name} has no port '{check.port}'", hint)
+        elif check.port and check.command and not (check.http or check.tcp or check.probe):
+            message = f"{dotted(path)}: a command is not told the port"
+            hint = f"write ${{ports.{check.port}}} into the command"
+            yield loaded.problem((*path, "port"), message, hint)
+        if check.model is not None and check.probe is None:
+            message, hint = f"{dotted(path)}: only a probe names a model", "add probe: completion"
+            yield loaded.problem((*path, "model"), message, hint)
+
+
+def _command_problems(
+    loaded: LoadedFleet, path: KeyPath, process: Process
+) -> Iterator[ConfigProblem]:
+    command = process.command
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        yield loaded.problem(path, f"{dotted(path)} cannot be split into words: {error}")
+        return
+    if not words or not words[0]:
+        yield loaded.problem(path, f"{dotted(path)} is empty")
+
+
+def missing_commands(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    """Yield the commands of the engine `local` that are not installed here; hosts elsewhere may have
+    others."""
+    for path, process in _processes(loaded.spec):
+        with suppress(ValueError, IndexError):  # reported by `_command_problems`
+            command = process.command or ()
+            program = (shlex.split(command) if isinstance(command, str) else command)[0]
+            if (
+                loaded.spec.engine == "local"
+                and program
+                and "$" not in program
+                and process.cwd is None
+                and which(program, path=program_path(os.environ)) is None
+            ):
+                yield loaded.problem(
+                    (*path, "command"),
+                    f"there is no command '{program}'",
+                    "install it, or give its path",
+                )
+
+
+def _dependency_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    every = spec.processes
+    for path, process in _processes(spec):
+        for name, condition in process.depends_on.items():
+            place = (*path, "depends_on", name)
+            if name not in every:
+                similar = nearest(name, every)
+                hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(every)}"
+                yield loaded.problem(place, f"{dotted(path)} depends on '{name}'", hint)
+            elif name in spec.jobs and condition != "completed":
+                yield loaded.problem(place, f"'{name}' is a job", "write completed")
+            elif name in spec.services and condition == "completed":
+                yield loaded.problem(place, f"'{name}' is a service", "write service_healthy")
+    # remove processes without open dependencies until none is left
+    unmet = {name: set(process.depends_on) & every.keys() for name, process in every.items()}
+    while ready := [name for name, needs in unmet.items() if not needs & unmet.keys()]:
+        for name in ready:
+            del unmet[name]
+    if unmet:
+        section = "services" if next(iter(unmet)) in spec.services else "jobs"
+        path = (section, next(iter(unmet)), "depends_on")
+        yield loaded.problem(path, f"circular dependency between {', '.join(unmet)}")
+
+
+def _combinations(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    keys_in_use = {*spec.matrix, *(key for combination in spec.include for key in combination)}
+    for number, excluded in enumerate(spec.exclude):
+        for key in excluded.keys() - keys_in_use:
+            similar = nearest(key, keys_in_use)
+            hint = (
+                f"did you mean '{similar}'?"
+                if similar
+                else f"it has {', '.join(keys_in_use) or 'no keys'}"
+            )
+            path = ("exclude", number, key)
+            yield loaded.problem(path, f"'{key}' is no key of the matrix", hint)
+    every = set(spec.matrix) or keys_in_use
+    for number, included in enumerate(spec.include):
+        if included.keys() != every:
+            hint = f"give it {', '.join(sorted(every))}"
+            yield loaded.problem(("include", number), "not the keys of the others", hint)
+    keys_in_use |= {*(spec.search.space if spec.search else ())}
+    for key in keys_in_use & {*_BASE, *_OF_INSTANCE, *spec.vars}:
+        yield loaded.problem(
+            (*_varied_in(spec), key), f"'{key}' has a meaning of its own", "rename it"
+        )
+
+
+def _varied_in(spec: FleetSpec) -> KeyPath:
+    return ("matrix",) if spec.search is None else ("search", "space")
+
+
+def _used(spec: FleetSpec) -> set[str]:
+    """Return the variables that occur in texts."""
+    texts = [text for process in spec.processes.values() for _, text in _texts(process)]
+    names: set[str] = set()
+    for text in (*texts, spec.run_name, spec.output_dir):
+        with suppress(ValueError):  # reported by `_unknown`
+            names |= set(variables_in(text))
+    return names
+
+
+def _variable_problems(
+    loaded: LoadedFleet, combinations: list[dict[str, Scalar]]
+) -> Iterator[ConfigProblem]:
+    spec = loaded.spec
+    base = {
+        *_BASE,
+        *spec.vars,
+        *spec.matrix,
+        *(key for combination in combinations for key in combination),
+    }
+    yield from _unknown(loaded, ("run_name",), spec.run_name, base)
+    yield from _unknown(loaded, ("output_dir",), spec.output_dir, base | {"run_name"})
+    servers = {
+        f"services.{name}.{what}"
+        for name, service in spec.services.items()
+        for what in ("gpus", *(f"ports.{port}" for port in service.first_ports))
+    }
+    for path, process in _processes(spec):
+        process_names = {"gpus", "attempt", *(f"ports.{port}" for port in process.first_ports)}
+        process_names |= NODE_VARIABLES.keys() if process.resources.nodes > 1 else set()
+        for place, text in _texts(process):
+            yield from _unknown(
+                loaded, (*path, *place), text, base | {*_OF_INSTANCE} | servers | process_names
+            )
+
+
+def _unknown(
+    loaded: LoadedFleet, path: KeyPath, text: str, variables: Iterable[str]
+) -> Iterator[ConfigProblem]:
+    variables = set(variables)
+    try:
+        for name in variables_in(text):
+            if name not in variables:
+                similar = nearest(name, variables)
+                hint = (
+                    f"did you mean '${{{similar}}}'?"
+                    if similar
+                    else f"there are {', '.join(sorted(variables))}"
+                )
+                yield loaded.problem(path, f"unknown variable ${{{name}}} in {dotted(path)}", hint)
+    except ValueError as error:
+        yield loaded.problem(path, f"{dotted(path)}: {error}")
+
+
+def _texts(process: Process) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the texts in which variables are replaced, by their paths in the process."""
+    command = process.command
+    if isinstance(command, str):
+        yield ("command",), command
+    for number, word in enumerate(command if isinstance(command, tuple) else ()):
+        yield ("command", number), word
+    for key, text in process.env.items():
+        yield ("env", key), text
+    if process.cwd is not None:
+        yield ("cwd",), process.cwd
+    if isinstance(process, Job):
+        for key, value in process.set.items():
+            for text in each_of(value):
+                if isinstance(text, str):
+                    yield ("set", key), text
+
+
+def _parallel(loaded: LoadedFleet, machine: Machine, count: int) -> tuple[int, list[ConfigProblem]]:
+    """Return how many instances fit next to each other; a problem if none does."""
+    spec, problems = loaded.spec, list[ConfigProblem]()
+    fits = [spec.max_parallel or count, count]
+    for what, available in (
+        ("gpus", machine.gpus),
+        ("cpus", machine.cpus),
+        ("memory", machine.memory),
+    ):
+        needs = sum(getattr(process.resources, what) or 0 for process in spec.processes.values())
+        if needs > available:
+            path = next(
+                (*place, "resources", what)
+                for place, process in _processes(spec)
+                if getattr(process.resources, what)
+            )
+            unit = "bytes of memory" if what == "memory" else what
+            message = f"an instance needs {needs:,} {unit}, and there are {available:,}"
+            hint = "--gpus 0-7 names pretended ones" if what == "gpus" and not available else ""
+            problems.append(loaded.problem(path, message, hint))
+        elif needs:
+            fits.append(available // needs)
+    return max(1, min(fits)), problems
+
+
+def _collisions(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
+    for key in ("run_name", "output_dir"):
+        first: dict[Any, Instance] = {}
+        for instance in plan.instances:
+            value = getattr(instance, key)
+            value = value.absolute() if isinstance(value, Path) else value
+            other = first.setdefault(value, instance)
+            if other is not instance:
+                varied = next((k for k in plan.spec.matrix), "index")
+                message = f"instances {other.index} and {instance.index} have the same {key}"
+                hint = f"use e.g. ${{{varied}}} in it"
+                yield loaded.problem((key,), f"{message}: {getattr(instance, key)}", hint)
+                break
+    for instance in plan.instances:
+        if "/" in instance.run_name or instance.run_name in ("", ".", ".."):
+            yield loaded.problem(("run_name",), f"'{instance.run_name}' cannot name a folder")
+            break
+
+
+def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
+    """Validate the config of each run, once per value of the matrix."""
+    from instar.config.fields import keys, plain_root_of
+    from instar.config.load import load
+    from instar.config.suggestions import suggest_key
+
+    spec, search = plan.spec, plan.spec.search
+    runs = {name: job for name, job in spec.jobs.items() if job.run is not None}
+    used, instances = _used(spec), plan.instances
+    if search is not None:
+        instances = tuple(instances_from(spec, extremes(search)))
+    varied = {key: None for instance in instances for key in instance.values}
+    for name, job in runs.items():
+        path: KeyPath = ("jobs", name, "run")
+        file = str(resolve_beside(loaded, path, str(job.run)))
+        try:
+            read = load(file, import_task=False)
+        except ConfigError as error:
+            yield from error.problems
+            continue
+        config = read.config
+        if job.cwd is None and not _has_data(config):
+            yield from misplaced(read)
+        root = plain_root_of(config.task)
+        if search is not None:
+            yield from run_problems(loaded, search, config)
+        unknown = [key for key in varied if key not in keys(root)]
+        for key in unknown:
+            if key not in used:
+                similar = suggest_key(root, key) or nearest(key, keys(root)) or ""
+                hint = f"did you mean '{similar}'?" if similar else "use it as ${…} somewhere"
+                message = f"'{key}' is no key of {file}, and no text uses it"
+                yield loaded.problem((*_varied_in(spec), key), message, hint)
+        checked: set[tuple[str, Scalar]] = set()
+        reported: dict[str, ConfigProblem] = {}
+        for instance in instances:
+            pairs = set(instance.values.items())
+            if instance.index and pairs <= checked:
+                continue
+            checked |= pairs
+            variables = variables_of(instance, keys(root))
+            try:
+                load(file, sets_of(job, variables), import_task=False)
+            except ConfigError as error:
+                for problem in error.problems:
+                    if problem.key in varied:
+                        place = loaded.place((*_varied_in(spec), problem.key))
+                        problem = replace(problem, place=place)
+                    reported.setdefault(str(problem), problem)
+                if search is None:
+                    break
+        yield from reported.values()
+
+
+def _has_data(config: RunConfig) -> bool:
+    path = getattr(config.data, "path", None)
+    return isinstance(path, str) and Path(path).exists()
+
+
+def _processes(spec: FleetSpec) -> Iterator[tuple[KeyPath, Process]]:
+    for name, service in spec.services.items():
+        yield ("services", name), service
+    for name, job in spec.jobs.items():
+        yield ("jobs", name), job

@@ -1,0 +1,102 @@
+"""What there is to do in a fleet's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from instar.extensions.fleet.checks import make_plan
+from instar.extensions.fleet.folder import FleetFolder
+from instar.extensions.fleet.launcher import Launcher, this_machine
+from instar.extensions.fleet.load import LoadedFleet
+from instar.extensions.fleet.placement import Gpu, find_gpus
+from instar.extensions.fleet.plan import ANY_MACHINE, FleetPlan, Instance
+from instar.extensions.fleet.state import (
+    STATE_FILE,
+    FleetEvent,
+    FleetStatus,
+    fold_events,
+    read_fleet_events,
+)
+
+_EARLIER_S = 10.0
+"""beyond their grace, how long processes of a killed launcher are waited for"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A fleet's instances that have not succeeded, and what is known of all."""
+
+    started: FleetFolder
+    plan: FleetPlan
+    gpus: tuple[Gpu, ...]
+    before: FleetStatus
+    todo: tuple[Instance, ...]
+    trees: int
+    """see `FolderLock`"""
+
+    def launcher(self, say: Callable[[str], None], **options: Any) -> Launcher:
+        """Return a launcher of this machine with these values of its optional fields."""
+        from instar.config.fields import keys, plain_root_of
+        from instar.config.load import load
+
+        config_keys: dict[str, None] = {}
+        for file in self.started.configs.values():
+            task = load(file, import_task=False).config.task
+            config_keys |= dict.fromkeys(keys(plain_root_of(task)))
+        return Launcher(
+            self.plan,
+            self.started.path,
+            self.trees,
+            self.gpus,
+            self.started.configs,
+            tuple(config_keys),
+            say,
+            **options,
+        )
+
+
+def plan_and_gpus(
+    loaded: LoadedFleet, gpus: str | None, *, on_this_machine: bool = True
+) -> tuple[FleetPlan, tuple[Gpu, ...]]:
+    """Return the plan of a fleet, and the GPUs of this machine that it uses; `on_this_machine`: see `make_plan`.
+
+    Raises:
+        ConfigError: with all problems of the plan.
+    """
+    if loaded.spec.engine != "local":
+        return make_plan(loaded, ANY_MACHINE, on_this_machine=on_this_machine), ()
+    detected = find_gpus(gpus, os.environ)
+    return make_plan(loaded, this_machine(detected), on_this_machine=on_this_machine), detected
+
+
+def remaining_work(started: FleetFolder, only: Collection[int], trees: int) -> Work:
+    """Return what there is to do of these instances; of all, if `only` is empty."""
+    plan, gpus = plan_and_gpus(started.loaded, started.gpus)
+    before = status_before(started)
+    done = {
+        index
+        for index, instance in before.instances.items()
+        if instance.phase == "succeeded" or (instance.phase == "pruned" and index not in only)
+    }
+    indices = set(only or range(len(plan.instances))) - done
+    todo = tuple(instance for instance in plan.instances if instance.index in indices)
+    return Work(started, plan, gpus, before, todo, trees)
+
+
+def status_before(started: FleetFolder) -> FleetStatus:
+    """Return the state that earlier launchers left."""
+    return fold_events(events_before(started))
+
+
+def events_before(started: FleetFolder) -> list[FleetEvent]:
+    """Return the events that earlier launchers left."""
+    return read_fleet_events(started.path) if (started.path / STATE_FILE).exists() else []
+
+
+def patience_s(started: FleetFolder) -> float:
+    """Return how long processes of an earlier launcher are waited for."""
+    graces = [process.stop.grace for process in started.loaded.spec.processes.values()]
+    return max(graces, default=0.0) + _EARLIER_S

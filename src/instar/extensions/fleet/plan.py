@@ -1,0 +1,280 @@
+"""The instances of a fleet file, their commands with `${name}` replaced, and how many of them run at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from instar.config.document import parse
+from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
+
+_MOST_COMBINATIONS = 100 * MOST_INSTANCES
+"""before `exclude`"""
+_MOST_CHARACTERS = 1 << 26
+"""of the names and folders of all instances"""
+NODE_VARIABLES = {
+    "nodes": "NNODES",
+    "node_rank": "NODE_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+"""variables of a job of several nodes, and the environment variables that have the same values"""
+_VARIABLE = re.compile(r"\$(?:(\$)|\{([^{}$]*)\}|(\{))")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One combination of the matrix."""
+
+    index: int
+    values: Mapping[str, Scalar]
+    """of the matrix"""
+    run_name: str
+    output_dir: Path
+    variables: Mapping[str, Scalar]
+    """for the texts of its processes; without ports and GPUs, which are known when it starts"""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The GPUs and ports that an instance would get on an idle machine, by process."""
+
+    gpus: Mapping[str, tuple[int, ...]]
+    ports: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """The instances of a fleet, and how many fit next to each other."""
+
+    spec: FleetSpec
+    instances: tuple[Instance, ...]
+    parallel: int
+
+    @property
+    def uses_gpus(self) -> bool:
+        return any(process.resources.gpus for process in self.spec.processes.values())
+
+    def slot(self, place: int) -> Slot:
+        """Return the first choice of GPUs and ports of the instance in one of `parallel` places;
+        instance i is in place i % parallel if no earlier one ends before another."""
+        gpu = place * sum(process.resources.gpus for process in self.spec.processes.values())
+        gpus: dict[str, tuple[int, ...]] = {}
+        ports: dict[str, dict[str, int]] = {}
+        number = self.spec.first_port
+        for name, process in self.spec.processes.items():
+            gpus[name] = tuple(range(gpu, gpu + process.resources.gpus))
+            gpu += process.resources.gpus
+            ports[name] = {}
+            for port, first in process.first_ports.items():
+                ports[name][port] = (number if first is None else first) + place
+                number += self.parallel if first is None else 0
+        return Slot(gpus, ports)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to share: GPUs, cores, and bytes of memory."""
+
+    gpus: int
+    cpus: int
+    memory: int
+
+
+ANY_MACHINE = Machine(1 << 30, 1 << 30, 1 << 60)
+"""an engine's scheduler decides how many instances run at a time"""
+
+
+def instances_of(spec: FleetSpec) -> tuple[Instance, ...]:
+    """Expand the matrix without other checks, to show a fleet of any user.
+
+    Raises:
+        ValueError: a text cannot be expanded, or there are too many instances or characters.
+    """
+    if math.prod(map(len, spec.matrix.values())) > _MOST_COMBINATIONS:
+        raise ValueError(f"more than {_MOST_COMBINATIONS:,} combinations")
+    instances, characters = [], 0
+    for instance in instances_from(spec, combinations_of(spec)):
+        instances.append(instance)
+        characters += len(instance.run_name) + len(str(instance.output_dir))
+        if len(instances) > MOST_INSTANCES or characters > _MOST_CHARACTERS:
+            raise ValueError(f"more than {MOST_INSTANCES:,} instances, or names too long")
+    return tuple(instances)
+
+
+class UnknownVariable(ValueError):  # noqa: N818
+    """A text names a variable that does not exist."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"unknown variable ${{{name}}}")
+        self.name = name
+
+
+def variables_in(text: str) -> Iterator[str]:
+    """Yield the names of the variables in a text.
+
+    Raises:
+        ValueError: a `${` is not closed.
+    """
+    for match in _VARIABLE.finditer(text):
+        if match[3]:
+            raise ValueError("'${' without a '}'; write '$$' for a dollar sign")
+        if match[2] is not None:
+            yield match[2].strip()
+
+
+def expand(text: str, values: Mapping[str, object]) -> str:
+    """Replace variables by their values; `$$` is a dollar sign.
+
+    Raises:
+        UnknownVariable: there is no such variable.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1]:
+            return "$"
+        name = (match[2] or "").strip()
+        if name not in values:
+            raise UnknownVariable(name)
+        return text_of(values[name])
+
+    return _VARIABLE.sub(value_of, text)
+
+
+def text_of(value: object) -> str:
+    """Return a value as it is written in YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def argv_of(
+    name: str, process: Process, variables: Mapping[str, Any], config: str = ""
+) -> list[str]:
+    """Return a process's command with its variables replaced.
+
+    Args:
+        config: path of the run config of a job with `run`.
+    """
+    if isinstance(process, Job) and process.run is not None:
+        return [sys.executable, "-m", *_train_words(process, variables, config)]
+    command = process.command
+    assert command is not None, name
+    words = shlex.split(command) if isinstance(command, str) else command
+    return [expand(word, variables) for word in words]
+
+
+def option_text(value: object) -> str:
+    """Return a value as `--set` reads it: text that YAML would read as something else, in quotes."""
+    text = text_of(value)
+    return (
+        json.dumps(text, ensure_ascii=False) if isinstance(value, str) and _misread(text) else text
+    )
+
+
+@lru_cache(1 << 14)
+def _misread(text: str) -> bool:
+    """Whether YAML does not read a text as this text, also in a list."""
+    if re.fullmatch(r"[A-Za-z_/][\w/.-]*", text) and text.lower() not in ("true", "false", "null"):
+        return False
+    document, problems = parse(f"[{text}]", "", ())
+    return bool(problems) or document is None or document.data != [text]
+
+
+def _of_set(value: object, variables: Mapping[str, Any]) -> str:
+    """Return one value of `set`. A variable alone keeps its type; a text with variables in it is read as
+    if it were written with their values."""
+    if not isinstance(value, str):
+        return text_of(value)
+    alone = re.fullmatch(r"\$\{([^{}$]*)\}", value)
+    if alone and alone[1].strip() in variables:
+        return option_text(variables[alone[1].strip()])
+    return expand(value, variables) if "$" in value else option_text(value)
+
+
+def overrides_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
+    """Return the `--set` texts of a run, but for its folder."""
+    overrides: dict[str, Any] = {}
+    for key, value in job.set.items():
+        texts = [_of_set(item, variables) for item in each_of(value)]
+        overrides[key] = f"[{', '.join(texts)}]" if isinstance(value, tuple) else texts[0]
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def each_of(value: Any) -> Iterable[Any]:
+    """Return the items of a list, or the value alone."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def sets_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
+    """Return all `--set` texts of a run."""
+    return [
+        *(f"{key}={option_text(variables[key])}" for key in variables.get("matrix_keys", ())),
+        *overrides_of(job, variables),
+        f"record.run_dir={option_text(str(variables['output_dir']))}",
+        "resume=auto",
+    ]
+
+
+def _train_words(job: Job, variables: Mapping[str, Any], config: str) -> list[str]:
+    ranks = job.nproc or max(1, job.resources.gpus)
+    sets = sets_of(job, variables)
+    words = [config, *(word for text in sets for word in ("--set", text))]
+    if "node_rank" in variables:
+        options = {f"--{key.replace('_', '-')}": variables[key] for key in list(NODE_VARIABLES)[1:]}
+        options |= {"--nnodes": variables["nodes"], "--nproc-per-node": ranks}
+        torchrun = [f"{option}={value}" for option, value in options.items()]
+        return ["torch.distributed.run", *torchrun, "-m", "instar.train", *words]
+    words = ["instar.cli.main", "train", *words]
+    return [*words, "--nproc", str(ranks)] if ranks > 1 else words
+
+
+def combinations_of(spec: FleetSpec) -> Iterator[dict[str, Scalar]]:
+    """Yield the combinations of the matrix, then those of `include`; or the trials of a search, whose
+    values are not known yet."""
+    if spec.search is not None:
+        yield from (dict.fromkeys(spec.search.space) for _ in range(spec.search.count))
+        return
+    keys = list(spec.matrix)
+    for values in itertools.product(*spec.matrix.values()):
+        combination = dict(zip(keys, values, strict=True))
+        if not any(excluded.items() <= combination.items() for excluded in spec.exclude):
+            yield combination
+    yield from map(dict, spec.include)
+
+
+def instances_from(
+    spec: FleetSpec, combinations: Iterable[dict[str, Scalar]]
+) -> Iterator[Instance]:
+    """Yield an instance per combination."""
+    for index, values in enumerate(combinations):
+        variables: dict[str, Scalar] = {
+            **spec.vars,
+            **values,
+            "name": spec.name,
+            "index": index,
+        }
+        variables["run_name"] = expand(spec.run_name, variables)
+        variables["output_dir"] = expand(spec.output_dir, variables)
+        yield Instance(
+            index,
+            values,
+            str(variables["run_name"]),
+            Path(str(variables["output_dir"])),
+            variables,
+        )
+
+
+def variables_of(instance: Instance, config_keys: Iterable[str]) -> dict[str, Any]:
+    """Return an instance's variables, with the matrix keys that are keys of a run's config."""
+    keys = set(config_keys)
+    return {**instance.variables, "matrix_keys": [key for key in instance.values if key in keys]}

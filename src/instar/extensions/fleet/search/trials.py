@@ -1,0 +1,234 @@
+"""What the launcher asks of a search: values for an instance, whether to prune it, how it ended."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instar.config.errors import ConfigError
+from instar.config.files import open_regular
+from instar.extensions.fleet.plan import Instance
+from instar.extensions.fleet.spec import Search
+from instar.extensions.fleet.state import (
+    FleetEvent,
+    InstanceChanged,
+    Phase,
+    StateLog,
+    TrialDrawn,
+    TrialEvaluated,
+    now,
+)
+from instar.logs.read.scan import blocks
+from instar.record.control import ask
+from instar.record.events import VERSION, Placed, events_in, metrics
+from instar.record.rundir import RunDir
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+METRICS_FILE = "metrics.jsonl"
+"""what a command that is no Instar run appends to in its folder: {"step": 100, "val/loss": 2.1}"""
+_EVAL = b'{"v":%d,"kind":"eval"' % VERSION
+
+
+class Trials:
+    """The trials of a search while a launcher runs them; close it at the end."""
+
+    def __init__(
+        self,
+        search: Search,
+        folder: Path,
+        instances: Sequence[Instance],
+        events: Sequence[FleetEvent],
+        todo: Collection[int],
+        say: Callable[[str], None],
+    ) -> None:
+        """Raise ConfigError if optuna is not installed, or the folder of a trial that has not begun
+        holds a run: its evaluations would count as those of other values.
+
+        Args:
+            folder: of the fleet.
+            events: of earlier launchers. Trials of which `todo` is to be run go on with their values;
+                those that were pruned before are not pruned again.
+            say: prints a line.
+        """
+        from instar.extensions.fleet.search.study import STUDY_FILE, Study, StudyFile
+
+        self._search = search
+        self._study = Study(search, folder.name)
+        self._readers: dict[int, Evaluations] = {}
+        self._spared = {
+            event.instance
+            for event in events
+            if isinstance(event, InstanceChanged)
+            and event.phase == "pruned"
+            and event.instance in todo
+        }
+        self._replay(events, instances, todo)
+        new = (
+            instance.output_dir
+            for instance in instances
+            if instance.index in {*todo} - {*self._study.trials}
+        )
+        if occupied := [path for path in new if RunDir(path).holds_run()]:
+            raise ConfigError.one(
+                f"{len(occupied)} trials have folders with other runs, the first is {occupied[0]}",
+                where=str(folder),
+                hint="move them elsewhere",
+            )
+        self._file = StudyFile(folder / STUDY_FILE, self._study.optuna, say)
+        self.log: StateLog | None = None
+        """where what is drawn and evaluated is kept; the launcher sets it"""
+
+    def _replay(
+        self, events: Sequence[FleetEvent], instances: Sequence[Instance], todo: Collection[int]
+    ) -> None:
+        study = self._study
+        ends = {e.instance: n for n, e in enumerate(events) if isinstance(e, InstanceChanged)}
+        for number, event in enumerate(events):
+            match event:
+                case TrialDrawn(instance=index, values=values):
+                    if (
+                        index in range(len(instances))
+                        and index not in study.trials
+                        and values.keys() == self._search.space.keys()
+                        and all(self._search.space[key].holds(values[key]) for key in values)
+                    ):
+                        study.ask(index, instances[index].run_name, values)
+                case TrialEvaluated(instance=index, step=step, value=value):
+                    if index in study.trials and step > study.trials[index].step:
+                        study.report(index, step, math.nan if value is None else value)
+                case InstanceChanged(instance=index, phase=phase):
+                    last = index in study.trials and ends[index] == number
+                    if last and index not in todo and phase in ("succeeded", "failed", "pruned"):
+                        study.tell(index, phase)
+
+    def is_given_up(self, index: int) -> bool:
+        """Whether a trial is to be pruned."""
+        trial = self._study.trials.get(index)
+        return trial is not None and trial.given_up and index not in self._spared
+
+    def begin(self, instance: Instance) -> Instance:
+        """Return the instance with its values: those that it had, or new ones."""
+        trial = self._study.trials.get(instance.index)
+        if trial is None:
+            trial = self._study.ask(instance.index, instance.run_name)
+            assert self.log is not None
+            event = TrialDrawn(now(), instance.index, dict(trial.values))
+            self.log.write(event, durable=True)
+            self._file.add(self._frozen(instance.index))
+        self._readers[instance.index] = Evaluations(
+            instance.output_dir, self._search.metric, trial.step
+        )
+        return replace(
+            instance, values=trial.values, variables={**instance.variables, **trial.values}
+        )
+
+    def look(self, instance: Instance) -> str:
+        """Read new evaluations; return why the trial is to be pruned, or ""."""
+        index = instance.index
+        trial = self._study.trials[index]
+        assert self.log is not None
+        for step, value in self._readers[index].new():
+            self._study.report(index, step, value)
+            finite = value if math.isfinite(value) else None
+            self.log.write(TrialEvaluated(now(), index, step, finite))
+            self._file.add_evaluation(trial.optuna_trial.number, trial.evaluations, value)
+        if not self.is_given_up(index):
+            return ""
+        return f"{self._search.metric} {trial.value:.4g} at step {trial.step:,}"
+
+    def ask_to_stop(self, instance: Instance) -> bool:
+        """Ask the run of a trial to save and stop; False if there is no Instar run to ask."""
+        run = RunDir(instance.output_dir)
+        if not run.holds_run():
+            return False
+        try:
+            ask(run.control, "stop")
+        except OSError:
+            return False
+        return True
+
+    def end(self, instance: Instance, phase: Phase, reason: str) -> tuple[Phase, str]:
+        """Return how a trial has ended: one without a value has failed."""
+        index = instance.index
+        if index not in self._study.trials:
+            return phase, reason
+        if index in self._readers:
+            self.look(instance)
+        trial = self._study.trials[index]
+        if phase == "succeeded" and not math.isfinite(trial.value):
+            phase, reason = "failed", self._no_value(index)
+        if phase != "stopped":
+            self._study.tell(index, phase)
+            self._file.end(self._frozen(index))
+        return phase, reason
+
+    def _no_value(self, index: int) -> str:
+        trial, metric = self._study.trials[index], self._search.metric
+        if trial.evaluations:
+            return f"{metric} is not a number at step {trial.step:,}"
+        names = ", ".join(sorted(self._readers[index].names)[:8])
+        return f"it recorded no {metric}" + (f", only {names}" if names else "")
+
+    def _frozen(self, index: int) -> FrozenTrial:
+        number = self._study.trials[index].optuna_trial.number
+        return self._study.optuna.get_trials(deepcopy=False)[number]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Evaluations:
+    """Reads the values of one metric while a run appends them: new bytes only, once. Steps that were returned
+    before are passed over, as a resumed run repeats them."""
+
+    def __init__(self, folder: Path, metric: str, after: int = 0) -> None:
+        """`after`: the last step that is known already."""
+        self.metric = metric
+        self.names: set[str] = set()
+        """metrics that the run has recorded"""
+        self._after = after
+        self._ends = dict.fromkeys([RunDir(folder).events, folder / METRICS_FILE], 0)
+
+    def new(self) -> Iterator[tuple[int, float]]:
+        """Yield the step and the value of each new evaluation."""
+        for path, begin in self._ends.items():
+            with suppress(OSError):  # it does not exist yet
+                if path.stat().st_size <= begin:
+                    continue
+                with open_regular(path) as file:
+                    file.seek(begin)
+                    for block, end in blocks(file, begin):
+                        self._ends[path] = end
+                        yield from self._in(block, path.name == METRICS_FILE)
+
+    def _in(self, block: bytes, plain: bool) -> Iterator[tuple[int, float]]:
+        for line in block.split(b"\n"):
+            evaluation = _plain(line) if plain else _event(line) if line.startswith(_EVAL) else None
+            if evaluation is None:
+                continue
+            step, values = evaluation
+            self.names.update(values)
+            if step > self._after and self.metric in values:
+                self._after = step
+                yield step, values[self.metric]
+
+
+def _event(line: bytes) -> tuple[int, dict[str, float]] | None:
+    events = (event for _, event in events_in([line]) if isinstance(event, Placed))
+    return next(((event.step, metrics(event)) for event in events), None)
+
+
+def _plain(line: bytes) -> tuple[int, dict[str, float]] | None:
+    try:
+        data = json.loads(line)
+        step = data.pop("step")
+        return int(step), {k: float(v) for k, v in data.items() if isinstance(v, int | float)}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None

@@ -1,0 +1,163 @@
+"""Reads what is shown of a fleet; what has not changed is not read again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from instar.config.errors import ConfigError, InstarError
+from instar.extensions.fleet.engines import slurm
+from instar.extensions.fleet.engines.remote import HostStatus
+from instar.extensions.fleet.folder import describe_fleet
+from instar.extensions.fleet.lock import seen_launcher
+from instar.extensions.fleet.plan import Instance, instances_of
+from instar.extensions.fleet.spec import Search
+from instar.extensions.fleet.state import FleetStatus, fold_events, read_fleet_events
+from instar.extensions.fleet.view.rows import FleetView, fleet_view, group_name
+from instar.logs.query.basis import notes_on_bases, recorded_basis
+from instar.logs.query.progress import ProgressReader, RunProgress
+from instar.record.rundir import RunDir
+
+MAX_BYTES = 1 << 30
+Stamp = tuple[tuple[str, int, int, int], ...]
+"""name, size, time of the last change and inode of each file"""
+
+
+@dataclass
+class FleetReader:
+    """Reads a fleet's folder, whosever it is: nothing that it names is run."""
+
+    folder: Path
+    run_of: Callable[[Instance], RunDir | None] | None = None
+    """returns an instance's run, if it may be read; None: the run in its folder, as it is written"""
+    most_bytes: int = MAX_BYTES
+    """of its file and of what is recorded"""
+    status: FleetStatus = field(default_factory=FleetStatus)
+    """what its events add up to, as far as they were read"""
+    planned: Mapping[int, Instance] = field(default_factory=dict)
+    services: tuple[str, ...] = ()
+    search: Search | None = None
+    _stamp: Stamp = ()
+    _file_stamp: Stamp = ()
+    _base: Path = Path()
+    _runs: dict[int, ProgressReader] = field(default_factory=dict)
+    _arrays: slurm.SlurmArrays | None = None
+    _compared: tuple[int, ...] = ()
+    """the best trial and the others, when it was last seen which of them can be compared"""
+    _differing: tuple[str, ...] = ()
+
+    def read(self, *, runs: bool = True) -> FleetView:
+        """Return the state of now.
+
+        Args:
+            runs: read the records of the instances' runs too.
+
+        Raises:
+            ConfigError: there is no fleet in this folder, or its record is too large.
+        """
+        pid = seen_launcher(self.folder)  # first: a launcher that has ended has written all
+        self._read_file()
+        if (stamp := stamp_of_files(self.folder, "state")) != self._stamp:
+            self._check(stamp)
+            self.status, self._stamp = fold_events(read_fleet_events(self.folder)), stamp
+        view = fleet_view(
+            self.folder.name,
+            self.status,
+            pid,
+            self.planned.values(),
+            self.services,
+            self._progress() if runs else {},
+            self.search,
+            self._hosts(),
+        )
+        if view.best is None:
+            return view
+        return replace(view, best=replace(view.best, notes=self._notes(view.best.instance)))
+
+    def _read_file(self) -> None:
+        stamp = stamp_of_files(self.folder, "fleet.json")
+        if stamp == self._file_stamp:
+            return
+        self._file_stamp, self.planned, self._runs = stamp, {}, {}
+        with suppress(ConfigError, ValueError):
+            self._check(stamp)
+            spec, cwd = describe_fleet(self.folder)
+            self.planned = {instance.index: instance for instance in instances_of(spec)}
+            self.services, self.search = tuple(spec.services), spec.search
+            self._base = Path() if cwd == Path.cwd() else cwd
+
+    def _check(self, stamp: Stamp) -> None:
+        if sum(size for _, size, *_ in stamp) > self.most_bytes:
+            raise ConfigError.one(
+                f"larger than {self.most_bytes >> 20} MiB", where=str(self.folder / stamp[0][0])
+            )
+
+    def _hosts(self) -> Mapping[int, HostStatus]:
+        self._arrays = self._arrays or slurm.find_job_arrays(self.folder)
+        with suppress(InstarError):  # this machine has no SLURM
+            return self._arrays.hosts() if self._arrays else {}
+        return {}
+
+    def _progress(self) -> dict[int, RunProgress]:
+        by_index = {}
+        for index in self.status.instances.keys() & self.planned.keys():
+            run = (self.run_of or self._as_written)(self.planned[index])
+            if run is not None and (index not in self._runs or self._runs[index].run != run):
+                self._runs[index] = ProgressReader(run)
+            if run is not None and (progress := self._runs[index].read()) is not None:
+                by_index[index] = progress
+        return by_index
+
+    def _notes(self, best: int) -> tuple[str, ...]:
+        """Return which trials that have succeeded were not evaluated on what the best one was."""
+        states = self.status.instances.items()
+        succeeded = {n for n, state in states if state.phase == "succeeded"} - {best}
+        trials = (best, *sorted(succeeded))
+        if self._compared != trials:
+            bases = {}
+            for index in trials:
+                trial = self.planned.get(index)
+                run = trial and (self.run_of or self._as_written)(trial)
+                if trial and run:
+                    bases[trial.run_name] = recorded_basis(run)
+            self._compared, self._differing = trials, tuple(notes_on_bases(bases))
+        return self._differing
+
+    def _as_written(self, instance: Instance) -> RunDir:
+        return RunDir(self._base / instance.output_dir)
+
+
+def stamp_of_files(folder: Path, prefix: str) -> Stamp:
+    """Return a stamp that changes when one of the files with this prefix does."""
+    stamps = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix):
+                status = entry.stat(follow_symlinks=False)
+                stamps.append((entry.name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(sorted(stamps))
+
+
+def fleet_runs(folder: Path) -> dict[RunDir, str]:
+    """Return the runs of a fleet's instances, each with its group.
+
+    Raises:
+        ConfigError: there is no run yet, or the fleet's file is damaged.
+    """
+    spec, cwd = describe_fleet(folder)
+    base = Path() if cwd == Path.cwd() else cwd
+    statuses = fold_events(read_fleet_events(folder)).instances
+    runs: dict[RunDir, str] = {}
+    try:
+        for instance in instances_of(spec):
+            run = RunDir(base / instance.output_dir)
+            if run.holds_run():
+                runs[run] = group_name(spec.name, instance, statuses.get(instance.index))
+    except ValueError as error:
+        raise ConfigError.one(f"cannot be expanded: {error}", where=str(folder)) from None
+    if not runs:
+        raise ConfigError.one("no instance of this fleet has a run yet", where=str(folder))
+    return runs

@@ -1,0 +1,164 @@
+"""Locks of GPUs and ports: never two holders, held by the tree that uses them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from instar.config.errors import ConfigError
+from instar.extensions.fleet import placement
+from instar.extensions.fleet.placement import (
+    Gpu,
+    Lock,
+    Taken,
+    find_gpus,
+    lock_gpus,
+    lock_port,
+    try_lock_resource,
+)
+
+GPUS = tuple(Gpu(index, str(index), f"pretended-{index}") for index in range(8))
+
+
+@pytest.fixture(autouse=True)
+def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(placement.LOCKS_VARIABLE, str(tmp_path / "locks"))
+
+
+def test_a_holder_is_named_and_its_text_cannot_reach_the_terminal() -> None:
+    held = try_lock_resource("gpu-0", "a run\x1b[31m of fleet f")
+    assert isinstance(held, Lock)
+    holder = try_lock_resource("gpu-0", "another")
+    assert isinstance(holder, str)
+    assert "of fleet f" in holder
+    assert "\x1b" not in holder
+    held.close()
+    assert isinstance(try_lock_resource("gpu-0", "another"), Lock)
+
+
+def test_gpus_that_others_compute_on_are_not_taken() -> None:
+    busy = Gpu(0, "0", "busy", processes=(1234,))
+    with pytest.raises(Taken, match="GPU 0: used by process 1234"):
+        lock_gpus([busy], 1, (), "test")
+
+
+def test_a_port_is_free_below_the_ephemeral_ones() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 24000))
+        server.listen()
+        port, lock = lock_port(24000, "test")
+        assert port > 24000
+        other, second = lock_port(24000, "test")
+        assert other not in (24000, port)
+        lock.close()
+        second.close()
+    with socket.socket() as server:
+        server.bind(("0.0.0.0", 0))  # an ephemeral port: the only candidate
+        server.listen()
+        with pytest.raises(Taken, match="no port is free"):
+            lock_port(server.getsockname()[1], "test")
+
+
+def test_the_folder_of_locks_is_shared_and_sticky(tmp_path: Path) -> None:
+    folder = placement.locks_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="sticky"):
+        placement.locks_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError):
+        placement.locks_folder()
+
+
+@pytest.mark.parametrize("text", ["0-", "a", "1,1", "-1", "0;1", "99999999999"])
+def test_gpus_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpus"):
+        find_gpus(text)
+
+
+def test_gpus_by_number_and_range() -> None:
+    assert [gpu.index for gpu in find_gpus("3")] == [0, 1, 2]
+    assert [gpu.index for gpu in find_gpus("0-2,6")] == [0, 1, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        ("5,3", [5, 3]),
+        ("", []),
+        ("-1", []),
+        ("2,-1,3", [2]),
+        ("GPU-4, 1", [4, 1]),
+        (None, [*range(8)]),
+    ],
+)
+def test_a_fleet_uses_the_gpus_that_are_visible(
+    visible: str | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tuple(Gpu(index, f"GPU-{index}", f"GPU-{index}") for index in range(8))
+    monkeypatch.setattr(placement, "_real_gpus", lambda: real)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert [gpu.index for gpu in find_gpus(None, environ)] == indices
+    if indices:
+        assert [gpu.index for gpu in find_gpus("0-0", environ)] == indices[:1]
+    with pytest.raises(ConfigError, match=r"there is no GPU 8; there are \d"):
+        find_gpus("8-8", environ)
+
+
+def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_real_gpus", lambda: ())
+    assert find_gpus(None, {"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
+    assert len(find_gpus("2", {"CUDA_VISIBLE_DEVICES": ""})) == 2  # pretended
+
+
+@pytest.mark.parametrize("made", ["folder", "link", "second name", "pipe"])
+def test_a_port_whose_lock_is_unusable_is_left_out_and_said(tmp_path: Path, made: str) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    path = placement.locks_folder() / "port-24200.lock"
+    match made:
+        case "folder":
+            path.mkdir()
+        case "link":
+            path.symlink_to(mine)
+        case "second name":
+            os.link(mine, path)
+        case "pipe":
+            os.mkfifo(path)
+    said: list[str] = []
+    port, lock = lock_port(24200, "test", said.append)
+    lock.close()
+    assert port > 24200
+    assert re.search(r"port 24200 is left out: .*port-24200\.lock cannot be locked: ", said[0])
+    path.rename(path.with_name("gpu-pretended-0.lock"))
+    with pytest.raises(Taken, match=r"GPU 0: .*cannot be locked"):
+        lock_gpus(GPUS[:1], 1, (), "test")
+    assert mine.read_text() == "mine"
+
+
+def test_another_users_lock_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(placement.os, "open", refused)
+    said: list[str] = []
+    with pytest.raises(Taken, match=r"no port is free .*Permission denied"):
+        lock_port(32760, "test", said.append)
+    assert said
+
+
+def test_without_flock_gpus_and_ports_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"cannot be locked: No locks .*INSTAR_LOCK_DIR"):
+        lock_port(24300, "test")

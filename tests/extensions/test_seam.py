@@ -1,0 +1,185 @@
+"""Extensions: any of them can be deleted, and packages of others add what those of Instar do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import instar
+from instar.extensions import BUILT_IN, built_in
+
+SOURCE = Path(instar.__file__).parent
+GONE = {"fleet": ["fleet"]}
+"""words that are typed of each extension"""
+
+
+def run(path: Path, *words: str, at: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `instar` with a folder before all others on the path of modules."""
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    command = [sys.executable, "-m", "instar", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=at)
+
+
+def copy_without(folder: Path, *names: str) -> Path:
+    """Return a folder with a copy of the package in which these extensions are deleted."""
+    shutil.copytree(SOURCE, folder / "instar", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in names:
+        shutil.rmtree(folder / "instar" / "extensions" / name)
+    return folder
+
+
+@pytest.mark.parametrize("names", [*([name] for name in BUILT_IN), [*BUILT_IN]], ids="+".join)
+def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
+    names: list[str], tmp_path: Path
+) -> None:
+    package = copy_without(tmp_path / "copy", *names)
+    helped = run(package, "--help", at=tmp_path)
+    assert (helped.returncode, helped.stderr) == (0, "")
+    listed = {
+        line.split()[0]
+        for line in helped.stdout.splitlines()
+        if line.startswith("  ") and line.strip()
+    }
+    for name in names:
+        commands = BUILT_IN[name].commands
+        assert listed.isdisjoint(commands)
+        for words in commands:
+            refused = run(package, *words.split(), at=tmp_path)
+            assert refused.returncode == 2
+            assert f"instar {words}: this command's extension is not installed" in refused.stderr
+            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
+
+
+def test_the_core_trains_without_any_extension(tmp_path: Path) -> None:
+    package = copy_without(tmp_path / "copy", *BUILT_IN)
+    done = run(package, "demo", "--set", "train.until=4it", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    listed = run(package, "logs", "list", "--json", at=tmp_path)
+    assert '"step": 4' in listed.stdout
+
+
+def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:
+    extensions = built_in()
+    assert [*extensions] == [*BUILT_IN]
+    for name, words in BUILT_IN.items():
+        assert extensions[name].name == name
+        assert set(extensions[name].commands) == set(words.commands)
+
+
+def test_manifests_import_only_the_seam() -> None:
+    code = (
+        "import sys; from instar.extensions import built_in; before = set(sys.modules); built_in();"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = {f"instar.extensions.{name}" for name in BUILT_IN}
+    assert set(done.stdout.split()) == modules | {f"{module}.extension" for module in modules}
+
+
+# A package of somebody else.
+
+MANIFEST = """\
+from instar.extensions import CommandSpec, Extension
+
+EXTENSION = Extension(
+    name="census",
+    summary="counts what is trained",
+    commands={"census": CommandSpec("census_tools.cli:census", "Count parameters.")},
+)
+"""
+CLI = """\
+import click
+
+@click.group()
+def census():
+    "Count parameters."
+
+@census.command()
+def count():
+    "Count them."
+    click.echo("42 parameters")
+"""
+
+
+def install(
+    folder: Path, target: str = "census_tools.extension:EXTENSION", name: str = "census"
+) -> Path:
+    """Write what pip leaves of a package with an extension."""
+    package = folder / "census_tools"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "extension.py").write_text(MANIFEST)
+    (package / "cli.py").write_text(CLI)
+    info = folder / "census_tools-1.0.dist-info"
+    info.mkdir()
+    metadata = (
+        "Metadata-Version: 2.1\nName: census-tools\nVersion: 1.0\nSummary: Counts parameters\n"
+    )
+    (info / "METADATA").write_text(metadata)
+    (info / "entry_points.txt").write_text(f"[instar.extensions]\n{name} = {target}\n")
+    return folder
+
+
+def test_a_package_adds_a_group_of_commands(tmp_path: Path) -> None:
+    path = install(tmp_path / "installed")
+    helped = run(path, "--help", at=tmp_path)
+    assert "Extensions of other packages:\n  census  Counts parameters" in helped.stdout
+    assert helped.stderr == ""
+    assert run(path, "census", "count", at=tmp_path).stdout == "42 parameters\n"
+    assert run(path, "census", "--help", at=tmp_path).returncode == 0
+
+
+def test_nothing_of_a_package_is_imported_before_its_word_is_used(tmp_path: Path) -> None:
+    path = install(tmp_path / "installed")
+    (path / "census_tools" / "__init__.py").write_text("raise SystemExit('imported')")
+    for words in (
+        ["--help"],
+        ["config", "show"],
+        ["logs", "list", "--json"],
+        ["schedule", "--help"],
+    ):
+        assert "imported" not in run(path, *words, at=tmp_path).stderr
+
+
+@pytest.mark.parametrize("name", ["fleet", "train"])
+def test_a_package_cannot_take_a_name_of_instar(name: str, tmp_path: Path) -> None:
+    path = install(tmp_path / "installed", name=name)
+    helped = run(path, "--help", at=tmp_path)
+    assert helped.returncode == 0
+    said = f"the extension {name} of census-tools is ignored: the name is Instar's own\n"
+    assert helped.stderr == said
+    assert "42" not in run(path, name, "--help", at=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("EXTENSION = 3", "census_tools.extension:EXTENSION is no Extension named census"),
+        (MANIFEST.replace('"census": ', '"train": '), "'train' does not begin with its name"),
+    ],
+)
+def test_a_broken_package_breaks_only_what_uses_it(text: str, said: str, tmp_path: Path) -> None:
+    path = install(tmp_path / "installed")
+    (path / "census_tools" / "extension.py").write_text(text)
+    assert run(path, "--help", at=tmp_path).returncode == 0
+    refused = run(path, "census", "count", at=tmp_path)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert "the extension census of census-tools" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_package_whose_module_is_gone_is_said_once(tmp_path: Path) -> None:
+    path = install(tmp_path / "installed", target="nowhere:EXTENSION")
+    helped = run(path, "--help", at=tmp_path)
+    assert helped.returncode == 0
+    assert (
+        helped.stderr
+        == "the extension census of census-tools is ignored: there is no module nowhere\n"
+    )
