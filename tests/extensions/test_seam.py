@@ -18,10 +18,12 @@ GONE = {"fleet": ["fleet"]}
 """words that are typed of each extension"""
 
 
-def run(path: Path, *words: str, at: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `instar` with a folder before all others on the path of modules."""
+def run(
+    path: Path, *words: str, at: Path | None = None, module: str = "instar"
+) -> subprocess.CompletedProcess[str]:
+    """Run `instar` or another module with a folder before all others on the path of modules."""
     env = {**os.environ, "PYTHONPATH": str(path)}
-    command = [sys.executable, "-m", "instar", *words]
+    command = [sys.executable, "-m", module, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=at)
 
 
@@ -48,6 +50,11 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
     for name in names:
         commands = BUILT_IN[name].commands
         assert listed.isdisjoint(commands)
+        for module in BUILT_IN[name].programs:
+            refused = run(package, at=tmp_path, module=module)
+            assert refused.returncode == 2
+            assert f"{module}: this program's extension is not installed" in refused.stderr
+            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
         for words in commands:
             refused = run(package, *words.split(), at=tmp_path)
             assert refused.returncode == 2
@@ -69,6 +76,7 @@ def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:
     for name, words in BUILT_IN.items():
         assert extensions[name].name == name
         assert set(extensions[name].commands) == set(words.commands)
+        assert set(extensions[name].programs) == set(words.programs)
 
 
 def test_manifests_import_only_the_seam() -> None:

@@ -21,9 +21,9 @@ ALONE = ("tests/docs/test_snippets.py", "tests/benchmarks/test_quick.py")
 """files whose tests share nothing and take long"""
 TOGETHER = {
     "GRPO": (
-        "tests/recipes/test_grpo.py",
-        "tests/recipes/test_grpo_server.py",
-        "tests/extensions/fleet/test_grpo.py",
+        "tests/extensions/grpo/test_grpo.py",
+        "tests/extensions/grpo/test_server.py",
+        "tests/extensions/grpo/test_fleet.py",
         "tests/docs/test_snippets.py::test_the_commands_of_a_page_work_one_after_the_other[grpo.md]",
     )
 }

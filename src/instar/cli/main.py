@@ -20,6 +20,7 @@ from instar import __version__
 from instar.cli.options import LazyGroup, Say, in_one_line, json_requested, say
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.config.files import check_words
+from instar.extensions import how_to_install, load_target, programs
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
 from instar.record.progress import Display, showing
 
@@ -144,6 +145,22 @@ def run_command(run: Callable[[], int], say: Say = say) -> int:
     except click.ClickException as error:
         say(f"Error: {error.format_message()}")
         return error.exit_code
+
+
+def run_program(module: str) -> NoReturn:
+    """Run a program that an extension has under the name of a module, as `python -m` does, and exit.
+
+    It does not share cores with ranks, and is interrupted as any Python program.
+    """
+
+    def run() -> int:
+        target = programs().get(module)
+        if target is None:
+            remedy = how_to_install("programs", module)
+            raise ConfigError.one("this program's extension is not installed", module, remedy)
+        return int(load_target(target).main(standalone_mode=False) or 0)
+
+    sys.exit(run_command(run))
 
 
 def entry() -> NoReturn:

@@ -46,6 +46,8 @@ class Extension:
     summary: str
     commands: Mapping[str, CommandSpec] = field(default_factory=dict)
     """by their words, such as "fleet", or "schedule pilot" in a group of the core"""
+    programs: Mapping[str, str] = field(default_factory=dict)
+    """click commands by the module that is typed after `python -m`"""
     run_sets: Mapping[str, str] = field(default_factory=dict)
     """functions from a folder to its runs, each with its group, by the file that marks such a folder"""
     catalogs: Mapping[str, str] = field(default_factory=dict)
@@ -59,10 +61,12 @@ class Words:
     extra: str
     """of the distribution, for `pip install`"""
     commands: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
 
 
 BUILT_IN: Mapping[str, Words] = {
     "fleet": Words("fleet", commands=("fleet",)),
+    "grpo": Words("grpo", programs=("instar.recipes.grpo", "instar.recipes.grpo.serve")),
 }
 """The extensions of Instar."""
 
@@ -110,12 +114,21 @@ def extend_commands(
     return {name: rows[name] for name in names}
 
 
-def how_to_install(kind: Literal["commands"], word: str) -> str:
+def how_to_install(kind: Literal["commands", "programs"], word: str) -> str:
     """Return the command that installs a deleted extension to which a word belongs; empty if none does."""
     for name, words in BUILT_IN.items():
         if word in getattr(words, kind) and name not in built_in():
             return f"pip install 'instar[{words.extra}]'"
     return ""
+
+
+def programs() -> Mapping[str, str]:
+    """Return the targets of what is typed after `python -m`, by its module."""
+    return {
+        module: target
+        for extension in built_in().values()
+        for module, target in extension.programs.items()
+    }
 
 
 def run_set(folder: Path) -> Any:

@@ -20,7 +20,7 @@ from instar.extensions.fleet.search.study import _pruner
 from instar.extensions.fleet.spec import FleetSpec, Pruner
 from instar.extensions.fleet.view.table import plan_row
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 BASE = """\
 name: f
 matrix: {seed: [1, 2], lr: [0.1, 0.2]}

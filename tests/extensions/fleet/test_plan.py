@@ -22,7 +22,7 @@ from instar.extensions.fleet.plan import (
     variables_of,
 )
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "fleet"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "fleet"
 
 GRPO = """\
 name: gsm8k

@@ -69,7 +69,7 @@ jobs:
     assert not place.marked()
 
 
-VLLM = Path(__file__).parents[2] / ".venv-vllm/bin/python"
+VLLM = Path(__file__).parents[3] / ".venv-vllm/bin/python"
 VLLM_FLEET = f"""
 name: real
 services:

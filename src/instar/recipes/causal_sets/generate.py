@@ -84,23 +84,23 @@ def causal_sets(
     ordering_fraction  float32: related pairs / all pairs
     """
     sets = [_draw(options, seed, index) for index in range(begin, end)]
-    related = [relation for relation, _, _ in sets]
-    linked = [links_of_relation(relation) for relation in related]
-    edges = linked if options.relations == "links" else related
+    relations = [relation for relation, _, _ in sets]
+    links = [links_of_relation(relation) for relation in relations]
+    edges = links if options.relations == "links" else relations
     return {
-        "x": _ragged(
+        "x": _ragged_column(
             [
                 node_features(relation, link, options.features)
-                for relation, link in zip(related, linked, strict=True)
+                for relation, link in zip(relations, links, strict=True)
             ]
         ),
-        "edges": _ragged([np.argwhere(relation) for relation in edges]),
+        "edges": _ragged_column([np.argwhere(relation) for relation in edges]),
         "manifold": np.array([manifold for _, manifold, _ in sets], dtype=np.int64),
         "dimension": np.array(
             [d - LOWEST_DIMENSION if manifold else NO_DIMENSION for _, manifold, d in sets],
             dtype=np.int64,
         ),
-        "ordering_fraction": np.array(list(map(ordering_fraction, related)), dtype=np.float32),
+        "ordering_fraction": np.array(list(map(ordering_fraction, relations)), dtype=np.float32),
     }
 
 
@@ -121,12 +121,12 @@ def sprinkle(points: int, dimension: int, generator: np.random.Generator) -> Flo
 
 def causal_relation(coordinates: Float64Array) -> Relation:
     """Return the causal relation of points [n, dimension] that are sorted by time."""
-    elapsed, *distances = (axis[None, :] - axis[:, None] for axis in coordinates.T)
-    interval = elapsed * elapsed
+    times, *distances = (axis[None, :] - axis[:, None] for axis in coordinates.T)
+    interval = times * times
     for distance in distances:
         interval -= distance * distance
-    related: Relation = (interval > 0) & (elapsed > 0)
-    return related
+    relation: Relation = (interval > 0) & (times > 0)
+    return relation
 
 
 def percolate(points: int, relations: int, generator: np.random.Generator) -> Relation:
@@ -149,21 +149,21 @@ def percolate(points: int, relations: int, generator: np.random.Generator) -> Re
     return nearest
 
 
-def links_of_relation(related: Relation) -> Relation:
+def links_of_relation(relation: Relation) -> Relation:
     """Return the transitive reduction: the relations with no point in between."""
-    paths = related.astype(np.float32)
-    linked: Relation = related & (paths @ paths == 0)
-    return linked
+    paths = relation.astype(np.float32)
+    links: Relation = relation & (paths @ paths == 0)
+    return links
 
 
-def ordering_fraction(related: Relation) -> float:
+def ordering_fraction(relation: Relation) -> float:
     """Return related pairs / all pairs; for large sprinklings 1/2, 8/35, 1/10 in 2, 3, 4 dimensions."""
-    points = len(related)
-    return float(np.count_nonzero(related) / (points * (points - 1) / 2))
+    points = len(relation)
+    return float(np.count_nonzero(relation) / (points * (points - 1) / 2))
 
 
 def node_features(
-    related: Relation, linked: Relation, features: Sequence[str]
+    relation: Relation, links: Relation, features: Sequence[str]
 ) -> NDArray[np.float32]:
     """Compute node features [n, 2 × features], past before future.
 
@@ -171,8 +171,8 @@ def node_features(
     The mean volume is half the ordering fraction, up to a factor 1 - 1/n.
     """
     columns = {
-        "links": lambda: [np.log1p(linked.sum(axis)) for axis in (0, 1)],
-        "volumes": lambda: [related.mean(axis) for axis in (0, 1)],
+        "links": lambda: [np.log1p(links.sum(axis)) for axis in (0, 1)],
+        "volumes": lambda: [relation.mean(axis) for axis in (0, 1)],
     }
     return np.stack([c for name in features for c in columns[name]()], axis=1).astype(np.float32)
 
@@ -184,10 +184,10 @@ def _draw(options: CausalSetsConfig, seed: int, index: int) -> tuple[Relation, b
     manifold = bool(generator.integers(2))
     dimension = options.dimensions[generator.integers(len(options.dimensions))]
     points = int(generator.integers(options.min_points, options.max_points + 1))
-    related = causal_relation(sprinkle(points, dimension, generator))
+    relation = causal_relation(sprinkle(points, dimension, generator))
     if not manifold:
-        related = percolate(points, int(np.count_nonzero(related)), generator)
-    return related, manifold, dimension
+        relation = percolate(points, int(np.count_nonzero(relation)), generator)
+    return relation, manifold, dimension
 
 
 def _thresholds(bonds: NDArray[np.float32], below: float) -> NDArray[np.float32]:
@@ -210,7 +210,7 @@ def _thresholds(bonds: NDArray[np.float32], below: float) -> NDArray[np.float32]
     return thresholds
 
 
-def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
+def _ragged_column(arrays: Sequence[NDArray[Any]]) -> Ragged:
     sizes = np.array([0, *map(len, arrays)], dtype=np.int64)
     return Ragged(np.concatenate(arrays), np.cumsum(sizes))
 
@@ -224,12 +224,12 @@ def _blocks(options: CausalSetsConfig, seed: int) -> Iterator[dict[str, NDArray[
 
 
 def _check_options(options: CausalSetsConfig, folder: Path) -> None:
-    stored = open_arrays(folder, in_memory_bytes=0).about
+    about = open_arrays(folder, in_memory_bytes=0).about
     expected = {"kind": _KIND, **options.model_dump(mode="json")}
-    differing = [key for key in expected if stored.get(key) != expected[key]]
+    differing = [key for key in expected if about.get(key) != expected[key]]
     if differing:
         differences = ", ".join(
-            f"{key}={stored.get(key)!r}, not {expected[key]!r}" for key in differing
+            f"{key}={about.get(key)!r}, not {expected[key]!r}" for key in differing
         )
         raise ConfigError.one(
             f"the samples in {folder} were generated with other options: {differences}",

@@ -1,1 +1,1 @@
-"""GRPO on questions with exact answers: TRL's `GRPOTrainer`, seeds that reach the sampler, exact resume."""
+"""What is typed of the extension grpo: `python -m instar.recipes.grpo` and `….serve`."""

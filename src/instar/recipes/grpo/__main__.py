@@ -1,66 +1,6 @@
-"""`python -m instar.recipes.grpo`: the command line of the GRPO recipe."""
+"""`python -m instar.recipes.grpo`: trains with GRPO, see `instar.extensions.grpo`."""
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import click
-
-from instar.cli.main import run_command
-from instar.recipes.grpo.checkpoints import Resume
-from instar.recipes.grpo.options import Options
-from instar.recipes.grpo.train import train_grpo
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_POSITIVE = click.IntRange(min=1)
-_DEFAULTS = Options()
-
-
-def _option(name: str, help: str, kind: Any = _POSITIVE) -> Callable[[_Function], _Function]:
-    default = getattr(_DEFAULTS, name.removeprefix("--").replace("-", "_"))
-    return click.option(name, type=kind, default=default, show_default=True, help=help)
-
-
-@click.command(help="Train a model with GRPO on questions with exact answers.")
-@_option("--dataset", "gsm8k, math, arithmetic, or a .jsonl or .parquet file", str)
-@_option("--model", "tiny (made on the spot), a folder, or a name on the hub", str)
-@_option("--seed", "of the order, the samples and all generators", click.IntRange(0, 2**32 - 1))
-@click.option("--run-suffix", help="ends the names of folders  [default: seedSEED]")
-@_option("--generation", "what draws completions", click.Choice(["local", "server", "vllm"]))
-@_option("--vllm-port", "of the server of completions, also with --generation server")
-@_option("--vllm-group-port", "at which vLLM's workers meet this process to get weights")
-@_option("--server-timeout", "seconds to wait for an answer", click.FloatRange(0, min_open=True))
-@_option("--max-steps", "optimizer steps")
-@_option("--prompts", "questions of a step")
-@_option("--generations", "completions of each question", click.IntRange(min=2))
-@_option("--micro-batch", "completions that are trained on at once")
-@_option("--num-iterations", "steps on the same completions")
-@_option("--lr", "learning rate", click.FloatRange(0, min_open=True))
-@_option("--beta", "weight of the KL divergence from the first model", click.FloatRange(0))
-@_option("--max-tokens", "of a completion")
-@_option("--temperature", "of samples", click.FloatRange(0, 100, min_open=True))
-@_option("--top-p", "nucleus that samples are drawn from", click.FloatRange(0, 1, min_open=True))
-@_option("--eval-every", "steps between evaluations")
-@_option("--eval-prompts", "held-out questions of an evaluation")
-@_option("--eval-samples", "completions of each of them")
-@_option("--pass-k", "k of pass@k, beside pass@1")
-@_option("--save-every", "steps between checkpoints; the last two are kept")
-@_option("--delta-every", "steps between delta checkpoints; 0: none", click.IntRange(min=0))
-@click.option("--wandb", is_flag=True, help="also log to Weights & Biases")
-@click.option(
-    "--resume",
-    type=click.Choice(["latest", "auto"]),
-    is_flag=False,
-    flag_value="latest",
-    help="continue from the latest checkpoint; auto: if there is one",
-)
-def main(resume: Resume | None, **options: Any) -> int:
-    """Train."""
-    train_grpo(Options(**options), resume)
-    return 0
-
+from instar.cli.main import run_program
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda: int(main.main(standalone_mode=False) or 0)))
+    run_program("instar.recipes.grpo")

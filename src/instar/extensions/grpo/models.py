@@ -13,7 +13,7 @@ from instar.data.text.foreign.chat_template import ChatTemplate, Messages
 from instar.data.text.foreign.engine import engine_of
 from instar.data.text.foreign.special_tokens import added_to_text
 from instar.data.text.tokenizer import TOKENIZER_FILE, load_tokenizer
-from instar.recipes.grpo.data import load_questions, texts
+from instar.extensions.grpo.data import load_questions, texts
 
 Ids = list[int]
 TINY = "tiny"

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from instar.config.errors import ConfigError
-from instar.recipes.grpo.models import (
+from instar.extensions.grpo.models import (
     Sampling,
     TextEncoder,
     chat_prompt,
@@ -25,7 +25,7 @@ from instar.recipes.grpo.models import (
     load_policy,
     sample_completions,
 )
-from instar.recipes.grpo.serve import ModelService
+from instar.extensions.grpo.serve import ModelService
 
 
 @pytest.fixture

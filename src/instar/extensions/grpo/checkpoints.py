@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from instar.config.errors import ConfigError
 from instar.config.files import of_bounded_depth, read_regular
-from instar.recipes.grpo.options import Options
+from instar.extensions.grpo.options import Options
 from instar.record.atomic import replace_file
 from instar.record.rundir import RunDir
 

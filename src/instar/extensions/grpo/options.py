@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.recipes.grpo.data import dataset_name
+from instar.extensions.grpo.data import dataset_name
 
 Generation = Literal["local", "server", "vllm"]
 MAY_CHANGE = frozenset(

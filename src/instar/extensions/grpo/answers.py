@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from instar.recipes.grpo.numbers import NotANumber, Number, evaluate_expression
+from instar.extensions.grpo.numbers import NotANumber, Number, evaluate_expression
 
 MOST_CHARACTERS = 400
 """an answer that is longer is compared as text"""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from instar.recipes.grpo.answers import is_correct
-from instar.recipes.grpo.data import Question
-from instar.recipes.grpo.models import Ids
-from instar.recipes.grpo.samplers import Sampler
+from instar.extensions.grpo.answers import is_correct
+from instar.extensions.grpo.data import Question
+from instar.extensions.grpo.models import Ids
+from instar.extensions.grpo.samplers import Sampler
 
 _ROWS_AT_ONCE = 16
 

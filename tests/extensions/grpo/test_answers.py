@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.recipes.grpo.answers import final_answer, is_correct, same_answer
+from instar.extensions.grpo.answers import final_answer, is_correct, same_answer
 
 EQUAL = [
     # numbers

@@ -12,10 +12,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from instar.checkpoint.delta.callback import DeltaCallback
 from instar.distributed.signals import StopSignal
-from instar.recipes.grpo.checkpoints import save_rest
-from instar.recipes.grpo.evaluate import PassRates
-from instar.recipes.grpo.options import Options
-from instar.recipes.grpo.record import GrpoRecord
+from instar.extensions.grpo.checkpoints import save_rest
+from instar.extensions.grpo.evaluate import PassRates
+from instar.extensions.grpo.options import Options
+from instar.extensions.grpo.record import GrpoRecord
 
 logger = logging.getLogger("instar.grpo")
 

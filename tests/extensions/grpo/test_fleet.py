@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleets import FleetPlace
+from fleets import FleetPlace, first_port
 from forks import forks_for_grpo
 
 from instar.checkpoint.delta.folder import links
@@ -17,7 +17,13 @@ from instar.extensions.fleet.state import ProcessChanged, read_fleet_events
 from instar.record.events import RunStarted, Train
 from instar.record.events import read_events as read_record
 
-EXAMPLE = Path(__file__).parents[2] / "examples/fleet/grpo-cpu.yaml"
+
+@pytest.fixture
+def place(tmp_path: Path) -> FleetPlace:
+    return FleetPlace(tmp_path, first_port())
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples/fleet/grpo-cpu.yaml"
 STEPS = 30
 
 

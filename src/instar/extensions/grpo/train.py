@@ -18,20 +18,20 @@ from instar.config.errors import InstarError
 from instar.data.order import Shuffled
 from instar.distributed.failure import Interrupted, StoppedUnsaved, exit_code_of
 from instar.distributed.signals import StopSignal
-from instar.recipes.grpo.answers import final_answer_of_solution, is_correct
-from instar.recipes.grpo.checkpoints import (
+from instar.extensions.grpo.answers import final_answer_of_solution, is_correct
+from instar.extensions.grpo.checkpoints import (
     Resume,
     find_checkpoint,
     read_marker,
     restore_rest,
     step_of,
 )
-from instar.recipes.grpo.data import Question, Questions, load_questions
-from instar.recipes.grpo.evaluate import PassRates, evaluate_pass_rates, reference_loss
-from instar.recipes.grpo.models import Ids, Sampling, chat_prompt, load_policy
-from instar.recipes.grpo.options import Options, check_options
-from instar.recipes.grpo.record import GrpoRecord
-from instar.recipes.grpo.samplers import (
+from instar.extensions.grpo.data import Question, Questions, load_questions
+from instar.extensions.grpo.evaluate import PassRates, evaluate_pass_rates, reference_loss
+from instar.extensions.grpo.models import Ids, Sampling, chat_prompt, load_policy
+from instar.extensions.grpo.options import Options, check_options
+from instar.extensions.grpo.record import GrpoRecord
+from instar.extensions.grpo.samplers import (
     CompletionServer,
     LocalSampler,
     Sampler,
@@ -144,7 +144,7 @@ class _Run:
         from transformers import PrinterCallback
         from trl import GRPOTrainer
 
-        from instar.recipes.grpo.callbacks import RunCallback
+        from instar.extensions.grpo.callbacks import RunCallback
 
         rows = {
             "prompt": [self._prompt(question) for question in self._ordered()],

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from instar.config.errors import ConfigError, InstarError
 from instar.data.order import key_bytes
-from instar.recipes.grpo.models import Ids, Sampling, sample_completions
-from instar.recipes.grpo.weights import get_weights, name_of_weights
+from instar.extensions.grpo.models import Ids, Sampling, sample_completions
+from instar.extensions.grpo.weights import get_weights, name_of_weights
 
 if TYPE_CHECKING:
     import httpx

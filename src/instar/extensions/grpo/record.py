@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instar.extensions.grpo.evaluate import PassRates
+from instar.extensions.grpo.options import Options
 from instar.processes.identity import this_process
-from instar.recipes.grpo.evaluate import PassRates
-from instar.recipes.grpo.options import Options
 from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir

@@ -19,10 +19,10 @@ from instar.checkpoint.delta.chain import load
 from instar.checkpoint.delta.folder import links
 from instar.cli.main import main as instar
 from instar.config.errors import ConfigError
-from instar.recipes.grpo.data import load_questions
-from instar.recipes.grpo.evaluate import pass_at_k
-from instar.recipes.grpo.options import Options
-from instar.recipes.grpo.train import train_grpo
+from instar.extensions.grpo.data import load_questions
+from instar.extensions.grpo.evaluate import pass_at_k
+from instar.extensions.grpo.options import Options
+from instar.extensions.grpo.train import train_grpo
 from instar.record.events import (
     Delta,
     Eval,
@@ -249,7 +249,7 @@ def _parts(path: Path) -> tuple[Any, Any]:
 BAD = """\
 import sys
 from instar.cli.main import run_command
-from instar.recipes.grpo.__main__ import main
+from instar.extensions.grpo.cli import main
 
 for words, says in {cases!r}:
     code = run_command(lambda: main.main(words.split(), standalone_mode=False) or 0)

@@ -1,0 +1,12 @@
+"""What GRPO adds to Instar."""
+
+from instar.extensions import Extension
+
+EXTENSION = Extension(
+    name="grpo",
+    summary="TRL's GRPO on questions with exact answers",
+    programs={
+        "instar.recipes.grpo": "instar.extensions.grpo.cli:main",
+        "instar.recipes.grpo.serve": "instar.extensions.grpo.serve:serve_model",
+    },
+)
