@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-from toy_room import Mishap, Room, is_running
+from toy_room import Mishap, Room, ends
 
 from instar.distributed.failure import PeerLost
 from instar.distributed.heartbeat import Heartbeat, _key
@@ -127,7 +127,20 @@ def test_a_frozen_rank_ends_with_the_others_when_its_launcher_is_killed(tmp_path
         os.kill(room.pid(0), signal.SIGSTOP)
         ranks.processes[0].kill()
         assert ranks.seconds_since(time.time(), [1]) <= room.silence_s + room.timeout_s + 3
-        assert not is_running(room.pid(0))
+        assert ends(room.pid(0))
+
+
+def test_a_rank_that_fell_silent_just_before_the_store_was_lost_is_named(tmp_path: Path) -> None:
+    """As where the ranks of another host have found it, and left with their launcher and its store."""
+    room = Room(tmp_path, silence_s=2.0, timeout_s=60.0)
+    with room.launch() as ranks:
+        ranks.wait_for("stepping-0", "stepping-1")
+        os.kill(room.pid(0), signal.SIGSTOP)
+        let_pass(0.8 * room.silence_s)
+        ranks.processes[0].kill()
+        assert ranks.seconds_since(time.time(), [1]) <= 2 * room.silence_s + 3
+        assert ends(room.pid(0))
+    assert re.search(r"rank 0 has sent no heartbeat for \d+ s", room.log(1))
 
 
 def test_a_rank_that_failed_alone_is_named_by_the_others(tmp_path: Path) -> None:

@@ -182,6 +182,16 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def ends(pid: int, within_s: float = 5.0) -> bool:
+    """Whether the process, which was killed, ends: one with much memory takes a moment to give it back."""
+    deadline = time.monotonic() + within_s
+    while is_running(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -288,15 +288,20 @@ class Watchdog:
             self._end(news.verdict)
 
     def _diagnose(self, beat: Heartbeat) -> tuple[Diagnosis | None, float]:
-        limits, last_seen = self._limits, self._seen
+        limits, last_seen, silence_s = self._limits, self._seen, self._limits.silence_s
         if self._store_lost or self._unanswered_s:
             if (diagnosis := self._diagnose_store(beat)) is not None:
                 return diagnosis, 0.0
-            last_seen = {rank: replace(last, silent_s=0.0) for rank, last in last_seen.items()}
+            if self._store_lost and beat.waits_for and self._stalled_s >= silence_s:
+                # Other ranks may have found who is silent and left, and their launcher with the store,
+                # just before this one read it: who was half-way there by then is why this one waits.
+                silence_s /= 2
+            else:
+                last_seen = {rank: replace(last, silent_s=0.0) for rank, last in last_seen.items()}
         by_rank, wait_s = {**last_seen, self._rank: LastHeartbeat(beat, 0.0)}, limits.wait_s
         if stop_requested():
             wait_s = wait_after_stop(by_rank, wait_s, self._longest_still_s)
-        return diagnose_hang(by_rank, limits.silence_s, wait_s)
+        return diagnose_hang(by_rank, silence_s, wait_s)
 
     def _diagnose_store(self, beat: Heartbeat) -> Diagnosis | None:
         probe_s = min(PROBE_S, self._limits.silence_s / 2)
@@ -423,13 +428,21 @@ class Watchdog:
             reporting = threading.Thread(target=self._report, args=[verdict], daemon=True)
             reporting.start()
             reporting.join(1.0)
-            if self._served.rank == self._rank:
+            if self._keeps_store():
                 self._serve_until_read(verdict)
             exit_now(RunFailed.exit_code)
 
+    def _keeps_store(self) -> bool:
+        """Whether the store ends with this process, which serves it or whose launcher does and ends with its
+        ranks, while ranks of other hosts need it."""
+        if self._served.rank is not None:
+            return self._served.rank == self._rank
+        hosts = {rank: last.beat.host for rank, last in self._seen.items() if last.beat}
+        hosts[self._rank] = self._host
+        return hosts.get(0) == self._host and len(set(hosts.values())) > 1
+
     def _serve_until_read(self, verdict: Diagnosis) -> None:
-        """Serve the store until the others have read the verdict: otherwise they would only learn that
-        this rank is gone."""
+        """Stay until the others have read the verdict: otherwise they would only learn that the store is gone."""
         deadline = time.monotonic() + self._search_s
         while any(self._may_read(rank, verdict) for rank in self._others):
             if time.monotonic() > deadline:
