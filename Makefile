@@ -25,7 +25,7 @@ help:
 	@echo "make test-clients  exported models in lm-evaluation-harness and transformers serve"
 	@echo "make lint      format, lint, types, import rules, names"
 	@echo "make bench     benchmarks, half an hour; results in benchmarks/results, all bars in docs/benchmarks-summary.md"
-	@echo "               (studies, and each benchmark alone: .venv/bin/python benchmarks/run.py --list)"
+	@echo "               (each benchmark alone: .venv/bin/python benchmarks/run.py --list)"
 	@echo "make bench-quick  three minutes: figures that are stable on a busy machine, each held against a bound"
 	@echo "make torture   long fault trials, random trials with all examples; results in benchmarks/results"
 	@echo "make docs      the documentation as a site in build/site; every snippet of it is run"
@@ -139,8 +139,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# A table of what came of it at the end. Studies, which take from minutes to days, and options of the
-# scripts: benchmarks/README.md.
+# A table of what came of it at the end. What takes longer, and options of the scripts: benchmarks/README.md.
 bench: $(BENCH_STAMP)
 	$(BIN)/python benchmarks/run.py
 

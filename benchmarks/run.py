@@ -5,8 +5,8 @@
 Without names, the suite: what answers within half an hour on two idle cores, each benchmark with as many
 repeats as its budget allows. On a machine so slow that time runs out, those that would take longer than what is
 left are left out, and named. One that fails, or takes several times its budget, does not keep the others from
-running; the exit code is then 1. Studies, which take from some minutes to days, run by name only, as does
-any benchmark with its own number of repeats: `python benchmarks/NAME.py --help`.
+running; the exit code is then 1. What takes longer, or needs a large disk or a browser, runs by name only, as
+does any benchmark with its own number of repeats: `python benchmarks/NAME.py --help`.
 
 At the end: how long each took, how many of its bars are met, and which are not. With the figures of the
 repository, the page of all bars (`summary.py`) is written anew.
@@ -65,28 +65,17 @@ SUITE = (
     Benchmark("slow_link", 185, ("--seeds", "1")),
     Benchmark("loading", 120, ("--rounds", "1", "--workers", "0")),
 )
-STUDIES = (
-    "ablation",
+BY_NAME = (
     "dashboard",
     "delta_size",
     "deltas",
-    "experts",
-    "family",
-    "finders",
     "finetune",
     "folders",
-    "grown_optimizer",
-    "growth",
     "logs",
-    "moments",
-    "moult",
-    "noise_scale",
-    "pilot",
     "precision",
     "sharded_saves",
-    "width_rates",
 )
-"""questions about training or servers rather than about speed, and what needs a large disk or a browser"""
+"""what needs long, a large disk or a browser"""
 ELSEWHERE = ("gpu", "guards")
 """with commands of their own: `make bench-gpu`, `make bench-quick`"""
 
@@ -119,7 +108,7 @@ def main() -> None:
         if not fits(benchmark, outcomes, limit_s):
             left_out.append(benchmark.name)
             continue
-        budget = f"at most {benchmark.budget_s} s" if benchmark.budget_s else "a study"
+        budget = f"at most {benchmark.budget_s} s" if benchmark.budget_s else "no budget"
         print(f"\n=== {benchmark.name} ({budget})", flush=True)
         outcomes.append(run(benchmark, extra))
     print(f"\n{told(outcomes, results)}")
@@ -141,7 +130,7 @@ def asked(names: Sequence[str]) -> list[Benchmark]:
         SystemExit: there is no such benchmark.
     """
     known = {each.name: each for each in SUITE}
-    known |= {name: Benchmark(name, 0) for name in (*STUDIES, *ELSEWHERE)}
+    known |= {name: Benchmark(name, 0) for name in (*BY_NAME, *ELSEWHERE)}
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     return [known[name] for name in names] or list(SUITE)
@@ -159,7 +148,7 @@ def listing() -> str:
     total = sum(each.budget_s for each in SUITE)
     lines = [f"suite, {total / 60:.0f} minutes on two idle cores:"]
     lines += [f"  {each.name:<16}{each.budget_s:>4} s  {' '.join(each.options)}" for each in SUITE]
-    return "\n".join([*lines, "studies, by name:", *(f"  {name}" for name in STUDIES)])
+    return "\n".join([*lines, "by name:", *(f"  {name}" for name in BY_NAME)])
 
 
 def run(benchmark: Benchmark, extra: Sequence[str]) -> Outcome:

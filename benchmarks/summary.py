@@ -43,7 +43,7 @@ GROUPS = {
     "Records and pages": ("logs", "dashboard"),
     "Guards of `make bench-quick`": ("guards",),
 }
-"""Benchmarks by heading; others are studies."""
+"""Benchmarks by heading; others are studies, whose results are kept here as well."""
 STUDIES = "Studies"
 INTRODUCTION = """\
 # Benchmarks: every bar

@@ -1,7 +1,7 @@
 """Builds the documentation as a static site, without network: `python docs/sphinx/build.py FOLDER`.
 
-The pages are the README, which becomes the home page, and the Markdown files of docs, examples and
-benchmarks, in the places that they have in the repository, so that their links hold here and there.
+The pages are the README, which becomes the home page, and the Markdown files of docs, examples,
+benchmarks and studies, in the places that they have in the repository, so that their links hold here and there.
 The reference pages are generated. Every warning is an error, e.g. a broken link.
 """
 
@@ -18,7 +18,7 @@ import reference
 from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "examples", "benchmarks", "configs", "src", "tests")
+FOLDERS = ("docs", "examples", "benchmarks", "studies", "configs", "src", "tests")
 """Folders of pages, and of what pages refer to."""
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
@@ -44,6 +44,7 @@ NAVIGATION = {
         "docs/benchmarks",
         "docs/benchmarks-summary",
         "benchmarks/README",
+        "studies/README",
         "docs/journal",
         "CHANGELOG",
     ],

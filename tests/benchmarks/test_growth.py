@@ -12,25 +12,29 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+FOLDERS = (ROOT / "benchmarks", ROOT / "studies" / "growth")
+
+
+def part(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(folder)
+    return importlib.import_module(name)
 
 
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("curves")
+    return part("curves", monkeypatch)
 
 
 @pytest.fixture
 def columns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("columns")
+    return part("columns", monkeypatch)
 
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("study")
+    return part("study", monkeypatch)
 
 
 def test_compute_at_a_loss_is_found_again(curves: ModuleType) -> None:

@@ -34,7 +34,7 @@ def test_every_benchmark_has_its_place(runner: ModuleType) -> None:
     }
     scripts |= {"sharded_saves"}  # which imports it under another name
     scripts -= {"report"}
-    names = [*(each.name for each in runner.SUITE), *runner.STUDIES, *runner.ELSEWHERE]
+    names = [*(each.name for each in runner.SUITE), *runner.BY_NAME, *runner.ELSEWHERE]
     assert sorted(names) == sorted(scripts)
 
 
@@ -43,7 +43,7 @@ def test_the_suite_fits_into_half_an_hour(runner: ModuleType) -> None:
 
 
 def test_the_list_of_benchmarks_names_all_scripts(runner: ModuleType) -> None:
-    names = [*(each.name for each in runner.SUITE), *runner.STUDIES, *runner.ELSEWHERE]
+    names = [*(each.name for each in runner.SUITE), *runner.BY_NAME, *runner.ELSEWHERE]
     listed = (BENCHMARKS / "README.md").read_text("utf-8")
     assert [name for name in names if f"| `{name}.py` |" not in listed] == []
 

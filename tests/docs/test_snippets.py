@@ -19,6 +19,7 @@ PAGES = sorted(
         ROOT / "README.md",
         *(ROOT / "docs").rglob("*.md"),
         ROOT / "benchmarks/README.md",
+        ROOT / "studies/README.md",
         ROOT / "examples/custom/README.md",
         ROOT / "examples/feeds/README.md",
         ROOT / "examples/causal_sets/README.md",

@@ -1,6 +1,6 @@
 """Compute that growing saves: grown runs against tuned and fully decayed runs of the final size.
 
-    python benchmarks/growth.py [--quick] [--work DIR] [--workers N] [--only COLUMN …]
+    python studies/growth/growth.py [--quick] [--work DIR] [--workers N] [--only COLUMN …]
 
 Each column of the study is a final size (GPTs of 8 × 32 and 12 × 32; 512 BPE tokens of Python source, none seen twice), an
 optimizer and a horizon in tokens per parameter. With a seed that is not used again, its trials choose how
@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from columns import Column, Way, column
 from instar.config.language import LanguageConfig
 from instar.config.load import load
