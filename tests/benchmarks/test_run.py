@@ -106,5 +106,5 @@ def test_one_that_takes_too_long_is_ended(
 
 
 def test_an_unknown_benchmark_is_refused(runner: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="no such benchmark: nope; there are ablation"):
+    with pytest.raises(SystemExit, match="no such benchmark: nope; there are communication"):
         runner.asked(["order", "nope"])
