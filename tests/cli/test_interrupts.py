@@ -123,14 +123,14 @@ def exported(place: Path) -> Sequence[str]:
 
 
 CASES: dict[str, tuple[Prepare, str]] = {
-    "tokens": (tokens, "tokenising"),
     "a tokenizer": (tokenizer, "training a tokenizer"),
+    "verify": (verified, "verifying"),
     "rows": (rows, "downloading and converting"),
     "a stream": (stream, "counting lane"),
-    "verify": (verified, "verifying"),
     "list --verify": (listed, "verifying"),
     "deltas": (chain, "comparing"),
     "export": (exported, "exporting|reading|writing"),
+    "tokens": (tokens, "tokenising"),
 }
 
 

@@ -193,19 +193,11 @@ TRIALS = [
 ]
 SHORT = [
     ("batch norm", "resumed, W = 2"),
-    ("batch norm", "elastic, W = 1 and 2"),
-    ("mixed", "final test"),
-    ("frozen", "growth"),
-    ("batch norm", "growth"),
     ("noise", "elastic, W = 1 and 2"),
-    ("running", "resumed"),
+    ("frozen", "growth"),
     ("channels last", "resumed, W = 2"),
-    ("with gaps", "as contiguous"),
     ("transposed", "muon"),
-    ("alternating", "resumed"),
     ("empty", "shards, W = 2"),
-    ("contiguous", "growth on shards"),
-    ("filled later", "resumed"),
 ]
 
 
