@@ -21,7 +21,7 @@ import torch
 from instar.checkpoint.delta.writer import Written
 from instar.config.budget import Counters
 from instar.run.loop.checkpointing import save_checkpoint_if_due
-from instar.run.loop.trainer import Trainer
+from instar.run.trainer import Trainer
 from pauses import Size, timed, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt

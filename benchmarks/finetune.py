@@ -34,8 +34,8 @@ from transformers import (
 from instar.api.training import train
 from instar.data.text.tokenizer import train_bpe
 from instar.record.events import Train, read_events
-from instar.run.lifecycle.load import load_config
-from instar.run.lifecycle.preflight import preflight, prepare_data
+from instar.run.origin.load import load_config
+from instar.run.start.preflight import preflight, prepare_data
 from report import Case, case, options, parser, publish
 
 FAMILIES = ("llama", "qwen3")

@@ -36,10 +36,10 @@ from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
-from instar.run.loop.optimizer import group_parameters
-from instar.run.loop.trainer import Trainer
+from instar.run.optim.optimizer import group_parameters
+from instar.run.start.build import RunOutputs, build_trainer
+from instar.run.start.preflight import Prepared, preflight, prepare_data
+from instar.run.trainer import Trainer
 from instar.tasks.graph import GraphTask
 from report import Case, case, options, parser, publish
 from scaling import Size, pace, ratios

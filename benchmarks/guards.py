@@ -36,7 +36,7 @@ from instar.data.order import Shuffled
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.record.recorder import Recorder
-from instar.run.loop.trainer import Trainer
+from instar.run.trainer import Trainer
 from loaders import LOADERS, Asked, as_generator, make_data
 from logs import STEP
 from pauses import Size, trainer_of

@@ -35,7 +35,7 @@ from instar.data.text.shards import (
 )
 from instar.processes.memory import keep_freed_memory
 from instar.record.atomic import atomic_dir
-from instar.run.loop.step import to_device
+from instar.run.step.stepper import to_device
 
 VOCABULARY = 1 << 16
 TOKEN_BYTES = 16

@@ -26,8 +26,8 @@ import torch
 
 from instar.config.sections import Operation
 from instar.run.changes import scheduled
-from instar.run.lifecycle.compile_stages import compile_stages
-from instar.run.loop.trainer import Trainer
+from instar.run.start.compile_stages import compile_stages
+from instar.run.trainer import Trainer
 from pauses import SIZES, Size, timed, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt

@@ -31,9 +31,9 @@ from instar.distributed.world import World
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.preflight import preflight, prepare_data
-from instar.run.loop.trainer import Trainer
+from instar.run.start.build import RunOutputs, build_trainer
+from instar.run.start.preflight import preflight, prepare_data
+from instar.run.trainer import Trainer
 from report import Case, case, options, parser, publish
 from throughput import gpt
 

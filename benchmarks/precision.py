@@ -25,8 +25,8 @@ import torch
 
 from instar.config.load import load
 from instar.distributed.world import World
-from instar.run.lifecycle.inputs import resolve_precision
-from instar.run.lifecycle.preflight import preflight
+from instar.run.start.preflight import preflight
+from instar.run.start.rank_consistency import resolve_precision
 from pauses import Size, trainer_of
 from report import Case, case, options, parser, publish
 from throughput import gpt

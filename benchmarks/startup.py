@@ -24,7 +24,7 @@ from contenders import text_of
 from instar.config.load import load
 from instar.data.text.prepare import prepare
 from instar.record.events import Train, read_events
-from instar.run.lifecycle.preflight import preflight
+from instar.run.start.preflight import preflight
 from report import Case, case, options, parser, publish
 
 TINY = (

@@ -33,7 +33,7 @@ from instar.data.text.prepare import prepare
 from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
 from instar.record.system import measure_peak_flops
-from instar.run.lifecycle.preflight import preflight
+from instar.run.start.preflight import preflight
 from report import Case, case, options, parser, publish
 
 NAMES = {

@@ -28,7 +28,7 @@ from pathlib import Path
 from instar.config.load import load
 from instar.data.text.prepare import prepare
 from instar.record.events import Eval, read_events
-from instar.run.lifecycle.preflight import preflight
+from instar.run.start.preflight import preflight
 from instar.schedule.checks import load_checked
 from plain_recipes import Recipe
 from report import Case, case, options, parser, publish

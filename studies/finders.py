@@ -25,7 +25,7 @@ from instar.config.load import load
 from instar.distributed.world import World
 from instar.run.find.learning_rate import BUDGET, search_rate
 from instar.run.find.training import final_loss, opened, shorten_config
-from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
+from instar.run.start.preflight import Prepared, preflight, prepare_data
 from report import Case, case, options, parser, publish
 
 WORLD = World(0, 0, 1, torch.device("cpu"), "none")

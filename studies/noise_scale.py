@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from instar.config.sections import RecordConfig
-from instar.run.loop.gradient_stats import LayerStats, NoiseScale, noise_interval
-from instar.run.loop.step import to_device
-from instar.run.loop.trainer import Trainer
+from instar.run.state.gradient_stats import LayerStats, NoiseScale, noise_interval
+from instar.run.step.stepper import to_device
+from instar.run.trainer import Trainer
 from instar.schedule.settings import learning_rate
 from pauses import Size, trainer_of
 from report import Case, case, options, parser, publish

@@ -83,7 +83,7 @@ class Workshop:
         os.environ["OMP_NUM_THREADS"] = "1"
         # optimizers of torch import the last one in their first step, which takes 2 s
         _FORKS.set_forkserver_preload(
-            ["instar.run.lifecycle.worker", "instar.run.lifecycle.offline", "torch._dynamo"]
+            ["instar.run.worker", "instar.run.offline", "torch._dynamo"]
         )
 
     def results(self, segments: Sequence[Segment]) -> dict[str, Result]:

@@ -28,10 +28,10 @@ from instar.distributed.signals import StopSignal
 from instar.record import system
 from instar.record.events import Skip, Train, read_events
 from instar.record.rundir import find_run
-from instar.run.lifecycle.load import load_config
-from instar.run.lifecycle.resume import Resume
-from instar.run.lifecycle.worker import run
-from instar.run.loop.hooks import HookContext
+from instar.run.origin.load import load_config
+from instar.run.origin.resume import Resume
+from instar.run.step.hooks import HookContext
+from instar.run.worker import run
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 TINY = """\

@@ -19,8 +19,8 @@ from instar.checkpoint.delta.chain import find, links
 from instar.checkpoint.delta.chain import load as load_link
 from instar.checkpoint.store import load
 from instar.config.load import load as load_config
-from instar.run.lifecycle.preflight import preflight
-from instar.run.loop.hooks import HookContext
+from instar.run.start.preflight import preflight
+from instar.run.step.hooks import HookContext
 
 pytestmark = pytest.mark.gpu
 

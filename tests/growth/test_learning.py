@@ -15,13 +15,13 @@ from instar.growth.apply import Mode, copies_stay_equal
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
-from instar.run.loop.gradient_stats import split_grad_norms
-from instar.run.loop.optimizer import (
+from instar.run.optim.optimizer import (
     build_optimizers,
     load_optimizer_tensors,
     optimizer_tensors,
     set_learning_rate,
 )
+from instar.run.state.gradient_stats import split_grad_norms
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2 = gpt2(**SIZES)

@@ -19,7 +19,7 @@ from instar.growth.plan import GrowthError
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora, adapter_of
-from instar.run.loop.gradient_stats import dead_ranks
+from instar.run.state.gradient_stats import dead_ranks
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)

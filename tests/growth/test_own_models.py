@@ -19,7 +19,7 @@ from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.proof import Probe, Proof, compare
 from instar.models.gpt import named_generator
 from instar.models.shape import Growable, Parameter
-from instar.run.loop.gradient_stats import split_grad_norms
+from instar.run.state.gradient_stats import split_grad_norms
 
 Tensors = Mapping[str, Tensor]
 

@@ -13,7 +13,7 @@ from shapes import gpt2
 from instar.growth.operators import plan
 from instar.growth.plan import Edit, Grown, GrowthPlan, Label, New, Old
 from instar.growth.proof import Probe, compare
-from instar.run.loop.gradient_stats import split_grad_norms
+from instar.run.state.gradient_stats import split_grad_norms
 
 LOGITS = torch.tensor([[2.0, -4.0], [1.0, 3.0]], dtype=torch.float64)
 BEFORE = Probe(LOGITS, 1.0)

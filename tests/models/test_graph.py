@@ -31,7 +31,7 @@ from instar.models.graph import (
 )
 from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
 from instar.models.shape import ArchitectureError, count_parameters
-from instar.run.loop.gradient_stats import split_grad_norms
+from instar.run.state.gradient_stats import split_grad_norms
 
 LAYERS = ("gin", "sage", "gcn", "gat")
 FLOWS = ("both", "forward", "symmetric")

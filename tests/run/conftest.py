@@ -19,9 +19,9 @@ from instar.record import system
 from instar.record.console import silent_console
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.preflight import Prepared, preflight, prepare_data
-from instar.run.loop.trainer import Trainer
+from instar.run.start.build import RunOutputs, build_trainer
+from instar.run.start.preflight import Prepared, preflight, prepare_data
+from instar.run.trainer import Trainer
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 

@@ -19,7 +19,7 @@ from instar.checkpoint.manifest import read_manifest
 from instar.config.errors import ConfigError
 from instar.record.events import Branched, Event, OperationEvent, RunStarted, read_events
 from instar.record.rundir import RunDir, hold
-from instar.run.lifecycle.preflight import preflight, prepare_data
+from instar.run.start.preflight import preflight, prepare_data
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import forecast
 from instar.schedule.render import render

@@ -27,9 +27,9 @@ from instar.record.events import (
     read_events,
 )
 from instar.run.changes.live_growth import PROBE_WEIGHT, probe, probe_samples
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.loop.optimizer import group_parameters, optimizer_tensors
-from instar.run.loop.trainer import Trainer
+from instar.run.optim.optimizer import group_parameters, optimizer_tensors
+from instar.run.start.preflight import Prepared
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 Entry = Mapping[str, Any]

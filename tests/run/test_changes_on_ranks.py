@@ -16,7 +16,7 @@ from instar.checkpoint.store import load
 from instar.config.load import Loaded
 from instar.config.sections import Operation as Change
 from instar.record.events import Eval, OperationEvent, Train, read_events
-from instar.run.lifecycle.offline import grow
+from instar.run.offline import grow
 
 SCHEDULE = [
     {"name": "change_lr", "value": 1.5, "trigger_loss": 99.0, "max_wait_iters": 50},

@@ -14,8 +14,8 @@ from instar.config.fields import from_values
 from instar.config.load import load
 from instar.models.architecture import mask_of
 from instar.run.changes.scheduled import stages_ahead
-from instar.run.lifecycle.compile_stages import compile_stages
-from instar.run.loop.trainer import Trainer
+from instar.run.start.compile_stages import compile_stages
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 

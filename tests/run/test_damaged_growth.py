@@ -18,9 +18,9 @@ from instar.distributed.failure import RunFailed
 from instar.growth.plan import GrowthError
 from instar.growth.proof import TOLERANCE
 from instar.run.changes import live_growth
-from instar.run.loop.optimizer import copy_tensors
-from instar.run.loop.step import Stepper
-from instar.run.loop.trainer import Trainer
+from instar.run.optim.optimizer import copy_tensors
+from instar.run.step.stepper import Stepper
+from instar.run.trainer import Trainer
 from instar.schedule.operations import plan_operation
 
 Make = Callable[..., Trainer]

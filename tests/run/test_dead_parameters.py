@@ -15,7 +15,7 @@ from instar.growth.plan import GrowthPlan
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
-from instar.run.loop.gradient_stats import MAX_WATCHED_STEPS, GradientWatch
+from instar.run.state.gradient_stats import MAX_WATCHED_STEPS, GradientWatch
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)

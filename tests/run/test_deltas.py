@@ -25,10 +25,10 @@ from instar.config.load import load as load_config
 from instar.logs.read.record import read
 from instar.record.events import Delta, read_events
 from instar.record.rundir import RunDir
-from instar.run.lifecycle import preflight
 from instar.run.loop.checkpointing import finish_deltas
-from instar.run.loop.trainer import Trainer
 from instar.run.output import save as saving
+from instar.run.start import preflight
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 DELTAS = ("checkpoint.delta.every=2", "checkpoint.delta.anchor_every=3")

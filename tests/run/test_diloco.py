@@ -23,8 +23,8 @@ from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.distributed.world import World
 from instar.record.format import bytes_text
-from instar.run.loop.trainer import Trainer
 from instar.run.parallel.diloco import DiLoCo
+from instar.run.trainer import Trainer
 from instar.schedule.checks import load_checked
 
 STEPS = 20

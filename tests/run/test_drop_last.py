@@ -15,8 +15,8 @@ from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.distributed.world import World
-from instar.run.lifecycle.preflight import preflight
-from instar.run.lifecycle.trial import run_trial
+from instar.run.start.preflight import preflight
+from instar.run.start.smoke_test_step import run_trial
 
 NORMED = (
     "task=drop_last:Norm",

@@ -16,10 +16,10 @@ from instar.checkpoint.listing import checkpoints, pointed_at
 from instar.checkpoint.manifest import read_manifest
 from instar.config.load import load
 from instar.record.events import Eval, read_events
-from instar.run.lifecycle.restore import restore_state
 from instar.run.loop.checkpointing import best_is_now, state_json
-from instar.run.loop.early_stopping import MetricState, MetricTracker, RuleState
-from instar.run.loop.trainer import Trainer
+from instar.run.start.restore import restore_state
+from instar.run.state.early_stopping import MetricState, MetricTracker, RuleState
+from instar.run.trainer import Trainer
 
 
 def judge(**sections: Any) -> MetricTracker:

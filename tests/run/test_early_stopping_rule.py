@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.schema import Direction, PlateauConfig, Watch
-from instar.run.loop.early_stopping import (
+from instar.run.state.early_stopping import (
     RuleState,
     is_on_plateau,
     lower,

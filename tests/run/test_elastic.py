@@ -13,8 +13,8 @@ from started import start_instar
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.distributed.all_reduce import DeterministicAllReduce
-from instar.run.lifecycle.preflight import preflight
-from instar.run.loop.trainer import Trainer
+from instar.run.start.preflight import preflight
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 Losses = Callable[[str], list[float]]

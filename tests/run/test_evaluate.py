@@ -20,7 +20,7 @@ from tiny_run import codes, said
 
 from instar.distributed.world import World
 from instar.run.loop import validation
-from instar.run.loop.evaluate import (
+from instar.run.step.evaluate import (
     ROUNDS_PER_REPORT,
     Evaluation,
     EvaluationOptions,
@@ -29,7 +29,7 @@ from instar.run.loop.evaluate import (
     held_out_batches,
     held_out_indices,
 )
-from instar.run.loop.trainer import Trainer
+from instar.run.trainer import Trainer
 from instar.tasks import text
 from instar.tasks.language import LanguageTask
 

@@ -14,8 +14,8 @@ from instar.run.find import batch_size
 from instar.run.find.batch_size import BatchTried
 from instar.run.find.learning_rate import BUDGET, search_rate
 from instar.run.find.training import final_loss, shorten_config
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.loop.trainer import Trainer
+from instar.run.start.preflight import Prepared
+from instar.run.trainer import Trainer
 from instar.schedule.settings import initial_settings, learning_rate
 
 STEPS = 400

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from instar.record.events import OperationEvent, Train, read_events
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.loop.trainer import Trainer
+from instar.run.start.preflight import Prepared
+from instar.run.trainer import Trainer
 from instar.schedule.operations import Change, carried_out, initial_state, when_due
 from instar.schedule.settings import learning_rate
 from instar.schedule.triggers import schedule_entries

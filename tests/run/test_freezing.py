@@ -12,9 +12,9 @@ from live import change_if_due, restore
 
 from instar.checkpoint.listing import latest
 from instar.checkpoint.store import load
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.loop.optimizer import optimizer_tensors
-from instar.run.loop.trainer import Trainer
+from instar.run.optim.optimizer import optimizer_tensors
+from instar.run.start.preflight import Prepared
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from instar.run.loop.generators import generator_states, restore_generators, seed_generators
+from instar.run.state.generators import generator_states, restore_generators, seed_generators
 
 CPU = torch.device("cpu")
 

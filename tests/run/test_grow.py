@@ -30,8 +30,8 @@ from instar.growth.offline import NotProven
 from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.gpt import GPT
 from instar.record.atomic import WriteError
-from instar.run.lifecycle import offline
-from instar.run.lifecycle.offline import grow
+from instar.run import offline
+from instar.run.offline import grow
 from instar.schedule.operations import history_from_json
 
 SEED, STEP, CURSOR = 7, 20, 320
@@ -272,8 +272,8 @@ from pathlib import Path
 import torch
 from instar.checkpoint.listing import latest_intact
 from instar.config.sections import Operation
-from instar.run.lifecycle import offline
-from instar.run.lifecycle.offline import grow
+from instar.run import offline
+from instar.run.offline import grow
 
 def own_bytes():
     status = Path("/proc/self/status").read_text().splitlines()

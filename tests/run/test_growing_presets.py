@@ -12,7 +12,7 @@ from started import run_ranks
 from instar.checkpoint.listing import latest
 from instar.checkpoint.manifest import read_manifest
 from instar.record.events import OperationEvent, read_events
-from instar.run.lifecycle.preflight import prepare_data
+from instar.run.start.preflight import prepare_data
 from instar.schedule.checks import load_checked
 
 STEPS = 24

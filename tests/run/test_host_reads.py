@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.overrides import TorchFunctionMode
 
-from instar.run.loop.trainer import Trainer
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal"} | {

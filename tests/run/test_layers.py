@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from instar.record.events import Layers, Train, read_events
-from instar.run.loop.gradient_stats import LayerStats, group_of
-from instar.run.loop.trainer import Trainer
 from instar.run.parallel.replicated import whole_norms
+from instar.run.state.gradient_stats import LayerStats, group_of
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 

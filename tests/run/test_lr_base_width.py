@@ -12,7 +12,7 @@ from live import change_if_due, restore
 
 from instar.checkpoint.listing import latest
 from instar.checkpoint.store import load
-from instar.run.loop.trainer import Trainer
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 

@@ -16,7 +16,7 @@ from started import INSTALLED, run_ranks, start_instar
 from instar.config.load import Loaded
 from instar.data.plan import plan_step
 from instar.record.events import Eval, Stop, Train, read_events
-from instar.run.lifecycle.preflight import preflight
+from instar.run.start.preflight import preflight
 
 Config = Callable[..., Loaded]
 """see conftest.py"""

@@ -15,7 +15,7 @@ from cases import shortened
 from forks import children_as_ranks
 
 from instar.config.load import load
-from instar.run.lifecycle.preflight import preflight, prepare_data
+from instar.run.start.preflight import preflight, prepare_data
 from instar.schedule.forecast import Stage
 from instar.schedule.memory import RankMemory, Strategy
 

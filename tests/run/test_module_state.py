@@ -22,9 +22,9 @@ from instar.cli.checkpoints.describe import parameter_count
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
 from instar.growth import proof
-from instar.run.lifecycle.preflight import preflight
-from instar.run.lifecycle.restore import load_model_state
-from instar.run.loop.trainer import Trainer
+from instar.run.start.preflight import preflight
+from instar.run.start.restore import load_model_state
+from instar.run.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

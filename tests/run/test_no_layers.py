@@ -21,8 +21,8 @@ from instar.growth.plan import GrowthError
 from instar.models.hf.folder import export_folder
 from instar.models.sampling import stream
 from instar.record.events import AnalysisEvent, NewGradients, OperationEvent, Warn, read_events
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.loop.trainer import Trainer
+from instar.run.start.preflight import Prepared
+from instar.run.trainer import Trainer
 from instar.schedule.render import render
 
 Make = Callable[..., Trainer]

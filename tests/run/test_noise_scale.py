@@ -10,10 +10,10 @@ import torch
 
 from instar.data.loader import MicroBatch, StepBatch
 from instar.data.plan import StepPlan
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.loop.gradient_stats import NoiseScale, PartNorm, noise_interval, part_of
-from instar.run.loop.step import to_device
-from instar.run.loop.trainer import Trainer
+from instar.run.start.preflight import Prepared
+from instar.run.state.gradient_stats import NoiseScale, PartNorm, noise_interval, part_of
+from instar.run.step.stepper import to_device
+from instar.run.trainer import Trainer
 
 
 def test_estimates_have_no_bias() -> None:

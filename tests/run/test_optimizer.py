@@ -16,7 +16,7 @@ from instar.data.loader import MicroBatch, StepBatch
 from instar.data.plan import StepPlan
 from instar.distributed.world import World
 from instar.models.hf.families import FAMILIES
-from instar.run.loop.optimizer import (
+from instar.run.optim.optimizer import (
     build_optimizers,
     check_covered,
     group_parameters,
@@ -130,7 +130,7 @@ STEPS = """
 import sys
 import torch
 from instar.config.schema import OptimizerConfig
-from instar.run.loop.optimizer import build_optimizers
+from instar.run.optim.optimizer import build_optimizers
 
 def trained(make):
     torch.manual_seed(1)

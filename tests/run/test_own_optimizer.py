@@ -16,9 +16,9 @@ from tiny_run import codes, events, said, weights
 from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.distributed.world import World
-from instar.run.lifecycle.preflight import preflight
-from instar.run.lifecycle.trial import run_trial
-from instar.run.loop.optimizer import set_learning_rate, task_optimizers
+from instar.run.optim.optimizer import set_learning_rate, task_optimizers
+from instar.run.start.preflight import preflight
+from instar.run.start.smoke_test_step import run_trial
 
 WIDER = [{"name": "widen", "value": {"axis": "hidden", "size": 32}, "when": {"at_step": 5}}]
 SETTINGS = (

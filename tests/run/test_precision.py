@@ -24,11 +24,11 @@ from instar.record import system
 from instar.record.events import Alert, Skip, Train, Warn, read_events
 from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
-from instar.run.lifecycle import inputs
-from instar.run.lifecycle.inputs import resolve_precision
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.lifecycle.resume import Resume, continuation
-from instar.run.loop.trainer import Trainer
+from instar.run.origin.resume import Resume, continuation
+from instar.run.start import rank_consistency
+from instar.run.start.preflight import Prepared
+from instar.run.start.rank_consistency import resolve_precision
+from instar.run.trainer import Trainer
 from instar.tasks.task import TaskSpec
 
 HERE = World(0, 0, 1, torch.device("cpu"), "none")
@@ -88,7 +88,7 @@ def test_auto_takes_bf16_where_it_is_faster(
         found, reason = resolve_precision(prepared(*overrides), HERE)
         return found.config.precision, reason
 
-    monkeypatch.setattr(inputs, "measure_bf16_gain", lambda: 4.0)
+    monkeypatch.setattr(rank_consistency, "measure_bf16_gain", lambda: 4.0)
     cpuinfo("flags\t: avx512_bf16")
     for preset in ("fast", "plain"):
         assert prepared(f"preset={preset}", *LARGE).config.precision == "auto"
@@ -100,7 +100,7 @@ def test_auto_takes_bf16_where_it_is_faster(
     assert "32 × 32" in reason
     assert resolved("precision=fp32", *LARGE) == ("fp32", "")
     # units that are slower than those for float32
-    monkeypatch.setattr(inputs, "measure_bf16_gain", lambda: 0.6)
+    monkeypatch.setattr(rank_consistency, "measure_bf16_gain", lambda: 0.6)
     precision, reason = resolved("preset=fast", *LARGE)
     assert precision == "fp32"
     assert "0.6 times" in reason

@@ -12,7 +12,7 @@ import science
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded, load
 from instar.data.text.origin import parameters
-from instar.run.lifecycle.preflight import check_memory, preflight
+from instar.run.start.preflight import check_memory, preflight
 
 Config = Callable[..., Loaded]
 
@@ -217,7 +217,7 @@ def test_what_a_host_cannot_hold_for_its_gpus_is_refused(
     config: Config, monkeypatch: pytest.MonkeyPatch, device: str, host_bytes: int, said: str
 ) -> None:
     keys = ("parallel.strategy=fsdp", "parallel.fsdp.offload=true", "optimizer.name=adamw")
-    loaded, of_host = config(*keys), "instar.run.lifecycle.preflight.host_bytes"
+    loaded, of_host = config(*keys), "instar.run.start.preflight.host_bytes"
     forecast = preflight(loaded, 2).forecast
     monkeypatch.setattr(of_host, lambda: host_bytes)
     with pytest.raises(ConfigError, match=said):

@@ -13,7 +13,7 @@ from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said, weights
 
 from instar.checkpoint.store import load
 from instar.config.errors import ConfigError
-from instar.run.lifecycle.preflight import Prepared
+from instar.run.start.preflight import Prepared
 
 CONTEXT = [
     {"name": "change_context", "value": 2, "tokens": "keep", "when": {"waited": 6}, "repeat": 2}

@@ -15,7 +15,7 @@ from torch import Tensor
 from instar.checkpoint.listing import latest
 from instar.checkpoint.store import load
 from instar.record.events import Train, read_events
-from instar.run.loop.trainer import Trainer
+from instar.run.trainer import Trainer
 from instar.schedule.settings import learning_rate
 
 Make = Callable[..., Trainer]

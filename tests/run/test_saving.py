@@ -25,8 +25,8 @@ from instar.distributed.world import RunFailed
 from instar.record.control import ask
 from instar.record.events import Saved, Warn, read_events
 from instar.run.loop.checkpointing import intervals, snapshot
-from instar.run.loop.trainer import Trainer
 from instar.run.output.save import MAX_FAILURES
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 

@@ -21,14 +21,14 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded, load
 from instar.distributed.world import World
 from instar.record.format import bytes_text
-from instar.run.lifecycle import inputs
-from instar.run.lifecycle.preflight import (
+from instar.run.parallel.sharded import blocks, check_groups
+from instar.run.start import rank_consistency
+from instar.run.start.preflight import (
     FORECAST_SHARE,
     check_memory,
     preflight,
     suggestion,
 )
-from instar.run.parallel.sharded import blocks, check_groups
 
 STEPS = 6
 KEYS = (
@@ -376,20 +376,20 @@ def test_auto_shards_where_the_whole_model_does_not_fit(
     """Asked by one of two ranks that are alike."""
     loaded = config(*FIXED, "parallel.strategy=auto")
     world = World(0, 0, 2, torch.device("cpu"), "none")
-    monkeypatch.setattr(inputs, "gather", lambda _, value: [value, value])
+    monkeypatch.setattr(rank_consistency, "gather", lambda _, value: [value, value])
     prepared = preflight(loaded, 2)
     needed = sum(prepared.forecast.stages[0].memory_bytes.values())
     chosen = {}
     for share, memory in (("little", needed), ("much", 4 * needed)):
-        monkeypatch.setattr(inputs, "host_bytes", lambda memory=memory: memory)
-        found = inputs.resolve_strategy(loaded, prepared, world)
+        monkeypatch.setattr(rank_consistency, "host_bytes", lambda memory=memory: memory)
+        found = rank_consistency.resolve_strategy(loaded, prepared, world)
         chosen[share] = found.config.parallel.strategy
     assert chosen == {"little": "fsdp", "much": "ddp"}
-    alone = inputs.resolve_strategy(loaded, prepared, replace(world, size=1))
+    alone = rank_consistency.resolve_strategy(loaded, prepared, replace(world, size=1))
     assert alone.config.parallel.strategy == "ddp"
-    monkeypatch.setattr(inputs, "host_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(rank_consistency, "host_bytes", lambda: 1 << 16)
     with pytest.raises(ConfigError, match=r"no strategy fits: .* with fsdp over 2 ranks, and the"):
-        inputs.resolve_strategy(loaded, prepared, world)
+        rank_consistency.resolve_strategy(loaded, prepared, world)
 
 
 def test_what_does_not_fit_is_told_what_would(config: Callable[..., Loaded]) -> None:

@@ -26,7 +26,7 @@ from instar.logs.text.summary import best_held_out
 from instar.record.events import Eval, RunFinished, read_events
 from instar.record.format import eval_line, finished_lines
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.test_phase import confusion
+from instar.run.finish.test_phase import confusion
 
 SEED = 1337
 FOREVER = ("early_stopping.rules=[]",)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from instar.record.events import SampleText, Warn, read_events
-from instar.run.loop.trainer import Trainer
+from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
 

@@ -22,7 +22,7 @@ from instar.data.targets import TokenTargets
 from instar.data.text.dataset import open_data, prepare_data, unread_targets
 from instar.data.text.tokenizer import train_bpe
 from instar.data.user_sets import sample_set
-from instar.run.loop.gradient_stats import part_of
+from instar.run.state.gradient_stats import part_of
 from instar.tasks.graph_spec import NodeCounts
 
 TRANSFORMS = """\

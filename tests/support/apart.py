@@ -14,9 +14,9 @@ from instar.cli.main import main
 from instar.config.schema import ParallelConfig
 from instar.distributed.world import join
 from instar.run.loop import validation
-from instar.run.loop.hooks import HookContext
-from instar.run.loop.trainer import Trainer
 from instar.run.parallel import collectives
+from instar.run.step.hooks import HookContext
+from instar.run.trainer import Trainer
 from instar.tasks.language import LanguageTask
 
 

@@ -29,10 +29,9 @@ from instar.data.source import Source
 from instar.growth import proof
 from instar.record import atomic, recorder, system
 from instar.record.control import ask
-from instar.run.lifecycle import inputs
-from instar.run.loop import sync_point
-from instar.run.loop.trainer import Trainer
-from instar.run.start import check, opening
+from instar.run.start import check, opening, rank_consistency
+from instar.run.state import sync_point
+from instar.run.trainer import Trainer
 from instar.tasks.language import LanguageTask
 from instar.tasks.task import Batch
 
@@ -442,7 +441,7 @@ def bf16_units_except_on_rank(argv: Sequence[str], rank: int) -> int:
     if not is_rank(rank) or rank > 1:
         del os.environ["ONEDNN_MAX_CPU_ISA"]
         system.CPUINFO = Path("cpuinfo")
-        inputs.measure_bf16_gain = lambda: 4.0
+        rank_consistency.measure_bf16_gain = lambda: 4.0
         system.CPUINFO.write_text("flags\t: avx512_bf16\n", encoding="utf-8")
     return main(argv)
 

@@ -47,8 +47,8 @@ START_S = 400.0
 POLL_S = 0.002
 
 MODULES = ["instar.cli.main", "instar.cli.train"]
-MODULES += ["instar.run.lifecycle.worker", "instar.run.lifecycle.offline"]
-MODULES += ["instar.run.lifecycle.analysis", "instar.tasks.graph"]
+MODULES += ["instar.run.worker", "instar.run.offline"]
+MODULES += ["instar.run.analysis", "instar.tasks.graph"]
 MODULES += [
     "torch._dynamo",
     "torch.distributed",

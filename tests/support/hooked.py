@@ -14,7 +14,7 @@ from torch import nn
 
 from instar.api import train
 from instar.custom import Batch
-from instar.run.loop.hooks import METHODS, HookContext
+from instar.run.step.hooks import METHODS, HookContext
 
 
 class Logging(Halves):

@@ -14,8 +14,8 @@ from instar.checkpoint.manifest import Facts
 from instar.checkpoint.store import CheckpointWriter, load
 from instar.distributed.shards import SavedRows
 from instar.models.hf.folder import export_folder
-from instar.run.lifecycle.restore import load_model_state
-from instar.run.loop.optimizer import load_optimizer_tensors, parameter_of
+from instar.run.optim.optimizer import load_optimizer_tensors, parameter_of
+from instar.run.start.restore import load_model_state
 
 MIB = 1 << 20
 WIDTHS = (1024, 4096)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from instar.checkpoint.store import Checkpoint
 from instar.config.sections import Operation
 from instar.run.changes import scheduled
-from instar.run.lifecycle import restore as restoring
 from instar.run.loop.checkpointing import save_checkpoint_if_due
-from instar.run.loop.trainer import Trainer
+from instar.run.start import restore as restoring
+from instar.run.trainer import Trainer
 
 
 def change_if_due(run: Trainer) -> bool:

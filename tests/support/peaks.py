@@ -27,10 +27,10 @@ from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
 from instar.run.changes import live_growth
 from instar.run.changes.scheduled import carry_out
-from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.preflight import preflight, prepare_data
-from instar.run.loop.step import Stepper
-from instar.run.loop.trainer import Trainer
+from instar.run.start.build import RunOutputs, build_trainer
+from instar.run.start.preflight import preflight, prepare_data
+from instar.run.step.stepper import Stepper
+from instar.run.trainer import Trainer
 
 
 class LiveBytes(TorchDispatchMode):

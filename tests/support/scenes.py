@@ -34,7 +34,7 @@ TRACEBACK = """\
 [RANK 1] 2026-11-22 01:14:58 ERROR: rank 1 failed at step 150: OutOfMemoryError: CUDA out of memory. \
 Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1.07 GiB is free.
 Traceback (most recent call last):
-  File "src/instar/run/loop/step.py", line 118, in forward_backward
+  File "src/instar/run/step/stepper.py", line 118, in forward_backward
     loss = task.loss(model, batch)
            ^^^^^^^^^^^^^^^^^^^^^^^
   File "src/instar/models/gpt.py", line 301, in forward

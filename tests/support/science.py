@@ -39,14 +39,14 @@ from instar.record.console import silent_console
 from instar.record.events import Eval, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.lifecycle import test_phase
-from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.preflight import preflight
-from instar.run.loop.evaluate import Evaluation, EvaluationOptions, evaluate_source
-from instar.run.loop.state import Decision
-from instar.run.loop.sync_point import SyncPoint
-from instar.run.loop.trainer import Trainer
+from instar.run.finish import test_phase
 from instar.run.output import save
+from instar.run.start.build import RunOutputs, build_trainer
+from instar.run.start.preflight import preflight
+from instar.run.state.run_state import Decision
+from instar.run.state.sync_point import SyncPoint
+from instar.run.step.evaluate import Evaluation, EvaluationOptions, evaluate_source
+from instar.run.trainer import Trainer
 from instar.tasks.task import Measured, Tally
 from instar.tasks.user_task import UserTask
 

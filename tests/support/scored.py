@@ -24,8 +24,8 @@ from instar.data.columns import Columns
 from instar.data.split import divide_samples
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join
-from instar.run.loop.evaluate import EvaluationOptions, evaluate_source
-from instar.run.loop.sync_point import SyncPoint
+from instar.run.state.sync_point import SyncPoint
+from instar.run.step.evaluate import EvaluationOptions, evaluate_source
 from instar.tasks.task import Measured, Tally
 
 

@@ -7,7 +7,7 @@ import torch
 from foreign import TINY
 
 from instar.config.load import load
-from instar.run.loop.step import to_device
+from instar.run.step.stepper import to_device
 from instar.tasks.task import Batch, Task, spec_class
 
 

@@ -21,7 +21,7 @@ from instar.data.order import Int64Array, Order, Shuffled
 from instar.data.source import Source
 from instar.distributed.world import World
 from instar.models.graph_shape import flops_per_graph, resolve_graph
-from instar.run.loop.step import to_device
+from instar.run.step.stepper import to_device
 from instar.tasks.graph import GraphTask
 from instar.tasks.graph_spec import GraphSpec
 from instar.tasks.graph_survey import GraphSurvey

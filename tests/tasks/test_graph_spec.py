@@ -136,7 +136,7 @@ def test_causal_sets_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_nothing_of_it_needs_torch(stored: Path) -> None:
     program = (
-        "import sys; from instar.config.load import load; from instar.run.lifecycle.preflight import preflight\n"
+        "import sys; from instar.config.load import load; from instar.run.start.preflight import preflight\n"
         f"preflight(load(None, ['task=graph', 'data.source={stored}', '{KIND}',"
         " 'train.until=[2it]', 'record.run_dir=none']), 1)\n"
         "assert 'torch' not in sys.modules"

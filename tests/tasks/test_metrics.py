@@ -22,8 +22,8 @@ from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.data.columns import Columns
 from instar.distributed.world import World
-from instar.run.lifecycle.preflight import preflight
-from instar.run.lifecycle.trial import run_trial
+from instar.run.start.preflight import preflight
+from instar.run.start.smoke_test_step import run_trial
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "none")
 SIZES = [(2, 64), (3, 1), (7, 64), (17, 3), (100, 5), (100, 64), (1500, 40)]

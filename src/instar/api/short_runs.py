@@ -57,7 +57,7 @@ class MeasuredConfig:
 
     def load(self, settings: Sequence[str]) -> Loaded:
         """Load the config with other settings."""
-        from instar.run.lifecycle.load import load_config
+        from instar.run.origin.load import load_config
 
         return load_config(self.path, [*self.overrides, *settings])
 
@@ -88,8 +88,8 @@ def prepare_measurement(
         ConfigError: its final size cannot be trained from scratch, or it has no last step.
     """
     from instar.distributed.placement import placement, resolve_ranks
-    from instar.run.lifecycle.load import load_config
-    from instar.run.lifecycle.preflight import prepare_data
+    from instar.run.origin.load import load_config
+    from instar.run.start.preflight import prepare_data
 
     loaded = load_config(path, overrides)
     start = resolve_ranks(loaded.config.parallel, placement(os.environ), world_size, devices)

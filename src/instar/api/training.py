@@ -26,7 +26,7 @@ from instar.distributed.placement import (
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
-    from instar.run.lifecycle.resume import Resume
+    from instar.run.origin.resume import Resume
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 """path of a config file, or its content: sections and keys; None: the default config"""
@@ -66,9 +66,9 @@ def train(
 
     share_cores(os.environ)
     with environment(_variables(rank, world_size, port)), StopSignal() as signal:
-        from instar.run.lifecycle.build import as_before
-        from instar.run.lifecycle.load import load_config
-        from instar.run.lifecycle.worker import run
+        from instar.run.origin.load import load_config
+        from instar.run.start.build import as_before
+        from instar.run.worker import run
 
         with as_before():
             if rank is not None:
@@ -141,7 +141,7 @@ def resume(
     from instar.distributed.launch import say
     from instar.record.rundir import find_run
     from instar.record.start_folder import begun_in
-    from instar.run.lifecycle.resume import Resume, named_checkpoint
+    from instar.run.origin.resume import Resume, named_checkpoint
 
     run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, say)
     resumed = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
@@ -194,7 +194,7 @@ def _launch(
     max_restarts: int,
 ) -> Path:
     from instar.distributed.launch import run_ranks, say
-    from instar.run.lifecycle.load import load_config
+    from instar.run.origin.load import load_config
 
     loaded = load_config(config, overrides)
     place = placement(os.environ)
@@ -261,9 +261,9 @@ def preflight_launch(
         devices: GPUs of the ranks; None: the config's.
     """
     from instar.data.text.origin import NOTE
-    from instar.run.lifecycle.preflight import check_memory, preflight, prepare_data
-    from instar.run.lifecycle.resume import automatic, choose_checkpoint, continuation
-    from instar.run.lifecycle.start import starting_weights
+    from instar.run.origin.init_weights import starting_weights
+    from instar.run.origin.resume import automatic, choose_checkpoint, continuation
+    from instar.run.start.preflight import check_memory, preflight, prepare_data
 
     resume = resume or automatic(loaded.config)
     checkpoint = None

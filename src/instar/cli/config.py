@@ -326,7 +326,7 @@ def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     another user, is only read: the class of its task is not imported."""
     from instar.config.user_code import is_trusted
     from instar.record.rundir import RunDir
-    from instar.run.lifecycle.load import load_config
+    from instar.run.origin.load import load_config
 
     run = None if cfg is None else RunDir(Path(cfg).parent)
     of_run = run is not None and run.config == Path(cfg or "") and run.holds_parts()

@@ -72,7 +72,7 @@ def prepare(
     Prints its folder, one line per part of a mixture. With --json, prints what `inspect --json`
     prints of the data set, as a list if it is a mixture.
     """
-    from instar.run.lifecycle.load import load_config
+    from instar.run.origin.load import load_config
 
     settings = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
     options = [
@@ -85,7 +85,7 @@ def prepare(
 
     from instar.config.language import TextConfig
     from instar.data.text.dataset import folders
-    from instar.run.lifecycle.preflight import prepare_data
+    from instar.run.start.preflight import prepare_data
 
     prepare_data(loaded, nproc, lambda line: click.echo(line, err=True))
     if not isinstance(config, TextConfig):

@@ -157,7 +157,7 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
 
 
 def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
-    from instar.run.lifecycle.load import load_config
+    from instar.run.origin.load import load_config
 
     return load_config(cfg, overrides)
 

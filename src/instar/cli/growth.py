@@ -101,7 +101,7 @@ def grow(
 
         path = checkpoint_at(where)
 
-        from instar.run.lifecycle.offline import grow as grow_checkpoint
+        from instar.run.offline import grow as grow_checkpoint
 
         result = grow_checkpoint(load(path), out, operations, check=bool(check))
         advice = f"instar resume {shlex.quote(str(out))}"
@@ -226,7 +226,7 @@ def check(
     Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
     epochs are unknown.
     """
-    from instar.run.lifecycle.load import load_config
+    from instar.run.origin.load import load_config
     from instar.schedule.checks import without_effect
     from instar.schedule.expected import expected_saving, saving_values
     from instar.schedule.forecast import checked_forecast

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from instar.distributed.placement import RankCount
     from instar.distributed.rank_log import RankLog
     from instar.record.rundir import RunDir
-    from instar.run.lifecycle.resume import Resume
+    from instar.run.origin.resume import Resume
 
 
 @click.command(
@@ -137,14 +137,14 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     """Return the config, the resume if there is one, and the words for each rank."""
     from instar.config.errors import ConfigError
     from instar.config.load import from_launcher
-    from instar.run.lifecycle.load import load_config
+    from instar.run.origin.load import load_config
 
     cfg, overrides = options.cfg, options.all_overrides()
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
     resume = None
     if options.resume is not None:
         from instar.record.rundir import find_run
-        from instar.run.lifecycle.resume import Resume, named_checkpoint
+        from instar.run.origin.resume import Resume, named_checkpoint
 
         run, start = find_run(options.resume), options.start
         resume = Resume(
@@ -159,7 +159,7 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     except ConfigError as error:
         if resume is None or resume.has_user_config:
             raise
-        from instar.run.lifecycle.resume import with_restoring
+        from instar.run.origin.resume import with_restoring
 
         raise with_restoring(resume.run, error) from None
     return loaded, resume, argv
@@ -213,7 +213,7 @@ def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> 
         signal.resumable = resume is not None or loaded.config.resume == "auto"
 
         def work(log: RankLog) -> None:
-            from instar.run.lifecycle.worker import run
+            from instar.run.worker import run
 
             run(
                 loaded,
@@ -237,9 +237,9 @@ def _forecast(
     from instar.distributed.launch import torchrun_line
     from instar.record.format import bytes_text
     from instar.record.system import host_bytes
-    from instar.run.lifecycle.preflight import foreseen_precision, preflight, suggestion
-    from instar.run.lifecycle.resume import automatic
-    from instar.run.lifecycle.start import starting_weights
+    from instar.run.origin.init_weights import starting_weights
+    from instar.run.origin.resume import automatic
+    from instar.run.start.preflight import foreseen_precision, preflight, suggestion
     from instar.schedule.expected import expected_saving, saving_values
     from instar.schedule.memory import in_force
     from instar.schedule.render import render

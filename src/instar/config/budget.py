@@ -143,7 +143,7 @@ def budget_met(
 ) -> Budget | None:
     """Return the first budget that is used up, or None; the same on every rank.
 
-    Budgets in seconds depend on rank 0's clock, which requests the end (`run/loop/sync_point.py`).
+    Budgets in seconds depend on rank 0's clock, which requests the end (`run/state/sync_point.py`).
     Here only the seconds before a resume count, which all ranks know.
 
     Args:

@@ -2,7 +2,7 @@
 
 The learning rate begins as `optimizer.lr` in the config and is changed only by operations in the
 history (`schedule/operations.py`). `learning_rate` below computes its value at one step,
-`run/loop/step.py` writes it into the optimizer, and `run/output/run_logger.py` records it.
+`run/step/stepper.py` writes it into the optimizer, and `run/output/run_logger.py` records it.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ class Task(ABC):
         """
 
     def hooks(self) -> Sequence[object]:
-        """Return the task's own hooks; see `instar.run.loop.hooks`."""
+        """Return the task's own hooks; see `instar.run.step.hooks`."""
         return ()
 
     def set_metrics(self) -> Mapping[str, object]:

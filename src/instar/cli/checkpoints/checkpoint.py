@@ -233,7 +233,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
     path = checkpoint_at(where)
     before = None if against is None else checkpoint_at(against)
 
-    from instar.run.lifecycle.analysis import analyze_checkpoint
+    from instar.run.analysis import analyze_checkpoint
 
     with _with_advice(path):
         analysis = analyze_checkpoint(path, before)
@@ -421,7 +421,7 @@ def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
     from instar.checkpoint.manifest import CheckpointError
     from instar.config.fields import values
     from instar.record.rundir import RunDir
-    from instar.run.lifecycle.resume import began_with
+    from instar.run.origin.resume import began_with
     from instar.schedule.operations import effective, history_from_json
 
     run = RunDir(path.absolute().parent.parent)

@@ -300,7 +300,7 @@ def chain_at(text: str) -> Path:
 
 def _gaps(folder: Path, chain: Sequence[Link]) -> list[tuple[tuple[int, int], str]]:
     """Return the first and the last step of each gap of a chain, and what follows it."""
-    from instar.run.lifecycle.resume import unsaved_deltas
+    from instar.run.origin.resume import unsaved_deltas
 
     gaps = [(link.missing, link.file.name) for link in chain if link.missing is not None]
     at_end = unsaved_deltas(folder.parent, chain[-1].step) if chain else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from instar.checkpoint.inspect import Check, TensorEntry
     from instar.checkpoint.manifest import Manifest
     from instar.models.hf.pretrained_folder import PretrainedFolder
-    from instar.run.lifecycle.analysis import CheckpointAnalysis
+    from instar.run.analysis import CheckpointAnalysis
 
 
 Headers = Mapping[str, Mapping[str, "TensorEntry"]]

@@ -25,12 +25,12 @@ from instar.record.events import Branched, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.record.start_folder import note_branch
-from instar.run.lifecycle.load import load_config
 from instar.run.loop.checkpointing import snapshot
 from instar.run.loop.components import Components
-from instar.run.loop.early_stopping import MetricState
-from instar.run.loop.state import RunState
+from instar.run.origin.load import load_config
 from instar.run.output.save import Snapshot
+from instar.run.state.early_stopping import MetricState
+from instar.run.state.run_state import RunState
 from instar.schedule.branches import BRANCH, Branch, branch_folder, read_branch
 from instar.schedule.operations import Change, History, history_of_branch, history_to_json
 

@@ -46,19 +46,19 @@ from instar.growth.proof import (
 )
 from instar.models.module import evaluating, load_buffers, persistent_buffers
 from instar.run.loop.components import Components
-from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
-from instar.run.loop.optimizer import (
+from instar.run.optim.optimizer import (
     check_names,
     check_states,
     copy_tensors,
     parameter_of,
     shapes_of,
 )
-from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, set_model_step, stepper_of, to_device
 from instar.run.output.operation_text import format_proof
 from instar.run.parallel.choose import build_meta_model, wrap_for_eval, wrap_for_training
 from instar.run.parallel.strategy import Evaluable
+from instar.run.state.generators import EVALUATION, generators_kept, seed_generators
+from instar.run.state.run_state import RunState
+from instar.run.step.stepper import Stepper, set_model_step, stepper_of, to_device
 from instar.schedule.memory import PROBE_SAMPLES
 from instar.schedule.operations import State, number_of
 from instar.tasks.task import Task

@@ -20,10 +20,10 @@ from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, build_candidate_stepper, make_candidate
 from instar.run.loop.checkpointing import best_is_now, save_checkpoint
 from instar.run.loop.components import Components
-from instar.run.loop.gradient_stats import GradientWatch
-from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, freeze_parameters
 from instar.run.loop.validation import evaluate_validation, is_comparable
+from instar.run.state.gradient_stats import GradientWatch
+from instar.run.state.run_state import RunState
+from instar.run.step.stepper import Stepper, freeze_parameters
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import (
     FOLD,

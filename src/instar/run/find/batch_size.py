@@ -17,7 +17,7 @@ from instar.config.schema import RunConfig
 from instar.distributed.world import World, join
 from instar.record.system import peak_resident_bytes, usable_bytes
 from instar.run.find.training import opened, prepared_alone
-from instar.run.lifecycle.preflight import Prepared
+from instar.run.start.preflight import Prepared
 
 MARGIN = 0.9
 """Share of the memory that a step may use."""

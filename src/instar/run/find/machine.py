@@ -24,7 +24,7 @@ from instar.distributed.launch import threads_per_rank
 from instar.distributed.placement import is_loopback, usable_cores
 from instar.record.format import bytes_text
 from instar.record.system import cpu_model, measure_peak_flops, torch_dtype
-from instar.run.lifecycle.inputs import bf16_gain, is_bf16_faster
+from instar.run.start.rank_consistency import bf16_gain, is_bf16_faster
 
 _BLOCK_BYTES = 8 << 20
 _DISK_BYTES = 256 << 20

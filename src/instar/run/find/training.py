@@ -18,9 +18,9 @@ from instar.record.console import silent_console
 from instar.record.progress import progress
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
-from instar.run.loop.trainer import Trainer
+from instar.run.start.build import RunOutputs, build_trainer
+from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_data
+from instar.run.trainer import Trainer
 
 _SKIPPED = 3
 """Consecutive steps with a non-finite gradient after which a training has diverged."""

@@ -13,10 +13,10 @@ from instar.distributed.shards import held
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
-from instar.run.loop.generators import generator_states
-from instar.run.loop.state import Interval, RunState
-from instar.run.loop.sync_point import SaveRequest
 from instar.run.output.save import Snapshot
+from instar.run.state.generators import generator_states
+from instar.run.state.run_state import Interval, RunState
+from instar.run.state.sync_point import SaveRequest
 from instar.schedule.operations import history_to_json
 from instar.tasks.basis import digest
 

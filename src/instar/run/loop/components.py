@@ -12,16 +12,16 @@ from instar.data.loader import Prefetcher
 from instar.data.source import Source
 from instar.distributed.rank_log import RankLog
 from instar.distributed.world import World
-from instar.run.loop.data_phase import DataPhase, LoaderFactory
-from instar.run.loop.early_stopping import MetricTracker
-from instar.run.loop.hooks import Hooks
-from instar.run.loop.step import Stepper
-from instar.run.loop.sync_point import SyncPoint
 from instar.run.output.deltas import DeltaSaver
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver
 from instar.run.output.text_samples import TextSampler
 from instar.run.output.weight_analysis import WeightAnalyzer
+from instar.run.state.data_phase import DataPhase, LoaderFactory
+from instar.run.state.early_stopping import MetricTracker
+from instar.run.state.sync_point import SyncPoint
+from instar.run.step.hooks import Hooks
+from instar.run.step.stepper import Stepper
 from instar.schedule.operations import State
 from instar.schedule.triggers import Entry
 from instar.tasks.task import Task

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.components import Components
-from instar.run.loop.evaluate import EvaluationOptions, evaluate_source
-from instar.run.loop.state import Interval, RunState
-from instar.run.loop.step import set_model_step
+from instar.run.state.run_state import Interval, RunState
+from instar.run.step.evaluate import EvaluationOptions, evaluate_source
+from instar.run.step.stepper import set_model_step
 from instar.schedule.triggers import losses_needed
 from instar.tasks.basis import basis_of, incomparable
 

@@ -42,14 +42,14 @@ from instar.record.events import (
 from instar.record.format import begins_anew_line, confusion_lines, gap_text
 from instar.record.recorder import Sink
 from instar.record.system import PeakFlops, memory_bytes
-from instar.run.loop.early_stopping import RuleState
-from instar.run.loop.evaluate import Evaluation, TestResult
-from instar.run.loop.gradient_stats import GradientWatch, GradNorm, LayerStats
-from instar.run.loop.state import Decision, Interval, RunState
-from instar.run.loop.step import StepResult
 from instar.run.output.operation_text import differences, log_block, operation_event
 from instar.run.output.save import SaveResult
 from instar.run.parallel.strategy import RoundEnd
+from instar.run.state.early_stopping import RuleState
+from instar.run.state.gradient_stats import GradientWatch, GradNorm, LayerStats
+from instar.run.state.run_state import Decision, Interval, RunState
+from instar.run.step.evaluate import Evaluation, TestResult
+from instar.run.step.stepper import StepResult
 from instar.schedule.operations import Change, State
 from instar.tasks.logged import Logged, Pixels, TableData, media_events
 

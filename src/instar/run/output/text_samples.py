@@ -11,9 +11,9 @@ from instar.config.sections import RecordConfig
 from instar.data.text.tokenizer import Tokenizer, load_tokenizer
 from instar.distributed.agree import gather
 from instar.distributed.world import World
-from instar.run.loop.state import Interval, RunState
-from instar.run.loop.step import Stepper, set_model_step
 from instar.run.output.run_logger import RunLogger
+from instar.run.state.run_state import Interval, RunState
+from instar.run.step.stepper import Stepper, set_model_step
 from instar.tasks.task import GeneratesText
 
 logger = logging.getLogger(__name__)

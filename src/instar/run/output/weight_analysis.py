@@ -23,11 +23,11 @@ from instar.growth.analysis import (
     attention_entropy,
 )
 from instar.models.shape import Parameter
-from instar.run.loop.optimizer import copy_tensors
-from instar.run.loop.state import Interval, RunState
-from instar.run.loop.step import Stepper, set_model_step, to_device
+from instar.run.optim.optimizer import copy_tensors
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import in_background
+from instar.run.state.run_state import Interval, RunState
+from instar.run.step.stepper import Stepper, set_model_step, to_device
 
 SAMPLES = 4
 """number of held-out samples for the entropy of attention heads"""

@@ -18,7 +18,7 @@ from instar.distributed.parallel import (
 )
 from instar.distributed.world import World
 from instar.models.module import is_meta
-from instar.run.loop.optimizer import copy_tensors
+from instar.run.optim.optimizer import copy_tensors
 from instar.run.parallel.diloco import DiLoCo
 from instar.run.parallel.elastic import VirtualRanks
 from instar.run.parallel.replicated import DataParallel, Replicated

@@ -10,7 +10,7 @@ from instar.config.budget import parse_budget
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.data.plan import StepPlan, micro_slices, shares
-from instar.run.parallel.slices import slices
+from instar.run.state.slices import slices
 from instar.schedule.forecast import Forecast, legs_of
 from instar.schedule.operations import Change, History, State, fold_history
 from instar.schedule.settings import Settings

@@ -10,16 +10,16 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.failure import stopped_before_start
 from instar.distributed.world import World
 from instar.record.system import gpu_bytes
-from instar.run.lifecycle.inputs import compare_inputs, resolve_precision, resolve_strategy
-from instar.run.lifecycle.preflight import Prepared, check_memory, preflight, prepare_data
-from instar.run.lifecycle.resume import Continuation
-from instar.run.lifecycle.start import Weights, starting_weights
-from instar.run.lifecycle.trial import run_trial, try_sizes
-from instar.run.lifecycle.weights import open_weights
-from instar.run.loop.hooks import check_hooks
-from instar.run.loop.sync_point import SyncPoint
+from instar.run.origin.init_weights import Weights, starting_weights
+from instar.run.origin.resume import Continuation
 from instar.run.parallel.micro_batch_sizes import sizes_ahead
 from instar.run.start.plan import RankContext, ResolvedRun, RunPlan
+from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_data
+from instar.run.start.rank_consistency import compare_inputs, resolve_precision, resolve_strategy
+from instar.run.start.smoke_test_step import run_trial, try_sizes
+from instar.run.start.weights import open_weights
+from instar.run.state.sync_point import SyncPoint
+from instar.run.step.hooks import check_hooks
 from instar.schedule.operations import State, initial_state
 from instar.tasks.task import spec_class
 

@@ -35,12 +35,12 @@ from instar.record.trackers.configured import configured
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun
 from instar.run.changes.scheduled import check_ahead
-from instar.run.lifecycle.build import RunOutputs, build_trainer
-from instar.run.lifecycle.restore import replay_history, restore
 from instar.run.loop.components import Components
-from instar.run.loop.trainer import Trainer
 from instar.run.output.operation_text import format_shape
+from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.plan import RankContext, RunPlan
+from instar.run.start.restore import replay_history, restore
+from instar.run.trainer import Trainer
 from instar.schedule.operations import Change, keeps_training_loss_comparable
 from instar.schedule.settings import early_end_of_decay
 

@@ -12,9 +12,9 @@ from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import Console
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.lifecycle.resume import Continuation, Resume
-from instar.run.lifecycle.weights import OpenedWeights
+from instar.run.origin.resume import Continuation, Resume
+from instar.run.start.preflight import Prepared
+from instar.run.start.weights import OpenedWeights
 from instar.schedule.operations import State
 
 
@@ -32,7 +32,7 @@ class RunRequest:
     profiled_steps: int = 0
     """number of steps to profile, on every rank"""
     hooks: Sequence[object] = ()
-    """called during training, see `instar.run.loop.hooks`"""
+    """called during training, see `instar.run.step.hooks`"""
 
 
 @dataclass

@@ -11,8 +11,7 @@ from instar.checkpoint.store import LATEST, Checkpoint, load
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.world import World, recall
 from instar.record.rundir import RunDir
-from instar.run.lifecycle.inputs import check_folder_is_shared, compare_configs
-from instar.run.lifecycle.resume import (
+from instar.run.origin.resume import (
     Resume,
     automatic,
     choose_checkpoint,
@@ -20,6 +19,7 @@ from instar.run.lifecycle.resume import (
     rewind_step,
 )
 from instar.run.start.plan import RankContext, ResolvedRun, RunRequest
+from instar.run.start.rank_consistency import check_folder_is_shared, compare_configs
 
 
 def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:

@@ -10,11 +10,11 @@ from instar.checkpoint.line import is_on
 from instar.checkpoint.listing import checkpoints, point, pointed_at
 from instar.checkpoint.manifest import CheckpointError, RunStart, read_manifest
 from instar.distributed.agree import raise_on_all_ranks
-from instar.run.lifecycle.resume import rewind_step
 from instar.run.loop.checkpointing import best_is_now
 from instar.run.loop.components import Components
-from instar.run.loop.early_stopping import RuleState
-from instar.run.loop.state import RunState
+from instar.run.origin.resume import rewind_step
+from instar.run.state.early_stopping import RuleState
+from instar.run.state.run_state import RunState
 
 
 def update_best_pointers(state: RunState, parts: Components, start: Path) -> None:

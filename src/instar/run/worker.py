@@ -29,18 +29,18 @@ from instar.record.console import open_console, silent_console
 from instar.record.progress import Display, showing
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import unfinished_branches
-from instar.run.lifecycle.best_pointers import update_best_pointers
-from instar.run.lifecycle.compile_stages import compile_stages
-from instar.run.lifecycle.resume import LAUNCH_KEY, Resume
-from instar.run.lifecycle.test_phase import is_tested, run_final_test
+from instar.run.finish.best_pointers import update_best_pointers
+from instar.run.finish.test_phase import is_tested, run_final_test
 from instar.run.loop.checkpointing import finish_deltas
-from instar.run.loop.state import Decision
-from instar.run.loop.trainer import Trainer
+from instar.run.origin.resume import LAUNCH_KEY, Resume
 from instar.run.output.profile import StepProfiler
 from instar.run.start.check import check_run
+from instar.run.start.compile_stages import compile_stages
 from instar.run.start.opening import OpenRun, forget_last_trainer, open_run
 from instar.run.start.plan import RankContext, RunPlan, RunRequest
 from instar.run.start.resolve import resolve_run
+from instar.run.state.run_state import Decision
+from instar.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def run(
         resume: how to resume a run; None: a new run, unless the config or a restart says otherwise.
         only_test: train no steps; run the final test of the checkpoint that `resume` names.
         profiled_steps: number of steps to profile, on every rank.
-        hooks: called during training, see `instar.run.loop.hooks`.
+        hooks: called during training, see `instar.run.step.hooks`.
 
     Raises:
         ConfigError: the run cannot start; nothing was created.

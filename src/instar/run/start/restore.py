@@ -22,12 +22,12 @@ from instar.models.module import empty_buffers, load_buffers, persistent_buffers
 from instar.run.changes.scheduled import carry_out
 from instar.run.loop.checkpointing import LEFT_OUT
 from instar.run.loop.components import Components
-from instar.run.loop.generators import restore_generators, seed_generators
-from instar.run.loop.gradient_stats import dead_ranks
-from instar.run.loop.optimizer import copy_tensors, parameter_of
-from instar.run.loop.state import RunState
-from instar.run.loop.step import build_stepper, freeze_parameters
+from instar.run.optim.optimizer import copy_tensors, parameter_of
 from instar.run.parallel.choose import build_meta_model
+from instar.run.state.generators import restore_generators, seed_generators
+from instar.run.state.gradient_stats import dead_ranks
+from instar.run.state.run_state import RunState
+from instar.run.step.stepper import build_stepper, freeze_parameters
 from instar.schedule.operations import (
     RESTART_LR,
     Change,

@@ -34,7 +34,7 @@ from instar.record.system import (
     measure_bf16_gain,
     versions,
 )
-from instar.run.lifecycle.preflight import FORECAST_SHARE, Prepared, sharding_problems
+from instar.run.start.preflight import FORECAST_SHARE, Prepared, sharding_problems
 
 _LOCAL = {"device", "parallel", "record"}
 """sections that may differ between machines"""

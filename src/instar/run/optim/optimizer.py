@@ -20,7 +20,7 @@ from instar.distributed.shards import is_dense, own, own_rows, part
 from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
-from instar.run.loop.muon import LANES, BatchedMuon, EagerMethods
+from instar.run.optim.muon import LANES, BatchedMuon, EagerMethods
 from instar.schedule.lr_scaling import Update
 from instar.schedule.settings import NewParamWarmup
 from instar.tasks.task import Task

@@ -28,9 +28,9 @@ from instar.distributed.failure import exits_fail
 from instar.distributed.world import World
 from instar.models.module import evaluating
 from instar.record.progress import tracked
-from instar.run.loop.generators import EVALUATION, generators_kept, seed_generators
-from instar.run.loop.step import to_device
-from instar.run.loop.sync_point import Stopped, SyncPoint
+from instar.run.state.generators import EVALUATION, generators_kept, seed_generators
+from instar.run.state.sync_point import Stopped, SyncPoint
+from instar.run.step.stepper import to_device
 from instar.tasks.basis import Basis
 from instar.tasks.logged import Logged, Pixels, TableData, recording, weighted
 from instar.tasks.metrics import compute, set_metrics, update

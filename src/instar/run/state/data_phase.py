@@ -25,7 +25,7 @@ from instar.data.source import Source, close
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.processes.memory import keep_freed_memory
-from instar.run.parallel.slices import slices
+from instar.run.state.slices import slices
 from instar.tasks.task import Task
 
 

@@ -18,7 +18,7 @@ from instar.distributed.agree import (
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.control import Command, Inbox
-from instar.run.loop.state import REACHED, Decision
+from instar.run.state.run_state import REACHED, Decision
 
 T = TypeVar("T")
 

@@ -34,8 +34,8 @@ from instar.models.graph_shape import GraphShape
 from instar.models.shape import ArchitectureError, Fixed, Parameter
 from instar.record.rundir import RunDir
 from instar.record.start_folder import base_of
-from instar.run.lifecycle.resume import began_with, rewind_step
-from instar.run.loop.step import to_device
+from instar.run.origin.resume import began_with, rewind_step
+from instar.run.step.stepper import to_device
 from instar.schedule.operations import effective, history_from_json
 
 SAMPLES = 8

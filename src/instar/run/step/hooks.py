@@ -26,9 +26,9 @@ from instar.config.user_code import what_happened
 from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.distributed.failure import UserCodeFailed, exits_fail
 from instar.distributed.world import World
-from instar.run.loop.gradient_stats import GradNorm
-from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper
+from instar.run.state.gradient_stats import GradNorm
+from instar.run.state.run_state import RunState
+from instar.run.step.stepper import Stepper
 from instar.tasks.logged import Logged, log, log_image, log_table, recording
 
 T = TypeVar("T")

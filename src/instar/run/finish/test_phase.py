@@ -29,13 +29,13 @@ from instar.data.split import Subset
 from instar.distributed.agree import Json, agree, gather_parts, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.record.atomic import make_folder, replace_file
-from instar.run.lifecycle.restore import load_average, load_model_state
 from instar.run.loop.components import Components
-from instar.run.loop.evaluate import EvaluationOptions, TestResult, evaluate_source
-from instar.run.loop.state import RunState
-from instar.run.loop.step import set_model_step
 from instar.run.parallel.choose import build_meta_model, wrap_for_eval
 from instar.run.parallel.strategy import Evaluable
+from instar.run.start.restore import load_average, load_model_state
+from instar.run.state.run_state import RunState
+from instar.run.step.evaluate import EvaluationOptions, TestResult, evaluate_source
+from instar.run.step.stepper import set_model_step
 from instar.schedule.operations import fold_history, history_from_json
 from instar.tasks.basis import basis_of
 from instar.tasks.task import Task

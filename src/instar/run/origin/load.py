@@ -34,6 +34,6 @@ def load_config(
 
 
 def _brought(config_values: Mapping[str, Any]) -> Brought:
-    from instar.run.lifecycle.start import brought  # takes a while, and few runs need it
+    from instar.run.origin.init_weights import brought  # takes a while, and few runs need it
 
     return brought(config_values)

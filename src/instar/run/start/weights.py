@@ -17,9 +17,9 @@ from instar.models.architecture import Architecture
 from instar.models.hf.pretrained_folder import open_folder
 from instar.models.hf.tensors import from_tensors, merged
 from instar.models.hf.weights import read_weights
-from instar.run.lifecycle.restore import load_model_state
-from instar.run.lifecycle.start import Weights
-from instar.run.loop.optimizer import copy_tensors
+from instar.run.optim.optimizer import copy_tensors
+from instar.run.origin.init_weights import Weights
+from instar.run.start.restore import load_model_state
 
 _POSITIONS = "position_embedding.weight"
 

@@ -16,10 +16,10 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.record.progress import tracked
 from instar.run.changes.scheduled import stages_ahead
 from instar.run.loop.components import Components
-from instar.run.loop.generators import generator_states, restore_generators
-from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, build_stepper, set_model_step, to_device
 from instar.run.parallel.choose import build_meta_model
+from instar.run.state.generators import generator_states, restore_generators
+from instar.run.state.run_state import RunState
+from instar.run.step.stepper import Stepper, build_stepper, set_model_step, to_device
 from instar.schedule.operations import State
 
 logger = logging.getLogger(__name__)

@@ -22,23 +22,23 @@ from instar.record.control import Inbox
 from instar.record.recorder import Silent, Sink
 from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
-from instar.run.lifecycle.inputs import resolve_precision
-from instar.run.lifecycle.preflight import Prepared
-from instar.run.lifecycle.weights import OpenedWeights
 from instar.run.loop.components import Components
-from instar.run.loop.data_phase import LoaderFactory
-from instar.run.loop.early_stopping import MetricTracker
-from instar.run.loop.hooks import Hooks
-from instar.run.loop.state import RunState
-from instar.run.loop.step import Stepper, build_stepper
-from instar.run.loop.sync_point import SyncPoint
-from instar.run.loop.trainer import Trainer
 from instar.run.output.deltas import DeltaSaver
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver, SaveResult
 from instar.run.output.text_samples import TextSampler
 from instar.run.output.weight_analysis import WeightAnalyzer
 from instar.run.parallel.choose import begins_on_meta, build_meta_model
+from instar.run.start.preflight import Prepared
+from instar.run.start.rank_consistency import resolve_precision
+from instar.run.start.weights import OpenedWeights
+from instar.run.state.data_phase import LoaderFactory
+from instar.run.state.early_stopping import MetricTracker
+from instar.run.state.run_state import RunState
+from instar.run.state.sync_point import SyncPoint
+from instar.run.step.hooks import Hooks
+from instar.run.step.stepper import Stepper, build_stepper
+from instar.run.trainer import Trainer
 from instar.schedule.operations import State, initial_state
 from instar.schedule.triggers import schedule_entries
 from instar.tasks.task import Task
@@ -72,7 +72,7 @@ def build_trainer(
     Args:
         began: settings and architecture at the run's step 0, if the config has changed since.
         weights: on rank 0, those that the run starts from; None: initial values.
-        hooks: see `instar.run.loop.hooks`; those of the task are called first.
+        hooks: see `instar.run.step.hooks`; those of the task are called first.
     """
     config = resolve_precision(prepared, world)[0].config
     _set_kernels(config, world.device)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from instar.config.budget import Counters
-from instar.run.loop.data_phase import DataPhase
-from instar.run.loop.early_stopping import MetricState
-from instar.run.loop.gradient_stats import NoiseScale, Skips
+from instar.run.state.data_phase import DataPhase
+from instar.run.state.early_stopping import MetricState
+from instar.run.state.gradient_stats import NoiseScale, Skips
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import Change, History, State
 from instar.schedule.settings import Settings

@@ -24,17 +24,8 @@ from instar.distributed.shards import Wholes, own
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
-from instar.run.loop.generators import generators_kept, seed_generators
-from instar.run.loop.gradient_stats import (
-    GradientWatch,
-    GradNorm,
-    LayerStats,
-    PartNorm,
-    Skips,
-    part_of,
-)
-from instar.run.loop.muon import lerp
-from instar.run.loop.optimizer import (
+from instar.run.optim.muon import lerp
+from instar.run.optim.optimizer import (
     OUTER_MOMENTUM,
     load_optimizer_tensors,
     optimizer_tensors,
@@ -44,6 +35,15 @@ from instar.run.loop.optimizer import (
 )
 from instar.run.parallel.choose import parallelize
 from instar.run.parallel.strategy import MicroBatchCalls, RoundEnd, Strategy, share_buffers
+from instar.run.state.generators import generators_kept, seed_generators
+from instar.run.state.gradient_stats import (
+    GradientWatch,
+    GradNorm,
+    LayerStats,
+    PartNorm,
+    Skips,
+    part_of,
+)
 from instar.schedule.lr_scaling import Update, rate_factors
 from instar.schedule.operations import State
 from instar.tasks.logged import recording, weighted
