@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from cases import shortened
+from peft.tuners.lora import corda, loraga
 from small_models import EXACT, model_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -28,16 +29,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def adapted(kind: str, **given: Any) -> peft.PeftModel:
     """A model whose adapters have learned something."""
-    options = {**CONFIGS[kind], **given}
-    model = peft.get_peft_model(
-        copy.deepcopy(model_of(kind)), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options)
-    )
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **{**CONFIGS[kind], **given})
+    base = copy.deepcopy(model_of(kind))
+    prepare_adapters(base, config)
+    model = peft.get_peft_model(base, config)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     return model.train()
+
+
+def prepare_adapters(base: nn.Module, config: peft.LoraConfig) -> None:
+    """Measure what adapters begin with that are made of activations or of gradients."""
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(5))
+    if config.init_lora_weights == "corda":
+        # its hook takes one sample at a time
+        corda.preprocess_corda(base, config, lambda: [base(input_ids=row[None]) for row in ids])
+    elif config.init_lora_weights == "lora_ga":
+        config.lora_ga_config = peft.tuners.lora.LoraGAConfig()
+        loraga.preprocess_loraga(
+            base, config, lambda: base(input_ids=ids, labels=ids).loss.backward()
+        )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +109,11 @@ def test_adapters_grow_with_their_weights_and_train_on(
     assert torch.equal(logits(loaded), after)
 
 
-@pytest.mark.parametrize("begun", ["pissa", "pissa_niter_2", "olora", "orthogonal", "gaussian"])
+# of a library: it counts on hooks whose modules get ids
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:.*Using default CorDA")
+@pytest.mark.parametrize(
+    "begun", ["pissa", "pissa_niter_2", "olora", "corda", "lora_ga", "orthogonal", "gaussian"]
+)
 def test_adapters_that_began_as_a_part_of_the_base_load_beside_what_it_left(
     begun: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

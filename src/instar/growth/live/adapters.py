@@ -24,6 +24,7 @@ from instar.models.shape import Kind, Parameter, axis_size, in_block, layer_of
 logger = logging.getLogger(__name__)
 
 _PREFIX = "base_model.model."
+_HOW_TO_BEGIN = ("corda_config", "eva_config", "lora_ga_config")
 _LEAVES_THE_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of `init_lora_weights` with which adapters do not change the weights that they begin beside."""
 
@@ -174,6 +175,10 @@ class Adapted:
                 continue
             # PiSSA, OLoRA and their like took a part out of the base. Who loads the adapters beside that base must not
             # take it out again, and a larger base has other parts
+            for key in _HOW_TO_BEGIN:
+                setattr(
+                    config, key, None
+                )  # peft warns of one that is not in use, wherever the adapters are loaded
             logger.warning(
                 "init_lora_weights of the adapters %r is True from now on, no longer %r: save the base with them "
                 "(model.unload().save_pretrained), whose weights are not those that it was loaded with",
