@@ -81,7 +81,7 @@ test: $(STAMP) browser hosts
 # An extension is tested alone: its own tests, and what the seam promises of it.
 test-part: $(STAMP) browser
 	@[ -d "tests/extensions/$(PART)" ] || { echo "PART is one of: $$(ls -d tests/extensions/*/ | xargs -n1 basename | xargs)" >&2; exit 2; }
-	$(PYTEST) tests/extensions/$(PART) tests/extensions/test_seam.py
+	$(PYTEST) -m "$(HERE)" tests/extensions/$(PART) tests/extensions/test_seam.py
 
 # CI has no GPU: whoever has one sends back what these two leave.
 test-gpu: $(STAMP)
