@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from instar.checkpoint.delta import pair
-from instar.checkpoint.delta.chain import append
-from instar.checkpoint.delta.statistics import statistics
 from instar.config.language import ModelConfig
+from instar.extensions.delta.chain import append
+from instar.extensions.delta.format import pair
+from instar.extensions.delta.format.statistics import statistics
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
 from report import Case, case, options, parser, publish

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from instar.checkpoint.delta.writer import Written
 from instar.config.budget import Counters
+from instar.extensions.delta.events import Delta
 from instar.run.loop.checkpointing import save_checkpoint_if_due
 from instar.run.trainer import Trainer
 from pauses import Size, timed, trainer_of
@@ -88,10 +88,10 @@ def figures(size: Size, costs: Costs, threads: int) -> list[Case]:
 
 
 def measure(size: Size, folder: Path, quick: bool) -> Costs:
-    written: list[Written] = []
+    written: list[Delta] = []
 
-    def on_written(_: Counters, one: Written) -> None:
-        written.append(one)
+    def log_event(_: Counters, event: Delta) -> None:
+        written.append(event)
 
     without = trainer_of(replace(size, name="without"), folder, quick)
     with_deltas = trainer_of(
@@ -99,8 +99,8 @@ def measure(size: Size, folder: Path, quick: bool) -> Costs:
     )
     costs = Costs([], [], [], [], [], [])
     with closing(without), closing(with_deltas):
-        assert with_deltas.parts.deltas is not None
-        with_deltas.parts.deltas.on_written = on_written
+        (saver,) = with_deltas.parts.extensions
+        saver.logger.log_event = log_event
         for run in (without, with_deltas, with_deltas):
             turn(run)
         for repeat in range(size.repeats):
@@ -114,9 +114,9 @@ def measure(size: Size, folder: Path, quick: bool) -> Costs:
             costs.added.append(seconds[True] / seconds[False] - 1.0)
             costs.stalled.append(one.stall_s / seconds[False])
             costs.link_s.append(one.seconds)
-            costs.size_bytes.append(one.link.size_bytes)
-            if one.statistics is not None:
-                costs.density.append(one.statistics.whole.density)
+            costs.size_bytes.append(one.size_bytes)
+            if one.density is not None:
+                costs.density.append(one.density)
         print(f"{size.name}: {size.repeats} pairs", file=sys.stderr)
     return costs
 
@@ -129,9 +129,9 @@ def turn(run: Trainer) -> float:
         run.step()
 
     seconds = timed(train)
-    if run.parts.deltas is not None:
-        run.parts.deltas.writer.flush()
-        run.parts.deltas.report()
+    for saver in run.parts.extensions:
+        saver.writer.flush()
+        saver.log_written()
     return seconds
 
 

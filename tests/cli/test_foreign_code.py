@@ -26,6 +26,7 @@ from instar.checkpoint.store import publish
 from instar.cli.main import instar as commands
 from instar.config.load import load
 from instar.config.user_code import TRUST_VARIABLE, Untrusted, module_files
+from instar.extensions.delta.format.folder import deltas_of
 from instar.logs.web import app
 from instar.logs.web.catalog import Catalog
 from instar.logs.web.sections import PARTS
@@ -133,7 +134,7 @@ def theirs(tmp_path: Path) -> tuple[Path, Path]:
     """A folder with two foreign runs and their modules, and the file that a module writes."""
     mark = tmp_path / "was-run"
     there = tmp_path / "there"
-    save(hostile(there / "a", "notes:Task", mark).deltas, 4)
+    save(deltas_of(hostile(there / "a", "notes:Task", mark).path), 4)
     save_file(first(), there / "old.safetensors")
     save_file(after(first(), 1), there / "new.safetensors")
     hostile(there / "b", "b.notes:Task", mark, history=[])

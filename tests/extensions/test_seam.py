@@ -55,6 +55,11 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
             assert refused.returncode == 2
             assert f"{module}: this program's extension is not installed" in refused.stderr
             assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
+        for section in BUILT_IN[name].sections:
+            refused = run(package, "config", "show", "--set", f"{section}.x=1", at=tmp_path)
+            assert refused.returncode == 2
+            assert f"unknown key '{section.rpartition('.')[2]}'" in refused.stderr
+            assert "its extension is not installed: pip install" in refused.stderr
         for words in commands:
             refused = run(package, *words.split(), at=tmp_path)
             assert refused.returncode == 2
@@ -77,6 +82,7 @@ def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:
         assert extensions[name].name == name
         assert set(extensions[name].commands) == set(words.commands)
         assert set(extensions[name].programs) == set(words.programs)
+        assert set(extensions[name].sections) == set(words.sections)
 
 
 def test_manifests_import_only_the_seam() -> None:
@@ -92,13 +98,51 @@ def test_manifests_import_only_the_seam() -> None:
 # A package of somebody else.
 
 MANIFEST = """\
-from instar.extensions import CommandSpec, Extension
+from instar.extensions import CommandSpec, Extension, SectionSpec
 
 EXTENSION = Extension(
     name="census",
     summary="counts what is trained",
     commands={"census": CommandSpec("census_tools.cli:census", "Count parameters.")},
+    sections={"census": SectionSpec("census_tools.run:CensusConfig", "what is counted")},
+    conflicts="census_tools.run:conflicts",
+    hook="census_tools.run:Census",
+    events={"census": "census_tools.run:Counted"},
 )
+"""
+RUN = """\
+from typing import ClassVar
+
+from instar.config.errors import ConfigProblem
+from instar.config.sections import Section
+from instar.record.events import ExtensionEvent
+from instar.run.output.extension import RunExtension
+
+class CensusConfig(Section):
+    every: int = 1
+
+class Counted(ExtensionEvent, tag="census", frozen=True, kw_only=True):
+    table: ClassVar[str] = "census"
+    parameters: int
+
+    def metrics(self):
+        return {"census": float(self.parameters)}
+
+    def line(self):
+        return f"census: {self.parameters}"
+
+def conflicts(config):
+    if config.census.every < 1:
+        yield ConfigProblem(("census.every",), "nothing would be counted", "use 1")
+
+class Census(RunExtension):
+    def __init__(self, place):
+        self.every, self.logger = place.config.census.every, place.logger
+
+    def after_step(self, progress, model):
+        if progress.step % self.every == 0:
+            count = sum(tensor.numel() for tensor in model.parameters())
+            self.logger.log_event(progress, Counted(step=progress.step, parameters=count))
 """
 CLI = """\
 import click
@@ -123,6 +167,7 @@ def install(
     (package / "__init__.py").touch()
     (package / "extension.py").write_text(MANIFEST)
     (package / "cli.py").write_text(CLI)
+    (package / "run.py").write_text(RUN)
     info = folder / "census_tools-1.0.dist-info"
     info.mkdir()
     metadata = (
@@ -191,3 +236,24 @@ def test_a_package_whose_module_is_gone_is_said_once(tmp_path: Path) -> None:
         helped.stderr
         == "the extension census of census-tools is ignored: there is no module nowhere\n"
     )
+
+
+def test_a_package_takes_part_in_a_run_whose_config_has_its_section(tmp_path: Path) -> None:
+    path = install(tmp_path / "installed")
+    shown = run(path, "config", "show", "--set", "census.every=2", at=tmp_path)
+    assert "census:\n  every: 2" in shown.stdout
+    refused = run(path, "config", "show", "--set", "census.every=x", at=tmp_path)
+    assert "census.every" in refused.stderr
+    refused = run(path, "config", "show", "--set", "census.every=0", at=tmp_path)
+    assert "nothing would be counted; use 1" in refused.stderr
+    settings = ("census.every=2", "train.until=4it", "schedule=[]")
+    done = run(path, "demo", *(f"--set={setting}" for setting in settings), at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    events = run(path, "logs", "events", "--kind", "census", at=tmp_path)
+    assert events.stdout.splitlines() == ["census: 803456"] * 2
+    assert "census" in run(path, "logs", "plot", "--metrics", "census", at=tmp_path).stdout
+    resumed = run(path, "resume", "latest", "--until", "6it", at=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    # where the package is not installed, its run can still be read
+    listed = run(tmp_path, "logs", "list", "--json", at=tmp_path)
+    assert '"step": 6' in listed.stdout

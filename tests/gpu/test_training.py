@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from instar.api.training import train
-from instar.checkpoint.delta.chain import find, links
-from instar.checkpoint.delta.chain import load as load_link
 from instar.checkpoint.store import load
 from instar.config.load import load as load_config
+from instar.extensions.delta.chain import find, links
+from instar.extensions.delta.chain import load as load_link
 from instar.run.start.preflight import preflight
 from instar.run.step.hooks import HookContext
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from figures import times
 
+from instar.extensions.delta.events import Delta
 from instar.logs.query.tail import Follower
 from instar.logs.read.record import AXES, RunRecord, read
 from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import (
     Alert,
-    Delta,
     Eval,
     Failed,
     Layers,

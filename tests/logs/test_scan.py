@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from records import lines
 
+from instar.extensions.delta.events import Delta
 from instar.logs.read import scan as scanning
 from instar.logs.read.columns import ABSENT, MetricTable
 from instar.logs.read.record import AXES, read
@@ -23,7 +24,6 @@ from instar.processes import pool
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
-    Delta,
     Eval,
     Layers,
     RecordError,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instar.extensions.delta.events import Delta
 from instar.record.events import (
-    Delta,
     Eval,
     Event,
     OperationEvent,

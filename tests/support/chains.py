@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from instar.checkpoint.delta.chain import append, links, load, verify
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.chain import append, links, load, verify
 
 State = dict[str, Tensor]
 

@@ -22,8 +22,8 @@ FALLBACK = (
     "cli/test_checkpoint.py::test_verify_of_a_run_names_pointers_that_lead_nowhere",
 )
 DELTA = (
-    "checkpoint/delta/test_chain.py::test_any_flipped_byte_is_found_and_its_file_named",
-    "checkpoint/delta/test_chain.py::test_every_damage_to_the_chain_is_named",
+    "extensions/delta/test_chain.py::test_any_flipped_byte_is_found_and_its_file_named",
+    "extensions/delta/test_chain.py::test_every_damage_to_the_chain_is_named",
     "cli/test_delta.py::test_a_damaged_chain_ends_in_3",
     "run/test_deltas.py::test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole",
 )
@@ -112,7 +112,7 @@ CHECKS = (
     Check("src/instar/cli/checkpoints/describe.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
     Check("src/instar/cli/train.py", "from its latest whole checkpoint", FALLBACK),
     Check("src/instar/cli/data.py", "verified|check that it is whole", TOKENS),
-    Check("src/instar/cli/checkpoints/delta.py", "whole|intact", DELTA),
+    Check("src/instar/extensions/delta/cli.py", "whole|intact", DELTA),
     Check("src/instar/growth/live/grow.py", "^exact$", ANYWHERE),
     Check("src/instar/growth/offline.py", "^exact$", (*FOLDERS, *OFFLINE)),
     Check("src/instar/growth/proof.py", "^exact$", PROOF),
@@ -166,8 +166,8 @@ NO_CHECKS = (
     NoCheck("src/instar/cli/growth.py", "at equal FLOPs", SAME),
     NoCheck("src/instar/cli/logs.py", "at equal steps, tokens, FLOPs or time", SAME),
     NoCheck("src/instar/cli/train.py", "on the whole test split", PARTS),
-    NoCheck("src/instar/checkpoint/delta/callback.py", "deltas are of whole models", PARTS),
-    NoCheck("src/instar/checkpoint/delta/pair.py", "save the new state as a whole", PARTS),
+    NoCheck("src/instar/extensions/delta/callback.py", "deltas are of whole models", PARTS),
+    NoCheck("src/instar/extensions/delta/format/pair.py", "save the new state as a whole", PARTS),
     NoCheck("src/instar/record/rundir.py", "put the whole run there", PARTS),
     NoCheck("src/instar/run/changes/scheduled.py", "will stay equal to them", SAME),
     NoCheck("docs/checkpoints.md", "count over the whole run|run as a whole|whole tensor", PARTS),
@@ -192,7 +192,7 @@ NO_CHECKS = (
         "(as a|these|read|kept|keeps?|blocks|see it|builds it) whole|a model of transformers is whole",
         PARTS,
     ),
-    NoCheck("src/instar/checkpoint/delta/statistics.py", "^whole$", PARTS),
+    NoCheck("src/instar/extensions/delta/format/statistics.py", "^whole$", PARTS),
     NoCheck(
         "*", "\\bequal(ly)? (steps|tokens|FLOPs|compute|parameters|rates|seed|share|entries)", SAME
     ),

@@ -12,9 +12,9 @@ import torch
 from savers import fill_disk, limit_files, mount_small_disk
 from torch import Tensor
 
-from instar.checkpoint.delta.chain import links, load, verify
-from instar.checkpoint.delta.writer import DeltaWriter
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.chain import links, load, verify
+from instar.extensions.delta.writer import DeltaWriter
 
 ROWS = 1 << 18
 """of 2 bytes, in each of two tensors: 1 MiB an anchor"""

@@ -147,9 +147,9 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "checkpoint.best_of": (
         "run/test_saving.py::test_the_first_metric_of_best_of_decides_which_checkpoints_stay",
     ),
-    "checkpoint.on_growth": ("run/test_deltas.py::test_growth_starts_an_anchor",),
+    "checkpoint.on_growth": ("extensions/delta/test_saver.py::test_growth_starts_an_anchor",),
     "checkpoint.asynchronous": (
-        "run/test_deltas.py::test_no_checkpoint_is_published_before_the_deltas_that_it_covers",
+        "extensions/delta/test_saver.py::test_no_checkpoint_is_published_before_the_deltas_that_it_covers",
     ),
     "checkpoint.save_*_state": (
         "cli/test_resume.py::test_what_was_left_out_is_said_with_what_it_costs",

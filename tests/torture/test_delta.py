@@ -17,13 +17,13 @@ import torch
 from forks import Forks
 from shapes import llama
 
-from instar.checkpoint.delta import pair
-from instar.checkpoint.delta.chain import append, links, load, verify
-from instar.checkpoint.delta.state import state_hash
-from instar.checkpoint.delta.tensors import to_bits
-from instar.checkpoint.delta.upkeep import gc
 from instar.checkpoint.inspect import TensorEntry, encode_header
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.chain import append, links, load, verify
+from instar.extensions.delta.format import pair
+from instar.extensions.delta.format.state import state_hash
+from instar.extensions.delta.format.tensors import to_bits
+from instar.extensions.delta.upkeep import gc
 from instar.models.gpt import GPT
 
 KILLS = figures.times(5, 200)

@@ -14,8 +14,8 @@ import figures
 import pytest
 from forks import Child, Forks
 
-from instar.checkpoint.delta.chain import links, verify
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.chain import links, verify
 
 KILLS = figures.times(12, 200)
 PER_CHAIN = 20

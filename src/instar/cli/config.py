@@ -222,10 +222,10 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     --json prints the JSON Schema of a config file, which editors use to complete and check.
     """
     from instar.config.errors import ConfigError, nearest
-    from instar.config.fields import editor_schema, keys, root_of, sections
+    from instar.config.fields import config_class, editor_schema, keys, sections
     from instar.config.suggestions import suggest_key
 
-    name, root = section or "", root_of(task)
+    name, root = section or "", config_class(task, [section or ""])
     names = list(filter(None, sections(root)))
     if name not in sections(root) and name not in keys(root):
         suggestion = suggest_key(root, name) or nearest(name, [*names, *keys(root)])

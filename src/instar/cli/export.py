@@ -70,7 +70,8 @@ def events(
     JSON lines of a single run are identical to its record; for several runs, or with
     --superseded, `run` and `superseded` are added.
     """
-    from instar.logs.read.filters import KINDS, check_kinds, filter_events, kind_of
+    from instar.logs.read.filters import check_kinds, filter_events, kind_of
+    from instar.record.events import event_kinds
 
     run_dirs, seen_kinds = selected_runs(runs), set[str]()
 
@@ -82,7 +83,9 @@ def events(
             yield entry
 
     events_by_run: Each = ((run, filtered(run)) for run in run_dirs)
-    if not set(kinds) <= set(KINDS):  # kinds of a newer Instar, or misspelt: look into the records
+    if (
+        not set(kinds) <= event_kinds().keys()
+    ):  # kinds of a newer Instar, or misspelt: look into the records
         events_by_run = [(run, list(filtered(run))) for run in run_dirs]
         check_kinds(kinds, seen_kinds)
     format_events = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]

@@ -45,10 +45,6 @@ COMMANDS = {
         "instar.cli.checkpoints.checkpoint:checkpoint",
         "List, inspect, verify, compare and convert checkpoints.",
     ),
-    "delta": (
-        "instar.cli.checkpoints.delta:delta",
-        "Save weights as what changed, and rebuild them bit for bit.",
-    ),
     "schedule": ("instar.cli.growth:schedule", "Check schedules, and predict what they save."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),

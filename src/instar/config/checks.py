@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.schema import RunConfig
+from instar.extensions import active_extensions, load_target
 
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
     rules = (
         *(_metrics, _eval_context, _schedule, _elastic, _optimizer, _sharding, _diloco),
-        parallel_checks,
+        *(extension_conflicts, parallel_checks),
     )
     return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
 
@@ -132,8 +133,6 @@ def _sharding(config: RunConfig) -> Iterator[ConfigProblem]:
                 f"parallel.fsdp.{option} {why}",
                 "leave one of them out",
             )
-    if strategy in ("fsdp", "hsdp"):
-        yield from sharding_conflicts(config)
 
 
 def _clashes(config: RunConfig) -> Iterator[tuple[str, str, bool, str]]:
@@ -159,15 +158,11 @@ def _clashes(config: RunConfig) -> Iterator[tuple[str, str, bool, str]]:
         yield option, "reproducible", config.reproducible == "elastic", why
 
 
-def sharding_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Yield the settings that need whole models on every rank."""
-    if config.checkpoint.delta.every is not None:
-        yield ConfigProblem(
-            ("checkpoint.delta.every", "parallel.strategy"),
-            "deltas are written by rank 0 from a whole model, but parallel.strategy is "
-            f"{config.parallel.strategy}",
-            "use strategy: ddp, or leave it out",
-        )
+def extension_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield the conflicts that extensions see in a config."""
+    for extension in active_extensions(config.extension_names):
+        if extension.conflicts:
+            yield from load_target(extension.conflicts)(config)
 
 
 def _diloco(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -193,14 +188,6 @@ def _diloco(config: RunConfig) -> Iterator[ConfigProblem]:
             ("record.noise_every", "parallel.strategy"),
             "record.noise_every needs the gradient of a global batch, which no rank has with strategy diloco",
             "leave it out",
-        )
-    rounds, every = config.parallel.diloco.sync_every, config.checkpoint.delta.every
-    if every is not None and every % rounds:
-        yield ConfigProblem(
-            ("checkpoint.delta.every", "parallel.diloco.sync_every"),
-            f"checkpoint.delta.every is {every}, but with strategy diloco ranks have common weights every "
-            f"{rounds} steps (parallel.diloco.sync_every)",
-            f"use a multiple of {rounds}",
         )
 
 

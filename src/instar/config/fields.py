@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from instar.config.document import KeyPath
 from instar.config.errors import ConfigError, nearest
-from instar.config.schema import Direction, RunConfig, SamplesConfig
+from instar.config.schema import Direction, RunConfig, SamplesConfig, extended
 from instar.config.sections import (
     CurveSection,
     NoiseTrigger,
@@ -36,6 +36,7 @@ from instar.config.sections import (
     with_from,
 )
 from instar.config.user_code import load_named
+from instar.extensions import entry_points, load_target, third_party
 
 FORMER = frozenset({"compile_ahead"})
 """Keys of earlier versions without any effect: configs that have them still load."""
@@ -91,6 +92,37 @@ def plain_root_of(task: str) -> type[RunConfig]:
         ConfigError: there is no such task.
     """
     return PlainConfig if ":" in task else root_of(task)
+
+
+def config_class(task: str, names: Iterable[str], *, plain: bool = False) -> type[RunConfig]:
+    """Return the config class of a task with the sections of other packages' extensions that a config names.
+
+    Args:
+        names: keys or sections of the config.
+        plain: import neither a task `module:class` nor a package: their sections are plain data.
+
+    Raises:
+        ConfigError: there is no such task, it is not valid, or a package cannot be imported; says why.
+    """
+    root = plain_root_of(task) if plain else root_of(task)
+    unknown = {name.partition(".")[0] for name in names} - root.model_fields.keys() - FORMER
+    owned = sorted(unknown & entry_points().keys()) if unknown else ()
+    return _with_packages(root, tuple(owned), plain) if owned else root
+
+
+@cache
+def _with_packages(root: type[C], names: tuple[str, ...], plain: bool) -> type[C]:
+    """Return a config class with the sections of packages; of one that adds none, as it is."""
+    if plain:
+        return extended(root, dict.fromkeys(names, (PlainSection, "of another package")))
+    sections_by_name = {
+        name: (load_target(spec.target), spec.description)
+        for name in names
+        if (extension := third_party(name)) and (spec := extension.sections.get(name))
+    }
+    config = extended(root, sections_by_name)
+    config.extension_names = tuple(sections_by_name)
+    return config
 
 
 @cache

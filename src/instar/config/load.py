@@ -36,12 +36,12 @@ from instar.config.fields import (
     FORMER,
     LANGUAGE,
     choices,
+    config_class,
     emptied_sections,
     flat,
     is_section,
     keys,
     nested,
-    plain_root_of,
     root_of,
     values,
     with_values,
@@ -117,7 +117,7 @@ def unpacked(text: str) -> Loaded:
     """Deserialize `Loaded.packed`; nothing is read, merged or checked again."""
     task, values, origins, places = json.loads(text)
     located = {key: SourceLocation(*place) for key, place in places.items()}
-    return Loaded(root_of(task).model_validate(values), origins, values, located)
+    return Loaded(config_class(task, values).model_validate(values), origins, values, located)
 
 
 def load(
@@ -274,12 +274,15 @@ def _root(documents: Sequence[Document], findings: _Findings, *, import_task: bo
     naming = [document for document in documents if "task" in document.data]
     task = naming[-1].data["task"] if naming else None
     if not isinstance(task, str):
-        return root_of(LANGUAGE)
+        task = LANGUAGE
+    names = [str(key) for document in documents for key in document.data]
     try:
-        root = root_of(task) if import_task else plain_root_of(task)
+        root = config_class(task, names, plain=not import_task)
         findings.task = _shown(task)
         return root
     except ConfigError as error:
+        if not naming:
+            raise  # a package whose section the config has
         for problem in error.problems:
             findings.note(naming[-1].place(("task",)), problem.message, problem.hint, "task")
         findings.doubtful.update(("task", "model", "data", *_OF_METRICS))

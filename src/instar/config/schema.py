@@ -8,7 +8,7 @@ are generated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, Field, Strict, create_model, model_validator
 
@@ -20,7 +20,6 @@ from instar.config.sections import (
     MOST_PROCESSES,
     Batch,
     Context,
-    DeltaConfig,
     Epsilon,
     Fraction,
     NonNegativeFloat,
@@ -37,12 +36,40 @@ from instar.config.sections import (
     Texts,
     Width,
 )
+from instar.extensions import load_target, sections_in
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 NAME = "the run's name, the first part of its folder's"
 Device = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 Direction = Literal["min", "max"]
 OptimizerName = Literal["adamw", "muon", "sgd"]
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def extended(section: type[S], sections: Mapping[str, tuple[type[BaseModel], str]]) -> type[S]:
+    """Return a config class with more sections, given with their descriptions."""
+    fields: Any = {
+        name: (inner, Field(default_factory=inner, description=description))
+        for name, (inner, description) in sections.items()
+    }
+    return create_model(
+        section.__name__,
+        __base__=section,
+        __doc__=section.__doc__,
+        __module__=section.__module__,
+        **fields,
+    )
+
+
+def with_extensions(name: str) -> Callable[[type[S]], type[S]]:
+    """Decorate a section of this name with the sections that extensions of Instar add to it."""
+    sections = {
+        inner: (load_target(spec.target), spec.description)
+        for inner, spec in sections_in(name).items()
+    }
+    return lambda section: extended(section, sections) if sections else section
 
 
 class FeedConfig(Section):
@@ -282,6 +309,7 @@ class TestConfig(Section):
     )
 
 
+@with_extensions("checkpoint")
 class CheckpointConfig(Section):
     """When a run is saved, what is saved, and which checkpoints are kept."""
 
@@ -306,9 +334,6 @@ class CheckpointConfig(Section):
     )
     keep_every: PositiveInt | None = Field(
         None, description="checkpoints whose step is a multiple of this are never deleted"
-    )
-    delta: DeltaConfig = Field(
-        default_factory=DeltaConfig, description="the weights of every step, as deltas"
     )
     save_optimizer_state: bool = Field(True, description="save the optimizer's moments")
     save_scheduler_state: bool = Field(
@@ -521,6 +546,9 @@ class RunConfig(Section):
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="ranks and their communication"
     )
+
+    extension_names: ClassVar[tuple[str, ...]] = ()
+    """extensions of other packages whose sections the config has"""
 
     @property
     def starts_from(self) -> str | None:

@@ -1,5 +1,5 @@
 """Base class of all config sections, number types with bounds, and the sections `schedule`,
-`record` and `checkpoint.delta`.
+and `record`.
 """
 
 from __future__ import annotations
@@ -387,20 +387,4 @@ class RecordConfig(Section):
     )
     alerts: AlertsConfig = Field(
         default_factory=AlertsConfig, description="when to alert, and whom"
-    )
-
-
-class DeltaConfig(Section):
-    """A chain of deltas: every version of the weights, stored as what changed in it."""
-
-    every: PositiveInt | None = Field(
-        None, description="steps between deltas, in the run's folder deltas; null: none"
-    )
-    anchor_every: PositiveInt = Field(
-        50, description="links after which one holds all weights again, so that chains stay short"
-    )
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto",
-        description="weights are rounded to this before they are compared; auto: the precision of "
-        "the forward pass. Of fp32 weights, nearly all change in every step",
     )

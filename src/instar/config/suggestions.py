@@ -11,6 +11,7 @@ from instar.config.budget import meant_number
 from instar.config.document import KeyPath, dotted, odd_space, show
 from instar.config.errors import is_secret, nearest
 from instar.config.fields import Root, alternatives, choices, default, keys, sections
+from instar.extensions import how_to_install
 
 ALIASES: Mapping[str, str] = {
     "name": "run_name experiment experiment_name project",
@@ -129,6 +130,8 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     """Return message and hint for an unknown key, and the dotted key that was meant ("")."""
     section, name = dotted(path[:-1]), str(path[-1])
     message = f"unknown key '{name}'" + (f" in {section}" if section else "")
+    if remedy := how_to_install("sections", dotted(path)):
+        return message, f"its extension is not installed: {remedy}", ""
     if dotted(path) in RENAMED:
         new_name, hint = RENAMED[dotted(path)]
         return message, hint, new_name

@@ -12,7 +12,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +39,25 @@ class CommandSpec:
 
 
 @dataclass(frozen=True)
+class SectionSpec:
+    """A section of the config."""
+
+    target: str
+    """`module:attribute` of a class of `instar.config.sections.Section`"""
+    description: str
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """How a metric is called and written."""
+
+    label: str
+    is_bytes: bool = False
+    layers: str = ""
+    """title of the values by layer, metrics "name/group"; empty: there are none"""
+
+
+@dataclass(frozen=True)
 class Extension:
     """What an extension adds. Targets are `module:attribute`, imported when they are used."""
 
@@ -48,6 +67,18 @@ class Extension:
     """by their words, such as "fleet", or "schedule pilot" in a group of the core"""
     programs: Mapping[str, str] = field(default_factory=dict)
     """click commands by the module that is typed after `python -m`"""
+    sections: Mapping[str, SectionSpec] = field(default_factory=dict)
+    """by their dotted names, such as "checkpoint.delta\""""
+    conflicts: str = ""
+    """a function from a config to the conflicts of its keys"""
+    missing: str = ""
+    """a function from a config to what this machine lacks for it"""
+    hook: str = ""
+    """opens what the extension does during a run, see `instar.run.output.extension`"""
+    events: Mapping[str, str] = field(default_factory=dict)
+    """classes of `instar.record.events.ExtensionEvent`, by kind"""
+    metrics: Mapping[str, MetricName] = field(default_factory=dict)
+    """names of what its events measure"""
     run_sets: Mapping[str, str] = field(default_factory=dict)
     """functions from a folder to its runs, each with its group, by the file that marks such a folder"""
     catalogs: Mapping[str, str] = field(default_factory=dict)
@@ -62,9 +93,11 @@ class Words:
     """of the distribution, for `pip install`"""
     commands: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
 
 
 BUILT_IN: Mapping[str, Words] = {
+    "delta": Words("delta", commands=("delta",), sections=("checkpoint.delta",)),
     "fleet": Words("fleet", commands=("fleet",)),
     "grpo": Words("grpo", programs=("instar.recipes.grpo", "instar.recipes.grpo.serve")),
 }
@@ -114,7 +147,7 @@ def extend_commands(
     return {name: rows[name] for name in names}
 
 
-def how_to_install(kind: Literal["commands", "programs"], word: str) -> str:
+def how_to_install(kind: Literal["commands", "programs", "sections"], word: str) -> str:
     """Return the command that installs a deleted extension to which a word belongs; empty if none does."""
     for name, words in BUILT_IN.items():
         if word in getattr(words, kind) and name not in built_in():
@@ -129,6 +162,52 @@ def programs() -> Mapping[str, str]:
         for extension in built_in().values()
         for module, target in extension.programs.items()
     }
+
+
+def sections_in(section: str) -> Mapping[str, SectionSpec]:
+    """Return the sections that extensions of Instar add to one of the config; "" is the top level."""
+    return {
+        name.rpartition(".")[2]: spec
+        for extension in built_in().values()
+        for name, spec in extension.sections.items()
+        if name.rpartition(".")[0] == section
+    }
+
+
+def active_extensions(names: Iterable[str]) -> Iterator[Extension]:
+    """Yield the extensions that take part in a run: those of Instar, and of packages whose sections a
+    config has."""
+    yield from built_in().values()
+    yield from filter(None, map(third_party, names))
+
+
+@cache
+def event_types() -> Mapping[str, Any]:
+    """Return the classes of events that extensions of Instar record, by kind."""
+    return {
+        kind: load_target(target)
+        for extension in built_in().values()
+        for kind, target in extension.events.items()
+    }
+
+
+def event_type(kind: str) -> Any:
+    """Return the class of an event of another package, by its kind; None if there is none."""
+    extension = third_party(kind)
+    target = extension and extension.events.get(kind)
+    return load_target(target) if target else None
+
+
+@cache
+def metric_names() -> Mapping[str, MetricName]:
+    """Return how the metrics of Instar's extensions are called."""
+    return {name: m for extension in built_in().values() for name, m in extension.metrics.items()}
+
+
+@cache
+def layer_titles() -> Mapping[str, str]:
+    """Return the titles of metrics by layer, by the beginning of their names."""
+    return {f"{name}/": m.layers for name, m in metric_names().items() if m.layers}
 
 
 def run_set(folder: Path) -> Any:
@@ -241,6 +320,7 @@ def third_party(name: str) -> Extension | None:
         raise ConfigError.one(message, where=str(point)) from error
     if not isinstance(extension, Extension) or extension.name != name:
         raise ConfigError.one(f"{point.target} is no Extension named {name}", where=str(point))
-    if strange := [words for words in extension.commands if words.split()[0] != name]:
+    words_of = (*extension.commands, *extension.sections, *extension.events)
+    if strange := [words for words in words_of if words.split()[0].split(".")[0] != name]:
         raise ConfigError.one(f"'{strange[0]}' does not begin with its name", where=str(point))
     return extension

@@ -9,15 +9,17 @@ when read. Absent fields have their defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
 import msgspec
 
 from instar.config.budget import Counters
 from instar.config.errors import InstarError
 from instar.config.files import open_regular
+from instar.extensions import event_type, event_types
 
 VERSION = 1
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -228,24 +230,19 @@ class Saved(Placed, tag="checkpoint", frozen=True, kw_only=True):
     size_bytes: Count | None = None
 
 
-class Delta(Placed, tag="delta", frozen=True, kw_only=True):
-    """A link of the run's chain of weight deltas is on disk, `checkpoint.delta`."""
+class ExtensionEvent(Placed, frozen=True, kw_only=True):
+    """Base of the events of extensions; what they measure are rows of a table of their own."""
 
-    number: Count
-    anchor: bool
-    """It holds all weights, not their changes."""
-    size_bytes: Count
-    seconds: float
-    """From the copy of the weights to the file on disk."""
-    stall_s: float
-    """For which training paused."""
-    density: float | None = None
-    """Share of the weights whose bits changed since the link before, 0 to 1; None for an anchor."""
-    overlap: float | None = None
-    """Weights changed by both this link and the one before, as a share of those changed by either
-    (Jaccard index), 0 to 1; None if one of the two is an anchor."""
-    layers: dict[str, float] = {}
-    """Density of each parameter group: a block, the embeddings, the head."""
+    table: ClassVar[str] = ""
+    """Name of the table, if the event measures anything."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was measured, by the names of metrics."""
+        return {}
+
+    def line(self) -> str:
+        """Return the event as `instar logs events` prints it; empty: not at all."""
+        return ""
 
 
 class Skip(Placed, tag="skip", frozen=True, kw_only=True):
@@ -354,7 +351,6 @@ AnyEvent = (
     | NewGradients
     | AnalysisEvent
     | Saved
-    | Delta
     | Skip
     | Layers
     | SampleText
@@ -366,9 +362,19 @@ AnyEvent = (
     | Stop
     | RunFinished
 )
-_KINDS = frozenset(_kind(kind) for kind in get_args(AnyEvent))
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(AnyEvent, strict=False)  # converts the words to floats
+
+
+@cache
+def event_kinds() -> Mapping[str, type[Event]]:
+    """Return the classes of events by kind, those of Instar's extensions among them."""
+    return {**{_kind(event): event for event in get_args(AnyEvent)}, **event_types()}
+
+
+@cache
+def _decoder() -> Any:
+    # not strict: it converts the words to floats
+    return msgspec.json.Decoder(Union[tuple(event_kinds().values())], strict=False)  # noqa: UP007
 
 
 def to_words(value: Any) -> Any:
@@ -468,7 +474,7 @@ def decode_lines(block: bytes) -> list[Event]:
         msgspec.MsgspecError, ValueError, RecursionError: a line is not an event, or of an unknown
             kind, which only `decode` supports.
     """
-    events: list[Event] = _decoder.decode_lines(block)
+    events: list[Event] = _decoder().decode_lines(block)
     return events
 
 
@@ -479,14 +485,17 @@ def decode(line: bytes) -> Event:
         msgspec.MsgspecError, ValueError, RecursionError: it is not an event.
     """
     try:
-        event: Event = _decoder.decode(line)
+        event: Event = _decoder().decode(line)
         return event
     except msgspec.ValidationError:
         fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
         if not isinstance(version := fields.get("v"), int) or version > VERSION:
             raise ValueError(f"version {version!r}; this Instar reads {VERSION}") from None
-        if not isinstance(kind := fields.get("kind"), str) or kind in _KINDS:
+        if not isinstance(kind := fields.get("kind"), str) or kind in event_kinds():
             raise
+        if (added := event_type(kind)) is not None:
+            placed: Event = msgspec.json.decode(line, type=added, strict=False)
+            return placed
         place = {key: fields.pop(key) for key in ("time", "segment") if key in fields}
         unrecognised = {"kind": "unrecognised", "name": kind, "fields": from_words(fields)}
         return msgspec.convert(unrecognised | place, Unrecognised)
@@ -498,8 +507,8 @@ TRAIN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", 
 
 def metrics(event: Event) -> dict[str, float]:
     """Returns `loss`, `lr`, … of a `train` event, `val/loss`, `val/loss:error`, … of `eval`,
-    `grad_norm/<group>`, `update_ratio/<group>` of `layers`, and `delta_density`, `delta_overlap`,
-    `delta_bytes`, `delta_density/<group>` of `delta`; empty for other events."""
+    `grad_norm/<group>`, `update_ratio/<group>` of `layers`, and what extensions measure; empty for
+    other events."""
     if isinstance(event, Train):
         values = ((name, getattr(event, name)) for name in TRAIN_METRICS)
         return {name: value for name, value in values if value is not None} | extra(event)
@@ -513,12 +522,7 @@ def metrics(event: Event) -> dict[str, float]:
     if isinstance(event, Layers):
         norms = {f"grad_norm/{group}": value for group, value in event.grad_norm.items()}
         return norms | {f"update_ratio/{group}": v for group, v in event.update_ratio.items()}
-    if isinstance(event, Delta):
-        optional = {"delta_density": event.density, "delta_overlap": event.overlap}
-        shares = {name: value for name, value in optional.items() if value is not None}
-        by_layer = {f"delta_density/{group}": v for group, v in event.layers.items()}
-        return {"delta_bytes": float(event.size_bytes)} | shares | by_layer
-    return {}
+    return event.metrics() if isinstance(event, ExtensionEvent) else {}
 
 
 def extra(event: Train) -> dict[str, float]:

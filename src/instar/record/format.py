@@ -11,7 +11,6 @@ from pathlib import Path
 from instar.config.errors import shortened, visible
 from instar.record.events import (
     BeginsAnew,
-    Delta,
     Eval,
     OperationEvent,
     Placed,
@@ -150,15 +149,6 @@ def eval_line(event: Eval, *, width: int | None = None, unit: str = TOK) -> str:
     return _fit(step_text(event), parts, width)
 
 
-def gap_text(missing: tuple[int, int], before: str) -> str:
-    """`the deltas of steps 5 to 7 are missing before anchor-5.safetensors: …`."""
-    first, last = missing
-    steps = f"step {first:,} is" if first == last else f"steps {first:,} to {last:,} are"
-    return (
-        f"the state of {steps} missing in the chain of deltas, before {before}: it was never saved"
-    )
-
-
 def begins_anew_line(event: BeginsAnew) -> str:
     """`    100 evaluations from here on are not comparable with earlier ones (evaluated samples 1 → 90): …`."""
     return (
@@ -217,15 +207,6 @@ def saved_line(event: Saved) -> str:
     if event.seconds is not None:
         parts.append(duration(event.seconds))
     return "  ".join(parts)
-
-
-def delta_line(event: Delta) -> str:
-    """`  1,000  anchor 20  248MB  1.3s` or `  1,001  delta 21  2.1MB  changed 1.2%  0.4s`."""
-    parts = [f"{step_text(event)}  {'anchor' if event.anchor else 'delta'} {event.number:,}"]
-    parts.append(f"{si(event.size_bytes)}B")
-    if event.density is not None:
-        parts.append(f"changed {100 * event.density:.3g}%")
-    return "  ".join([*parts, duration(event.seconds)])
 
 
 def header_line(event: RunStarted, where: Path) -> str:

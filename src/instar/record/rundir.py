@@ -88,10 +88,6 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
-    def deltas(self) -> Path:
-        return self.path / "deltas"
-
     def profile(self, rank: int) -> Path:
         """The trace of `--profile`, for https://ui.perfetto.dev."""
         return self.path / "profile" / f"rank_{rank}.json.gz"

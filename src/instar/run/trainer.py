@@ -382,7 +382,7 @@ class Trainer:
         return self.state.progress.active_s + now
 
     def close(self, limit_s: float = 0.2) -> None:
-        """Stop reading samples and saving deltas; see `Components.close`, `DeltaWriter.close`."""
+        """Stop reading samples, and end what extensions do; see `Components.close`."""
         self.parts.close(limit_s)
-        if self.parts.deltas is not None:
-            self.parts.deltas.close()
+        for extension in self.parts.extensions:
+            extension.close()

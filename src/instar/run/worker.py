@@ -31,7 +31,7 @@ from instar.record.rundir import RunDir
 from instar.run.changes.branching import unfinished_branches
 from instar.run.finish.best_pointers import update_best_pointers
 from instar.run.finish.test_phase import is_tested, run_final_test
-from instar.run.loop.checkpointing import finish_deltas
+from instar.run.loop.checkpointing import finish_extensions
 from instar.run.origin.resume import LAUNCH_KEY, Resume
 from instar.run.output.profile import StepProfiler
 from instar.run.start.check import check_run
@@ -196,15 +196,15 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
     try:
         compile_stages(trainer.state, trainer.parts)
         outcome = trainer.train()
-        delta_error: InstarError | None = None
+        extension_error: InstarError | None = None
         if not outcome.decision.failed:
             try:
-                finish_deltas(trainer.state, trainer.parts)
+                finish_extensions(trainer.state, trainer.parts)
             except (CheckpointError, PeerError) as error:
-                delta_error = error  # without a delta, there is a checkpoint still
+                extension_error = error  # without what it writes, there is a checkpoint still
         trainer.save(outcome.decision.reason, must=True)
-        if delta_error is not None:
-            raise delta_error
+        if extension_error is not None:
+            raise extension_error
     except BaseException:
         trainer.parts.saver.abandon()
         if trainer.parts.world.size == 1:  # with several ranks, a collective could hang
@@ -225,8 +225,8 @@ def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decisio
     trainer.parts.logger.console.say(
         f"{reason}: nothing is left to train in it, and nothing was saved or set; to continue, {go_on}"
     )
-    # an earlier process may have ended between its last checkpoint and its last delta
-    finish_deltas(trainer.state, trainer.parts)
+    # an earlier process may have ended between its last checkpoint and what extensions write last
+    finish_extensions(trainer.state, trainer.parts)
     missing = False
     if trainer.parts.config.test.at_end:
         # rank 0 alone looks, and tells: the test is a collective, which all ranks or none must enter

@@ -12,7 +12,7 @@ import pytest
 from fleets import FleetPlace, first_port
 from forks import forks_for_grpo
 
-from instar.checkpoint.delta.folder import links
+from instar.extensions.delta.format.folder import links
 from instar.extensions.fleet.state import ProcessChanged, read_fleet_events
 from instar.record.events import RunStarted, Train
 from instar.record.events import read_events as read_record

@@ -15,16 +15,16 @@ import torch
 from forks import forks_for_grpo
 from safetensors.torch import load_file
 
-from instar.checkpoint.delta.chain import load
-from instar.checkpoint.delta.folder import links
 from instar.cli.main import main as instar
 from instar.config.errors import ConfigError
+from instar.extensions.delta.chain import load
+from instar.extensions.delta.events import Delta
+from instar.extensions.delta.format.folder import links
 from instar.extensions.grpo.data import load_questions
 from instar.extensions.grpo.evaluate import pass_at_k
 from instar.extensions.grpo.options import Options
 from instar.extensions.grpo.train import train_grpo
 from instar.record.events import (
-    Delta,
     Eval,
     Event,
     RunFinished,

@@ -92,7 +92,8 @@ def _keys() -> list[str]:
 
     home = cache_home("completion")
     schema = Path(__file__).parents[2] / "config"
-    state = [__version__, *sorted(path.stat().st_mtime_ns for path in schema.glob("*.py"))]
+    files = [*schema.glob("*.py"), *schema.parent.glob("extensions/*/*.py")]
+    state = [__version__, *sorted(path.stat().st_mtime_ns for path in files)]
     if home is not None:
         with suppress(OSError, ValueError, TypeError, KeyError):
             cache = json.loads(read_regular(home / "keys.json"))

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from instar.checkpoint.delta.callback import DeltaCallback
 from instar.distributed.signals import StopSignal
+from instar.extensions.delta.callback import DeltaCallback
 from instar.extensions.grpo.checkpoints import save_rest
 from instar.extensions.grpo.evaluate import PassRates
 from instar.extensions.grpo.options import Options

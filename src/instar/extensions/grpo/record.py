@@ -16,7 +16,7 @@ from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
-    from instar.checkpoint.delta.writer import Written
+    from instar.extensions.delta.writer import Written
 
 _LEFT_OUT = frozenset(["loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"])
 

@@ -153,7 +153,7 @@ class _Run:
         options = self._options
         deltas: list[Any] = []
         if options.delta_every:
-            from instar.checkpoint.delta.callback import DeltaCallback
+            from instar.extensions.delta.callback import DeltaCallback
 
             deltas = [DeltaCallback(options.delta_dir, options.delta_every, dtype="bf16")]
         callback = RunCallback(options, self._record, self._evaluate, self._stop, *deltas)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from instar.extensions import metric_names
 from instar.logs.query.stages import stages
 from instar.logs.read.record import RunRecord
 from instar.record.events import to_words
@@ -163,9 +164,6 @@ _NAMES = {
     "mfu": "share of peak FLOPs (MFU)",
     "data_wait": "share of time waiting for data",
     "memory_bytes": "memory",
-    "delta_density": "share of weights changed",
-    "delta_overlap": "overlap with the changes before",
-    "delta_bytes": "size of a delta",
 }
 _SPLITS = {"val": "validation", "test": "test"}
 
@@ -206,6 +204,8 @@ def metric_text(metric: str) -> str:
     split, _, name_in_split = metric.partition("/")
     if split in _SPLITS and name_in_split:
         return f"{_SPLITS[split]} {name_in_split.replace('/', ' ')}"
+    if metric in (names := metric_names()):
+        return names[metric].label
     return _NAMES.get(metric, metric.replace("_", " ") if "/" not in metric else metric)
 
 
@@ -213,7 +213,7 @@ def curve_text(metric: str) -> str:
     """Returns `metric_text`, with `training` where no split is named: `training loss`."""
     return (
         metric_text(metric)
-        if "/" in metric or metric in _NAMES
+        if "/" in metric or metric in _NAMES or metric in metric_names()
         else f"training {metric_text(metric)}"
     )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from itertools import starmap
 from operator import attrgetter, or_
-from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import msgspec
 import numpy as np
@@ -16,13 +16,13 @@ from msgspec.structs import astuple
 
 from instar.record.events import (
     TRAIN_METRICS,
-    AnyEvent,
-    Delta,
     Eval,
     Event,
+    ExtensionEvent,
     Layers,
     RecordError,
     Train,
+    event_kinds,
     extra,
     metrics,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Column = npt.NDArray[Any]
-    Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers] | Sequence[Delta]
+    Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers] | Sequence[ExtensionEvent]
 
 
 CELLS = 1 << 27
@@ -125,7 +125,7 @@ def present(values: Column) -> Column:
 
 def is_measured(kind: type[Event]) -> bool:
     """Whether events of a kind are rows of a table."""
-    return issubclass(kind, Train | Eval | Layers | Delta)
+    return issubclass(kind, Train | Eval | Layers) or bool(getattr(kind, "table", ""))
 
 
 def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
@@ -140,8 +140,8 @@ def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
             tables.setdefault(f"eval {event.split}", []).append(event)
         elif isinstance(event, Layers):
             tables.setdefault("layers", []).append(event)
-        elif isinstance(event, Delta):
-            tables.setdefault("deltas", []).append(event)
+        elif isinstance(event, ExtensionEvent) and event.table:
+            tables.setdefault(event.table, []).append(event)
     return tables
 
 
@@ -251,8 +251,13 @@ _Step: Any = msgspec.defstruct(
     gc=False,
 )
 """A `Train` whose missing metrics are `ABSENT` instead of None, so that all fields are numbers."""
-_kinds = [_Step if kind is Train else kind for kind in get_args(AnyEvent)]
-_decoder = msgspec.json.Decoder(reduce(or_, _kinds), strict=False)
+
+
+@cache
+def _decoder() -> Any:
+    kinds = [_Step if kind is Train else kind for kind in event_kinds().values()]
+    return msgspec.json.Decoder(reduce(or_, kinds), strict=False)
+
 
 _form = {
     name: "d" if AXIS_TYPES.get(name) == "<f8" or name in ("loss", *_optional) else "q"
@@ -264,7 +269,7 @@ _row = struct.Struct("@" + "".join(_form.values()) + "0q")
 
 def decode_lines(block: bytes) -> list[Event]:
     """Decodes whole lines like `record.events.decode_lines`, with `ABSENT` for missing train metrics."""
-    events: list[Event] = _decoder.decode_lines(block)
+    events: list[Event] = _decoder().decode_lines(block)
     return events
 
 

@@ -6,23 +6,21 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import get_args
 
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
 from instar.logs.read.lineage import EVERYTHING, Lineage
 from instar.record.events import (
-    AnyEvent,
     Event,
     Placed,
     RecordError,
     RunStarted,
     Unrecognised,
+    event_kinds,
     events_in,
 )
 from instar.record.rundir import RunDir
 
-KINDS = tuple(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent))
 _KIND = re.compile(rb'\{"v":\d+,"kind":"([^"\\]*)"')
 _LINEAGE_KINDS = (b"run_started", b"checkpoint")
 
@@ -85,10 +83,12 @@ def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) ->
     Raises:
         ConfigError: a kind is unknown; suggests one.
     """
+    known_kinds = event_kinds()
     for kind in kinds:
-        if kind not in KINDS and kind not in recorded_kinds:
-            near = get_close_matches(kind, KINDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(KINDS)}"
+        if kind not in known_kinds and kind not in recorded_kinds:
+            near = get_close_matches(kind, known_kinds, n=1)
+            expected = f"expected one of {', '.join(known_kinds)}"
+            hint = f"did you mean {near[0]!r}?" if near else expected
             raise ConfigError.one(f"unknown kind of event {kind!r}", "--kind", hint)
 
 

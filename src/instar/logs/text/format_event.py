@@ -12,9 +12,9 @@ from instar.record.events import (
     AnalysisEvent,
     BeginsAnew,
     Branched,
-    Delta,
     Eval,
     Event,
+    ExtensionEvent,
     Failed,
     ImageEvent,
     Layers,
@@ -35,7 +35,6 @@ from instar.record.events import (
 from instar.record.format import (
     TOK,
     begins_anew_line,
-    delta_line,
     eval_line,
     finished_lines,
     header_line,
@@ -98,8 +97,8 @@ class EventFormatter:
                 return [f"{step_text(event)}  after {event.operation}  gn kept {old}  new {new}"]
             case Layers():
                 return [f"{step_text(event)}  layers  gn {_groups(event.grad_norm)}"]
-            case Delta():
-                return [delta_line(event)]
+            case ExtensionEvent():
+                return [line] if (line := event.line()) else []
             case AnalysisEvent() if not event.suggestions:
                 return [f"{step_text(event)}  analysis: nothing to suggest"]
         return self.lines(event)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from instar.extensions import layer_titles, metric_names
 from instar.logs.query.summary import MetricValue, Summary
 from instar.logs.text.tables import aligned, indented, wrapped
 from instar.record.events import OperationEvent
@@ -22,8 +23,8 @@ from instar.record.format import (
 )
 
 _LABEL = 13
-_GROUPS = ("grad_norm/", "update_ratio/", "delta_density/")
-"""metrics of single layers, omitted from a summary"""
+_GROUPS = ("grad_norm/", "update_ratio/")
+"""metrics of single layers, omitted from a summary, as are those of extensions"""
 
 NONE = "-"
 
@@ -40,7 +41,7 @@ def metric_text(name: str, value: float | None) -> str:
         return scientific(value)
     if name == "tokens_per_s":
         return si(value)
-    if name in ("memory_bytes", "delta_bytes"):
+    if name == "memory_bytes" or ((m := metric_names().get(name)) and m.is_bytes):
         return bytes_text(value)
     if name in ("mfu", "data_wait"):
         return percent(value)
@@ -183,7 +184,7 @@ def family_rows(summary: Summary) -> list[tuple[str, ...]]:
 def metric_rows(summary: Summary) -> Iterator[tuple[str, str, str, str, str]]:
     """Yields metric, last value, its step, best value, its step."""
     for name, last in summary.last.items():
-        if name.startswith(_GROUPS):
+        if name.startswith((*_GROUPS, *layer_titles())):
             continue
         best = summary.best.get(name)
         yield (

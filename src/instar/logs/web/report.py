@@ -21,6 +21,7 @@ import numpy as np
 
 import instar
 from instar.config.errors import ConfigError, ConfigProblem, shortened
+from instar.extensions import layer_titles
 from instar.logs.query.groups import names
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, read
@@ -59,7 +60,6 @@ TEXT_CHARACTERS = 100_000
 _GROUPS = {
     "grad_norm/": "Gradient norm by layer",
     "update_ratio/": "Update ratio by layer",
-    "delta_density/": "Share of weights changed, by layer",
 }
 _DIGITS = re.compile(r"\d+")
 _STYLE = re.compile(r'<link rel="stylesheet" href="/page/([\w.-]+)">\n')
@@ -227,8 +227,9 @@ def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
     curves = [n for n in metrics if not n.endswith(":error") and not n.startswith("test/")]
     losses = tuple(name for name in ("loss", "val/loss") if name in metrics)
     charts = [ReportPanel("Loss", losses, wide=True)] if losses else []
-    layered = tuple(name for name in curves if name.startswith(tuple(_GROUPS)))
-    for prefix, title in _GROUPS.items():
+    titles = {**_GROUPS, **layer_titles()}
+    layered = tuple(name for name in curves if name.startswith(tuple(titles)))
+    for prefix, title in titles.items():
         members = _numbered(name for name in layered if name.startswith(prefix))
         if members and len(records) <= MAX_LAYERED:
             charts.append(ReportPanel(title, members, log=True, wide=True))

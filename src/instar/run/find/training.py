@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.config.sections import DeltaConfig
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
@@ -48,15 +47,19 @@ def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trai
         config: used in place of `prepared.config`, with the same model and data.
     """
     record = config.record.model_copy(update={"layers_every": None})
-    checkpoint = config.checkpoint.model_copy(update={"delta": DeltaConfig()})
     parallel = config.parallel.model_copy(update={"strategy": "ddp"})
-    quiet = {"record": record, "checkpoint": checkpoint, "parallel": parallel, "schedule": ()}
+    quiet = {"record": record, "parallel": parallel, "schedule": ()}
     with scratch_folder("find") as folder:
         trainer = build_trainer(
             replace(prepared, config=config.model_copy(update=quiet)),
             world,
             RunOutputs(
-                StopSignal(), Silent(), silent_console(), RankLog(world.rank), RunDir(folder)
+                StopSignal(),
+                Silent(),
+                silent_console(),
+                RankLog(world.rank),
+                RunDir(folder),
+                extends=False,
             ),
         )
         with closing(trainer):

@@ -13,6 +13,7 @@ from instar.distributed.shards import held
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
+from instar.run.output.extension import barrier_of
 from instar.run.output.save import Snapshot
 from instar.run.state.generators import generator_states
 from instar.run.state.run_state import Interval, RunState
@@ -102,8 +103,8 @@ def save_checkpoint(
     parts.sync.begin(f"saving step {state.step}", state.step)
     parts.hooks.call("on_save_begin", state, parts.stepper, reason=reason)
     parts.stepper.share_buffers()
-    deltas = None if parts.deltas is None else parts.deltas.barrier()
-    parts.saver.save(snapshot(state, parts, reason), wait=wait, must=must, after=deltas)
+    barrier = barrier_of(parts.extensions)
+    parts.saver.save(snapshot(state, parts, reason), wait=wait, must=must, after=barrier)
     parts.sync.save_requested = SaveRequest.NONE
     if wait or must:
         # a background save may still fail, so a request stays open and is saved after the next step
@@ -117,8 +118,8 @@ def save_checkpoint_if_due(state: RunState, parts: Components) -> RunState:
     A collective.
     """
     parts.saver.poll()
-    if parts.deltas is not None:
-        parts.deltas.save_if_due(state.progress, parts.stepper.unwrapped_model)
+    for extension in parts.extensions:
+        extension.after_step(state.progress, parts.stepper.unwrapped_model)
     if state.save_checked_at == state.step:
         return state
     config, request = parts.config.checkpoint, parts.sync.save_requested
@@ -137,17 +138,15 @@ def save_checkpoint_if_due(state: RunState, parts: Components) -> RunState:
     return replace(state, save_checked_at=state.step)
 
 
-def finish_deltas(state: RunState, parts: Components) -> None:
-    """Save the last weights as a delta, and wait until all deltas are on disk. A collective.
+def finish_extensions(state: RunState, parts: Components) -> None:
+    """Let extensions write what is last, such as a delta, before the last checkpoint. A collective.
 
     Raises:
-        CheckpointError, PeerError: a delta cannot be saved.
+        CheckpointError, PeerError: one cannot.
     """
-    if parts.config.checkpoint.delta.every is None:
-        return
-    with raise_on_all_ranks(parts.world, "saving the last delta"):
-        if parts.deltas is not None:
-            parts.deltas.finish(state.progress, parts.stepper.unwrapped_model)
+    for extension in parts.extensions:
+        with raise_on_all_ranks(parts.world, extension.finishing):
+            extension.finish(state.progress, parts.stepper.unwrapped_model)
 
 
 def intervals(config: CheckpointConfig) -> list[tuple[Interval, str]]:

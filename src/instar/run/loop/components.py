@@ -12,7 +12,7 @@ from instar.data.loader import Prefetcher
 from instar.data.source import Source
 from instar.distributed.rank_log import RankLog
 from instar.distributed.world import World
-from instar.run.output.deltas import DeltaSaver
+from instar.run.output.extension import RunExtension
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver
 from instar.run.output.text_samples import TextSampler
@@ -45,8 +45,7 @@ class Components:
     loaders: LoaderFactory
     sync: SyncPoint
     saver: Saver
-    deltas: DeltaSaver | None
-    """on rank 0, if `checkpoint.delta` is set"""
+    extensions: Sequence[RunExtension]
     logger: RunLogger
     rank_log: RankLog
     tracker: MetricTracker

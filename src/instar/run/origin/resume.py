@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instar.checkpoint.delta.folder import missing_steps
 from instar.checkpoint.line import Line, left_at, line_of
 from instar.checkpoint.listing import BEST, checkpoints, latest_intact, pointed_at, pointers
 from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
@@ -20,10 +18,10 @@ from instar.config.fields import (
     PLACES,
     PRIVATE,
     SPELLED,
+    config_class,
     from_values,
     is_fixed,
     is_launch_only,
-    plain_root_of,
     values,
     with_values,
 )
@@ -352,27 +350,6 @@ def _launch_values(loaded: Loaded, config_at_start: Mapping[str, Any]) -> dict[s
     }
 
 
-def unsaved_deltas(root: Path, last: int) -> tuple[tuple[int, int], str] | None:
-    """Return the steps up to a run's latest checkpoint whose deltas were due and are not in its chain,
-    and the checkpoint's name; None: there are none, or the folder is no run's.
-
-    Args:
-        last: step of the chain's last state.
-    """
-    path = pointed_at(root, LATEST)
-    if path is None:
-        return None
-    with suppress(CheckpointError, ConfigError, LookupError, TypeError, ValueError):
-        manifest = read_manifest(path)
-        config, _ = effective(
-            began_with(RunDir(root), manifest), history_from_json(manifest.history)
-        )
-        every = config.checkpoint.delta.every
-        missing = None if every is None else missing_steps(last, manifest.step + 1, every)
-        return None if missing is None else (missing, path.name)
-    return None
-
-
 def began_with(run: RunDir, manifest: Manifest | None) -> RunConfig:
     """Return the run's config at step 0: from a checkpoint's manifest, else from run.yaml.
 
@@ -384,7 +361,9 @@ def began_with(run: RunDir, manifest: Manifest | None) -> RunConfig:
     """
     if manifest is not None and manifest.config:
         try:
-            return from_values(plain_root_of(str(manifest.config["task"])), manifest.config)
+            task = str(manifest.config["task"])
+            root = config_class(task, manifest.config, plain=True)
+            return from_values(root, manifest.config)
         except (LookupError, TypeError, ValueError) as error:
             where = f"{run.checkpoints}: step {manifest.step}"
             raise CheckpointError(f"{where}: its config cannot be read: {error}") from error

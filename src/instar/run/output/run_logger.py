@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from instar.checkpoint.delta.writer import Written
 from instar.config.budget import Budget, Counters, eta
 from instar.config.origins import in_yaml, redacted_value
 from instar.data.loader import StepBatch
@@ -26,6 +25,7 @@ from instar.record.events import (
     AnalysisEvent,
     BeginsAnew,
     Eval,
+    ExtensionEvent,
     Layers,
     NewGradients,
     OperationEvent,
@@ -39,7 +39,7 @@ from instar.record.events import (
     Train,
     Warn,
 )
-from instar.record.format import begins_anew_line, confusion_lines, gap_text
+from instar.record.format import begins_anew_line, confusion_lines
 from instar.record.recorder import Sink
 from instar.record.system import PeakFlops, memory_bytes
 from instar.run.output.operation_text import differences, log_block, operation_event
@@ -358,11 +358,9 @@ class RunLogger:
         self.sink.sync()
         logger.info("saved %s in %.2f s: %s", save.path.name, save.seconds, event.reason)
 
-    def log_delta(self, progress: Counters, written: Written) -> None:
-        """Log a link of the chain of deltas; `progress` is that of its weights."""
-        self._write(progress, written.event(step=progress.step))
-        if (missing := written.link.missing) is not None:
-            self.warn(gap_text(missing, written.link.file.name), progress.step)
+    def log_event(self, progress: Counters, event: ExtensionEvent) -> None:
+        """Log an event of an extension, of the step that has this progress."""
+        self._write(progress, event)
 
     def log_operation(
         self,

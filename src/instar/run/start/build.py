@@ -23,7 +23,7 @@ from instar.record.recorder import Silent, Sink
 from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
 from instar.run.loop.components import Components
-from instar.run.output.deltas import DeltaSaver
+from instar.run.output.extension import RunPlace, open_extensions
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver, SaveResult
 from instar.run.output.text_samples import TextSampler
@@ -57,6 +57,8 @@ class RunOutputs:
     console: Console
     rank_log: RankLog
     run_dir: RunDir
+    extends: bool = True
+    """whether extensions take part"""
 
 
 def build_trainer(
@@ -151,13 +153,9 @@ def _connect(
         logger.log_save(save)
 
     limit_s = config.parallel.timeout_s
-    deltas = None
-    if config.checkpoint.delta.every is not None and world.is_main:
-        deltas = DeltaSaver(
-            config.checkpoint.delta, config.precision, run_dir.deltas, logger.log_delta, limit_s
-        )
     time_budget = min(seconds, key=lambda budget: budget.amount, default=None)
     sync = SyncPoint(world, signal, time_budget, Inbox(run_dir.control))
+    place = RunPlace(config, world, run_dir.path, logger, limit_s)
     all_hooks = [*stepper.task.hooks(), *hooks]
     return Components(
         config,
@@ -176,7 +174,7 @@ def _connect(
             limit_s=limit_s,
             better=config.metrics[best_metric],
         ),
-        deltas,
+        open_extensions(place) if outputs.extends else (),
         logger,
         outputs.rank_log,
         MetricTracker(config),

@@ -197,7 +197,8 @@ def _recorded_failure(sink: Sink, log: RankLog) -> Iterator[None]:
 
 def _failure(recorder: Recorder, parts: Components) -> str | None:
     """Return why rank 0 cannot continue: what the run writes cannot be written; None: it can."""
-    return recorder.failure() or (None if parts.deltas is None else parts.deltas.failure)
+    reasons = (recorder.failure(), *(extension.failure for extension in parts.extensions))
+    return next(filter(None, reasons), None)
 
 
 def _resume(plan: RunPlan, trainer: Trainer, run_dir: RunDir) -> None:

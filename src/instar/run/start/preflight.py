@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from instar.config.checks import rank_checks
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
+from instar.extensions import active_extensions, load_target
 from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
 from instar.record.start_folder import explained
@@ -386,14 +386,9 @@ def _epochs(loaded: Loaded) -> list[ConfigProblem]:
 def _check_place(loaded: Loaded, world_size: int) -> None:
     """Raise ConfigError if the config contradicts the number of ranks, or a package is missing."""
     problems = [*rank_checks(loaded.config, world_size), *missing(loaded.config.record)]
-    if loaded.config.checkpoint.delta.every is not None and find_spec("zstandard") is None:
-        problems.append(
-            ConfigProblem(
-                ("checkpoint.delta.every",),
-                "checkpoint.delta needs the library `zstandard`, which is not installed",
-                "install the extra: pip install 'instar[delta]', or leave it out",
-            )
-        )
+    for extension in active_extensions(loaded.config.extension_names):
+        if extension.missing:
+            problems += load_target(extension.missing)(loaded.config)
     if problems:
         raise ConfigError(
             *(

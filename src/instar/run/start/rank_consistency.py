@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import xxhash
 
-from instar.config.checks import sharding_conflicts
+from instar.config.checks import extension_conflicts
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
@@ -256,7 +256,7 @@ def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded
         return with_strategy("ddp")
     sharded = with_strategy("fsdp")
     refused = [
-        *sharding_conflicts(sharded.config),
+        *extension_conflicts(sharded.config),
         *sharding_problems(sharded, prepared.spec, world.size),
     ]
     bytes_by_strategy = {name: memory.kept for name, memory in predicted.stages[0].memory.items()}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from instar.checkpoint.delta.chain import append
-from instar.checkpoint.delta.statistics import statistics
 from instar.config.errors import ConfigError
-from instar.logs.plot.deltas import deltas_picture
+from instar.extensions.delta.chain import append
+from instar.extensions.delta.format.statistics import statistics
+from instar.extensions.delta.picture import deltas_picture
 
 
 def test_a_chain_is_drawn_with_its_steps_and_layers_and_always_alike(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from instar.checkpoint.delta.encoding import Words
-from instar.checkpoint.delta.folder import Link, Segment, find, links, segment_of, segments
-from instar.checkpoint.delta.link import LinkFile, read_link
-from instar.checkpoint.delta.state import (
+from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.format.encoding import Words
+from instar.extensions.delta.format.folder import Link, Segment, find, links, segment_of, segments
+from instar.extensions.delta.format.link import LinkFile, read_link
+from instar.extensions.delta.format.state import (
     State,
     StateHash,
     file_header,
@@ -18,7 +19,6 @@ from instar.checkpoint.delta.state import (
     outline,
     write_state,
 )
-from instar.checkpoint.manifest import CheckpointError
 from instar.record import atomic
 from instar.record.progress import Advance, progress, tracked
 

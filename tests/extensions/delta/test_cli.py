@@ -177,7 +177,7 @@ def test_a_damaged_chain_ends_in_3(capsys: pytest.CaptureFixture[str]) -> None:
 def test_export_loads_in_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from instar.checkpoint.delta.chain import append
+    from instar.extensions.delta.chain import append
 
     config = LlamaConfig(
         hidden_size=16,
@@ -204,7 +204,7 @@ def test_export_refuses_a_state_that_is_not_of_the_model_beside_whose_config_it_
     """A grown model, adapters, tied and separate heads: transformers would load each with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from instar.checkpoint.delta.chain import append
+    from instar.extensions.delta.chain import append
 
     sizes = {
         "intermediate_size": 32,

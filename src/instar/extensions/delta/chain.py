@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from instar.checkpoint.delta.folder import (
+from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.format.folder import (
     Index,
     Kind,
     Link,
@@ -27,12 +28,11 @@ from instar.checkpoint.delta.folder import (
     write_anchor,
     write_index,
 )
-from instar.checkpoint.delta.link import Footer, Head, LinkWriter, Values
-from instar.checkpoint.delta.pair import compare, head_of
-from instar.checkpoint.delta.replay import checkout, replay_to, verify
-from instar.checkpoint.delta.state import State, outline, state_hash
-from instar.checkpoint.delta.tensors import empty, to_bits, without_aliases
-from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values
+from instar.extensions.delta.format.pair import compare, head_of
+from instar.extensions.delta.format.state import State, outline, state_hash
+from instar.extensions.delta.format.tensors import empty, to_bits, without_aliases
+from instar.extensions.delta.replay import checkout, replay_to, verify
 from instar.record import atomic
 
 __all__ = ["Link", "append", "checkout", "find", "links", "load", "verify"]

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instar.checkpoint.delta.chain import Link, append, links
-from instar.checkpoint.delta.folder import locked, missing_steps, read_index, segment_of
-from instar.checkpoint.delta.link import LinkFile, read_link
-from instar.checkpoint.delta.state import state_hash
-from instar.checkpoint.delta.statistics import LinkStatistics, link_statistics
-from instar.checkpoint.delta.tensors import to_bits, without_aliases
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import InstarError
+from instar.extensions.delta.chain import Link, append, links
+from instar.extensions.delta.events import Delta
+from instar.extensions.delta.format.folder import locked, missing_steps, read_index, segment_of
+from instar.extensions.delta.format.link import LinkFile, read_link
+from instar.extensions.delta.format.state import state_hash
+from instar.extensions.delta.format.statistics import LinkStatistics, link_statistics
+from instar.extensions.delta.format.tensors import to_bits, without_aliases
 from instar.record import atomic
-from instar.record.events import Delta
 from instar.record.system import recorded_event
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from instar.checkpoint.delta.writer import DTYPES, DeltaWriter
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.writer import DTYPES, DeltaWriter
 
 try:
     from transformers import TrainerCallback

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.checkpoint.delta import writer as writing
-from instar.checkpoint.delta.chain import links, load, verify
-from instar.checkpoint.delta.folder import missing_steps
-from instar.checkpoint.delta.statistics import statistics
-from instar.checkpoint.delta.writer import COPIES, DeltaWriter
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta import writer as writing
+from instar.extensions.delta.chain import links, load, verify
+from instar.extensions.delta.format.folder import missing_steps
+from instar.extensions.delta.format.statistics import statistics
+from instar.extensions.delta.writer import COPIES, DeltaWriter
 
 Open = Callable[..., DeltaWriter]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from instar.checkpoint.delta.encoding import encode
-from instar.checkpoint.delta.link import Footer, Head, LinkWriter, Values, coding, read_link
-from instar.checkpoint.delta.replay import Replay
-from instar.checkpoint.delta.state import Outline, State, StateHash, open_state, outline
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.format.encoding import encode
+from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values, coding, read_link
+from instar.extensions.delta.format.state import Outline, State, StateHash, open_state, outline
+from instar.extensions.delta.replay import Replay
 from instar.record import atomic
 from instar.record.progress import tracked
 

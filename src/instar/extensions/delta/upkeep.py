@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from instar.checkpoint.delta.encoding import encode
-from instar.checkpoint.delta.folder import (
+from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.format.encoding import encode
+from instar.extensions.delta.format.folder import (
     Index,
     Link,
     Segment,
@@ -21,9 +22,8 @@ from instar.checkpoint.delta.folder import (
     segment_of,
     write_index,
 )
-from instar.checkpoint.delta.link import Head, LinkWriter, Values, coding, read_link
-from instar.checkpoint.delta.replay import replay_of
-from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.format.link import Head, LinkWriter, Values, coding, read_link
+from instar.extensions.delta.replay import replay_of
 from instar.record import atomic
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from instar.checkpoint.delta.encoding import (
+from instar.extensions.delta.format.encoding import (
     BlockDelta,
     Coding,
     EncodingError,

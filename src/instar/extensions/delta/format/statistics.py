@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from instar.checkpoint.delta.encoding import EncodingError, changed_mask
-from instar.checkpoint.delta.folder import Segment, links, segments
-from instar.checkpoint.delta.link import LinkFile, read_link
-from instar.checkpoint.delta.state import Outline, block_words, open_state, outline, word_count
 from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.format.encoding import EncodingError, changed_mask
+from instar.extensions.delta.format.folder import Segment, links, segments
+from instar.extensions.delta.format.link import LinkFile, read_link
+from instar.extensions.delta.format.state import (
+    Outline,
+    block_words,
+    open_state,
+    outline,
+    word_count,
+)
 from instar.record.progress import tracked
 
 _LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")

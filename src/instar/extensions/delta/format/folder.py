@@ -31,11 +31,11 @@ from typing import Literal
 import msgspec
 import xxhash
 
-from instar.checkpoint.delta.link import Head, decode_head, read_link
-from instar.checkpoint.delta.state import State, file_header, outline, write_state
 from instar.checkpoint.inspect import read_metadata
 from instar.checkpoint.manifest import SUFFIX, CheckpointError, encode_json
 from instar.config.files import of_bounded_depth, read_regular
+from instar.extensions.delta.format.link import Head, decode_head, read_link
+from instar.extensions.delta.format.state import State, file_header, outline, write_state
 from instar.record import atomic
 from instar.record.events import Count
 from instar.record.lock import NO_LOCKS, try_lock
@@ -318,6 +318,11 @@ def segments(chain: Sequence[Link]) -> list[Segment]:
         Segment(chain[begin], tuple(chain[begin + 1 : end]))
         for begin, end in zip(begins, ends, strict=True)
     ]
+
+
+def deltas_of(run: Path) -> Path:
+    """Return the chain of deltas in a run's folder."""
+    return run / "deltas"
 
 
 def missing_steps(last: int, step: int, every: int) -> tuple[int, int] | None:

@@ -19,8 +19,8 @@ from instar.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from instar.checkpoint.delta.folder import Link
-    from instar.checkpoint.delta.statistics import LinkStatistics
+    from instar.extensions.delta.format.folder import Link
+    from instar.extensions.delta.format.statistics import LinkStatistics
 
 path_type = click.Path(path_type=Path)
 chain_argument = click.argument("where", metavar="CHAIN|RUN", shell_complete=candidates.run_names)
@@ -54,7 +54,7 @@ def create(base: Path, new: Path, target: Path, values: Any) -> None:
 
     BASE and NEW are safetensors files, or folders that transformers saved.
     """
-    from instar.checkpoint.delta.pair import create as create_link
+    from instar.extensions.delta.format.pair import create as create_link
     from instar.record.format import bytes_text
 
     _check_new(target)
@@ -72,7 +72,7 @@ def create(base: Path, new: Path, target: Path, values: Any) -> None:
 @click.argument("target", type=path_type, metavar="NEW")
 def apply(base: Path, link: Path, target: Path) -> None:
     """Write the state that LINK makes of BASE into the new safetensors file NEW."""
-    from instar.checkpoint.delta.pair import apply as apply_link
+    from instar.extensions.delta.format.pair import apply as apply_link
 
     _check_new(target)
     apply_link(base, link, target)
@@ -88,12 +88,12 @@ def verify(where: str, as_json: bool) -> None:
     The exit code is 3 if a file is missing, damaged or from elsewhere.
     """
     if Path(where).is_file():
-        from instar.checkpoint.delta.link import read_link
+        from instar.extensions.delta.format.link import read_link
 
         read_link(Path(where))
         _say(as_json, {"path": where, "whole": True}, f"{where}: whole")
         return
-    from instar.checkpoint.delta.replay import verify as verify_chain
+    from instar.extensions.delta.replay import verify as verify_chain
 
     folder = chain_at(where)
     chain = verify_chain(folder)
@@ -116,8 +116,8 @@ def verify(where: str, as_json: bool) -> None:
 @json_option
 def info(path: Path, tensors: bool, as_json: bool) -> None:
     """Print what a link, or an anchor of a chain, holds."""
-    from instar.checkpoint.delta.folder import read_any
-    from instar.checkpoint.delta.link import read_link
+    from instar.extensions.delta.format.folder import read_any
+    from instar.extensions.delta.format.link import read_link
 
     link = read_any(path)
     file = read_link(path, check=False) if link.kind == "delta" else None
@@ -155,13 +155,13 @@ def log(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
     Density is the share of changed elements; overlap is the Jaccard index of the elements that
     changed and those that changed in the step before.
     """
-    from instar.checkpoint.delta.folder import links
+    from instar.extensions.delta.format.folder import links
 
     folder = chain_at(where)
     chain = links(folder)
     by_number: dict[int, LinkStatistics] = {}
     if stats or picture is not None:
-        from instar.checkpoint.delta.statistics import statistics
+        from instar.extensions.delta.format.statistics import statistics
 
         by_number = {entry.number: entry for entry in statistics(folder)}
     if picture is not None:
@@ -199,7 +199,7 @@ def log(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
 @step_option
 def checkout(where: str, target: Path, number: int | None, step: int | None) -> None:
     """Write a state of a chain into the new safetensors file NEW; by default the last."""
-    from instar.checkpoint.delta.replay import checkout as write_state
+    from instar.extensions.delta.replay import checkout as write_state
 
     _check_new(target)
     folder = chain_at(where)
@@ -213,7 +213,7 @@ def checkout(where: str, target: Path, number: int | None, step: int | None) -> 
 @click.argument("last", type=click.IntRange(0))
 def squash(where: str, first: int, last: int) -> None:
     """Replace the links FIRST to LAST by one; the states between them are given up."""
-    from instar.checkpoint.delta.upkeep import squash as squash_links
+    from instar.extensions.delta.upkeep import squash as squash_links
     from instar.record.format import bytes_text
 
     link = squash_links(chain_at(where), first, last)
@@ -233,7 +233,7 @@ def squash(where: str, first: int, last: int) -> None:
 )
 def gc(where: str, number: int | None, rebuild_index: bool) -> None:
     """Remove old states of a chain, and what crashes left behind."""
-    from instar.checkpoint.delta import upkeep
+    from instar.extensions.delta import upkeep
 
     folder = chain_at(where)
     if rebuild_index:
@@ -258,14 +258,14 @@ def export(where: str, folder: Path, like: str, number: int | None, step: int | 
     chain = chain_at(where)
     number = _number(chain, number, step)
     if (Path(like) / "config.json").is_file():
-        from instar.checkpoint.delta.export import export as export_like
+        from instar.extensions.delta.export import export as export_like
 
         for note in export_like(chain, number, Path(like), folder):
             click.echo(f"note: {note}", err=True)
     else:
-        from instar.checkpoint.delta.chain import load
         from instar.checkpoint.store import load as load_checkpoint
         from instar.cli.checkpoints.checkpoint import checkpoint_at
+        from instar.extensions.delta.chain import load
         from instar.models.hf.folder import export_folder
 
         export_folder(load_checkpoint(checkpoint_at(like)), folder, weights=load(chain, number))
@@ -278,29 +278,29 @@ def chain_at(text: str) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    from instar.checkpoint.delta.folder import files
     from instar.checkpoint.manifest import CheckpointError
     from instar.config.errors import ConfigError
+    from instar.extensions.delta.format.folder import deltas_of, files
     from instar.record.rundir import RunDir, check_folders, find_run
 
     path = Path(text)
     if files(path):
         return path
     try:
-        run = RunDir(path) if RunDir(path).deltas.is_dir() else find_run(text)
+        run = RunDir(path) if deltas_of(path).is_dir() else find_run(text)
     except ConfigError as error:
         raise CheckpointError(f"{text}: neither a chain of delta checkpoints nor a run") from error
-    if not run.deltas.is_dir():
+    if not deltas_of(run.path).is_dir():
         raise CheckpointError(
             f"{run.path}: this run has no deltas; set checkpoint.delta.every to save some"
         )
     check_folders(run)
-    return run.deltas
+    return deltas_of(run.path)
 
 
 def _gaps(folder: Path, chain: Sequence[Link]) -> list[tuple[tuple[int, int], str]]:
     """Return the first and the last step of each gap of a chain, and what follows it."""
-    from instar.run.origin.resume import unsaved_deltas
+    from instar.extensions.delta.unsaved import unsaved_deltas
 
     gaps = [(link.missing, link.file.name) for link in chain if link.missing is not None]
     at_end = unsaved_deltas(folder.parent, chain[-1].step) if chain else None
@@ -308,7 +308,7 @@ def _gaps(folder: Path, chain: Sequence[Link]) -> list[tuple[tuple[int, int], st
 
 
 def _say_gaps(gaps: Sequence[tuple[tuple[int, int], str]]) -> None:
-    from instar.record.format import gap_text
+    from instar.extensions.delta.events import gap_text
 
     for missing, before in gaps:
         click.echo(gap_text(missing, before), err=True)
@@ -316,14 +316,14 @@ def _say_gaps(gaps: Sequence[tuple[tuple[int, int], str]]) -> None:
 
 def _draw(statistics: Sequence[LinkStatistics], title: str, path: Path) -> None:
     """Write a plot of the statistics."""
-    from instar.logs.plot.deltas import deltas_picture
+    from instar.extensions.delta.picture import deltas_picture
 
     kind = picture_kind(path, "--plot")
     write_picture(path, deltas_picture(statistics, title, kind), "--plot")
 
 
 def _number(folder: Path, number: int | None, step: int | None) -> int:
-    from instar.checkpoint.delta.folder import find, links
+    from instar.extensions.delta.format.folder import find, links
 
     if number is not None and step is not None:
         raise click.UsageError("Give --link or --step, not both.")

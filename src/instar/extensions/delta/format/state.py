@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from instar.checkpoint.delta.encoding import BLOCK_BYTES, Words
 from instar.checkpoint.inspect import TensorEntry, encode_header, read_header
 from instar.checkpoint.manifest import SUFFIX, CheckpointError
 from instar.config.files import check_regular, of_bounded_depth, read_regular
+from instar.extensions.delta.format.encoding import BLOCK_BYTES, Words
 
 FLOATS = {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
 """Dtypes whose bits are sign and magnitude."""

@@ -13,10 +13,10 @@ import torch
 from chains import after, first, same, save
 from safetensors.torch import load_file
 
-from instar.checkpoint.delta import folder as folders
-from instar.checkpoint.delta.chain import append, checkout, find, links, load, verify
-from instar.checkpoint.delta.folder import INDEX
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.chain import append, checkout, find, links, load, verify
+from instar.extensions.delta.format import folder as folders
+from instar.extensions.delta.format.folder import INDEX
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from instar.checkpoint.delta.chain import append
-from instar.checkpoint.delta.statistics import layer_of, statistics
+from instar.extensions.delta.chain import append
+from instar.extensions.delta.format.statistics import layer_of, statistics
 
 SIZE = 1000
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from instar.checkpoint.delta import callback as module
-from instar.checkpoint.delta.callback import DeltaCallback
-from instar.checkpoint.delta.chain import links, load, verify
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta import callback as module
+from instar.extensions.delta.callback import DeltaCallback
+from instar.extensions.delta.chain import links, load, verify
 
 Train = Callable[..., Trainer]
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from instar.checkpoint.delta.replay import replay_to
-from instar.checkpoint.delta.state import open_state, outline
 from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.manifest import SUFFIX, CheckpointError
 from instar.config.files import read_regular
+from instar.extensions.delta.format.state import open_state, outline
+from instar.extensions.delta.replay import replay_to
 from instar.record import atomic
 
 _COPIED = {".json", ".jinja", ".txt", ".model"}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from instar.checkpoint.delta.state import Bits, word_type
 from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES
+from instar.extensions.delta.format.state import Bits, word_type
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from instar.checkpoint.delta.statistics import LinkStatistics
+    from instar.extensions.delta.format.statistics import LinkStatistics
 
 _CURVE, _ROW = 1.8, 0.16
 """inches: height of a curve, and of a layer"""

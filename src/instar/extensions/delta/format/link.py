@@ -24,7 +24,9 @@ from typing import BinaryIO, Literal, TypeVar
 import msgspec
 import xxhash
 
-from instar.checkpoint.delta.encoding import (
+from instar.checkpoint.manifest import CheckpointError
+from instar.config.files import open_regular
+from instar.extensions.delta.format.encoding import (
     BlockDelta,
     Coding,
     EncodingError,
@@ -33,9 +35,7 @@ from instar.checkpoint.delta.encoding import (
     compress,
     decompress,
 )
-from instar.checkpoint.delta.state import FLOATS, Outline
-from instar.checkpoint.manifest import CheckpointError
-from instar.config.files import open_regular
+from instar.extensions.delta.format.state import FLOATS, Outline
 from instar.record.events import Count
 
 MAGIC = b"INSTAR\xce\x94"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from chains import after, same, save
 
-from instar.checkpoint.delta.chain import append, links, load, verify
-from instar.checkpoint.delta.folder import INDEX
-from instar.checkpoint.delta.upkeep import gc, rebuild_index, squash
 from instar.checkpoint.manifest import CheckpointError
+from instar.extensions.delta.chain import append, links, load, verify
+from instar.extensions.delta.format.folder import INDEX
+from instar.extensions.delta.upkeep import gc, rebuild_index, squash
 from instar.record import atomic
 
 

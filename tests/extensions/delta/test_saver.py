@@ -15,17 +15,19 @@ from science import place as science_place
 from tiny_run import Place, codes, events, said
 from torch import Tensor
 
-from instar.checkpoint.delta import writer as writing
-from instar.checkpoint.delta.chain import Link, links, load, verify
-from instar.checkpoint.delta.folder import Index, write_index
 from instar.checkpoint.store import load as load_checkpoint
 from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
+from instar.extensions.delta import config
+from instar.extensions.delta import writer as writing
+from instar.extensions.delta.chain import Link, links, load, verify
+from instar.extensions.delta.events import Delta
+from instar.extensions.delta.format.folder import Index, write_index
 from instar.logs.read.record import read
-from instar.record.events import Delta, read_events
+from instar.record.events import read_events
 from instar.record.rundir import RunDir
-from instar.run.loop.checkpointing import finish_deltas
+from instar.run.loop.checkpointing import finish_extensions
 from instar.run.output import save as saving
 from instar.run.start import preflight
 from instar.run.trainer import Trainer
@@ -37,7 +39,7 @@ DELTAS = ("checkpoint.delta.every=2", "checkpoint.delta.anchor_every=3")
 def trained(run: Trainer) -> Trainer:
     run.train()
     run.save("the end", must=True)
-    finish_deltas(run.state, run.parts)
+    finish_extensions(run.state, run.parts)
     return run
 
 
@@ -145,7 +147,7 @@ def test_a_resume_from_an_older_step_leaves_the_links_after_it_and_starts_an_anc
     run = trained(trainer("checkpoint.delta.every=1", "checkpoint.every_steps=4"))
     folder, before = folder_of(run), links(folder_of(run))
     again = trainer("checkpoint.delta.every=1", "optimizer.lr=3e-3", name="again")
-    again.parts.deltas.writer.folder = folder
+    again.parts.extensions[0].writer.folder = folder
     restore(again, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-4"))
     trained(again)
     assert links(folder)[: len(before)] == before
@@ -211,7 +213,7 @@ def test_a_delta_that_cannot_be_saved_stops_all_ranks_saved(place: Place, ranks:
 def test_a_missing_library_is_reported_before_the_run_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    monkeypatch.setattr(config, "find_spec", lambda _: None)
     loaded = load_config(None, ["checkpoint.delta.every=1"])
     with pytest.raises(ConfigError, match=r"checkpoint.delta.*zstandard.*instar\[delta\]"):
         preflight._check_place(loaded, 1)
@@ -240,7 +242,7 @@ def test_no_checkpoint_is_published_before_the_deltas_that_it_covers(
         "checkpoint.delta.every=1", "checkpoint.every_steps=2", "train.until=[6it]", settings
     )
     run.train()
-    finish_deltas(run.state, run.parts)
+    finish_extensions(run.state, run.parts)
     run.save("the end", must=True)
     assert [step for step, _ in published][-1] == 6
     assert all(delta >= step for step, delta in published), published

@@ -1,0 +1,5 @@
+"""Trainers of a tiny model in this process."""
+
+from tiny_trainers import config, config_in, corpus, losses, prepared, trainer
+
+__all__ = ["config", "config_in", "corpus", "losses", "prepared", "trainer"]
