@@ -40,6 +40,8 @@ NAVIGATION = {
     "Reference": ["docs/reference/commands", "docs/reference/config", "docs/reference/python"],
     "Development": [
         "docs/architecture",
+        "docs/internals",
+        "CONTRIBUTING",
         "docs/decisions/README",
         "docs/benchmarks",
         "docs/benchmarks-summary",
@@ -68,7 +70,8 @@ def gather(pages: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, pages / name, ignore=ignored)
-    shutil.copy(ROOT / "CHANGELOG.md", pages)
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, pages)
     shutil.copy(ROOT / "README.md", pages / "index.md")
     generated = pages / "docs" / "reference"
     generated.mkdir()

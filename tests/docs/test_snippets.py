@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tree
 from forks import Forks, forks_for_grpo
 
 from instar.config.load import load
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
         ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs").rglob("*.md"),
         ROOT / "benchmarks/README.md",
         ROOT / "studies/README.md",
@@ -182,19 +184,20 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 
 def test_the_tree_in_the_architecture_page_is_the_one_on_disk() -> None:
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
-    rooms = {
-        path.name for path in (ROOT / "src/instar").iterdir() if (path / "__init__.py").exists()
-    }
-    for room in rooms:
-        assert f"  {room}/" in page, room
-        for file in (ROOT / "src/instar" / room).glob("*.py"):
-            if file.name != "__init__.py":
-                assert file.name in page, f"{room}/{file.name}"
+    """`python tests/support/tree.py` writes it anew."""
+    page = tree.PAGE.read_text("utf-8")
+    assert tree.with_tree(page) == page
+    assert len(page.splitlines()) <= 150
+
+
+def test_what_the_architecture_page_says_where_to_add_is_there() -> None:
+    page = tree.PAGE.read_text("utf-8").partition("## Where to add")[2]
+    for name in re.findall(r"`((?:\w+/)+[\w.]*)`", page):
+        assert (tree.SOURCE / name).exists(), name
 
 
 def test_what_the_paths_through_the_code_name_is_in_those_files() -> None:
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    page = (ROOT / "docs/internals.md").read_text("utf-8")
     lines = re.findall(r"^\d+\. \[(\S+)\]\(\S+\): (.*)$", page, re.MULTILINE)
     rows = re.findall(r"^\| [^|]+ \| (`\S+\.py`[^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
     named = [([file], re.findall(r"`([A-Z]\w+)", text)) for file, text in lines]

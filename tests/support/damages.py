@@ -125,7 +125,7 @@ CHECKS = (
     Check("src/instar/logs/read/scan.py", "not a whole line of JSON", RECORD),
     Check("README.md", "Each growth is verified on held-out samples", LIVE),
     Check("docs/architecture.md", "published before it is whole", PUBLISHED),
-    Check("docs/architecture.md", "Every plan has a label", (*LIVE, *ANYWHERE)),
+    Check("docs/internals.md", "Every plan has a label", (*LIVE, *ANYWHERE)),
     Check("docs/benchmarks.md", "checksums, of which all are verified in a load", CHECKPOINT),
     Check("docs/checkpoints.md", "all ranks compare a hash of every tensor", REPLICAS),
     Check("docs/checkpoints.md", "reports the newest intact checkpoint", FALLBACK),

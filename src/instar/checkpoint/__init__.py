@@ -1,1 +1,1 @@
-
+"""Checkpoints on disk: published atomically, verified when read; listing, comparison, deltas."""

@@ -1,1 +1,1 @@
-"""Child processes of the launcher and of data workers."""
+"""Child processes that end with their launcher, and pools that answer calls."""

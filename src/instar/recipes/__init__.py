@@ -1,1 +1,1 @@
-"""Generators of data that the core knows by name only; see `instar.config.graph.GENERATORS`."""
+"""Generators of data that configs name, and modules that are typed after `python -m`."""

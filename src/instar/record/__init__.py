@@ -1,1 +1,1 @@
-
+"""The record of a run as it is written: events, folders, alerts, trackers, the display."""

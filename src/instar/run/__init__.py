@@ -1,1 +1,1 @@
-
+"""One run, in floors that import only those below them."""

@@ -1,0 +1,1 @@
+"""The record in other tools: TensorBoard, W&B, trackio, MLflow."""

@@ -1,0 +1,1 @@
+"""Operations on a live run: found due, carried out on all ranks, proved."""

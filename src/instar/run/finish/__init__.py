@@ -1,0 +1,1 @@
+"""After the last step: the final test, and which best pointers still hold."""

@@ -1,0 +1,1 @@
+"""Between steps: the live objects, evaluation, and when and what to save."""

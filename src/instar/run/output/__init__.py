@@ -1,0 +1,1 @@
+"""What a run writes: record, checkpoints in the background, text samples, traces."""

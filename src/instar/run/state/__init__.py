@@ -1,0 +1,1 @@
+"""What a checkpoint holds besides tensors, and what steps follow from it."""

@@ -1,0 +1,1 @@
+"""One step: accumulate, check, clip, update; evaluation; hooks of the user."""
