@@ -24,8 +24,8 @@ FALLBACK = (
 DELTA = (
     "extensions/delta/test_chain.py::test_any_flipped_byte_is_found_and_its_file_named",
     "extensions/delta/test_chain.py::test_every_damage_to_the_chain_is_named",
-    "cli/test_delta.py::test_a_damaged_chain_ends_in_3",
-    "run/test_deltas.py::test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole",
+    "extensions/delta/test_cli.py::test_a_damaged_chain_ends_in_3",
+    "extensions/delta/test_saver.py::test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole",
 )
 TOKENS = (
     "cli/test_data.py::test_verify_finds_a_flipped_bit",
