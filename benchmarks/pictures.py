@@ -22,11 +22,11 @@ from dashboards import served
 from opened import drawn
 from scenes import SCENES, config, crash, eight, grows, one, resumed_twice, write
 
+from instar.extensions.board.report import report_html
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.figure import picture
 from instar.logs.query.labels import RunLabels, change_labels
 from instar.logs.read.record import read
-from instar.logs.web.report import report_html
 from instar.record.rundir import RunDir, runs_in
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"

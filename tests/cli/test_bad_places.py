@@ -17,8 +17,8 @@ from written_runs import written
 
 from instar.config.errors import sentence_of
 from instar.distributed.failure import exception_text, out_of_memory
-from instar.logs.web import app
-from instar.logs.web.catalog import Catalog
+from instar.extensions.board import app
+from instar.extensions.board.catalog import Catalog
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 LONG = "x" * 5000

@@ -26,10 +26,10 @@ from instar.checkpoint.store import publish
 from instar.cli.main import instar as commands
 from instar.config.load import load
 from instar.config.user_code import TRUST_VARIABLE, Untrusted, module_files
+from instar.extensions.board import app
+from instar.extensions.board.catalog import Catalog
+from instar.extensions.board.sections import PARTS
 from instar.extensions.delta.format.folder import deltas_of
-from instar.logs.web import app
-from instar.logs.web.catalog import Catalog
-from instar.logs.web.sections import PARTS
 from instar.record.events import Eval
 from instar.record.rundir import RunDir
 

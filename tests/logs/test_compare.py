@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from written_runs import writing, written
 
 from instar.config.errors import ConfigError
+from instar.extensions.board.report import report_html
 from instar.logs.query.alignment import (
     AxisValue,
     LossReached,
@@ -29,7 +30,6 @@ from instar.logs.query.compare import Comparison, compare, to_json
 from instar.logs.query.groups import RunGroup, group_runs, names
 from instar.logs.read.record import read
 from instar.logs.text.comparison import markdown, text
-from instar.logs.web.report import report_html
 from instar.record.rundir import RunDir
 
 

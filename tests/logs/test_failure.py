@@ -6,9 +6,9 @@ import pytest
 from dashboards import make_run
 from scenes import begun, crash, plain, write
 
+from instar.extensions.board.report import report_html
 from instar.logs.query.failure import MAX_LINES, run_failure
 from instar.logs.read.record import read
-from instar.logs.web.report import report_html
 from instar.record.events import Failed
 
 

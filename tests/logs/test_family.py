@@ -10,12 +10,12 @@ import pytest
 from shown_runs import started, steps, write
 
 from instar.cli.main import main
+from instar.extensions.board.report import report_html
 from instar.logs.query.family import family_of
 from instar.logs.query.runs import list_runs, to_json
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import read
 from instar.logs.text.summary import markdown, page
-from instar.logs.web.report import report_html
 from instar.record.events import Branched
 from instar.record.rundir import RunDir, runs_in
 

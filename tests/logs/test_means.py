@@ -13,10 +13,10 @@ from drawn import evaluated, falling, read_run, train
 from opened import drawn
 from playwright.sync_api import expect
 
+from instar.extensions.board.curves import chart_data
+from instar.extensions.board.report import report_html
 from instar.logs.plot.transforms import Band, band, smooth
 from instar.logs.read.record import RunRecord
-from instar.logs.web.curves import chart_data
-from instar.logs.web.report import report_html
 
 MEAN = """([runs, metric, axis, weight]) => {
   const { count, band } = new Instar.Mean(runs, metric, axis, weight);

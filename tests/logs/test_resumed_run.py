@@ -18,8 +18,8 @@ from forks import Forks
 from starlette.testclient import TestClient
 from tiny_run import CONFIG, TEXT, Place, codes, events, said
 
+from instar.extensions.board.app import dashboard
 from instar.logs.read.record import AXES, read
-from instar.logs.web.app import dashboard
 from instar.record.rundir import RunDir
 
 GROWS = (

@@ -19,8 +19,8 @@ from tiny_run import Place, codes, events, said
 
 from instar.data.split import divide_samples
 from instar.distributed.world import World
+from instar.extensions.board.sections import sections
 from instar.logs.read.record import read
-from instar.logs.web.sections import sections
 from instar.record.media import read_image, to_png
 from instar.record.rundir import RunDir
 from instar.tasks.logged import Logged, log, recording, to_pixels, to_table, weighted

@@ -120,7 +120,7 @@ CHECKS = (
     Check("src/instar/record/format.py", "^exact$", LIVE),
     Check("src/instar/run/changes/scheduled.py", "^exact$", LIVE),
     Check("src/instar/run/offline.py", "^exact$", OFFLINE),
-    Check("src/instar/logs/web/sections.py", "^exact$", LIVE),
+    Check("src/instar/extensions/board/sections.py", "^exact$", LIVE),
     Check("src/instar/run/output/run_logger.py", "tested the weights of step", TEST_PHASE),
     Check("src/instar/logs/read/scan.py", "not a whole line of JSON", RECORD),
     Check("README.md", "Each growth is verified on held-out samples", LIVE),

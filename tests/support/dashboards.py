@@ -13,11 +13,11 @@ import pytest
 import uvicorn
 from forks import forks
 
+from instar.extensions.board import catalog
+from instar.extensions.board import stream as live
+from instar.extensions.board.server import Ending, bind, configured
 from instar.extensions.fleet.view import site
 from instar.extensions.fleet.view.site import FleetCatalog
-from instar.logs.web import catalog
-from instar.logs.web import stream as live
-from instar.logs.web.server import Ending, bind, configured
 from instar.record.events import Eval, OperationEvent, RunStarted, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir

@@ -382,7 +382,7 @@ def _make_what_runs_make_once() -> None:
     """Each run would take a second for these: how values are written in YAML, and the report. How
     fast the processor is, it measures by small products: a fifth of a second less."""
     from instar.config.load import load
-    from instar.logs.web import report  # noqa: F401
+    from instar.extensions.board import report  # noqa: F401
     from instar.record import system
 
     load(None, []).to_yaml()

@@ -182,6 +182,7 @@ LIMITS = {
     "config": 36,
     "data": 151,
     "distributed": 83,
+    "extensions/board": 79,
     "extensions/delta": 99,
     "extensions/fleet": 80,
     "extensions/grpo": 75,

@@ -41,12 +41,11 @@ COMMANDS = {
     "note": ("instar.cli.logs:note", "Write a note on runs, shown in lists and pages."),
     "archive": ("instar.cli.logs:archive", "Leave runs out of lists; nothing is deleted."),
     "summary": ("instar.cli.logs:summary", "Summarize runs: best and last values, time, state."),
-    "plot": ("instar.cli.pages:plot", "Plot curves of one run or several."),
+    "plot": ("instar.cli.plot:plot", "Plot curves of one run or several."),
     "compare": ("instar.cli.logs:compare", "Compare runs at equal steps, tokens, FLOPs or time."),
     "tail": ("instar.cli.logs:tail", "Show the last events of a run, and follow it."),
     "events": ("instar.cli.export:events", "Print the events of runs, by kind or step."),
     "export": ("instar.cli.export:export", "Export runs to another tool, or as a table."),
-    "report": ("instar.cli.pages:report", "Write a self-contained HTML report of a run."),
 }
 
 

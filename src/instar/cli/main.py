@@ -37,8 +37,6 @@ COMMANDS = {
     "doctor": ("instar.cli.find:doctor", "Check what this machine has for training, and how fast."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
     "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
-    "report": ("instar.cli.pages:report", "Write a self-contained HTML report of a run."),
-    "dashboard": ("instar.cli.pages:dashboard", "Watch runs in a browser."),
     "sample": ("instar.cli.find:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (

@@ -79,6 +79,10 @@ class Extension:
     """classes of `instar.record.events.ExtensionEvent`, by kind"""
     metrics: Mapping[str, MetricName] = field(default_factory=dict)
     """names of what its events measure"""
+    plots: Mapping[str, str] = field(default_factory=dict)
+    """functions from records, a chart and its request to text, by a format of `instar logs plot`"""
+    at_end: str = ""
+    """called on rank 0 with a run's folder and config when it has ended, however it did"""
     run_sets: Mapping[str, str] = field(default_factory=dict)
     """functions from a folder to its runs, each with its group, by the file that marks such a folder"""
     catalogs: Mapping[str, str] = field(default_factory=dict)
@@ -94,9 +98,11 @@ class Words:
     commands: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
+    plots: tuple[str, ...] = ()
 
 
 BUILT_IN: Mapping[str, Words] = {
+    "board": Words("dashboard", commands=("report", "dashboard", "logs report"), plots=("html",)),
     "delta": Words("delta", commands=("delta",), sections=("checkpoint.delta",)),
     "fleet": Words("fleet", commands=("fleet",)),
     "grpo": Words("grpo", programs=("instar.recipes.grpo", "instar.recipes.grpo.serve")),
@@ -147,7 +153,7 @@ def extend_commands(
     return {name: rows[name] for name in names}
 
 
-def how_to_install(kind: Literal["commands", "programs", "sections"], word: str) -> str:
+def how_to_install(kind: Literal["commands", "programs", "sections", "plots"], word: str) -> str:
     """Return the command that installs a deleted extension to which a word belongs; empty if none does."""
     for name, words in BUILT_IN.items():
         if word in getattr(words, kind) and name not in built_in():
@@ -217,6 +223,12 @@ def run_set(folder: Path) -> Any:
             if (folder / marker).exists():
                 return load_target(target)
     return None
+
+
+def plot_in(form: str) -> Any:
+    """Return the function that draws a chart in a format; None if no extension has it."""
+    targets = [e.plots[form] for e in built_in().values() if form in e.plots]
+    return load_target(targets[0]) if targets else None
 
 
 def catalog(part: str) -> Any:

@@ -33,6 +33,7 @@ from instar.run.finish.best_pointers import update_best_pointers
 from instar.run.finish.test_phase import is_tested, run_final_test
 from instar.run.loop.checkpointing import finish_extensions
 from instar.run.origin.resume import LAUNCH_KEY, Resume
+from instar.run.output.extension import end_extensions
 from instar.run.output.profile import StepProfiler
 from instar.run.start.check import check_run
 from instar.run.start.compile_stages import compile_stages
@@ -101,8 +102,10 @@ def run(
         except Interrupted:
             raise Interrupted(f"resume with: instar resume {RunDir(folder).quoted}") from None
         point_to_log(path, os.environ)
-    if has_branches and log.rank == 0 and loaded.config.record.report:
-        _report(RunDir(folder))  # which shows how its branches have ended
+    if has_branches and log.rank == 0:
+        end_extensions(
+            RunDir(folder), loaded.config
+        )  # whose report shows how its branches have ended
     return folder
 
 
@@ -118,18 +121,8 @@ def _train_and_report(request: RunRequest, log: RankLog, signal: StopSignal) -> 
         return branches
     finally:
         finish_deleting(wait_s)
-        if log.path is not None and log.rank == 0 and request.loaded.config.record.report:
-            _report(RunDir(log.path.parent.parent))
-
-
-def _report(run_dir: RunDir) -> None:
-    """Write the run's HTML report; a failure is only a warning."""
-    try:
-        from instar.logs.web.report import write_report
-
-        write_report(run_dir)
-    except Exception as error:
-        logger.warning("no report: %s: %s", type(error).__name__, error)
+        if log.path is not None and log.rank == 0:
+            end_extensions(RunDir(log.path.parent.parent), request.loaded.config)
 
 
 def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branches:

@@ -1,1 +1,1 @@
-"""Many runs side by side with the servers they need, on one machine."""
+"""Many runs side by side with the servers they need: here, on Ray or on SLURM"""

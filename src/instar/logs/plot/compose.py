@@ -21,10 +21,10 @@ from instar.logs.plot.chart import (
     panel_label,
     subtitle,
 )
+from instar.logs.plot.marks import marks
 from instar.logs.plot.transforms import band, smooth, thin
 from instar.logs.query.groups import By, grouped, notes_on_data
 from instar.logs.read.record import ALIASES, RunRecord, Series, unknown_metric
-from instar.logs.web.curves import marks
 from instar.record.events import RunStarted
 from instar.record.rundir import RunDir
 

@@ -95,3 +95,8 @@ def _encode(text: str, errors: str = "strict") -> tuple[bytes, int]:  # noqa: AR
 class _Encoder(codecs.IncrementalEncoder):
     def encode(self, text: str, final: bool = False) -> bytes:  # noqa: ARG002
         return _encode(text)[0]
+
+
+def encodable(text: str) -> str:
+    """Returns `text` encodable as UTF-8, which file names need not be."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,10 @@ from instar.config.budget import Counters
 from instar.config.schema import RunConfig
 from instar.distributed.world import World
 from instar.extensions import active_extensions, load_target
+from instar.record.rundir import RunDir
 from instar.run.output.run_logger import RunLogger
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,14 @@ def barrier_of(extensions: Sequence[RunExtension]) -> Callable[[], None] | None:
             barrier()
 
     return wait if barriers else None
+
+
+def end_extensions(run_dir: RunDir, config: RunConfig) -> None:
+    """Tell extensions on rank 0 that a run has ended; a failure of theirs is only a warning."""
+    for extension in active_extensions(config.extension_names):
+        if extension.at_end:
+            try:
+                load_target(extension.at_end)(run_dir, config)
+            except Exception as error:
+                name, kind = extension.name, type(error).__name__
+                logger.warning("extension %s: %s: %s", name, kind, error)

@@ -20,7 +20,7 @@ from instar.extensions.fleet.state import ENDED, FLEETS, STATE_FILE
 from instar.extensions.fleet.view.reader import FleetReader
 from instar.extensions.fleet.view.rows import InstanceRow, ProcessRow, group_name
 from instar.extensions.fleet.view.table import without_line_breaks
-from instar.logs.web.curves import printable
+from instar.logs.text.encoding import encodable
 from instar.record.events import to_words
 from instar.record.rundir import RunDir
 
@@ -37,7 +37,7 @@ MAX_BYTES = 1 << 25
 
 @dataclass
 class FleetCatalog:
-    """The fleets in the folder `fleets` beside a folder of runs; see `instar.logs.web.catalog`.
+    """The fleets in the folder `fleets` beside a folder of runs; see `instar.extensions.board.catalog`.
 
     Symbolic links are not followed.
     """
@@ -146,7 +146,7 @@ def logs_in(folder: Path) -> dict[str, Path]:
     for name, inside in _folders(folder / "logs").items():
         for entry in _entries(inside):
             if entry.name.endswith(".log") and entry.is_file(follow_symlinks=False):
-                paths[f"{name}/{printable(entry.name[:-4])}"] = inside / entry.name
+                paths[f"{name}/{encodable(entry.name[:-4])}"] = inside / entry.name
             if len(paths) >= MAX_LOGS:
                 return paths
     return paths
@@ -161,7 +161,7 @@ def _row(name: str, reader: FleetReader) -> dict[str, Any]:
 
 
 def _unread(name: str, error: Exception) -> dict[str, Any]:
-    reason = shortened(printable(f"cannot be read: {error}"))
+    reason = shortened(encodable(f"cannot be read: {error}"))
     return {"name": name, "state": "unread", "reason": reason, "counts": {}, "instances": []}
 
 
@@ -181,7 +181,7 @@ def _instance(row: InstanceRow, logs: Mapping[str, Path], run: str) -> dict[str,
         "ends_at": progress and progress.ends_at if row.state == "running" else None,
         "processes": [
             _process(
-                process, log if (log := f"{printable(row.run_name)}/{process.name}") in logs else ""
+                process, log if (log := f"{encodable(row.run_name)}/{process.name}") in logs else ""
             )
             for process in row.processes[:MAX_PROCESSES]
         ],
@@ -203,7 +203,7 @@ def _process(row: ProcessRow, log: str) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    return shortened(without_line_breaks(visible(printable(text))))
+    return shortened(without_line_breaks(visible(encodable(text))))
 
 
 def _rank(row: InstanceRow) -> tuple[bool, bool, int]:
@@ -216,7 +216,7 @@ def _folders(root: Path) -> dict[str, Path]:
     if root.is_symlink():
         return {}
     names = [entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False)]
-    return {printable(name): root / name for name in names}
+    return {encodable(name): root / name for name in names}
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

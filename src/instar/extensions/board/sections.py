@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from instar.config.errors import shortened
-from instar.logs.query.config import config_lines
-from instar.logs.query.failure import run_failure
-from instar.logs.query.final_test import Scatter, final_test
-from instar.logs.query.stages import RunStage, stages
-from instar.logs.query.summary import Summary, summarize
-from instar.logs.text.summary import family_rows
-from instar.logs.web.blocks import (
+from instar.extensions.board.blocks import (
     MAX_ROWS,
     Cell,
     Section,
@@ -31,7 +25,13 @@ from instar.logs.web.blocks import (
     table_sections,
     text_section,
 )
-from instar.logs.web.curves import printable
+from instar.logs.query.config import config_lines
+from instar.logs.query.failure import run_failure
+from instar.logs.query.final_test import Scatter, final_test
+from instar.logs.query.stages import RunStage, stages
+from instar.logs.query.summary import Summary, summarize
+from instar.logs.text.encoding import encodable
+from instar.logs.text.summary import family_rows
 from instar.record.events import (
     Alert,
     Failed,
@@ -252,7 +252,7 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
     samples = [
         {
             "step": event.step,
-            "from": shortened(msgspec.json.encode(printable(event.prompt)).decode(), 60),
+            "from": shortened(msgspec.json.encode(encodable(event.prompt)).decode(), 60),
             "prompt": shortened(event.prompt, 2000),
             "text": shortened(event.text, 4000),
         }

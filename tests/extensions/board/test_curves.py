@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from records import make_run
 from shown_runs import START, place, started, steps, told_run, write
 
+from instar.extensions.board.curves import SIGNIFICANT_FIGURES, _rounded, chart_data
 from instar.logs.read.record import AXES, read
-from instar.logs.web.curves import SIGNIFICANT_FIGURES, _rounded, chart_data
 from instar.record.events import OperationEvent, Train
 
 

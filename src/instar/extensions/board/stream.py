@@ -17,12 +17,14 @@ from starlette.types import Receive, Scope, Send
 
 from instar.config.errors import ConfigError, redacted
 from instar.config.files import open_regular
+from instar.extensions.board.catalog import Catalog, Fleets
+from instar.extensions.board.curves import curve
+from instar.logs.plot.marks import marks
 from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
 from instar.logs.read.lineage import Lineage
 from instar.logs.read.record import RecordedEvent, RunRecord, Series, read
-from instar.logs.web.catalog import Catalog, Fleets
-from instar.logs.web.curves import curve, marks, printable
+from instar.logs.text.encoding import encodable
 from instar.record.events import Event, Placed, RecordError, RunStarted
 from instar.record.rundir import RunDir
 
@@ -330,11 +332,11 @@ def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict
     }
     return {
         "points": {
-            printable(name): {"segment": events[0].segment} | curve(part, ALL_POINTS)
+            encodable(name): {"segment": events[0].segment} | curve(part, ALL_POINTS)
             for name, part in series.items()
             if name in metrics
         },
-        "names": [printable(name) for name in series if not name.endswith(":error")],
+        "names": [encodable(name) for name in series if not name.endswith(":error")],
         "marks": marks(RunRecord(run, events_only, {}, ())),
         "told": bool(events_only),
     }

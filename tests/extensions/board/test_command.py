@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from instar.cli.pages import dashboard
 from instar.config.errors import ConfigError
-from instar.logs.web import server as serve
+from instar.extensions.board import server as serve
+from instar.extensions.board.cli import dashboard
 
 
 def test_without_a_wish_any_port_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_the_page_is_opened_in_a_browser_if_asked(
 def test_what_is_not_installed_is_named(
     library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("instar.logs.web.")]:
+    for name in [name for name in sys.modules if name.startswith("instar.extensions.board.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     result = CliRunner().invoke(dashboard, [str(tmp_path)])

@@ -14,7 +14,7 @@ from dashboards import dashboard, make_run, served, started, train
 from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
 
-from instar.logs.web import PLACES
+from instar.extensions.board import PLACES
 from instar.record.events import Alert, Branched, Eval, Saved, encode
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold
@@ -485,7 +485,7 @@ def test_nothing_moves_when_points_arrive(browser: Browser, tmp_path: Path) -> N
 
 
 def test_the_page_loads_every_script_and_style_sheet_that_there_is() -> None:
-    web = files("instar.logs.web")
+    web = files("instar.extensions.board")
     page = (web / "page" / "index.html").read_text()
     loaded = re.findall(r'(?:src|href)="/page/([^"]*)"', page)
     there = [file.name for folder in PLACES for file in (web / folder).iterdir()]

@@ -1,5 +1,5 @@
 /* Sections of a run as elements: tables, lists, texts. What they say comes as text from
-   logs/web/sections.py. */
+   extensions/board/sections.py. */
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";

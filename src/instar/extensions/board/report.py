@@ -22,15 +22,16 @@ import numpy as np
 import instar
 from instar.config.errors import ConfigError, ConfigProblem, shortened
 from instar.extensions import layer_titles
+from instar.extensions.board import PLACES
+from instar.extensions.board.blocks import MAX_ROWS
+from instar.extensions.board.comparison import comparison
+from instar.extensions.board.curves import chart_data, chart_groups, chart_series
+from instar.extensions.board.sections import PARTS, folder_name, sections
 from instar.logs.query.groups import names
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, read
+from instar.logs.text.encoding import encodable
 from instar.logs.text.summary import page as summary_lines
-from instar.logs.web import PLACES
-from instar.logs.web.blocks import MAX_ROWS
-from instar.logs.web.comparison import comparison
-from instar.logs.web.curves import chart_data, chart_groups, chart_series, printable
-from instar.logs.web.sections import PARTS, folder_name, sections
 from instar.record.atomic import replace_file
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | Non
     title = folder_name(records[0]) if len(records) == 1 else f"{len(records)} runs"
     texts = ["\n".join(summary_lines(summarize(record), 100)) for record in records]
     data = {
-        "title": printable(title),
+        "title": encodable(title),
         "footer": f"Written by Instar {instar.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         "panels": charts,
         "answers": answers,
@@ -131,13 +132,13 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, request: ChartRequest)
     points = max(100, min(MAX_POINTS, MAX_PLOT_POINTS // (len(metrics) * len(records))))
     labels = names([record.run for record in records])
     runs = [
-        chart_data(record, points, metrics=metrics) | {"key": str(key), "name": printable(name)}
+        chart_data(record, points, metrics=metrics) | {"key": str(key), "name": encodable(name)}
         for key, (record, name) in enumerate(zip(records, labels, strict=True))
     ]
     groups = chart_groups(_by_key(records), request.by, request.group_names)
     data = {
-        "title": printable(chart.title),
-        "lead": printable(chart.subtitle),
+        "title": encodable(chart.title),
+        "lead": encodable(chart.subtitle),
         "panels": [
             ReportPanel(title, tuple(panel), wide=True)
             for title, panel in zip(titles, panels, strict=True)
@@ -188,12 +189,12 @@ def _page(title: str, data: dict[str, Any], text: str) -> str:
     # the script replaces this text; <noscript> would not show it if a policy blocks the script
     plain = (
         '<div class="plain-text"><p>Curves need JavaScript, which is off.</p>'
-        f"<pre>{escape(printable(shortened(text, TEXT_CHARACTERS)))}</pre></div>\n"
+        f"<pre>{escape(encodable(shortened(text, TEXT_CHARACTERS)))}</pre></div>\n"
     )
     block = f'<script type="application/json" id="data">{inlined(data)}</script>\n'
     page = _SCRIPT.sub("", _STYLE.sub("", page))
     page = page.replace('<meta charset="utf-8">\n', f'<meta charset="utf-8">\n{head}')
-    page = page.replace("<title>Instar</title>", f"<title>{escape(printable(title))}</title>")
+    page = page.replace("<title>Instar</title>", f"<title>{escape(encodable(title))}</title>")
     page = page.replace("</head>", f"<style>{style}</style>\n</head>")
     page = page.replace("<body>\n", '<body class="exported">\n')
     page = page.replace(_MAIN, f"{_MAIN}{plain}")
@@ -205,12 +206,12 @@ def _hash(text: str) -> str:
 
 
 def _any_asset(name: str) -> str:
-    web = files("instar.logs.web")
+    web = files("instar.extensions.board")
     return next(_asset(f"{place}/{name}") for place in PLACES if (web / place / name).is_file())
 
 
 def _asset(path: str) -> str:
-    return (files("instar.logs.web") / path).read_text(encoding="utf-8")
+    return (files("instar.extensions.board") / path).read_text(encoding="utf-8")
 
 
 def inlined(data: Any) -> str:

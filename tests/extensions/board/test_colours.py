@@ -10,7 +10,7 @@ from colours import VISIONS, closest, contrast
 
 from instar.logs.plot.style import COLOURS
 
-CSS = (files("instar.logs.web") / "charts" / "charts.css").read_text(encoding="utf-8")
+CSS = (files("instar.extensions.board") / "charts" / "charts.css").read_text(encoding="utf-8")
 
 
 def pairs(name: str) -> tuple[str, str]:

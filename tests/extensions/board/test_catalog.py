@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from dashboards import make_run
 
-from instar.logs.web import catalog
-from instar.logs.web.app import unseen
-from instar.logs.web.catalog import Catalog
+from instar.extensions.board import catalog
+from instar.extensions.board.app import unseen
+from instar.extensions.board.catalog import Catalog
 from instar.record.rundir import RunDir
 
 

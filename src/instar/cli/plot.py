@@ -1,4 +1,4 @@
-"""Runs as pictures and pages: `instar logs plot`, `instar report` and `instar dashboard`."""
+"""Runs as pictures: `instar logs plot`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import click
 
-from instar.cli.options import json_option
 from instar.cli.output import (
     WIDTH,
     as_text,
@@ -23,7 +22,7 @@ from instar.cli.output import (
     terminal_width,
 )
 from instar.config.errors import ConfigError, unfiltered
-from instar.extensions import catalog
+from instar.extensions import how_to_install, plot_in
 
 if TYPE_CHECKING:
     from instar.logs.plot.chart import Chart
@@ -116,6 +115,9 @@ def plot(
     from instar.logs.read.record import AXES
 
     form = _form(form, output, as_json=as_json, open_it=open_it)
+    if form == "html" and plot_in(form) is None:
+        remedy = how_to_install("plots", form)
+        raise ConfigError.one(f"no extension draws {form}", "--format", remedy)
     x = axis_named(axis, AXES, "--x")
     groups = selected_groups(runs, every=compare)
     request = ChartRequest(
@@ -191,9 +193,8 @@ def _deliver(
 
 def _drawn(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, form: str) -> bytes:
     if form == "html":
-        from instar.logs.web.report import plot_html
-
-        return plot_html(records, chart, request).encode("utf-8", "backslashreplace")
+        page: str = plot_in(form)(records, chart, request)
+        return page.encode("utf-8", "backslashreplace")
     from instar.logs.plot.figure import picture
 
     return picture(chart, cast(Literal["png", "svg", "pdf"], form))
@@ -241,87 +242,3 @@ def _screen(*, to_stdout: bool) -> TerminalSize:
         colour=is_terminal and not plain and not os.environ.get("NO_COLOR"),
         ascii=plain or not encoding.startswith("utf"),
     )
-
-
-REPORT_OF_SEVERAL = "report.html"
-
-
-@click.command()
-@runs_argument
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="Default: report.html in the run's folder; for several runs, in the working directory.",
-)
-@click.option("-e", "--open", "open_it", is_flag=True, help="Open it in a browser.")
-@json_option
-def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: bool) -> int:
-    """Write the latest run, or several RUNs side by side, as one self-contained HTML page.
-
-    A RUN may also be a fleet, such as fleets/NAME: mean and standard deviation over its seeds.
-    It is the dashboard's page with its data inside: curves, operations with their proofs, stages,
-    checkpoints, warnings, the final test, config and environment. It makes no network requests.
-    --json prints a summary of what was written.
-    """
-    from instar.logs.query.summary import summarize, to_json
-    from instar.logs.web.report import report_html
-    from instar.record.atomic import replace_file
-
-    groups = selected_groups(runs)
-    read = read_all([*groups])
-    if not read.records:
-        return read.report_faults()
-    default = read.records[0].run.report if len(read.records) == 1 else Path(REPORT_OF_SEVERAL)
-    path = output or default
-    content = report_html(read.records, groups).encode("utf-8", "backslashreplace")
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
-    summaries = [to_json(summarize(record)) for record in read.records] if as_json else []
-    as_dict = {"path": str(path), "size_bytes": len(content), "runs": summaries}
-    deliver(as_text(as_dict) if as_json else str(path), None)
-    if open_it:
-        launch(path)
-    return read.report_faults()
-
-
-@click.command()
-@click.argument("folder", metavar="[DIR]", default="runs", type=click.Path(path_type=Path))
-@click.option("--port", type=click.IntRange(0, 65535), help="0: any free one.  [default: 8787]")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--token", help="Access token of the page.  [default: random]")
-@click.option("-e", "--open", "opens", is_flag=True, help="Open the page in a browser.")
-@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
-def dashboard(
-    folder: Path, port: int | None, host: str, token: str | None, opens: bool, as_json: bool
-) -> None:
-    """Show runs live in a browser: the runs in DIR (default: runs), or one run; and the fleets in the
-    folder `fleets` beside DIR.
-
-    The page is read-only. It is reachable only from this machine, unless --host is set, and only
-    with the printed address, which contains a token. Ctrl-C ends it.
-    """
-    try:
-        from instar.logs.web.server import bind, serve
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name not in ("starlette", "uvicorn"):
-            raise
-        raise ConfigError.one(
-            f"the dashboard needs {name}", hint="pip install 'instar[dashboard]'"
-        ) from error
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError.one(f"{folder} is not a folder", hint="name a folder of runs, or a run")
-    address = bind(host, port, token)
-    if not folder.exists():
-        click.echo(f"{folder} does not exist yet; its runs will be shown as they appear", err=True)
-    click.echo(as_text({"url": address.url}) if as_json else address.url)
-    click.echo(f"Shows {folder}, read-only. Ctrl-C ends it.", err=True)
-    if opens:
-        import webbrowser
-
-        webbrowser.open(address.url_once)
-    serve(folder, address, catalog("fleets"))

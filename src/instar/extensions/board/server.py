@@ -30,8 +30,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from instar.config.errors import ConfigError
 from instar.distributed.rendezvous import listen
-from instar.logs.web.app import dashboard
-from instar.logs.web.catalog import MakeFleets
+from instar.extensions.board.app import dashboard
+from instar.extensions.board.catalog import MakeFleets
 
 ENTRY = (
     '<!doctype html><meta charset="utf-8"><title>Instar</title><script src="/page/enter.js">'

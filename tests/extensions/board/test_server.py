@@ -20,14 +20,14 @@ from dashboards import asking, dashboard, make_run, served, started, train
 from figures import FULL
 from written_runs import written
 
-from instar.cli.pages import dashboard as command
 from instar.config.errors import ConfigError
 from instar.config.load import load
+from instar.extensions.board import server as connection
+from instar.extensions.board.cli import dashboard as command
+from instar.extensions.board.report import report_html
+from instar.extensions.board.server import Ending, bind, configured
 from instar.logs.query.config import config_values
 from instar.logs.read.record import read
-from instar.logs.web import server as connection
-from instar.logs.web.report import report_html
-from instar.logs.web.server import Ending, bind, configured
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.record.trackers.tracker import flat

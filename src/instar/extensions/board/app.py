@@ -18,18 +18,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.config.errors import InstarError
+from instar.extensions.board import PLACES
+from instar.extensions.board.catalog import Catalog, MakeFleets
+from instar.extensions.board.comparison import comparison
+from instar.extensions.board.curves import POINTS, chart_groups, curves_of_run
+from instar.extensions.board.sections import PARTS, sections
+from instar.extensions.board.stream import MAX_RUNS, EventStream, log_after, stream
+from instar.logs.plot.marks import marks
 from instar.logs.query.family import branched
 from instar.logs.query.stages import stages
 from instar.logs.query.state import run_status
 from instar.logs.query.summary import summarize, to_json
 from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read
 from instar.logs.read.summary_cache import cached_summary
-from instar.logs.web import PLACES
-from instar.logs.web.catalog import Catalog, MakeFleets
-from instar.logs.web.comparison import comparison
-from instar.logs.web.curves import POINTS, chart_groups, curves_of_run, marks, printable
-from instar.logs.web.sections import PARTS, sections
-from instar.logs.web.stream import MAX_RUNS, EventStream, log_after, stream
+from instar.logs.text.encoding import encodable
 from instar.record.events import Event, to_words
 from instar.record.rundir import RunDir
 
@@ -187,26 +189,26 @@ def row(run: RunDir) -> dict[str, Any]:
     summary = cached_summary(run)
     has_record = run.events.exists()
     if summary.fault and has_record:
-        return {"id": printable(run.id), "name": printable(run.path.name), "state": "unread"} | {
-            "reason": printable(summary.fault)
+        return {"id": encodable(run.id), "name": encodable(run.path.name), "state": "unread"} | {
+            "reason": encodable(summary.fault)
         }
     source = run.events if has_record else run.config
     first = branched(summary)
     status = run_status(run, summary.events, summary.seen or source.stat().st_mtime)
     as_json: dict[str, Any] = to_words(
         {
-            "id": printable(summary.id),
-            "name": printable(summary.name),
+            "id": encodable(summary.id),
+            "name": encodable(summary.name),
             "state": status.state,
-            "reason": printable(status.reason),
+            "reason": encodable(status.reason),
             "step": summary.step or 0,
             "loss": summary.loss,
             "best": summary.best,
-            "best_metric": printable(summary.best_metric),
+            "best_metric": encodable(summary.best_metric),
             "higher_is_better": summary.best_is_max,
             "started": summary.started or source.stat().st_mtime,
             "seen": summary.seen,
-            "model": printable(summary.model),
+            "model": encodable(summary.model),
             "unit": summary.unit,
             **({} if first is None else {"trunk": first.parent, "branched_at": first.step}),
         }
@@ -217,8 +219,8 @@ def row(run: RunDir) -> dict[str, Any]:
 def unseen(run: RunDir, written_at: float) -> dict[str, Any]:
     """Returns the row of a run that has not been read yet; `written_at`: Unix seconds."""
     return {
-        "id": printable(run.id),
-        "name": printable(run.name),
+        "id": encodable(run.id),
+        "name": encodable(run.name),
         "state": "unseen",
         "started": written_at,
     }
@@ -236,7 +238,7 @@ def sections_of(run: RunDir, part: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"sections": sections(part, record)}
     if part == "stages" and (run_stages := stages(record)):
         last = run_stages[-1]
-        answer["shape"] = {"model": printable(last.model), "parameters": last.parameters}
+        answer["shape"] = {"model": encodable(last.model), "parameters": last.parameters}
     return answer
 
 
@@ -256,7 +258,7 @@ def events_of(run: RunDir) -> dict[str, Any]:
     return {
         "total": len(record.events),
         "events": [_event(record, logged) for logged in latest],
-        "faults": list(map(printable, record.faults)),
+        "faults": list(map(encodable, record.faults)),
     }
 
 
@@ -290,7 +292,7 @@ def _event(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, Any]:
         "segment": event.segment,
         "step": getattr(event, "step", None),
         "title": mark["title"] if mark else kind.replace("_", " "),
-        "text": mark["text"] if mark else printable(_text(fields)),
+        "text": mark["text"] if mark else encodable(_text(fields)),
         "superseded": not logged.kept,
         "fields": fields,
     }

@@ -9,9 +9,9 @@ from dashboards import make_run, train
 from starlette.datastructures import QueryParams
 from starlette.types import Message
 
-from instar.logs.web import stream as live
-from instar.logs.web.app import row, unseen
-from instar.logs.web.catalog import Catalog
+from instar.extensions.board import stream as live
+from instar.extensions.board.app import row, unseen
+from instar.extensions.board.catalog import Catalog
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 

@@ -1,7 +1,7 @@
 /* One chart of one or several runs, drawn over uPlot.
 
    const chart = new InstarChart(element, {metric: "loss", x: "step", log: false, smooth: 0, marks: true});
-   chart.setRuns([chartData, …]);            // as `chart_data` of logs/web/curves.py makes them
+   chart.setRuns([chartData, …]);            // as `chart_data` of extensions/board/curves.py makes them
    chart.setGroups([{name, runs: [key, …], of: "seeds"}, …]);    // means in place of runs; null: runs
    chart.setOptions({x: "tokens"});          // any of the options
    chart.append(runId, "loss", {x: {step: 9, …}, value: 3.2});   // numbers, or arrays of them

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 from instar.config.errors import shortened
 from instar.config.fields import differing
 from instar.config.origins import plain
-from instar.logs.query.basis import comparability
-from instar.logs.query.config import config_values
-from instar.logs.query.groups import RunGroup, short_values, warnings_on_data
-from instar.logs.query.labels import labels_of
-from instar.logs.query.stages import stages
-from instar.logs.query.summary import Summary, summarize
-from instar.logs.web.blocks import (
+from instar.extensions.board.blocks import (
     MAX_ROWS,
     Cell,
     Section,
@@ -26,7 +20,13 @@ from instar.logs.web.blocks import (
     table,
     text_section,
 )
-from instar.logs.web.sections import folder_name, key_figures
+from instar.extensions.board.sections import folder_name, key_figures
+from instar.logs.query.basis import comparability
+from instar.logs.query.config import config_values
+from instar.logs.query.groups import RunGroup, short_values, warnings_on_data
+from instar.logs.query.labels import labels_of
+from instar.logs.query.stages import stages
+from instar.logs.query.summary import Summary, summarize
 
 if TYPE_CHECKING:
     from instar.logs.query.labels import RunLabels

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import shortened
-from instar.logs.web.curves import printable
+from instar.logs.text.encoding import encodable
 from instar.record.events import ImageEvent, TableEvent
 from instar.record.format import duration, si
 from instar.record.media import read_image
@@ -115,9 +115,9 @@ def date_text(time: float) -> str:
 def printable_section(value: Any) -> Any:
     """Returns `value` with all strings encodable as UTF-8."""
     if isinstance(value, str):
-        return printable(value)
+        return encodable(value)
     if isinstance(value, dict):
-        return {printable(str(key)): printable_section(section) for key, section in value.items()}
+        return {encodable(str(key)): printable_section(section) for key, section in value.items()}
     if isinstance(value, list | tuple):
         return [printable_section(section) for section in value]
     return value

@@ -1,0 +1,18 @@
+"""What the dashboard and the report add to Instar."""
+
+from instar.extensions import CommandSpec, Extension
+
+_HERE = "instar.extensions.board"
+_REPORT = CommandSpec(f"{_HERE}.cli:report", "Write a self-contained HTML report of a run.", "logs")
+
+EXTENSION = Extension(
+    name="board",
+    summary="runs in a browser: the dashboard, and a run's report",
+    commands={
+        "report": _REPORT,
+        "dashboard": CommandSpec(f"{_HERE}.cli:dashboard", "Watch runs in a browser.", "report"),
+        "logs report": _REPORT,
+    },
+    plots={"html": f"{_HERE}.report:plot_html"},
+    at_end=f"{_HERE}.at_end:write_report_of_run",
+)
