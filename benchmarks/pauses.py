@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from instar.checkpoint.listing import checkpoints
-from instar.checkpoint.manifest import read_manifest, verify
+from instar.checkpoint.listing import list_checkpoints
+from instar.checkpoint.manifest import read_manifest, verify_files
 from instar.config.load import load
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
@@ -80,10 +80,10 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
             stall_s.append(background(trainer, statistics.median(alone)))
             trainer.step()
             sync_s.append(timed(lambda: trainer.save("waited for", wait=True)))
-            path = checkpoints(trainer.parts.saver.root)[-1]
+            path = list_checkpoints(trainer.parts.saver.root)[-1]
             files = {file: file.stat().st_size for file in path.rglob("*.safetensors")}
             raw_s.append(raw_write(folder, sum(files.values())))
-            seconds = timed(lambda path=path: verify(path, read_manifest(path)))
+            seconds = timed(lambda path=path: verify_files(path, read_manifest(path)))
             verify_rate.append(sum(files.values()) / seconds / 1e9)
             print(f"{size.name}: {repeat + 1} of {size.repeats}", file=sys.stderr)
     median = statistics.median(step_s)

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from instar.checkpoint.layout import Parts
 from instar.checkpoint.manifest import CheckpointError, Facts
-from instar.checkpoint.store import load, publish
+from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig, ParallelConfig
 from instar.distributed.shards import held, own
@@ -164,7 +164,7 @@ class Ranks:
 
     def save(self, root: Path, step: int, state: State) -> None:
         components = {c: {n: held(t) for n, t in each.items()} for c, each in state.items()}
-        publish(root, step, components, {}, architecture={}, world=self.world)
+        publish_checkpoint(root, step, components, {}, architecture={}, world=self.world)
 
     def background(self, root: Path, step: int, state: State) -> None:
         """A save for which training stops only while the tensors are copied."""
@@ -177,9 +177,9 @@ class Ranks:
     def load(self, path: Path, state: State) -> None:
         """As a resume does: rank 0 reads every byte for the checksums, then each rank its rows."""
         if self.world.is_main:
-            load(path)
+            load_checkpoint(path)
         dist.barrier()
-        checkpoint = load(path, check=False)
+        checkpoint = load_checkpoint(path, check=False)
         for component, into in state.items():
             with checkpoint.reading(component) as read:
                 copy_tensors(into, Parts(read, into, into.__getitem__))
@@ -199,7 +199,7 @@ class Ranks:
         dist.barrier()
         if self.world.is_main:
             try:
-                load(path)
+                load_checkpoint(path)
             except CheckpointError as error:
                 return float(str(file) in str(error))
         return 0.0

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from instar.checkpoint.compare import compare_tensors
-from instar.checkpoint.inspect import check
+from instar.checkpoint.inspect import verify_checkpoint
 from instar.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
     encode_manifest,
     read_manifest,
 )
-from instar.checkpoint.store import load, publish
+from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 
 
 def save(root: Path, tensors: dict[str, Tensor], **components: dict[str, Tensor]) -> Path:
     weights = {name: tensor.clone() for name, tensor in tensors.items()}
-    return publish(root, 5, {"model": weights, **components}, {"cursor": 40}, architecture={})
+    return publish_checkpoint(
+        root, 5, {"model": weights, **components}, {"cursor": 40}, architecture={}
+    )
 
 
 @pytest.fixture
@@ -33,8 +35,8 @@ def whole(tmp_path: Path) -> Path:
 
 
 def test_a_whole_checkpoint_is_said_to_be(whole: Path) -> None:
-    found = check(whole)
-    assert (found.broken, found.unlisted) == ((), ())
+    found = verify_checkpoint(whole)
+    assert (found.broken, found.extra_files) == ((), ())
     files = [path for path in whole.iterdir() if path.name != "manifest.json"]
     assert found.size_bytes == sum(path.stat().st_size for path in files)
     assert found.bytes_per_s == found.size_bytes / found.seconds
@@ -46,7 +48,7 @@ def test_every_broken_file_is_named_not_only_the_first(whole: Path) -> None:
     (whole / "model.safetensors").write_bytes(content)
     (whole / "optimizer.safetensors").unlink()
     (whole / "state.json").write_bytes(b"")
-    found = check(whole).broken
+    found = verify_checkpoint(whole).broken
     assert len(found) == 3
     for name, wrong in [
         ("model.safetensors", "its checksum does not match"),
@@ -61,21 +63,21 @@ def test_files_that_change_places_are_found(whole: Path) -> None:
     a.rename(whole / "aside")
     b.rename(a)
     (whole / "aside").rename(b)
-    assert len(check(whole).broken) == 2
+    assert len(verify_checkpoint(whole).broken) == 2
 
 
 def test_a_broken_manifest_is_the_one_fault(whole: Path) -> None:
     manifest = (whole / "manifest.json").read_text().replace('"step": 5', '"step": 6')
     (whole / "manifest.json").write_text(manifest)
-    (fault,) = check(whole).broken
+    (fault,) = verify_checkpoint(whole).broken
     assert "manifest.json: content has changed" in fault
 
 
 def test_a_file_that_nobody_saved_is_pointed_out(whole: Path) -> None:
     (whole / "rng").mkdir()
     (whole / "rng/rank-9.safetensors").touch()
-    found = check(whole)
-    assert (found.broken, found.unlisted) == ((), ("rng/rank-9.safetensors",))
+    found = verify_checkpoint(whole)
+    assert (found.broken, found.extra_files) == ((), ("rng/rank-9.safetensors",))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_manifest_names_no_files_but_those_of_a_checkpoint(whole: Path, name: 
     files = manifest.files | {name: FileEntry(0, "", "REPLICATED")}
     text = encode_manifest(msgspec.structs.replace(manifest, files=files))
     (whole / "manifest.json").write_bytes(text)
-    (fault,) = check(whole).broken
+    (fault,) = verify_checkpoint(whole).broken
     assert f"{name!r} is not the name of a file" in fault
     with pytest.raises(CheckpointError, match="is not the name of a file"):
         compare_tensors(whole, whole)
@@ -122,7 +124,7 @@ def test_a_number_that_no_checkpoint_has_is_a_fault(whole: Path, field: str, val
     manifest = read_manifest(whole)
     text = encode_manifest(msgspec.structs.replace(manifest, **{field: value}))
     (whole / "manifest.json").write_bytes(text)
-    assert ["not a manifest" in fault for fault in check(whole).broken] == [True]
+    assert ["not a manifest" in fault for fault in verify_checkpoint(whole).broken] == [True]
 
 
 @pytest.mark.timeout(60)
@@ -137,12 +139,12 @@ def test_a_file_of_a_checkpoint_that_is_no_file_is_a_fault(
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "mine")
-    (fault,) = check(whole).broken
+    (fault,) = verify_checkpoint(whole).broken
     assert str(path) in fault
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        load(whole)
+        load_checkpoint(whole)
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        load(whole, check=False).tensors()
+        load_checkpoint(whole, check=False).tensors()
 
 
 def test_tensors_are_same_changed_or_only_in_one(tmp_path: Path) -> None:

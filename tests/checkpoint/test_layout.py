@@ -13,10 +13,10 @@ import torch
 from forks import Forks
 from safetensors.torch import save_file
 
-from instar.checkpoint.inspect import TensorEntry, check, encode_header
-from instar.checkpoint.layout import layout
+from instar.checkpoint.inspect import TensorEntry, encode_header, verify_checkpoint
+from instar.checkpoint.layout import component_layout
 from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, Part, encode_manifest
-from instar.checkpoint.store import Checkpoint, CheckpointWriter, load, written
+from instar.checkpoint.store import Checkpoint, CheckpointWriter, load_checkpoint, tensors_to_write
 from instar.distributed.shards import SavedRows
 
 WHOLE = {
@@ -50,7 +50,7 @@ def saved(tmp_path: Path) -> Checkpoint:
         writer.write({"model": rows_of(rank)}, {}, rank)
         writers[0].files.update(writer.files)
     path = writers[0].publish(architecture={}, history=[], facts=Facts(), world_size=SHARDS)
-    return load(path)
+    return load_checkpoint(path)
 
 
 def test_every_rank_has_a_file_with_its_rows(saved: Checkpoint) -> None:
@@ -86,7 +86,7 @@ def test_a_replica_saves_nothing(tmp_path: Path) -> None:
     first = rows_of(1)["weight"]
     assert isinstance(first, SavedRows)
     replica = replace(first, saved=False)
-    assert written({"weight": replica}) == {}
+    assert tensors_to_write({"weight": replica}) == {}
     writer.write({"model": {"weight": replica}}, {}, 3)
     assert writer.files == {}
 
@@ -96,7 +96,7 @@ def test_damage_is_found_by_name(saved: Checkpoint) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    (broken,) = check(saved.path).broken
+    (broken,) = verify_checkpoint(saved.path).broken
     assert "model/2-of-4.safetensors: content has changed" in broken
 
 
@@ -123,7 +123,7 @@ def test_what_a_manifest_says_of_rows_is_not_trusted(
     file = "model/1-of-4.safetensors"
     parts = saved.manifest.files[file].parts
     with pytest.raises(CheckpointError, match=said):
-        layout(saved.path, changed(saved, file, {**parts, "weight": part}), "model")
+        component_layout(saved.path, changed(saved, file, {**parts, "weight": part}), "model")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_missing_file_and_one_too_many_are_named(
         files[f"{added}.safetensors"] = files["model/3-of-4.safetensors"]
     files.pop(f"{lost}.safetensors", None)
     with pytest.raises(CheckpointError, match=said):
-        layout(saved.path, msgspec.structs.replace(saved.manifest, files=files), "model")
+        component_layout(saved.path, msgspec.structs.replace(saved.manifest, files=files), "model")
 
 
 @pytest.mark.parametrize("name", ["model/../x", "model/..", "/etc/passwd", "model/0-of-4/x", "m/0"])
@@ -155,7 +155,7 @@ def test_no_path_leads_out_of_the_folder(saved: Checkpoint, name: str) -> None:
     claimed = msgspec.structs.replace(saved.manifest, files=files)
     (saved.path / "manifest.json").write_bytes(encode_manifest(claimed))
     with pytest.raises(CheckpointError, match="is not the name of a file of a checkpoint"):
-        load(saved.path)
+        load_checkpoint(saved.path)
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(saved: Checkpoint) -> None:
@@ -163,7 +163,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(saved: Checkpoint) -> None:
     file.rename(saved.path.parent / "elsewhere")
     file.symlink_to(saved.path.parent / "elsewhere")
     with pytest.raises(CheckpointError, match=r"model/1-of-4\.safetensors: a symbolic link"):
-        load(saved.path)
+        load_checkpoint(saved.path)
     with pytest.raises(CheckpointError, match="1-of-4"), saved.reading("model") as read:
         read.rows("weight", 2, 3)
 

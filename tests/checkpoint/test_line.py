@@ -8,17 +8,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from instar.checkpoint.line import LINE, continued, is_on, left_at, line_of, write_line
-from instar.checkpoint.listing import RetentionPolicy, checkpoints, latest, latest_intact, prune
+from instar.checkpoint.line import (
+    LINE,
+    is_on_line,
+    line_of,
+    line_of_start,
+    superseded_at,
+    write_line,
+)
+from instar.checkpoint.listing import (
+    RetentionPolicy,
+    latest_checkpoint,
+    latest_intact,
+    list_checkpoints,
+    prune_checkpoints,
+)
 from instar.checkpoint.manifest import CheckpointError, Facts, RunStart, read_manifest
-from instar.checkpoint.store import LATEST, publish
+from instar.checkpoint.store import LATEST, publish_checkpoint
 
 
 def save(root: Path, step: int, line: list[RunStart], loss: float | None = None) -> Path:
     tensors = {"weight": torch.full((4,), float(step))}
     facts = Facts(loss=loss, line=line)
     state = {"starts": len(line)}
-    return publish(root, step, {"model": tensors}, state, architecture={}, facts=facts)
+    return publish_checkpoint(root, step, {"model": tensors}, state, architecture={}, facts=facts)
 
 
 def damage(path: Path, file: str = "model.safetensors") -> None:
@@ -28,17 +41,17 @@ def damage(path: Path, file: str = "model.safetensors") -> None:
 @pytest.fixture
 def forked(tmp_path: Path) -> Path:
     """Saved at 10, 20 and 30; gone back to 20, and saved at 25."""
-    first = continued(None)
+    first = line_of_start(None)
     for step in (10, 20, 30):
         save(tmp_path, step, first)
-    second = continued(read_manifest(tmp_path / "checkpoints" / "step-20"))
+    second = line_of_start(read_manifest(tmp_path / "checkpoints" / "step-20"))
     write_line(tmp_path, second)
     save(tmp_path, 25, second)
     return tmp_path
 
 
 def names(root: Path) -> list[str]:
-    return [path.name for path in checkpoints(root)]
+    return [path.name for path in list_checkpoints(root)]
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -49,7 +62,9 @@ def test_what_was_saved_behind_the_step_gone_back_to_lies_on_a_branch(
     if not written:
         (forked / "checkpoints" / LINE).unlink()
     line = line_of(forked)
-    found = {path.name: left_at(read_manifest(path), line) for path in checkpoints(forked)}
+    found = {
+        path.name: superseded_at(read_manifest(path), line) for path in list_checkpoints(forked)
+    }
     assert found == {"step-10": None, "step-20": None, "step-30": 20, "step-25": None}
 
 
@@ -66,7 +81,7 @@ def test_behind_a_damaged_latest_the_newest_of_the_same_line_is_found(
 def test_without_a_pointer_the_latest_is_the_newest_of_the_line(forked: Path) -> None:
     shutil.rmtree(forked / "checkpoints" / "step-25")
     (forked / "checkpoints" / LATEST).unlink()
-    assert latest(forked).name == "step-20"
+    assert latest_checkpoint(forked).name == "step-20"
 
 
 def test_where_only_a_branch_is_whole_nothing_is_taken_and_the_branch_is_named(
@@ -80,22 +95,22 @@ def test_where_only_a_branch_is_whole_nothing_is_taken_and_the_branch_is_named(
 
 def test_a_branch_takes_no_place_of_the_line_and_goes_when_it_is_old(forked: Path) -> None:
     second = list(read_manifest(forked / "checkpoints" / "step-25").line)
-    prune(forked, RetentionPolicy(last=2, best=0))
+    prune_checkpoints(forked, RetentionPolicy(last=2, best=0))
     assert names(forked) == ["step-20", "step-30", "step-25"]
     save(forked, 28, second)
-    prune(forked, RetentionPolicy(last=2, best=0))
+    prune_checkpoints(forked, RetentionPolicy(last=2, best=0))
     assert names(forked) == ["step-25", "step-28"]
 
 
 def test_the_best_that_stays_is_that_of_the_line(tmp_path: Path) -> None:
-    first = continued(None)
+    first = line_of_start(None)
     save(tmp_path, 10, first, loss=2.0)
     save(tmp_path, 20, first, loss=1.0)
-    second = continued(read_manifest(tmp_path / "checkpoints" / "step-10"))
+    second = line_of_start(read_manifest(tmp_path / "checkpoints" / "step-10"))
     write_line(tmp_path, second)
     for step in (11, 12, 13):
         save(tmp_path, step, second, loss=3.0)
-    prune(tmp_path, RetentionPolicy(last=1, best=1))
+    prune_checkpoints(tmp_path, RetentionPolicy(last=1, best=1))
     assert names(tmp_path) == ["step-10", "step-13"]
 
 
@@ -104,5 +119,5 @@ def test_checkpoints_without_a_line_all_count(tmp_path: Path) -> None:
         save(tmp_path, step, [])
     assert line_of(tmp_path) is None
     assert latest_intact(tmp_path)[0].path.name == "step-20"
-    line = continued(read_manifest(tmp_path / "checkpoints" / "step-20"))
-    assert all(is_on(read_manifest(path), line) for path in checkpoints(tmp_path))
+    line = line_of_start(read_manifest(tmp_path / "checkpoints" / "step-20"))
+    assert all(is_on_line(read_manifest(path), line) for path in list_checkpoints(tmp_path))

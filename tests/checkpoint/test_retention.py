@@ -10,25 +10,25 @@ from instar.checkpoint.listing import (
     BEST,
     RetentionPolicy,
     best_pointer,
-    checkpoints,
-    latest,
-    point,
-    pointed_at,
-    prunable,
-    prune,
+    checkpoints_to_prune,
+    latest_checkpoint,
+    list_checkpoints,
+    pointer_target,
+    prune_checkpoints,
+    update_pointer,
 )
 from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, read_manifest
-from instar.checkpoint.store import load, publish
+from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 
 
 def save(root: Path, step: int, loss: float | None = None) -> Path:
     tensors = {"weight": torch.full((4,), float(step))}
     facts = Facts(loss=loss)
-    return publish(root, step, {"model": tensors}, {}, architecture={}, facts=facts)
+    return publish_checkpoint(root, step, {"model": tensors}, {}, architecture={}, facts=facts)
 
 
 def names(root: Path) -> list[str]:
-    return [path.name for path in checkpoints(root)]
+    return [path.name for path in list_checkpoints(root)]
 
 
 def manifest(step: int, loss: float | None) -> tuple[Path, Manifest]:
@@ -49,11 +49,11 @@ def test_the_last_the_best_and_every_so_many_steps_stay(tmp_path: Path) -> None:
     losses = {100: 3.0, 150: 2.0, 200: 2.5, 250: None, 300: 2.9, 350: 2.8}
     for step, loss in losses.items():
         save(tmp_path, step, loss)
-    gone = prune(tmp_path, RetentionPolicy(last=2, best=1, every=100))
+    gone = prune_checkpoints(tmp_path, RetentionPolicy(last=2, best=1, every=100))
     assert names(tmp_path) == ["step-100", "step-150", "step-200", "step-300", "step-350"]
     assert [path.name for path in gone] == ["step-250"]
-    for path in checkpoints(tmp_path):
-        load(path)
+    for path in list_checkpoints(tmp_path):
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize(("better", "kept"), [("max", 2), ("min", 3)])
@@ -62,18 +62,18 @@ def test_the_best_are_those_of_a_metric_in_its_direction(
 ) -> None:
     for step, score in {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4}.items():
         facts = Facts(loss=float(step), metrics={"loss": float(step), "a/b": score})
-        publish(
+        publish_checkpoint(
             tmp_path, step, {"model": {"w": torch.ones(step)}}, {}, architecture={}, facts=facts
         )
     save(tmp_path, 5)  # which was not evaluated
-    prune(tmp_path, RetentionPolicy(last=1, best=1, metric="a/b", better=better))
+    prune_checkpoints(tmp_path, RetentionPolicy(last=1, best=1, metric="a/b", better=better))
     assert names(tmp_path) == [f"step-{kept}", "step-5"]
 
 
 def test_checkpoints_of_earlier_versions_are_the_best_by_their_loss(tmp_path: Path) -> None:
     for step, loss in {1: 2.0, 2: 1.0, 3: 3.0}.items():
         save(tmp_path, step, loss)
-    prune(tmp_path, RetentionPolicy(last=1, best=1, metric="loss"))
+    prune_checkpoints(tmp_path, RetentionPolicy(last=1, best=1, metric="loss"))
     assert names(tmp_path) == ["step-2", "step-3"]
 
 
@@ -89,22 +89,22 @@ def test_no_two_metrics_have_one_pointer(one: str, other: str) -> None:
 def test_the_best_of_a_metric_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
     (tmp_path / "checkpoints" / "best-c-d").write_text(f"{third.name}\n")  # of an earlier version
-    point(tmp_path, best_pointer("a/b"), first)
-    point(tmp_path, best_pointer("a-b"), second)
-    assert pointed_at(tmp_path, "best-a/b") == pointed_at(tmp_path, "best-a%2Fb") == first
-    assert pointed_at(tmp_path, "best-a-b") == second
-    assert pointed_at(tmp_path, "best-c/d") == pointed_at(tmp_path, "best-c-d") == third
-    assert pointed_at(tmp_path, "best-../../x") is None
+    update_pointer(tmp_path, best_pointer("a/b"), first)
+    update_pointer(tmp_path, best_pointer("a-b"), second)
+    assert pointer_target(tmp_path, "best-a/b") == pointer_target(tmp_path, "best-a%2Fb") == first
+    assert pointer_target(tmp_path, "best-a-b") == second
+    assert pointer_target(tmp_path, "best-c/d") == pointer_target(tmp_path, "best-c-d") == third
+    assert pointer_target(tmp_path, "best-../../x") is None
 
 
 def test_what_latest_and_best_name_stays_whatever_is_asked(tmp_path: Path) -> None:
     first = save(tmp_path, 1)
-    point(tmp_path, BEST, first)
+    update_pointer(tmp_path, BEST, first)
     for step in (2, 3, 4):
         save(tmp_path, step)
-    prune(tmp_path, RetentionPolicy(last=1, best=0))
+    prune_checkpoints(tmp_path, RetentionPolicy(last=1, best=0))
     assert names(tmp_path) == ["step-1", "step-4"]
-    assert latest(tmp_path).name == "step-4"
+    assert latest_checkpoint(tmp_path).name == "step-4"
 
 
 def test_one_whose_manifest_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_one_whose_manifest_cannot_be_read_is_left_alone(tmp_path: Path) -> None
     (broken / "manifest.json").write_text("{")
     save(tmp_path, 2)
     save(tmp_path, 3)
-    prune(tmp_path, RetentionPolicy(last=1))
+    prune_checkpoints(tmp_path, RetentionPolicy(last=1))
     assert names(tmp_path) == ["step-1", "step-3"]
 
 
@@ -121,7 +121,7 @@ def test_the_last_saved_is_not_the_highest_step_after_going_back(tmp_path: Path)
     for step in (100, 200, 300, 150):
         save(tmp_path, step)
     assert names(tmp_path)[-1] == "step-150"
-    prune(tmp_path, RetentionPolicy(last=1))
+    prune_checkpoints(tmp_path, RetentionPolicy(last=1))
     assert names(tmp_path) == ["step-150"]
 
 
@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path, loss: float)
     save(tmp_path, 1, loss)
     save(tmp_path, 2, 5.0)
     save(tmp_path, 3)
-    prune(tmp_path, RetentionPolicy(last=1, best=1))
+    prune_checkpoints(tmp_path, RetentionPolicy(last=1, best=1))
     assert names(tmp_path) == ["step-2", "step-3"]
     assert read_manifest(tmp_path / "checkpoints" / "step-2").loss == 5.0
 
@@ -145,7 +145,7 @@ def test_no_more_and_no_less_than_asked_for_goes(
     losses: list[float | None], last: int, best: int, every: int | None
 ) -> None:
     saved = [manifest(step, loss) for step, loss in enumerate(losses)]
-    gone = prunable(saved, RetentionPolicy(last, best, every))
+    gone = checkpoints_to_prune(saved, RetentionPolicy(last, best, every))
     kept = [path for path, _ in saved if path not in gone]
     assert {path for path, _ in saved[-last:]} <= set(kept)
     judged = sorted(loss for loss in losses if loss is not None)
@@ -162,5 +162,5 @@ def test_nothing_is_deleted_where_a_link_leads(tmp_path: Path) -> None:
     theirs.mkdir()
     (theirs / "checkpoints").symlink_to(mine / "checkpoints")
     with pytest.raises(CheckpointError, match="symbolic link"):
-        prune(theirs, RetentionPolicy(last=1))
+        prune_checkpoints(theirs, RetentionPolicy(last=1))
     assert names(mine) == ["step-1", "step-2", "step-3"]

@@ -17,10 +17,10 @@ import torch
 from forks import Forks
 from safetensors.torch import load_file
 
-from instar.checkpoint.inspect import check
-from instar.checkpoint.listing import latest, resolve
+from instar.checkpoint.inspect import verify_checkpoint
+from instar.checkpoint.listing import latest_checkpoint, resolve_checkpoint
 from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
-from instar.checkpoint.store import load, publish
+from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.config.errors import ConfigError
 from instar.record import atomic
 
@@ -37,16 +37,18 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def save(root: Path, step: int, seed: int = 0) -> Path:
-    return publish(root, step, {"model": tensors(seed)}, STATE, architecture=ARCHITECTURE)
+    return publish_checkpoint(
+        root, step, {"model": tensors(seed)}, STATE, architecture=ARCHITECTURE
+    )
 
 
 def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
     history = [{"step": 5, "name": "change_lr", "value": 1e-4}]
-    path = publish(
+    path = publish_checkpoint(
         tmp_path, 10, {"model": tensors()}, STATE, architecture=ARCHITECTURE, history=history
     )
     assert path == tmp_path / "checkpoints" / "step-10"
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     assert checkpoint.state == STATE
     assert checkpoint.manifest.step == 10
     assert checkpoint.manifest.architecture == ARCHITECTURE
@@ -80,17 +82,19 @@ def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
     head = torch.nn.Linear(8, 16, bias=False)
     head.weight = table.weight
     model = torch.nn.ModuleDict({"table": table, "head": head})
-    path = publish(tmp_path, 1, {"model": dict(model.named_parameters())}, {}, architecture={})
-    assert load(path).tensors().keys() == {"table.weight"}
+    path = publish_checkpoint(
+        tmp_path, 1, {"model": dict(model.named_parameters())}, {}, architecture={}
+    )
+    assert load_checkpoint(path).tensors().keys() == {"table.weight"}
     with pytest.raises(ValueError, match="share memory"):
-        publish(tmp_path, 2, {"model": model.state_dict()}, {}, architecture={})
-    assert latest(tmp_path) == path
+        publish_checkpoint(tmp_path, 2, {"model": model.state_dict()}, {}, architecture={})
+    assert latest_checkpoint(tmp_path) == path
 
 
 def test_a_transposed_parameter_keeps_its_values(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3).T
-    loaded = load(
-        publish(tmp_path, 1, {"model": {"weight": weight}}, {}, architecture={})
+    loaded = load_checkpoint(
+        publish_checkpoint(tmp_path, 1, {"model": {"weight": weight}}, {}, architecture={})
     ).tensors()
     assert torch.equal(loaded["weight"], weight)
 
@@ -98,19 +102,21 @@ def test_a_transposed_parameter_keeps_its_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_a_wrappers_names_are_refused(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(ValueError, match="not its wrapper"):
-        publish(tmp_path, 1, {"model": {prefix + "weight": torch.ones(1)}}, {}, architecture={})
+        publish_checkpoint(
+            tmp_path, 1, {"model": {prefix + "weight": torch.ones(1)}}, {}, architecture={}
+        )
 
 
 def test_state_that_json_would_change_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="keys are strings"):
-        publish(tmp_path, 1, {"model": tensors()}, {"by_rank": {0: 1}}, architecture={})
+        publish_checkpoint(tmp_path, 1, {"model": tensors()}, {"by_rank": {0: 1}}, architecture={})
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_latest_is_the_last_one_published(tmp_path: Path) -> None:
     save(tmp_path, 20)
     rewound = save(tmp_path, 10)
-    assert latest(tmp_path) == rewound
+    assert latest_checkpoint(tmp_path) == rewound
 
 
 @pytest.mark.parametrize("pointer", [None, "step-99", "../step-10", "", "\xff"])
@@ -122,7 +128,7 @@ def test_without_a_pointer_that_points_the_last_one_saved_is_the_latest(
     (tmp_path / "checkpoints" / "latest").unlink()
     if pointer is not None:
         (tmp_path / "checkpoints" / "latest").write_text(pointer)
-    assert latest(tmp_path).name == "step-20"
+    assert latest_checkpoint(tmp_path).name == "step-20"
 
 
 def test_the_same_saved_twice_is_there_once(tmp_path: Path) -> None:
@@ -134,9 +140,9 @@ def test_another_save_of_the_same_step_replaces_nothing(tmp_path: Path) -> None:
     first = save(tmp_path, 10, seed=0)
     second = save(tmp_path, 10, seed=1)
     assert second.name == "step-10.1"
-    assert latest(tmp_path) == second
-    assert torch.equal(load(first).tensors()["head.bias"], tensors(0)["head.bias"])
-    assert torch.equal(load(second).tensors()["head.bias"], tensors(1)["head.bias"])
+    assert latest_checkpoint(tmp_path) == second
+    assert torch.equal(load_checkpoint(first).tensors()["head.bias"], tensors(0)["head.bias"])
+    assert torch.equal(load_checkpoint(second).tensors()["head.bias"], tensors(1)["head.bias"])
 
 
 def test_a_damaged_checkpoint_is_no_reason_not_to_save_again(tmp_path: Path) -> None:
@@ -144,7 +150,7 @@ def test_a_damaged_checkpoint_is_no_reason_not_to_save_again(tmp_path: Path) -> 
     flip(first / "model.safetensors", -1)
     second = save(tmp_path, 10)
     assert second != first
-    load(second)
+    load_checkpoint(second)
 
 
 def flip(path: Path, at: int) -> None:
@@ -178,7 +184,7 @@ def test_every_fault_in_every_file_is_found_and_named(
     path = save(tmp_path, 10)
     fault(path / name)
     with pytest.raises(CheckpointError) as caught:
-        load(path)
+        load_checkpoint(path)
     assert str(caught.value).startswith(f"{path / name}: ")
     assert caught.value.exit_code == 3
 
@@ -187,11 +193,11 @@ def test_every_fault_in_every_file_is_found_and_named(
 def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, name: str) -> None:
     one, other = (
         save(tmp_path, 10),
-        publish(tmp_path, 20, {"model": tensors(1)}, {}, architecture={}),
+        publish_checkpoint(tmp_path, 20, {"model": tensors(1)}, {}, architecture={}),
     )
     (other / name).replace(one / name)
     with pytest.raises(CheckpointError, match=name):
-        load(one)
+        load_checkpoint(one)
 
 
 def test_no_bit_of_a_manifest_can_flip_unseen(tmp_path: Path) -> None:
@@ -211,7 +217,7 @@ def test_a_newer_format_is_refused_by_its_number(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_bytes())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
     with pytest.raises(CheckpointError, match="format 2; this Instar reads up to 1"):
-        load(path)
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": "x"}', "[" * 10_000, "NaN"])
@@ -219,7 +225,7 @@ def test_nonsense_is_no_manifest(tmp_path: Path, content: str) -> None:
     path = save(tmp_path, 10)
     (path / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json: (not|content has changed)"):
-        load(path)
+        load_checkpoint(path)
 
 
 def test_a_run_a_name_or_a_checkpoint_is_resolved(tmp_path: Path) -> None:
@@ -227,8 +233,10 @@ def test_a_run_a_name_or_a_checkpoint_is_resolved(tmp_path: Path) -> None:
     root.mkdir()
     (root / "run.yaml").touch()
     old, new = save(root, 10), save(root, 20)
-    assert resolve(str(old)) == old
-    assert [resolve(text, tmp_path) for text in (str(root), "grow", "abcde", "latest")] == [new] * 4
+    assert resolve_checkpoint(str(old)) == old
+    assert [
+        resolve_checkpoint(text, tmp_path) for text in (str(root), "grow", "abcde", "latest")
+    ] == [new] * 4
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -236,11 +244,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (root / "checkpoints" / "step-5").mkdir(parents=True)
     (root / "run.yaml").touch()
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        resolve(str(root), tmp_path)
+        resolve_checkpoint(str(root), tmp_path)
     with pytest.raises(CheckpointError, match=r"step-5 is not a checkpoint: it has no manifest"):
-        resolve(str(root / "checkpoints" / "step-5"), tmp_path)
+        resolve_checkpoint(str(root / "checkpoints" / "step-5"), tmp_path)
     with pytest.raises(ConfigError, match="no run 'nothing'"):
-        resolve("nothing", tmp_path)
+        resolve_checkpoint("nothing", tmp_path)
 
 
 class PowerCut(BaseException):
@@ -284,7 +292,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new(
         except PowerCut:
             died = True
         cut(-1)
-        found = load(latest(root))
+        found = load_checkpoint(latest_checkpoint(root))
         expected = tensors({10: 0, 20: 1}[found.manifest.step])
         assert torch.equal(found.tensors()["head.bias"], expected["head.bias"])
         assert save(root, 30).name == "step-30"
@@ -301,9 +309,9 @@ SAVER = """
 import itertools, sys
 from pathlib import Path
 import torch
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import publish_checkpoint
 for step in itertools.count(int(sys.argv[2])):
-    publish(Path(sys.argv[1]), step, {"model": {"weight": torch.full((1 << 18,), float(step))}}, {},
+    publish_checkpoint(Path(sys.argv[1]), step, {"model": {"weight": torch.full((1 << 18,), float(step))}}, {},
             architecture={})
     print(step, flush=True)
 """
@@ -318,11 +326,11 @@ def test_sigkill_takes_no_acknowledged_checkpoint(tmp_path: Path, forks: Forks) 
             saver.kill()
             acknowledged += saver.stdout.readlines()
         last = int([line for line in acknowledged if line.endswith(b"\n")][-1])
-        found = load(latest(tmp_path))
+        found = load_checkpoint(latest_checkpoint(tmp_path))
         assert found.manifest.step in (last, last + 1)
         assert (found.tensors()["weight"] == found.manifest.step).all()
         for path in (tmp_path / "checkpoints").glob("step-*"):
-            load(path)
+            load_checkpoint(path)
 
 
 @contextmanager
@@ -355,7 +363,7 @@ def test_an_unknown_sharing_pattern_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"model\.safetensors has the sharing pattern 'SCATTERED'"
     ):
-        load(path)
+        load_checkpoint(path)
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
@@ -404,7 +412,7 @@ def test_a_file_that_may_not_be_read_is_not_called_broken() -> None:
         if is_root:
             os.seteuid(65534)
         try:
-            found = check(path)
+            found = verify_checkpoint(path)
         finally:
             if is_root:
                 os.seteuid(0)

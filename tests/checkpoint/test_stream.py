@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from instar.checkpoint import direct_io, tensor_file
 from instar.checkpoint.direct_io import DirectFile, open_direct
-from instar.checkpoint.layout import file_layout, reading
+from instar.checkpoint.layout import file_layout, open_reader
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import publish_checkpoint
 from instar.checkpoint.tensor_file import DTYPES, Outline, allocate, outlines, write_tensors
 
 TENSORS = {
@@ -152,7 +152,7 @@ def test_what_the_format_cannot_hold_is_named(
 ) -> None:
     tensors = {**TENSORS, "w": tensor}
     with pytest.raises(ValueError, match=said):
-        publish(tmp_path, 1, {"model": tensors}, {}, architecture={})
+        publish_checkpoint(tmp_path, 1, {"model": tensors}, {}, architecture={})
 
 
 def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_outlines_and_tensors_are_read_back(tmp_path: Path) -> None:
     write_tensors(path, SHAPES, TENSORS.__getitem__)
 
     assert outlines(file_layout(path)) == SHAPES
-    with reading(file_layout(path)) as read:
+    with open_reader(file_layout(path)) as read:
         assert all(torch.equal(read(name), tensor) for name, tensor in TENSORS.items())
 
 
@@ -196,5 +196,5 @@ def test_a_type_that_no_run_saves_is_named(tmp_path: Path) -> None:
 
 def test_what_is_no_file_of_tensors_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"nothing of the kind")
-    with pytest.raises(CheckpointError, match="file"), reading(file_layout(tmp_path / "file")):
+    with pytest.raises(CheckpointError, match="file"), open_reader(file_layout(tmp_path / "file")):
         pass

@@ -16,7 +16,7 @@ import torch
 from shapes import llama
 
 from instar.checkpoint.manifest import Facts
-from instar.checkpoint.store import load, publish
+from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.cli.main import main
 from instar.data.text.tokenizer import ByteTokenizer
 from instar.models.gpt import GPT
@@ -31,7 +31,7 @@ def save(run: Path, step: int, history: list[Any] | None = None, **facts: Any) -
     weights = dict(model.named_parameters())
     moments = {f"{name}/exp_avg": torch.zeros_like(tensor) for name, tensor in weights.items()}
     progress = {"step": step, "samples": 16 * step, "tokens": 256 * step, "active_s": 61.0}
-    return publish(
+    return publish_checkpoint(
         run,
         step,
         {"model": weights, "optimizer": moments},
@@ -182,7 +182,9 @@ def test_inspect_of_another_kind_of_model_shows_what_is_said_of_it(
 ) -> None:
     shape = {"kind": "graph", "layers": 3}
     weights = {"model": {"w": torch.ones(2)}}
-    publish(run, 40, weights, {}, architecture=shape, facts=Facts(left_out=["optimizer"]))
+    publish_checkpoint(
+        run, 40, weights, {}, architecture=shape, facts=Facts(left_out=["optimizer"])
+    )
     assert main(["checkpoint", "inspect", "tiny"]) == 0
     shown = capsys.readouterr().out
     assert "kind graph, layers 3" in shown
@@ -280,7 +282,7 @@ def test_diff_sees_every_part_of_a_checkpoint_that_differs(
             architecture = given.pop("architecture", {"width": 3})
             history = given.pop("history", [])
             parts = {"model": tensors, "optimizer": {"model/exp_avg": torch.zeros(3) + moment}}
-            publish(
+            publish_checkpoint(
                 root / folder, 1, parts, saved_state, architecture=architecture, history=history,
                 facts=Facts(**given),
             )  # fmt: skip
@@ -319,7 +321,7 @@ def test_diff_of_two_shapes_outside_any_run(
     for width in (3, 4):
         tensors = {"model": {"w": torch.ones(2, width)}, "ema": {"w": torch.full((2, 3), width)}}
         root = tmp_path / f"loose-{width}"
-        paths.append(str(publish(root, 1, tensors, {}, architecture={"width": width})))
+        paths.append(str(publish_checkpoint(root, 1, tensors, {}, architecture={"width": width})))
     assert main(["checkpoint", "diff", *paths]) == 0
     brief = capsys.readouterr().out
     assert ["width", "3", "4"] in [line.split() for line in brief.splitlines()]
@@ -334,7 +336,7 @@ def test_diff_of_two_shapes_outside_any_run(
 def test_every_command_takes_a_checkpoint_in_parts(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = load(run / "checkpoints" / "step-30")
+    whole = load_checkpoint(run / "checkpoints" / "step-30")
     parts = run.with_name("parts-abcde")
     shutil.copytree(run, parts, ignore=shutil.ignore_patterns("checkpoints"))
     components = {name: whole.tensors(name) for name in ("model", "optimizer")}
@@ -489,7 +491,7 @@ def test_an_imported_model_may_be_given_data_and_an_average_until_it_trains(
     instar("checkpoint", "import", "hf", "--to", "imported")
     cubes = ("--set", "data.source=cubes.txt", "--set", "data.path=cubes")
     instar("resume", "imported", *cubes, "--set", "train.ema=0.9", "--until", "3it")
-    saved = load(place / "imported" / "checkpoints" / "step-3")
+    saved = load_checkpoint(place / "imported" / "checkpoints" / "step-3")
     assert {"model", "ema", "optimizer"} <= set(saved.components)
     instar("resume", "imported", "--until", "4it")
     refused = instar("resume", "imported", "--set", "train.ema=0.5", "--until", "5it", code=2)

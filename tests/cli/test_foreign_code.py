@@ -22,7 +22,7 @@ from typed import typed
 from written_runs import place, writing
 
 from instar.checkpoint.manifest import Facts
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import publish_checkpoint
 from instar.cli.main import instar as commands
 from instar.config.load import load
 from instar.config.user_code import TRUST_VARIABLE, Untrusted, module_files
@@ -117,7 +117,7 @@ def hostile(folder: Path, task: str, mark: Path, **more: Any) -> RunDir:
     for name in SHADOWS:
         (folder / f"{name}.py").write_text(CANARY.format(mark=str(mark)))
     change = {"operation": {"name": "change_lr", "value": 0.5}, "step": 1, "cursor": 4}
-    publish(
+    publish_checkpoint(
         folder,
         2,
         {"model": {"weight": torch.zeros(3, 2)}},

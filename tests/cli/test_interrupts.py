@@ -30,7 +30,7 @@ from written_runs import writing
 
 from instar.checkpoint.inspect import TensorEntry, encode_header
 from instar.checkpoint.manifest import MANIFEST, encode_manifest, read_manifest
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import publish_checkpoint
 
 LARGE = 1 << 36
 """bytes of a file with a hole: more than a disk gives in ten seconds"""
@@ -84,7 +84,7 @@ def stream(place: Path) -> Sequence[str]:
 
 def checkpoint(place: Path) -> Path:
     """A checkpoint whose model is very large."""
-    path = publish(place / "run", 1, {"model": {"w": zeros(4)}}, {}, architecture={})
+    path = publish_checkpoint(place / "run", 1, {"model": {"w": zeros(4)}}, {}, architecture={})
     manifest = read_manifest(path)
     file = path / "model.safetensors"
     hole(file, begin=file.read_bytes())

@@ -12,7 +12,7 @@ import pytest
 from figures import times
 from forks import INSTAR, Forks
 
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.fields import PLACES, differing
 from instar.config.fields import values as values_of
@@ -262,7 +262,7 @@ def consumed_after(run: Path) -> int:
 def gone_on(run: Path) -> Continuation | str:
     """What a resume would go on with, or why it is refused."""
     place = RunDir(run)
-    checkpoint = load(run / "checkpoints" / "step-8", check=False)
+    checkpoint = load_checkpoint(run / "checkpoints" / "step-8", check=False)
     try:
         return continuation(Resume(place), load_checked(str(place.config)), checkpoint)
     except ConfigError as error:

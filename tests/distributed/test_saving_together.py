@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 
 Ranks = Callable[[str, int], list[dict[str, Any]]]
 
@@ -41,7 +41,7 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
 
 AGAIN = """
 from instar.checkpoint import tensor_file
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 from instar.distributed.shards import SavedRows
 tensor_file._FLUSHED_BYTES = 0  # all files are written past the page cache
 with join(ParallelConfig(timeout_s=30), "cpu") as world:
@@ -63,7 +63,7 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
         places.append(made.spare.components["model"]["rows"].tensor.data_ptr())
     right = []
     for step in (1, 2, 3):
-        found = load(Path(ROOT) / "checkpoints" / f"step-{step}")
+        found = load_checkpoint(Path(ROOT) / "checkpoints" / f"step-{step}")
         read, own = found.tensors("model"), found.tensors("rng", rank=world.rank)["own"]
         right += [torch.equal(read["rows"], whole + step - 1), read["count"].item() == step - 1]
         right.append(own.tolist() == [10 * step + world.rank] * 3)
@@ -181,7 +181,7 @@ def test_each_rank_saves_its_own_and_rank_0_the_rest(
 ) -> None:
     answers = ranks(program(SAVE, tmp_path / "run", background), 2)
     assert answers[0] == answers[1] == {"path": answers[0]["path"], "error": "None"}
-    saved = load(Path(answers[0]["path"]))
+    saved = load_checkpoint(Path(answers[0]["path"]))
     assert saved.manifest.world_size == 2
     assert {name: entry.pattern for name, entry in saved.manifest.files.items()} == {
         "model.safetensors": "REPLICATED",
@@ -235,7 +235,7 @@ def test_replicas_of_shards_that_differ_are_refused_too(ranks: Ranks, tmp_path: 
             "told": 1,
         }
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    assert load(saved).tensors()["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert load_checkpoint(saved).tensors()["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_the_manifest_lists_a_file_of_another_rank_that_rank_0_does_not_see_yet(
@@ -243,5 +243,5 @@ def test_the_manifest_lists_a_file_of_another_rank_that_rank_0_does_not_see_yet(
 ) -> None:
     """As on NFS, whose clients remember for a while what is in a folder."""
     answers = ranks(UNSEEN + program(SAVE, tmp_path / "run"), 2)
-    files = load(Path(answers[0]["path"])).manifest.files
+    files = load_checkpoint(Path(answers[0]["path"])).manifest.files
     assert {"rng/rank-0.safetensors", "rng/rank-1.safetensors"} <= set(files)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from instar.api.training import train
-from instar.checkpoint.store import load as load_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.distributed.failure import RunFailed
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal

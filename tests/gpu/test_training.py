@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from instar.api.training import train
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 from instar.config.load import load as load_config
 from instar.extensions.delta.chain import find, links
 from instar.extensions.delta.chain import load as load_link
@@ -116,7 +116,9 @@ def test_deltas_hold_the_weights_of_the_checkpoints_of_their_steps(
     assert losses("saved", "device=cuda", *saving) == losses("plain", "device=cuda")
     folder = tmp_path / "saved" / "deltas"
     for step in (10, 20, 30):
-        saved = load(tmp_path / "saved" / "checkpoints" / f"step-{step}").tensors("model")
+        saved = load_checkpoint(tmp_path / "saved" / "checkpoints" / f"step-{step}").tensors(
+            "model"
+        )
         stored = load_link(folder, find(links(folder), step=step).number)
         assert all(torch.equal(stored[name], weight) for name, weight in saved.items())
 
@@ -159,10 +161,10 @@ def test_ranks_with_shards_are_one_run(losses: Losses, ranks: int, optimizer: st
 def test_elastic_runs_have_one_hash(losses: Losses, tmp_path: Path, ranks: int) -> None:
     elastic = ("device=cuda", "reproducible=elastic", f"parallel.elastic.virtual_ranks={ranks}")
     losses("one", *elastic)
-    first = load(tmp_path / "one" / "checkpoints" / "step-30").tensors("model")
+    first = load_checkpoint(tmp_path / "one" / "checkpoints" / "step-30").tensors("model")
     for strategy in ("ddp", "fsdp"):
         losses(strategy, *elastic, f"parallel.strategy={strategy}", ranks=ranks)
-        found = load(tmp_path / strategy / "checkpoints" / "step-30").tensors("model")
+        found = load_checkpoint(tmp_path / strategy / "checkpoints" / "step-30").tensors("model")
         assert all(torch.equal(found[name], tensor) for name, tensor in first.items()), strategy
 
 

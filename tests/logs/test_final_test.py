@@ -14,16 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from instar.checkpoint.line import continued, write_line
-from instar.checkpoint.manifest import Facts, describe, identify, read_manifest
-from instar.checkpoint.store import publish
+from instar.checkpoint.line import line_of_start, write_line
+from instar.checkpoint.manifest import Facts, file_entry, identify, read_manifest
+from instar.checkpoint.store import publish_checkpoint
 from instar.logs.query.final_test import final_test
 from instar.record.rundir import RunDir
 
 
 def save(root: Path, value: float) -> Path:
     tensors = {"model": {"weight": torch.full((2,), value)}}
-    return publish(root, 8, tensors, {}, architecture={}, facts=Facts(line=continued(None)))
+    return publish_checkpoint(
+        root, 8, tensors, {}, architecture={}, facts=Facts(line=line_of_start(None))
+    )
 
 
 def predict(root: Path, last: float = 1.0) -> Path:
@@ -42,7 +44,7 @@ def tested(tmp_path: Path) -> RunDir:
     result: dict[str, Any] = {"step": 8, "weights": "last", "samples": 5}
     result["metrics"] = {"loss": {"value": 1.0}}
     result["checkpoint"] = msgspec.to_builtins(identify(path))
-    result["predictions_xxh3_128"] = describe(predict(tmp_path), "").xxh3_128
+    result["predictions_xxh3_128"] = file_entry(predict(tmp_path), "").xxh3_128
     (tmp_path / "test" / "result.json").write_text(json.dumps(result))
     return run
 
@@ -69,7 +71,7 @@ def test_a_test_of_weights_that_are_gone_or_others_now_is_said_to_be_one(tested:
 
 
 def test_a_test_of_a_branch_that_was_left_is_said_to_be_one(tested: RunDir) -> None:
-    write_line(tested.path, continued(None))
+    write_line(tested.path, line_of_start(None))
     assert "a branch that the run left at step 0" in notes(tested)[0]
 
 

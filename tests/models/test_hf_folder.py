@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import load, publish
+from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.cli.main import main
 from instar.config.language import ModelConfig
 from instar.config.load import load as load_config
@@ -72,7 +72,7 @@ def published(
     components = {"model": dict(model.named_parameters())}
     if ema:
         components["ema"] = dict(ema.named_parameters())
-    return publish(run, 7, components, {}, architecture=model.arch.to_dict())
+    return publish_checkpoint(run, 7, components, {}, architecture=model.arch.to_dict())
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -111,7 +111,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 )
 def test_transformers_computes_the_same_logits(tmp_path: Path, arch: Architecture) -> None:
     model = random_model(arch)
-    export_folder(load(published(tmp_path / "run", model)), tmp_path / "hf")
+    export_folder(load_checkpoint(published(tmp_path / "run", model)), tmp_path / "hf")
     kind = GPT2LMHeadModel if arch.norm == "layernorm" else LlamaForCausalLM
     loaded, told = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(told.values()), told
@@ -124,14 +124,14 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, arch: Architectur
 def test_the_moving_average_is_exported_where_asked_for(tmp_path: Path) -> None:
     model, average = random_model(LLAMA, 1), random_model(LLAMA, 2)
     path = published(tmp_path / "run", model, average)
-    export_folder(load(path), tmp_path / "hf", averaged=True)
+    export_folder(load_checkpoint(path), tmp_path / "hf", averaged=True)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     torch.testing.assert_close(logits(loaded), logits(average), rtol=0, atol=1e-5)
     bare = published(tmp_path / "other", model)
     with pytest.raises(
         CheckpointError, match=r"no moving average was kept \(train\.ema\); it has model"
     ):
-        export_folder(load(bare), tmp_path / "none", averaged=True)
+        export_folder(load_checkpoint(bare), tmp_path / "none", averaged=True)
     assert not (tmp_path / "none").exists()
 
 
@@ -139,7 +139,7 @@ def test_the_moving_average_is_exported_where_asked_for(tmp_path: Path) -> None:
 def test_a_large_model_is_several_files(tmp_path: Path, most: int, files: int) -> None:
     model = random_model(LLAMA)
     folder = tmp_path / "hf"
-    export_folder(load(published(tmp_path / "run", model)), folder, max_shard_bytes=most)
+    export_folder(load_checkpoint(published(tmp_path / "run", model)), folder, max_shard_bytes=most)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(found) == files
     assert (folder / "model.safetensors.index.json").exists() == (files > 1)
@@ -149,7 +149,7 @@ def test_a_large_model_is_several_files(tmp_path: Path, most: int, files: int) -
     loaded, told = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told
     torch.testing.assert_close(logits(loaded.eval()), logits(model), rtol=0, atol=1e-5)
-    back = load(import_folder(folder, tmp_path / "again", tokenizer="byte")).tensors()
+    back = load_checkpoint(import_folder(folder, tmp_path / "again", tokenizer="byte")).tensors()
     assert all(torch.equal(back[name], weight) for name, weight in model.named_parameters())
 
 
@@ -173,9 +173,9 @@ def test_a_model_in_parts_is_exported_a_tensor_at_a_time(forks: Forks, tmp_path:
 def test_export_import_export_changes_no_bit(tmp_path: Path, arch: Architecture) -> None:
     model = random_model(arch)
     first = published(tmp_path / "run", model, tokenizer=TOKENIZERS[2])
-    export_folder(load(first), tmp_path / "one")
+    export_folder(load_checkpoint(first), tmp_path / "one")
     second = import_folder(tmp_path / "one", tmp_path / "again")
-    export_folder(load(second), tmp_path / "two")
+    export_folder(load_checkpoint(second), tmp_path / "two")
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == [
         "config.json",
@@ -185,7 +185,7 @@ def test_export_import_export_changes_no_bit(tmp_path: Path, arch: Architecture)
     ]
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    there, back = load(first).tensors(), load(second).tensors()
+    there, back = load_checkpoint(first).tensors(), load_checkpoint(second).tensors()
     assert there.keys() == back.keys()
     assert all(torch.equal(there[name], back[name]) for name in there)
 
@@ -226,7 +226,7 @@ def test_what_transformers_saved_becomes_a_run(
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
     assert path == tmp_path / "run/checkpoints/step-0"
-    assert load(path).manifest.reason == "imported from hf"
+    assert load_checkpoint(path).manifest.reason == "imported from hf"
     config = load_config(str(tmp_path / "run/run.yaml")).config
     assert resolve_architecture(config.model, 90) == ours.arch
     assert config.name == "run"
@@ -235,7 +235,7 @@ def test_what_transformers_saved_becomes_a_run(
 @KINDS
 def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = published(tmp_path / "run", random_model(GPT2), tokenizer=tokenizer)
-    export_folder(load(path), tmp_path / "hf")
+    export_folder(load_checkpoint(path), tmp_path / "hf")
     fast = AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in (TEXT, TEXT[:9], "", "a  b\r\n\x00"):
         ids = tokenizer.encode(text).tolist()
@@ -245,7 +245,7 @@ def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Toke
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "hf").config.eos_token_id == tokenizer.end_id
     back = import_folder(tmp_path / "hf", tmp_path / "again")
     assert load_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
-    assert load(back).manifest.tokenizer == tokenizer.fingerprint
+    assert load_checkpoint(back).manifest.tokenizer == tokenizer.fingerprint
     data = load_config(str(tmp_path / "again/run.yaml")).config.data
     own = tmp_path / "again/tokenizer.json"
     assert data.tokenizer == ("byte" if tokenizer.kind == "byte" else str(own))
@@ -273,7 +273,7 @@ def test_what_came_with_a_foreign_model_goes_with_its_export(
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     path = import_folder(folder, tmp_path / "run")
-    export_folder(load(path), tmp_path / "back")
+    export_folder(load_checkpoint(path), tmp_path / "back")
     names = {file.name for file in folder.iterdir()}
     assert names == {file.name for file in (tmp_path / "back").iterdir()}
     for name in names - {"config.json", "model.safetensors"}:
@@ -314,7 +314,9 @@ def test_a_foreign_tokenizer_is_taken_as_it_is() -> None:
 
 def test_a_tokenizer_of_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
     small = resolve_architecture(ModelConfig(n_layer=1, n_head=1, n_embd=8, context=8), 256)
-    export_folder(load(published(tmp_path / "run", random_model(small))), tmp_path / "hf")
+    export_folder(
+        load_checkpoint(published(tmp_path / "run", random_model(small))), tmp_path / "hf"
+    )
     (tmp_path / "hf/tokenizer.json").write_text(TOKENIZERS[2].to_json())
     with pytest.raises(CheckpointError, match=r"tokenizer.json: \d+ tokens, but .* 256 rows"):
         import_folder(tmp_path / "hf", tmp_path / "again")
@@ -322,7 +324,7 @@ def test_a_tokenizer_of_more_tokens_than_rows_is_refused(tmp_path: Path) -> None
 
 
 def exported(tmp_path: Path) -> Path:
-    export_folder(load(published(tmp_path / "run", random_model(GPT2))), tmp_path / "hf")
+    export_folder(load_checkpoint(published(tmp_path / "run", random_model(GPT2))), tmp_path / "hf")
     return tmp_path / "hf"
 
 
@@ -367,7 +369,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_heads_of_another_width_are_those_of_the_run(tmp_path: Path) -> None:
     arch = replace(LLAMA, head_dim=12)
-    export_folder(load(published(tmp_path / "run", random_model(arch))), tmp_path / "hf")
+    export_folder(load_checkpoint(published(tmp_path / "run", random_model(arch))), tmp_path / "hf")
     path = import_folder(tmp_path / "hf", tmp_path / "again", tokenizer="byte")
     config = load_config(str(tmp_path / "again/run.yaml")).config
     assert resolve_architecture(config.model, 300) == load_gpt(path).arch == arch
@@ -378,12 +380,12 @@ def test_folders_that_hold_something_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").touch()
     with pytest.raises(WriteError, match="is not empty, it holds mine"):
-        export_folder(load(path), tmp_path / "full")
+        export_folder(load_checkpoint(path), tmp_path / "full")
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="is a file"):
-        export_folder(load(path), tmp_path / "file")
+        export_folder(load_checkpoint(path), tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    export_folder(load(path), tmp_path / "empty")
+    export_folder(load_checkpoint(path), tmp_path / "empty")
     with pytest.raises(WriteError, match="is not empty, it holds"):
         import_folder(tmp_path / "empty", tmp_path / "run")
 
@@ -392,14 +394,16 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     path = published(tmp_path / "run", random_model(GPT2))
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="cannot write"):
-        export_folder(load(path), tmp_path / "file/hf")
+        export_folder(load_checkpoint(path), tmp_path / "file/hf")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_a_checkpoint_of_no_gpt_is_refused(tmp_path: Path) -> None:
-    path = publish(tmp_path, 1, {"model": {"w": torch.ones(2)}}, {}, architecture={"a": 1})
+    path = publish_checkpoint(
+        tmp_path, 1, {"model": {"w": torch.ones(2)}}, {}, architecture={"a": 1}
+    )
     with pytest.raises(CheckpointError, match="not a GPT"):
-        export_folder(load(path), tmp_path / "hf")
+        export_folder(load_checkpoint(path), tmp_path / "hf")
 
 
 def test_a_tied_head_is_written_once(tmp_path: Path) -> None:

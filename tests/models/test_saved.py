@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Fast
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
-from instar.checkpoint.listing import latest
+from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import publish_checkpoint
 from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
 from instar.models.architecture import Mask, resolve_architecture
@@ -53,7 +53,7 @@ def saved(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_ddp_trained_loads_with_safetensors_into_a_plain_model(saved: Path) -> None:
-    tensors = load_file(latest(saved) / "model.safetensors")
+    tensors = load_file(latest_checkpoint(saved) / "model.safetensors")
     assert tensors.keys() == ARCH.parameters().keys()
     model = GPT(ARCH)
     model.load_state_dict(tensors, strict=True)
@@ -65,7 +65,7 @@ def test_what_ddp_trained_loads_with_safetensors_into_a_plain_model(saved: Path)
 
 
 def test_what_ddp_trained_loads_with_instar(saved: Path) -> None:
-    model = load_gpt(latest(saved))
+    model = load_gpt(latest_checkpoint(saved))
     fresh = GPT(model.arch)
     fresh.init_weights(0)
     moved = [
@@ -82,7 +82,7 @@ def test_what_was_compiled_loads_into_a_plain_model(tmp_path: Path) -> None:
     tokens = torch.arange(16).reshape(2, 8)
     compiled(tokens, tokens).backward()
     weights = dict(unwrap(compiled).named_parameters())
-    path = publish(tmp_path, 1, {"model": weights}, {}, architecture=ARCH.to_dict())
+    path = publish_checkpoint(tmp_path, 1, {"model": weights}, {}, architecture=ARCH.to_dict())
     plain = GPT(ARCH)
     plain.load_state_dict(load_file(path / "model.safetensors"), strict=True)
     assert torch.equal(plain(tokens), model(tokens))
@@ -104,7 +104,7 @@ def test_what_was_saved_while_it_grew_is_as_far_open_as_it_was(tmp_path: Path) -
     for step in (10, 12, 18):
         model.set_step(step)
         weights = {"model": dict(model.named_parameters())}
-        path = publish(tmp_path, step, weights, {}, architecture=arch.to_dict())
+        path = publish_checkpoint(tmp_path, step, weights, {}, architecture=arch.to_dict())
         assert torch.equal(load_gpt(path)(tokens), model(tokens))
         seen.append(model(tokens))
     assert not torch.equal(seen[0], seen[1])
@@ -119,7 +119,7 @@ def test_a_manifest_that_claims_another_shape_allocates_nothing(
     claimed: dict[str, int], tmp_path: Path
 ) -> None:
     weights = {"model": dict(GPT(ARCH).named_parameters())}
-    path = publish(tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | claimed)
+    path = publish_checkpoint(tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | claimed)
     with pytest.raises(CheckpointError, match="the tensors do not fit the architecture"):
         load_gpt(path)
 
@@ -127,7 +127,9 @@ def test_a_manifest_that_claims_another_shape_allocates_nothing(
 @pytest.mark.parametrize("field", ["n_layer", "n_head", "n_embd", "n_mlp", "context", "vocab_size"])
 def test_a_manifest_of_a_shape_beyond_any_model_is_refused(field: str, tmp_path: Path) -> None:
     weights = {"model": dict(GPT(ARCH).named_parameters())}
-    path = publish(tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | {field: 2**40})
+    path = publish_checkpoint(
+        tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | {field: 2**40}
+    )
     with pytest.raises(CheckpointError, match=f"model.{field}: must be at most"):
         load_gpt(path)
 
@@ -138,7 +140,7 @@ def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> 
     model.init_weights(0)
     with torch.no_grad():
         model.get_parameter("final_norm.weight")[2] = value
-    path = publish(
+    path = publish_checkpoint(
         tmp_path, 1, {"model": dict(model.named_parameters())}, {}, architecture=ARCH.to_dict()
     )
     with pytest.raises(

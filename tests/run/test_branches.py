@@ -14,7 +14,7 @@ import pytest
 from forks import INSTAR, children_as_ranks, forks
 from started import run_ranks
 
-from instar.checkpoint.listing import latest
+from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import read_manifest
 from instar.config.errors import ConfigError
 from instar.record.events import Branched, Event, OperationEvent, RunStarted, read_events
@@ -102,7 +102,7 @@ WSD = (
 def test_a_trunk_is_as_without_branches(cfg: Path, made: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in made.parent.glob("trunk*")) == sorted(ENDS)
     for run, step in ENDS.items():
-        assert latest(made.with_name(run)).name == f"step-{step}"
+        assert latest_checkpoint(made.with_name(run)).name == f"step-{step}"
     train(cfg, tmp_path / "plain", [GROW])
     assert weights(tmp_path / "plain", STEPS) == weights(made, STEPS)
 
@@ -177,8 +177,8 @@ def test_a_stop_in_a_branch_names_the_command_for_the_whole_family(
     rank.signal(signal.SIGTERM)
     assert rank.finish() == 75, rank.output()
     assert rank.output().rstrip().endswith(f"resume with: instar resume {trunk}")
-    assert latest(trunk).name == f"step-{STEPS}"
-    assert int(latest(tmp_path / "trunk.small").name.removeprefix("step-")) > STEPS
+    assert latest_checkpoint(trunk).name == f"step-{STEPS}"
+    assert int(latest_checkpoint(tmp_path / "trunk.small").name.removeprefix("step-")) > STEPS
 
 
 def begin_again(branch: Path, first: str, *later: str) -> None:
@@ -199,7 +199,7 @@ def test_what_is_left_of_a_family_is_trained_at_a_resume(family: Path, tmp_path:
         said = resume(family)
     assert f"the branch small is being trained by process {os.getpid()}, and is left to it" in said
     assert "the branch big is gone" in said
-    assert latest(small).name == "step-6"
+    assert latest_checkpoint(small).name == "step-6"
     resume(family)
     assert weights(small, 12) == expected
 
@@ -209,10 +209,10 @@ def test_a_branch_may_be_left_to_a_command_of_its_own(
 ) -> None:
     train(cfg, tmp_path / "trunk", [{**SMALL, "train": False}, GROW, BIG])
     small = tmp_path / "trunk.small"
-    assert latest(small).name == "step-6"
+    assert latest_checkpoint(small).name == "step-6"
     assert weights(tmp_path / "trunk.big", 14) == weights(made.with_name("trunk.big"), 14)
     assert "small" not in resume(tmp_path / "trunk")
-    assert latest(small).name == "step-6"
+    assert latest_checkpoint(small).name == "step-6"
     resume(small)
     assert weights(small, 12) == weights(made.with_name("trunk.small"), 12)
 
@@ -240,7 +240,7 @@ def test_a_folder_that_is_no_branch_is_not_taken_for_one(family: Path) -> None:
     assert record.read_bytes() == before
     skipped = [{**SMALL, "on_failure": "skip"}, GROW, BIG]
     resume(family, "--from", "4", "--set", f"schedule={json.dumps(skipped)}")
-    history = read_manifest(latest(family)).history
+    history = read_manifest(latest_checkpoint(family)).history
     assert "is not the branch" in next(c["skipped"] for c in history if c["entry"] == 0)
     assert record.read_bytes() == before
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from live import change_if_due, restore
 
-from instar.checkpoint.listing import latest
-from instar.checkpoint.store import load
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.distributed.failure import RunFailed
 from instar.growth.proof import TOLERANCE
 from instar.record.events import (
@@ -307,7 +307,7 @@ def test_an_operation_that_fails_leaves_the_run_as_it_was(make_grown: Make, tmp_
     with pytest.raises(RunFailed, match="widen_mlp after step 3 failed"):
         run.train()
     assert run.state.history == ()
-    assert load(latest(tmp_path / "events")).manifest.step == 3
+    assert load_checkpoint(latest_checkpoint(tmp_path / "events")).manifest.step == 3
     assert not events(tmp_path / "events.jsonl", OperationEvent)
 
 
@@ -447,7 +447,7 @@ def test_an_evaluation_interval_changed_at_a_step_does_not_reach_back_to_it(
     evaluated = [event.step for event in events(tmp_path / "events.jsonl", Eval)]
     assert evaluated == [5, 9, 12, 14]
     again = make_grown(entries, "eval.eval_interval=5", name="again")
-    assert not restore(again, load(tmp_path / "events" / "checkpoints" / "step-6"))
+    assert not restore(again, load_checkpoint(tmp_path / "events" / "checkpoints" / "step-6"))
     again.train()
     evaluated = [event.step for event in events(tmp_path / "again.jsonl", Eval)]
     assert evaluated == [9, 12, 14]
@@ -467,8 +467,8 @@ def test_the_best_model_is_saved_before_a_lossy_operation(make_grown: Make, tmp_
         (5, "best so far"),
         (5, "after growth"),
     ]
-    layers = [load(Path(one.path)).manifest.architecture["n_layer"] for one in saved[:2]]
-    losses = [load(Path(one.path)).manifest.loss for one in saved[:2]]
+    layers = [load_checkpoint(Path(one.path)).manifest.architecture["n_layer"] for one in saved[:2]]
+    losses = [load_checkpoint(Path(one.path)).manifest.loss for one in saved[:2]]
     assert layers == [2, 4]
     assert losses[0] is not None
     assert losses[1] is None
@@ -497,7 +497,7 @@ def test_a_slope_per_flop_is_decided_alike_after_a_resume(make_grown: Make, tmp_
     assert whole.step == 6
     assert "per 1e15 FLOPs over 3 evaluations" in whole.reason
     again = make_grown(*given, name="again")
-    assert not restore(again, load(tmp_path / "events" / "checkpoints" / "step-4"))
+    assert not restore(again, load_checkpoint(tmp_path / "events" / "checkpoints" / "step-4"))
     again.train()
     (resumed,) = events(tmp_path / "again.jsonl", OperationEvent)
     assert (resumed.step, resumed.reason) == (whole.step, whole.reason)
@@ -533,6 +533,6 @@ def test_adapters_that_cannot_learn_are_told_of_at_a_resume(
     # the alarm has noticed the part that no gradient reached
     (warning,) = events(tmp_path / "events.jsonl", Warn)
     assert "2 of blocks.0.mlp.up.lora_a, 2 of blocks.0.mlp.up.lora_b" in warning.message
-    saved = load(tmp_path / "events" / "checkpoints" / "step-12")
+    saved = load_checkpoint(tmp_path / "events" / "checkpoints" / "step-12")
     (told,) = restore(make_grown(adapt, name="again"), saved)
     assert "2 ranks of adapters (blocks.0.mlp.up) are zero in both factors" in told

@@ -11,8 +11,8 @@ import pytest
 import torch
 from started import run_ranks
 
-from instar.checkpoint.listing import latest
-from instar.checkpoint.store import load
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.config.load import Loaded
 from instar.config.sections import Operation as Change
 from instar.record.events import Eval, OperationEvent, Train, read_events
@@ -83,7 +83,7 @@ def test_any_number_of_ranks_changes_alike(cfg: Path, whole: Path, tmp_path: Pat
         log = (run_dir / "logs" / "rank_0.log").read_text(encoding="utf-8")
         sync = r" \(DDP SYNC\)" if ranks > 1 else ""
         assert len(re.findall(f"=== SCALING OPERATION TRIGGERED{sync} ===", log)) == len(FIRED)
-        history = load(latest(run_dir)).manifest.history
+        history = load_checkpoint(latest_checkpoint(run_dir)).manifest.history
         assert [change["operation"]["name"] for change in history] == [name for name, _ in FIRED]
         curves[ranks] = (
             [event.loss for event in events if isinstance(event, Train)],
@@ -108,7 +108,9 @@ def test_a_run_goes_on_with_other_ranks_after_it_grew(
         for run in (parts, whole)
     )
     assert found == pytest.approx(wanted, rel=1e-4)
-    shapes = [load(latest(run)).manifest.architecture for run in (parts, whole)]
+    shapes = [
+        load_checkpoint(latest_checkpoint(run)).manifest.architecture for run in (parts, whole)
+    ]
     assert shapes[0] == shapes[1]
 
 
@@ -137,9 +139,9 @@ def test_a_live_run_and_its_checkpoint_grow_into_the_same(
         path = tmp_path / f"{kind}.yaml"
         path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
         run_ranks(2, tmp_path, "train", path, "--set", f"record.run_dir={tmp_path / kind}")
-        saved[kind] = load(tmp_path / kind / "checkpoints" / "step-6")
+        saved[kind] = load_checkpoint(tmp_path / kind / "checkpoints" / "step-6")
     grow(saved["plain"], tmp_path / "offline", operations)
-    offline = load(latest(tmp_path / "offline"))
+    offline = load_checkpoint(latest_checkpoint(tmp_path / "offline"))
     assert offline.manifest.architecture == saved["live"].manifest.architecture
     for component in ("model", "optimizer", "ema"):
         live, grown = saved["live"].tensors(component), offline.tensors(component)

@@ -18,7 +18,7 @@ import torch
 from cases import shortened
 from forks import INSTAR, children_as_ranks
 
-from instar.checkpoint.store import load as load_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.distributed.world import World

@@ -10,7 +10,7 @@ import science
 from cases import shortened
 from tiny_run import Place, codes, events, said, weights
 
-from instar.checkpoint.store import load as load_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.load import load

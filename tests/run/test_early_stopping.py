@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.checkpoint.listing import checkpoints, pointed_at
+from instar.checkpoint.listing import list_checkpoints, pointer_target
 from instar.checkpoint.manifest import read_manifest
 from instar.config.load import load
 from instar.record.events import Eval, read_events
@@ -193,6 +193,6 @@ def test_what_a_lossy_change_leaves_is_not_the_best_that_was_before(
     evaluations = [e for e in read_events(root.with_suffix(".jsonl")) if isinstance(e, Eval)]
     assert [(e.step, e.best) for e in evaluations[:2]] == [(4, True), (4, False)]
     assert evaluations[0].loss < evaluations[1].loss
-    best = read_manifest(pointed_at(root, "best") or root)
+    best = read_manifest(pointer_target(root, "best") or root)
     assert (best.step, best.history, best.loss) == (4, [], evaluations[0].loss)
-    assert len(checkpoints(root)) == 2
+    assert len(list_checkpoints(root)) == 2

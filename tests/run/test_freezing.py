@@ -10,8 +10,8 @@ import pytest
 import torch
 from live import change_if_due, restore
 
-from instar.checkpoint.listing import latest
-from instar.checkpoint.store import load
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.run.optim.optimizer import optimizer_tensors
 from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
@@ -57,7 +57,7 @@ def test_a_frozen_block_stays_frozen_where_insertions_move_it(
         # what writes to the stream begins at zero
         assert block(run, new)["mlp.down.weight"].any()
     again = trainer(SCHEDULE, name="again")
-    restore(again, load(latest(tmp_path / "whole")))
+    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
     assert still(again) == still(run)
     again.step()
     for name, parameter in run.parts.stepper.parameters.items():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError, Facts
-from instar.checkpoint.store import Checkpoint, load, publish
+from instar.checkpoint.store import Checkpoint, load_checkpoint, publish_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
 from instar.config.sections import Operation
@@ -71,7 +71,7 @@ def saved(folder: Path, settings: Sequence[str] = GPT2, *, spoilt: bool = False)
         moments[f"{name}/exp_avg"] = torch.randn(weight.shape, generator=generator)
         moments[f"{name}/exp_avg_sq"] = torch.rand(weight.shape, generator=generator)
         moments[f"{name}/step"] = torch.tensor(float(STEP))
-    path = publish(
+    path = publish_checkpoint(
         folder,
         STEP,
         {
@@ -84,7 +84,7 @@ def saved(folder: Path, settings: Sequence[str] = GPT2, *, spoilt: bool = False)
         architecture=arch.to_dict(),
         facts=Facts(data="f00d", loss=3.0, progress={"step": STEP}),
     )
-    return load(path)
+    return load_checkpoint(path)
 
 
 def grown_in_memory(source: Checkpoint, operations: Sequence[Operation]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
 def test_every_file_is_that_of_a_model_grown_in_memory(settings: list[str], tmp_path: Path) -> None:
     source = saved(tmp_path / "run", settings)
 
-    made = load(grow(source, tmp_path / "out", EVERYTHING).path)
+    made = load_checkpoint(grow(source, tmp_path / "out", EVERYTHING).path)
 
     wanted = grown_in_memory(source, EVERYTHING)
     assert made.manifest.architecture == wanted["architecture"]
@@ -126,7 +126,7 @@ def test_every_file_is_that_of_a_model_grown_in_memory(settings: list[str], tmp_
 def test_what_has_no_part_in_growth_stays_as_it_was(tmp_path: Path) -> None:
     source = saved(tmp_path / "run")
 
-    made = load(grow(source, tmp_path / "out", [Operation("widen_mlp", 256)]).path)
+    made = load_checkpoint(grow(source, tmp_path / "out", [Operation("widen_mlp", 256)]).path)
 
     assert made.state == source.state
     for name in ("rng/rank-0.safetensors",):
@@ -139,7 +139,7 @@ def test_what_has_no_part_in_growth_stays_as_it_was(tmp_path: Path) -> None:
 def test_an_operation_that_changes_the_function_forgets_its_loss(tmp_path: Path) -> None:
     source = saved(tmp_path / "run")
 
-    made = load(grow(source, tmp_path / "out", [Operation("stack_layers", 2)]).path)
+    made = load_checkpoint(grow(source, tmp_path / "out", [Operation("stack_layers", 2)]).path)
 
     assert made.manifest.loss is None
     assert made.state["evaluated_at"] == -1
@@ -148,7 +148,7 @@ def test_an_operation_that_changes_the_function_forgets_its_loss(tmp_path: Path)
 def test_operations_become_history_in_their_order(tmp_path: Path) -> None:
     source = saved(tmp_path / "run")
 
-    made = load(grow(source, tmp_path / "out", EVERYTHING[:2]).path)
+    made = load_checkpoint(grow(source, tmp_path / "out", EVERYTHING[:2]).path)
 
     history = history_from_json(made.manifest.history)
     assert [change.operation for change in history] == list(EVERYTHING[:2])
@@ -162,7 +162,7 @@ def test_growing_twice_is_growing_by_both_at_once(tmp_path: Path) -> None:
     at_once = grow(source, tmp_path / "at-once", EVERYTHING).path
 
     first = grow(source, tmp_path / "first", EVERYTHING[:4]).path
-    second = grow(load(first), tmp_path / "second", EVERYTHING[4:]).path
+    second = grow(load_checkpoint(first), tmp_path / "second", EVERYTHING[4:]).path
 
     for file in ("model", "ema", "optimizer"):
         name = f"{file}.safetensors"
@@ -175,12 +175,12 @@ def test_a_mask_opens_from_the_step_of_the_checkpoint_on(tmp_path: Path) -> None
 
     made = grow(source, tmp_path / "out", [masked], check=True)
 
-    mask = load(made.path).manifest.architecture["mask"]
+    mask = load_checkpoint(made.path).manifest.architecture["mask"]
     assert (mask["begin"], mask["steps"]) == (STEP, 10)
     assert made.proof is not None
     assert made.proof.label == "exact"
     with pytest.raises(ConfigError, match=f"until step {STEP + 10}"):
-        grow(load(made.path), tmp_path / "again", [Operation("widen_mlp", 256)])
+        grow(load_checkpoint(made.path), tmp_path / "again", [Operation("widen_mlp", 256)])
 
 
 def test_labels_are_proven_and_add_up(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_adapters_that_cannot_learn_are_told_of(tmp_path: Path) -> None:
     adapt = Operation("set_lora_rank", {"target": "mlp", "rank": 3})
     adapted = grow(saved(tmp_path / "run"), tmp_path / "adapted", [adapt])
     assert adapted.warning == ""
-    source = load(adapted.path)
+    source = load_checkpoint(adapted.path)
     file = source.path / "model.safetensors"
     weights = load_file(file)
     weights["blocks.0.mlp.up.lora_a"][1:] = 0.0  # as B is

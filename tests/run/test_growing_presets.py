@@ -9,7 +9,7 @@ import pytest
 from forks import INSTAR, children_as_ranks, forks
 from started import run_ranks
 
-from instar.checkpoint.listing import latest
+from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import read_manifest
 from instar.record.events import OperationEvent, read_events
 from instar.run.start.preflight import prepare_data
@@ -61,7 +61,7 @@ def moulted(cfg: Path) -> Path:
 
 def weights(run: Path) -> dict[str, bytes]:
     """What the last step left of the model and of its optimizer."""
-    folder = latest(run)
+    folder = latest_checkpoint(run)
     files = [*folder.glob("model*.safetensors"), *folder.glob("optimizer*.safetensors")]
     assert len(files) >= 2
     return {file.name: file.read_bytes() for file in files}
@@ -73,13 +73,13 @@ def operations(run: Path) -> list[tuple[str, object, int]]:
 
 
 def layers(run: Path) -> int:
-    layers: int = read_manifest(latest(run)).architecture["n_layer"]
+    layers: int = read_manifest(latest_checkpoint(run)).architecture["n_layer"]
     return layers
 
 
 def test_a_run_moults_twice_at_the_stable_rate(moulted: Path) -> None:
     assert operations(moulted) == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
-    assert (latest(moulted).name, layers(moulted)) == ("step-24", 4)
+    assert (latest_checkpoint(moulted).name, layers(moulted)) == ("step-24", 4)
     config = load_checked(str(moulted / "run.yaml")).config
     assert (config.preset, len(config.schedule)) == ((), 2)
     assert "n_layer: 1" in (moulted / "run.yaml").read_text("utf-8")
@@ -90,7 +90,7 @@ def test_a_family_has_a_decayed_model_of_each_size(family: Path) -> None:
     assert sorted(path.name for path in family.parent.glob("trunk*")) == sorted(ENDS)
     for (name, step), size in zip(ENDS.items(), (4, 1, 2), strict=True):
         run = family.with_name(name)
-        assert (latest(run).name, layers(run)) == (f"step-{step}", size)
+        assert (latest_checkpoint(run).name, layers(run)) == (f"step-{step}", size)
     grown = [each for each in operations(family) if each[0] == "stack_layers"]
     assert grown == [("stack_layers", 2, 9), ("stack_layers", 2, 17)]
 
@@ -139,5 +139,5 @@ def test_a_resume_may_move_the_end_and_not_the_shape(moulted: Path, tmp_path: Pa
     argv = ["resume", str(short), "--set", "train.until=[12it]"]
     (rank,) = children_as_ranks(forks(), 1, INSTAR, argv, place=tmp_path)
     assert rank.finish() == 0, rank.output()
-    assert (latest(short).name, layers(short)) == ("step-12", 4)
+    assert (latest_checkpoint(short).name, layers(short)) == ("step-12", 4)
     assert [each[0] for each in operations(short)] == ["stack_layers", "stack_layers", "override"]

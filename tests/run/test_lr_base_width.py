@@ -10,8 +10,8 @@ import pytest
 import torch
 from live import change_if_due, restore
 
-from instar.checkpoint.listing import latest
-from instar.checkpoint.store import load
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -65,7 +65,7 @@ def test_the_base_is_kept_by_a_resume(trainer: Make, optimizer: str, tmp_path: P
         run.step()
     run.save("here", must=True)
     again = trainer(*keys, name="again")
-    restore(again, load(latest(tmp_path / "whole")))
+    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
     for each in (run, again):
         ratios = {g["lr_ratio"] for o in each.parts.stepper.optimizers for g in o.param_groups}
         assert len(ratios) > 1

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from instar.checkpoint.inspect import read_header
-from instar.checkpoint.store import Checkpoint, load
+from instar.checkpoint.store import Checkpoint, load_checkpoint
 from instar.cli.checkpoints.describe import parameter_count
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config
@@ -93,7 +93,7 @@ def test_a_checkpoint_without_buffers_says_so_when_it_is_restored(tmp_path: Path
     with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
         run.step()
         run.save("now", must=True)
-        saved = load(next((tmp_path / "run").rglob("step-1")))
+        saved = load_checkpoint(next((tmp_path / "run").rglob("step-1")))
         model = run.parts.task.shell()
         assert load_model_state(model, saved) == []
         assert same(running(model), running(run.parts.stepper.unwrapped_model))

@@ -12,9 +12,9 @@ from growing import grown, operation, proof, random_gpt
 from live import change_if_due, restore
 from shapes import gpt2, llama
 
-from instar.checkpoint.listing import latest
+from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 from instar.cli.main import main
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
@@ -61,7 +61,7 @@ def test_a_run_begins_without_layers_and_gets_them(
         if run.state.progress.step in (2, 5):
             run.save("here", must=True)
     again = trainer(*keys, name="again")
-    restore(again, load(latest(tmp_path / "whole")))
+    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
     assert run.train().progress.step == again.train().progress.step == 8
     for name, tensor in run.parts.stepper.parameters.items():
         assert torch.equal(tensor, again.parts.stepper.parameters[name])
@@ -72,7 +72,7 @@ def test_a_run_begins_without_layers_and_gets_them(
     assert [each for each in events if isinstance(each, AnalysisEvent)]
     assert any(each.grad_norm_new > 0 for each in events if isinstance(each, NewGradients))
     assert not [each for each in events if isinstance(each, Warn) and "gradient" in each.message]
-    before = load(tmp_path / "whole" / "checkpoints" / "step-2")
+    before = load_checkpoint(tmp_path / "whole" / "checkpoints" / "step-2")
     assert main(["checkpoint", "analyze", str(before.path)]) == 0
     with pytest.raises(CheckpointError, match=r"model\.n_layer: 0, but .* has at least one block"):
         export_folder(before, tmp_path / "exported")

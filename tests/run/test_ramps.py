@@ -11,7 +11,7 @@ from cases import shortened
 from forks import Forks
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said, weights
 
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
 from instar.run.start.preflight import Prepared
 
@@ -111,7 +111,7 @@ ELASTIC_NOISE = (
 
 def tensors(run_dir: Path) -> dict[str, bytes]:
     """Weights and moments at the end of a run, however they are divided among files."""
-    checkpoint = load(run_dir / "checkpoints" / f"step-{NOISE_STEPS}")
+    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{NOISE_STEPS}")
     return {
         f"{part}/{name}": tensor.numpy().tobytes()
         for part in ("model", "optimizer")

@@ -12,8 +12,8 @@ import torch
 from live import change_if_due, restore
 from torch import Tensor
 
-from instar.checkpoint.listing import latest
-from instar.checkpoint.store import load
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.record.events import Train, read_events
 from instar.run.trainer import Trainer
 from instar.schedule.settings import learning_rate
@@ -88,7 +88,7 @@ def test_a_resume_and_later_growth_go_on_with_what_is_warming_up(
     after = [group for each in run.parts.stepper.optimizers for group in each.param_groups]
     assert all(one is other for one, other in zip(groups, after, strict=True))
     again = trainer(entries, "optimizer.name=muon", name="again")
-    restore(again, load(latest(tmp_path / "whole")))
+    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
     assert again.state.settings == run.state.settings
     run_until(again, GROWN_AT + 4)
     other = values(again)
@@ -109,7 +109,7 @@ def test_new_adapters_of_a_model_of_the_same_shape_warm_up_after_a_resume(
     run = run_until(trainer(entries, name="whole"), 3)
     run.save("here", must=True)
     again = trainer(entries, name="again")
-    restore(again, load(latest(tmp_path / "whole")))
+    restore(again, load_checkpoint(latest_checkpoint(tmp_path / "whole")))
     for each in (run, again):
         (birth,) = each.state.settings.new_param_warmups
         assert all(name.rpartition(".")[2] in ("lora_a", "lora_b") for name in birth.names)

@@ -15,9 +15,9 @@ import torch
 from live import carry_out, restore, save_when_due
 
 from instar.checkpoint import tensor_file
-from instar.checkpoint.listing import BEST, checkpoints, pointed_at
+from instar.checkpoint.listing import BEST, list_checkpoints, pointer_target
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig
 from instar.config.sections import Operation
@@ -32,7 +32,7 @@ Make = Callable[..., Trainer]
 
 
 def names(run: Trainer) -> list[str]:
-    return [path.name for path in checkpoints(run.parts.saver.root)]
+    return [path.name for path in list_checkpoints(run.parts.saver.root)]
 
 
 def trained(run: Trainer) -> Trainer:
@@ -53,7 +53,10 @@ def forbid(run: Trainer) -> Path:
 def test_it_is_saved_every_so_many_steps_but_for_the_end(trainer: Make, background: str) -> None:
     run = trained(trainer("checkpoint.every_steps=3", f"checkpoint.asynchronous={background}"))
     assert names(run) == ["step-3", "step-6"]
-    assert load(run.parts.saver.root / "checkpoints" / "step-6").manifest.reason == "every 3 steps"
+    assert (
+        load_checkpoint(run.parts.saver.root / "checkpoints" / "step-6").manifest.reason
+        == "every 3 steps"
+    )
 
 
 def test_counts_that_a_step_passes_by_are_not_missed(trainer: Make) -> None:
@@ -77,7 +80,7 @@ def test_what_is_saved_in_the_background_is_the_moment_it_was_asked_for(trainer:
     run.save("now")
     run.step()
     run.parts.saver.finish()
-    saved = load(run.parts.saver.root / "checkpoints" / "step-1").tensors("model")
+    saved = load_checkpoint(run.parts.saver.root / "checkpoints" / "step-1").tensors("model")
     assert all(torch.equal(saved[name], at_save[name]) for name in at_save)
     assert not all(torch.equal(saved[n], p) for n, p in run.parts.stepper.parameters.items())
 
@@ -90,7 +93,7 @@ def weights(run: Trainer) -> Bits:
 
 
 def saved_bits(run: Trainer, step: int) -> Bits:
-    return load(run.parts.saver.root / "checkpoints" / f"step-{step}").tensors("model")
+    return load_checkpoint(run.parts.saver.root / "checkpoints" / f"step-{step}").tensors("model")
 
 
 def same(saved: Mapping[str, Any], at_save: Bits) -> bool:
@@ -221,9 +224,9 @@ def test_a_copy_of_another_layout_is_not_used(trainer: Make) -> None:
 
 def test_the_best_is_saved_and_pointed_at(trainer: Make) -> None:
     run = trained(trainer("checkpoint.on_best=true", "eval.eval_interval=3"))
-    best = pointed_at(run.parts.saver.root, BEST)
+    best = pointer_target(run.parts.saver.root, BEST)
     assert best is not None
-    manifest = load(best).manifest
+    manifest = load_checkpoint(best).manifest
     assert "best so far" in manifest.reason
     assert manifest.loss is not None
 
@@ -234,7 +237,8 @@ def test_rank_0s_clock_says_when_minutes_have_passed(trainer: Make) -> None:
     save_when_due(run)
     run.parts.saver.finish()
     assert (
-        load(run.parts.saver.root / "checkpoints" / "step-1").manifest.reason == "every 1e-06 min"
+        load_checkpoint(run.parts.saver.root / "checkpoints" / "step-1").manifest.reason
+        == "every 1e-06 min"
     )
 
 
@@ -246,7 +250,10 @@ def test_a_person_may_ask_for_it_and_has_it_when_the_request_is_gone(trainer: Ma
     assert not request.answered()
     save_when_due(run)
     assert request.answered()
-    assert load(run.parts.saver.root / "checkpoints" / "step-1").manifest.reason == "asked for"
+    assert (
+        load_checkpoint(run.parts.saver.root / "checkpoints" / "step-1").manifest.reason
+        == "asked for"
+    )
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
@@ -294,14 +301,16 @@ def test_superfluous_checkpoints_go(trainer: Make) -> None:
 
 def test_what_was_measured_and_what_is_better_stand_in_the_manifest(trainer: Make) -> None:
     run = trained(trainer("checkpoint.every_steps=3", "eval.eval_interval=6"))
-    third, sixth = (load(path).manifest for path in checkpoints(run.parts.saver.root))
+    third, sixth = (
+        load_checkpoint(path).manifest for path in list_checkpoints(run.parts.saver.root)
+    )
     assert (third.metrics, third.better) == ({}, {"loss": "min", "bits_per_byte": "min"})
     assert sixth.metrics.keys() == {"loss", "bits_per_byte", "perplexity"}
     assert sixth.metrics["loss"] == sixth.loss
     assert (run.parts.saver.keep.metric, run.parts.saver.keep.better) == ("loss", "min")
     # as it does after a resume
     again = trainer(name="again")
-    restore(again, load(run.parts.saver.root / "checkpoints" / "step-6"))
+    restore(again, load_checkpoint(run.parts.saver.root / "checkpoints" / "step-6"))
     assert snapshot(again.state, again.parts, "").facts.metrics == sixth.metrics
 
 

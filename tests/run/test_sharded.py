@@ -16,7 +16,7 @@ import tiny_run
 import torch
 from torch import nn
 
-from instar.checkpoint.store import load as load_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded, load
 from instar.distributed.world import World

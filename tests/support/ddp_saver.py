@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import publish_checkpoint
 from instar.config.schema import DDPConfig, ParallelConfig
 from instar.distributed.parallel import unwrap, wrap
 from instar.distributed.world import join
@@ -31,7 +31,9 @@ def train_and_save(root: Path, arch: Architecture) -> None:
         optimizer.step()
         bare = unwrap(wrapped)
         weights = dict(bare.named_parameters())
-        publish(root, 1, {"model": weights}, {}, architecture=arch.to_dict(), world=world)
+        publish_checkpoint(
+            root, 1, {"model": weights}, {}, architecture=arch.to_dict(), world=world
+        )
         if world.is_main:
             with torch.no_grad():
                 save_file({"logits": wrapped(tokens).contiguous()}, root / "logits.safetensors")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from instar.checkpoint.layout import Parts
 from instar.checkpoint.manifest import Facts
-from instar.checkpoint.store import CheckpointWriter, load
+from instar.checkpoint.store import CheckpointWriter, load_checkpoint
 from instar.distributed.shards import SavedRows
 from instar.models.hf.folder import export_folder
 from instar.run.optim.optimizer import load_optimizer_tensors, parameter_of
@@ -80,11 +80,11 @@ def load_a_quarter(folder: str) -> int:
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values())
 
-    with load(Path(folder)).reading("model") as component:
+    with load_checkpoint(Path(folder)).reading("model") as component:
         component.rows("0.weight", 0, 1)  # what the library itself takes is not counted
 
     def read() -> None:
-        checkpoint = load(Path(folder))
+        checkpoint = load_checkpoint(Path(folder))
         load_model_state(model, checkpoint)
         with checkpoint.reading("optimizer") as component:
             states = Parts(
@@ -98,7 +98,7 @@ def load_a_quarter(folder: str) -> int:
 
 def export(folder: str, to: str) -> int:
     """Prints by how many MiB memory grew at most."""
-    checkpoint = load(Path(folder))
+    checkpoint = load_checkpoint(Path(folder))
     print(f"{peak_growth(lambda: export_folder(checkpoint, Path(to))) / MIB:.1f}")
     return 0
 

@@ -13,9 +13,9 @@ import figures
 import pytest
 from tiny_run import STEPS, Place, codes, events, said
 
-from instar.checkpoint.listing import checkpoints, latest, latest_intact
+from instar.checkpoint.listing import latest_checkpoint, latest_intact, list_checkpoints
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 
 SEEDS = figures.times(1, 50)
 RESUMED = figures.times(3, 1000)
@@ -106,7 +106,7 @@ def whole(prepared: Path, forks: object, tmp_path_factory: pytest.TempPathFactor
     place = Place(path, forks)  # type: ignore[arg-type]
     ranks = place.train(path / "run", f"checkpoint.every_steps={EVERY}", ranks=2)
     assert codes(ranks) == [0, 0], said(ranks)
-    names = [found.name for found in checkpoints(path / "run")]
+    names = [found.name for found in list_checkpoints(path / "run")]
     assert names == [f"step-{step}" for step in range(EVERY, STEPS + 1, EVERY)]
     return path / "run"
 
@@ -136,7 +136,7 @@ def test_every_damage_to_every_file_is_found_and_named(whole: Path, tmp_path: Pa
     for damage in damages(whole, tmp_path, SEEDS):
         tried += 1
         try:
-            load(damage.newest)
+            load_checkpoint(damage.newest)
         except CheckpointError as error:
             if not names(error, damage):
                 unnamed.append(f"{damage}: {error}")
@@ -204,4 +204,4 @@ def test_a_damaged_pointer_hides_no_checkpoint(whole: Path, tmp_path: Path, how:
         found, _ = latest_intact(run_dir)
         expected = STEPS - EVERY if how == "swapped within" else STEPS
         assert found.path.name == f"step-{expected}"
-        assert latest(run_dir) in checkpoints(run_dir)
+        assert latest_checkpoint(run_dir) in list_checkpoints(run_dir)

@@ -18,7 +18,7 @@ from failures import FAILING_STEP
 from forks import INSTAR
 from tiny_run import Place, codes, events, said
 
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 
 STEPS = 36
 RANKS = (1, 2, 4)
@@ -189,7 +189,7 @@ def changing(
 def fingerprint(run_dir: Path, steps: int = STEPS) -> str:
     """Of all that a run leaves which must not depend on the number of ranks."""
     digest = xxhash.xxh3_128()
-    checkpoint = load(run_dir / "checkpoints" / f"step-{steps}")
+    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{steps}")
     for component in ("model", "optimizer", "ema"):
         for name, tensor in sorted(checkpoint.tensors(component).items()):
             digest.update(f"{component}/{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -16,9 +16,9 @@ import pytest
 import savers
 from forks import Child, Forks, children_as_ranks
 
-from instar.checkpoint.listing import checkpoints, latest, latest_intact
+from instar.checkpoint.listing import latest_checkpoint, latest_intact, list_checkpoints
 from instar.checkpoint.manifest import MANIFEST, CheckpointError
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 
 KILLS = {1: figures.times(8, 1000), 3: figures.times(2, 500)}
 """by the number of ranks"""
@@ -58,7 +58,10 @@ def test_sigkill_in_a_save_loses_nothing_and_publishes_nothing_broken(
         acknowledged = last_acknowledged(told)
         phases[phase(root, acknowledged)] += 1
         broken += faults(root)
-        if newest(root) < acknowledged or load(latest(root)).manifest.step < acknowledged:
+        if (
+            newest(root) < acknowledged
+            or load_checkpoint(latest_checkpoint(root)).manifest.step < acknowledged
+        ):
             lost.append(acknowledged)
         if newest(root) > before:
             kept += left_over & unpublished(root)
@@ -117,20 +120,20 @@ def unpublished(root: Path) -> set[str]:
 def faults(root: Path) -> list[str]:
     """What is wrong with anything that a reader can see."""
     found = []
-    for path in [*checkpoints(root), latest(root)]:
+    for path in [*list_checkpoints(root), latest_checkpoint(root)]:
         try:
-            if not savers.holds(load(path)):
+            if not savers.holds(load_checkpoint(path)):
                 found.append(f"{path.name} does not hold what was saved")
         except CheckpointError as error:
             found.append(str(error))
-    visible = {path.name for path in checkpoints(root)} | {"latest"} | unpublished(root)
+    visible = {path.name for path in list_checkpoints(root)} | {"latest"} | unpublished(root)
     return found + sorted({path.name for path in (root / "checkpoints").iterdir()} - visible)
 
 
 def phase(root: Path, acknowledged: int) -> str:
     """How far the save had come that the kill ended."""
     folder = root / "checkpoints"
-    top = max(load(path, check=False).manifest.step for path in checkpoints(root))
+    top = max(load_checkpoint(path, check=False).manifest.step for path in list_checkpoints(root))
     named = (folder / "latest").read_text().strip()
     if named != f"step-{top}":
         return "renamed, latest is the one before"
@@ -147,6 +150,6 @@ def phase(root: Path, acknowledged: int) -> str:
 
 def forget_all_but_two(root: Path) -> None:
     """Only so that a thousand kills need no more room than a few."""
-    for path in checkpoints(root)[:-2]:
-        if path != latest(root):
+    for path in list_checkpoints(root)[:-2]:
+        if path != latest_checkpoint(root):
             shutil.rmtree(path)

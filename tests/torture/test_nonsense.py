@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_run import Place, codes, said
 
-from instar.checkpoint.listing import checkpoints, latest, latest_intact
+from instar.checkpoint.listing import latest_checkpoint, latest_intact, list_checkpoints
 from instar.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
-    describe,
     encode_json,
+    file_entry,
 )
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 
 EXAMPLES = figures.times(100, 10_000)
 RESUMES = figures.times(3, 200)
@@ -74,7 +74,7 @@ class Content:
         path = folder / self.name
         path.write_bytes(self.content)
         if self.vouched and self.name in (files := manifest_of(folder)["files"]):
-            entry = describe(path, files[self.name]["pattern"])
+            entry = file_entry(path, files[self.name]["pattern"])
             entry_json = {field: getattr(entry, field) for field in entry.__struct_fields__}
             write_vouched(folder, {"files": files | {self.name: entry_json}})
 
@@ -153,9 +153,9 @@ def test_nonsense_in_a_file_is_an_error_and_the_one_before_is_used(run: Path) ->
 def read_everything(run: Path) -> bool:
     """Whether something was refused; nothing but refusals may happen."""
     refused = False
-    for path in [*checkpoints(run), latest(run)]:
+    for path in [*list_checkpoints(run), latest_checkpoint(run)]:
         try:
-            checkpoint = load(path)
+            checkpoint = load_checkpoint(path)
             for component in checkpoint.components:
                 checkpoint.tensors(component)
         except CheckpointError:

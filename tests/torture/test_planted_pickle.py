@@ -15,9 +15,9 @@ import pytest
 import torch
 from tiny_run import Place, codes, said
 
-from instar.checkpoint.listing import latest
-from instar.checkpoint.manifest import CheckpointError, Manifest, describe, encode_manifest
-from instar.checkpoint.store import load
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.manifest import CheckpointError, Manifest, encode_manifest, file_entry
+from instar.checkpoint.store import load_checkpoint
 
 PLANTED = figures.times(2, 1000)
 """files that the command line is tried on; there are fewer than a thousand"""
@@ -115,10 +115,10 @@ def test_no_reader_of_a_checkpoint_unpickles(whole: Path, tmp_path: Path) -> Non
             for vouched in (False, True):
                 tried += 1
                 try:
-                    newest = latest(base / "run")
+                    newest = latest_checkpoint(base / "run")
                     if vouched:
                         vouch(newest)
-                    checkpoint = load(newest)
+                    checkpoint = load_checkpoint(newest)
                     for component in checkpoint.components:
                         checkpoint.tensors(component)
                 except CheckpointError:
@@ -168,7 +168,9 @@ def ran(canary: Path) -> Iterator[str]:
 
 def vouch(folder: Path) -> None:
     """Write a manifest that says of every file what is there now."""
-    manifest = load(folder, check=False).manifest
-    files = {name: describe(folder / name, entry.pattern) for name, entry in manifest.files.items()}
+    manifest = load_checkpoint(folder, check=False).manifest
+    files = {
+        name: file_entry(folder / name, entry.pattern) for name, entry in manifest.files.items()
+    }
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     (folder / "manifest.json").write_bytes(encode_manifest(Manifest(**{**fields, "files": files})))

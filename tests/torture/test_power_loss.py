@@ -21,14 +21,14 @@ from power import Crash, Operation, crashes, lay_out, recording
 from instar.checkpoint.listing import (
     BEST,
     RetentionPolicy,
-    checkpoints,
-    latest,
+    latest_checkpoint,
     latest_intact,
-    point,
-    prune,
+    list_checkpoints,
+    prune_checkpoints,
+    update_pointer,
 )
 from instar.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 from instar.record import atomic
 
 ROWS = 8
@@ -63,10 +63,12 @@ def old_one_pruned(root: Path) -> Iterator[int]:
     """What retention does; `best` names the one that stays beside the newest."""
     savers.save(root, 10, ROWS)
     yield 10
-    point(root, BEST, savers.save(root, 20, ROWS))
+    update_pointer(root, BEST, savers.save(root, 20, ROWS))
     yield 20
     savers.save(root, 30, ROWS)
-    assert prune(root, RetentionPolicy(last=1, best=0)) == [root / "checkpoints" / "step-10"]
+    assert prune_checkpoints(root, RetentionPolicy(last=1, best=0)) == [
+        root / "checkpoints" / "step-10"
+    ]
     yield 30
 
 
@@ -127,7 +129,7 @@ def replay(
 
 def check(root: Path, crash: Crash, known: set[bytes], *, save_again: bool) -> None:
     """Everything visible is whole, and nothing acknowledged is lost."""
-    there = checkpoints(root) if (root / "checkpoints").is_dir() else []
+    there = list_checkpoints(root) if (root / "checkpoints").is_dir() else []
     for path in there:
         check_whole(path, known)
     if crash.said is None and not there:
@@ -135,18 +137,18 @@ def check(root: Path, crash: Crash, known: set[bytes], *, save_again: bool) -> N
     found, skipped = latest_intact(root)
     assert skipped == [], f"skipped {skipped}"
     assert found.manifest.step >= (crash.said or 0), f"{crash.said} lost"
-    named = latest(root)
+    named = latest_checkpoint(root)
     assert named in there
     assert read_manifest(named).step >= (crash.said or 0), f"{crash.said} not the latest"
     if save_again:
         savers.save(root, 40, ROWS)
-        assert load(latest(root)).manifest.step == 40
+        assert load_checkpoint(latest_checkpoint(root)).manifest.step == 40
         assert not list((root / "checkpoints").glob(".*")), "leftovers were not swept"
 
 
 def check_whole(path: Path, known: set[bytes]) -> None:
     """Its bytes are those that its manifest says; `known` manifests need no look at the values."""
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     manifest = (path / MANIFEST).read_bytes()
     if manifest not in known:
         assert savers.holds(checkpoint), f"{path.name} does not hold what was saved"

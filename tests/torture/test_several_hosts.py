@@ -20,7 +20,7 @@ import pytest
 from tiny_run import Place, acknowledged, codes, events, said
 from two_hosts import Host, Started, Wire, two_hosts
 
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(3600)]
 
@@ -113,7 +113,7 @@ def on_both(place: Place, hosts: Sequence[Host], run_dir: Path, *keys: str) -> l
 
 def saved(run_dir: Path, step: int) -> dict[str, object]:
     """The cursor, and the bytes of every tensor, whoever saved which rows of it."""
-    checkpoint = load(run_dir / "checkpoints" / f"step-{step}")
+    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{step}")
     return {
         f"{component}/{name}": tensor.contiguous().numpy().tobytes()
         for component in ("model", "optimizer", "ema")

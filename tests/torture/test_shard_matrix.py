@@ -12,8 +12,8 @@ import xxhash
 from forks import INSTAR
 from tiny_run import Place, codes, events, said
 
-from instar.checkpoint.listing import checkpoints
-from instar.checkpoint.store import load
+from instar.checkpoint.listing import list_checkpoints
+from instar.checkpoint.store import load_checkpoint
 
 KINDS: dict[str, tuple[tuple[str, ...], int]] = {
     "one process": (("parallel.strategy=ddp", "parallel.fsdp.shards=null"), 1),
@@ -57,11 +57,13 @@ def test_any_strategy_loads_what_any_other_has_saved(place: Place) -> None:
     for step, (before, name) in enumerate(pairwise(order), start=1):
         keys, ranks = KINDS[name]
         words = [word for key in keys for word in ("--set", key)]
-        saved = digests(checkpoints(run_dir)[-1])
+        saved = digests(list_checkpoints(run_dir)[-1])
         body = "failures:saves_what_it_loaded"
         again = place.resume(run_dir, "--until", f"{step + 1}it", *words, ranks=ranks, body=body)
         assert set(codes(again)) == {0}, said(again)
-        loaded = [path for path in checkpoints(run_dir) if path.name.startswith(f"step-{step}")]
+        loaded = [
+            path for path in list_checkpoints(run_dir) if path.name.startswith(f"step-{step}")
+        ]
         if digests(loaded[-1]) != saved:
             differing.append(f"{before} → {name}")
     steps = len(order)
@@ -69,7 +71,7 @@ def test_any_strategy_loads_what_any_other_has_saved(place: Place) -> None:
     keys, ranks = KINDS["one process"]
     children = place.train(alone, *ELASTIC, *keys, f"train.until=[{steps}it]", body=INSTAR)
     assert set(codes(children)) == {0}, said(children)
-    ends = {digests(checkpoints(each)[-1]) for each in (run_dir, alone)}
+    ends = {digests(list_checkpoints(each)[-1]) for each in (run_dir, alone)}
     losses = [[event["loss"] for event in events(each, "train")] for each in (run_dir, alone)]
     figures.write(
         "shard-matrix",
@@ -90,7 +92,7 @@ def test_any_strategy_loads_what_any_other_has_saved(place: Place) -> None:
 
 def digests(path: Path) -> str:
     """Of every tensor of model, optimizer and average, and of the place in the data."""
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     digest = xxhash.xxh3_128(str(checkpoint.state["progress"]["samples"]).encode())
     for component in ("model", "optimizer", "ema"):
         for name, tensor in sorted(checkpoint.tensors(component).items()):

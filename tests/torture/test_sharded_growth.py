@@ -14,7 +14,7 @@ from forks import Forks
 from tiny_run import Place, codes, events, said
 from torch import Tensor
 
-from instar.checkpoint.store import load
+from instar.checkpoint.store import load_checkpoint
 
 BAR = 1e-5
 GROWN_AT = 3
@@ -62,7 +62,7 @@ def trained(place: Place, name: str, *keys: str, ranks: int) -> Path:
 
 def tensors(run_dir: Path, step: int) -> Iterator[tuple[str, Tensor]]:
     """The weights, moments and average of a checkpoint."""
-    checkpoint = load(run_dir / "checkpoints" / f"step-{step}")
+    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{step}")
     for component in ("model", "optimizer", "ema"):
         for name, tensor in sorted(checkpoint.tensors(component).items()):
             yield f"{component}/{name}", tensor

@@ -201,11 +201,11 @@ def _folder(checkpoint: Source) -> Path:
     Raises:
         CheckpointError: it is one of another task; says how its weights are loaded.
     """
-    from instar.checkpoint.listing import resolve
+    from instar.checkpoint.listing import resolve_checkpoint
     from instar.checkpoint.manifest import CheckpointError, read_manifest
     from instar.config.fields import CAUSAL_LM, LANGUAGE
 
-    path = resolve(os.fspath(checkpoint))
+    path = resolve_checkpoint(os.fspath(checkpoint))
     task = str(read_manifest(path).config.get("task", LANGUAGE))
     if task not in (LANGUAGE, CAUSAL_LM):
         raise CheckpointError(

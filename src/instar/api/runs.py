@@ -93,9 +93,9 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints, oldest first."""
-        from instar.checkpoint.listing import checkpoints
+        from instar.checkpoint.listing import list_checkpoints
 
-        return checkpoints(self.path)
+        return list_checkpoints(self.path)
 
 
 def load_run(

@@ -1,4 +1,4 @@
-"""Compares two checkpoints: their tensors, their states, and what their manifests say."""
+"""Compare two checkpoints: their tensors, their states, and what their manifests say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from instar.checkpoint.inspect import TensorEntry
-from instar.checkpoint.layout import ComponentReader, Layout, file_layout, layout, reading
+from instar.checkpoint.layout import (
+    ComponentReader,
+    Layout,
+    component_layout,
+    file_layout,
+    open_reader,
+)
 from instar.checkpoint.manifest import (
     COMPONENTS,
     STATE,
@@ -48,26 +54,26 @@ class Difference:
 
 
 def compare_facts(a: Path, b: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
-    """Compares all that two checkpoint folders have beside tensors: by group, the keys that differ, each with
+    """Compare all that two checkpoint folders have beside tensors: by group, the keys that differ, each with
     its value in `a` and in `b`.
 
     Raises:
         CheckpointError: a manifest or a state cannot be read.
     """
-    one, other = read_manifest(a), read_manifest(b)
+    in_a, in_b = read_manifest(a), read_manifest(b)
     return {
-        "architecture": differing([one.architecture, other.architecture]),
-        "history": differing([_numbered(one.history), _numbered(other.history)]),
-        "saved": differing([_saved(one), _saved(other)]),
+        "architecture": differing([in_a.architecture, in_b.architecture]),
+        "history": differing([_history_by_number(in_a.history), _history_by_number(in_b.history)]),
+        "saved": differing([_save_facts(in_a), _save_facts(in_b)]),
         "state": differing([read_json(folder / STATE) for folder in (a, b)]),
     }
 
 
-def _numbered(history: Sequence[Any]) -> dict[str, Any]:
+def _history_by_number(history: Sequence[Any]) -> dict[str, Any]:
     return {f"operation {number}": entry for number, entry in enumerate(history, 1)}
 
 
-def _saved(manifest: Manifest) -> dict[str, Any]:
+def _save_facts(manifest: Manifest) -> dict[str, Any]:
     """Return the parts of a manifest that are compared as one group."""
     return {
         "step": manifest.step,
@@ -82,7 +88,7 @@ def _saved(manifest: Manifest) -> dict[str, Any]:
 
 
 def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
-    """Compares every tensor of two checkpoint folders; returns the differences by file, or by the
+    """Compare every tensor of two checkpoint folders; returns the differences by file, or by the
     file that a component would be if it were one.
 
     Only one tensor of each is in memory at a time. "same" means equal dtypes, shapes and bytes.
@@ -99,26 +105,26 @@ def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
 
 
 def _layouts(folder: Path, manifest: Manifest) -> dict[str, Layout]:
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for name, entry in manifest.files.items():
         if not name.endswith(SUFFIX):
             continue
         if entry.pattern == Pattern.PER_RANK:
-            found[name] = file_layout(folder / name)
+            layouts[name] = file_layout(folder / name)
             continue
         component = name.replace("/", ".").partition(".")[0]
-        if (file := COMPONENTS[component].file()) not in found:
-            found[file] = layout(folder, manifest, component)
-    return found
+        if (file := COMPONENTS[component].file()) not in layouts:
+            layouts[file] = component_layout(folder, manifest, component)
+    return layouts
 
 
 def _compare_layouts(a: Layout | None, b: Layout | None, advance: Advance) -> Iterator[Difference]:
     with ExitStack() as stack:
         read_a, read_b = (
             ComponentReader(Layout(Path(), {}, {}), stack)
-            if each is None
-            else stack.enter_context(reading(each))
-            for each in (a, b)
+            if layout is None
+            else stack.enter_context(open_reader(layout))
+            for layout in (a, b)
         )
         in_a, in_b = read_a.layout.entries, read_b.layout.entries
         for name in dict.fromkeys([*in_a, *in_b]):

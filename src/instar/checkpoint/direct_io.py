@@ -64,29 +64,29 @@ class DirectFile:
         """Append bytes. They may change after the next call, or the end of the block."""
         while self._in_place:
             self._in_place.popleft().result()
-        rest = np.frombuffer(content, np.uint8)
-        while len(rest):
+        data = np.frombuffer(content, np.uint8)
+        while len(data):
             # bytes up to the end of a block in the file, and in memory
-            room, ahead = -self._used % BLOCK_BYTES, -rest.ctypes.data % BLOCK_BYTES
-            blocks = (len(rest) - room) // BLOCK_BYTES * BLOCK_BYTES
-            if room != ahead or blocks <= 0:
-                rest = self._collect(rest, _BUFFER_BYTES - self._used)
+            room, offset = -self._used % BLOCK_BYTES, -data.ctypes.data % BLOCK_BYTES
+            blocks = (len(data) - room) // BLOCK_BYTES * BLOCK_BYTES
+            if room != offset or blocks <= 0:
+                data = self._collect(data, _BUFFER_BYTES - self._used)
             elif room:
-                rest = self._collect(rest, room)
+                data = self._collect(data, room)
             else:
                 self._submit()
-                self._in_place.append(self._pool.submit(self._put, rest[:blocks].data))
-                rest = rest[blocks:]
+                self._in_place.append(self._pool.submit(self._put, data[:blocks].data))
+                data = data[blocks:]
 
-    def _collect(self, content: Any, most: int) -> Any:
+    def _collect(self, content: Any, limit: int) -> Any:
         """Copy at most so many bytes into a buffer; return the others."""
-        taken = min(len(content), most)
+        count = min(len(content), limit)
         # unlike an assignment to a memoryview, this releases the GIL
-        np.copyto(self._free[-1][self._used : self._used + taken], content[:taken])
-        self._used += taken
+        np.copyto(self._free[-1][self._used : self._used + count], content[:count])
+        self._used += count
         if self._used == _BUFFER_BYTES:
             self._submit()
-        return content[taken:]
+        return content[count:]
 
     def _submit(self) -> None:
         """Write the buffer, if there is anything in it."""

@@ -56,7 +56,7 @@ class _Entry(msgspec.Struct):
 
 
 def read_header(path: Path, *, follow: bool = False) -> dict[str, TensorEntry]:
-    """Returns the tensors of a safetensors file by name, in the order of their data.
+    """Return the tensors of a safetensors file by name, in the order of their data.
 
     Args:
         follow: the file may be a symbolic link.
@@ -75,10 +75,10 @@ def read_header(path: Path, *, follow: bool = False) -> dict[str, TensorEntry]:
         begin, end = entry.data_offsets
         if not 0 <= begin <= end <= data_bytes:
             raise CheckpointError(f"{path}: {name} lies outside the file, which ends too early")
-        needed = math.prod(entry.shape) * _BYTES.get(entry.dtype, 0)
-        if entry.dtype in _BYTES and end - begin != needed:
+        size_bytes = math.prod(entry.shape) * _BYTES.get(entry.dtype, 0)
+        if entry.dtype in _BYTES and end - begin != size_bytes:
             raise CheckpointError(
-                f"{path}: {name} has {end - begin:,} bytes, and {entry.shape} needs {needed:,}"
+                f"{path}: {name} has {end - begin:,} bytes, and {entry.shape} needs {size_bytes:,}"
             )
     by_place = sorted(entries.items(), key=lambda item: item[1].data_offsets)
     return {
@@ -88,7 +88,7 @@ def read_header(path: Path, *, follow: bool = False) -> dict[str, TensorEntry]:
 
 
 def read_metadata(path: Path) -> tuple[bytes, dict[str, str]]:
-    """Returns the whole header of a safetensors file, and its metadata.
+    """Return the whole header of a safetensors file, and its metadata.
 
     Raises:
         CheckpointError: the file cannot be read, or is not a safetensors file.
@@ -101,7 +101,7 @@ def read_metadata(path: Path) -> tuple[bytes, dict[str, str]]:
 
 
 def _header(path: Path, follow: bool = False) -> tuple[bytes, dict[str, Any], int]:
-    """Returns the header of a safetensors file with its length, its content, and the file's size."""
+    """Return the header of a safetensors file with its length, its content, and the file's size."""
     try:
         with open_regular(path, follow=follow) as file:
             size = os.fstat(file.fileno()).st_size
@@ -123,7 +123,7 @@ def _header(path: Path, follow: bool = False) -> tuple[bytes, dict[str, Any], in
 def encode_header(
     entries: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Returns the header of a safetensors file whose tensors follow in the order of `entries`."""
+    """Return the header of a safetensors file whose tensors follow in the order of `entries`."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, entry in entries.items():
@@ -138,7 +138,7 @@ def encode_header(
 def check_shapes(
     folder: Path, headers: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Checks that a component has these tensors.
+    """Check that a component has these tensors.
 
     Args:
         folder: of the checkpoint, for messages.
@@ -149,22 +149,22 @@ def check_shapes(
     """
     for name, shape in shapes.items():
         if name not in headers or headers[name].shape != shape:
-            found = headers[name].shape if name in headers else "missing"
+            shape_text = headers[name].shape if name in headers else "missing"
             raise CheckpointError(
                 f"{folder}: the tensors do not fit the architecture: {name} must have the shape "
-                f"{shape}, and is {found}"
+                f"{shape}, and is {shape_text}"
             )
 
 
 @dataclass(frozen=True)
-class Check:
+class Verification:
     """The result of verifying a checkpoint."""
 
     path: Path
     broken: tuple[str, ...]
     """errors of damaged files; only that of the manifest if it is damaged, since the other files
     cannot be checked without it"""
-    unlisted: tuple[str, ...]
+    extra_files: tuple[str, ...]
     """files that are not in the manifest"""
     size_bytes: int
     seconds: float
@@ -176,23 +176,23 @@ class Check:
         return self.size_bytes / max(self.seconds, 1e-9)
 
 
-def check(path: Path) -> Check:
-    """Compares the files of the checkpoint in the folder `path` with its manifest."""
-    begun = time.perf_counter()
+def verify_checkpoint(path: Path) -> Verification:
+    """Compare the files of the checkpoint in the folder `path` with its manifest."""
+    start_time = time.perf_counter()
     try:
         manifest = read_manifest(path)
     except UnreadableError as error:
-        return Check(path, (), (), 0, time.perf_counter() - begun, (str(error),))
+        return Verification(path, (), (), 0, time.perf_counter() - start_time, (str(error),))
     except CheckpointError as error:
-        return Check(path, (str(error),), (), 0, time.perf_counter() - begun)
+        return Verification(path, (str(error),), (), 0, time.perf_counter() - start_time)
 
-    wrong = file_errors(path, manifest)
+    errors = file_errors(path, manifest)
     on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    return Check(
+    return Verification(
         path,
-        tuple(str(each) for each in wrong if not isinstance(each, UnreadableError)),
+        tuple(str(error) for error in errors if not isinstance(error, UnreadableError)),
         tuple(sorted(on_disk - manifest.files.keys() - {MANIFEST})),
         sum(entry.size_bytes for entry in manifest.files.values()),
-        time.perf_counter() - begun,
-        tuple(str(each) for each in wrong if isinstance(each, UnreadableError)),
+        time.perf_counter() - start_time,
+        tuple(str(error) for error in errors if isinstance(error, UnreadableError)),
     )

@@ -53,27 +53,27 @@ class Layout:
     """whether files may be symbolic links"""
 
 
-def layout(folder: Path, manifest: Manifest, component: str) -> Layout:
-    """Returns where the tensors of a component are that all ranks share.
+def component_layout(folder: Path, manifest: Manifest, component: str) -> Layout:
+    """Return where the tensors of a component are that all ranks share.
 
     Raises:
         CheckpointError: the component or one of its files is missing, there are files beside, one
             cannot be read, or rows of a tensor are missing or in two files.
     """
-    found = files_of(manifest, component)
-    _check_files(folder, COMPONENTS[component], found)
-    return _joined(
-        folder, {name: (read_header(folder / name), file) for name, file in found.items()}
+    files = files_of(manifest, component)
+    _check_files(folder, COMPONENTS[component], files)
+    return _join_files(
+        folder, {name: (read_header(folder / name), file) for name, file in files.items()}
     )
 
 
 def file_layout(path: Path) -> Layout:
-    """Returns the layout of a single file."""
-    return _joined(path.parent, {path.name: (read_header(path), None)})
+    """Return the layout of a single file."""
+    return _join_files(path.parent, {path.name: (read_header(path), None)})
 
 
 def linked_layout(folder: Path, files: Iterable[str]) -> Layout:
-    """Returns the layout of files of whole tensors, which may be symbolic links.
+    """Return the layout of files of whole tensors, which may be symbolic links.
 
     Raises:
         CheckpointError: a file is missing or cannot be read, or a tensor is in two files.
@@ -84,12 +84,12 @@ def linked_layout(folder: Path, files: Iterable[str]) -> Layout:
         for name in header:
             if (other := file_of.setdefault(name, file)) != file:
                 raise CheckpointError(f"{folder / file}: {name} is also in {other}")
-    joined = _joined(folder, {file: (header, None) for file, header in headers.items()})
-    return replace(joined, follow=True)
+    layout = _join_files(folder, {file: (header, None) for file, header in headers.items()})
+    return replace(layout, follow=True)
 
 
 def files_of(manifest: Manifest, component: str) -> dict[str, FileEntry]:
-    """Returns the entries of the files that hold a component which the ranks share."""
+    """Return the entries of the files that hold a component which the ranks share."""
     return {
         name: entry
         for name, entry in manifest.files.items()
@@ -101,27 +101,29 @@ def files_of(manifest: Manifest, component: str) -> dict[str, FileEntry]:
 _PART = re.compile(rf"\w+/\d{{1,9}}-of-(\d{{1,9}}){re.escape(SUFFIX)}", re.ASCII)
 
 
-def _check_files(folder: Path, component: StateComponent, found: Collection[str]) -> None:
-    """Raises CheckpointError unless these are the files of a component: one, or all of its parts."""
-    if not found:
+def _check_files(folder: Path, component: StateComponent, files: Collection[str]) -> None:
+    """Raise CheckpointError unless these are the files of a component: one, or all of its parts."""
+    if not files:
         raise CheckpointError(f"{folder}: its {component.name} is missing")
-    parts = max((int(match[1]) for name in found if (match := _PART.fullmatch(name))), default=0)
+    parts = max((int(match[1]) for name in files if (match := _PART.fullmatch(name))), default=0)
     # the number is only claimed: not more names than needed are made of it
-    wanted = {component.shard_file(i, parts) for i in range(min(parts, len(found) + 1))}
-    wanted = wanted or {component.file()}
-    listed = ", ".join(sorted(found)[:8])
-    for name in sorted(wanted.difference(found)):
-        raise CheckpointError(f"{folder / name}: not in the manifest, which has {listed}")
-    for name in sorted({*found} - wanted):
-        raise CheckpointError(f"{folder / name}: not a part of the {component.name}, with {listed}")
+    expected = {component.shard_file(i, parts) for i in range(min(parts, len(files) + 1))}
+    expected = expected or {component.file()}
+    listing = ", ".join(sorted(files)[:8])
+    for name in sorted(expected.difference(files)):
+        raise CheckpointError(f"{folder / name}: not in the manifest, which has {listing}")
+    for name in sorted({*files} - expected):
+        raise CheckpointError(
+            f"{folder / name}: not a part of the {component.name}, with {listing}"
+        )
 
 
-def _joined(
+def _join_files(
     folder: Path, files: Mapping[str, tuple[Mapping[str, TensorEntry], FileEntry | None]]
 ) -> Layout:
     pieces: dict[str, list[Piece]] = {}
-    for file, (header, saved) in files.items():
-        parts = saved.parts if saved is not None else {}
+    for file, (header, file_entry) in files.items():
+        parts = file_entry.parts if file_entry is not None else {}
         for name, entry in header.items():
             rows = entry.shape[0] if entry.shape else 1
             piece = Piece(file, 0, rows, entry, entry.shape)
@@ -133,16 +135,22 @@ def _joined(
                         f"rows {part.first} to {part.last} of {part.shape}"
                     )
             pieces.setdefault(name, []).append(piece)
-    ordered = {name: tuple(sorted(each, key=_by_rows)) for name, each in pieces.items()}
-    return Layout(folder, {n: _whole(folder, n, each) for n, each in ordered.items()}, ordered)
+    sorted_pieces = {
+        name: tuple(sorted(tensor_pieces, key=_by_rows)) for name, tensor_pieces in pieces.items()
+    }
+    return Layout(
+        folder,
+        {n: _join_pieces(folder, n, tensor_pieces) for n, tensor_pieces in sorted_pieces.items()},
+        sorted_pieces,
+    )
 
 
 def _by_rows(piece: Piece) -> tuple[int, int]:
     return piece.first, piece.last
 
 
-def _whole(folder: Path, name: str, pieces: tuple[Piece, ...]) -> TensorEntry:
-    """Returns the entry of a whole tensor; raises CheckpointError unless its pieces make it up."""
+def _join_pieces(folder: Path, name: str, pieces: tuple[Piece, ...]) -> TensorEntry:
+    """Return the entry of a whole tensor; raises CheckpointError unless its pieces make it up."""
     first, row = pieces[0], 0
     for piece in pieces:
         if (piece.shape, piece.entry.dtype) != (first.shape, first.entry.dtype):
@@ -163,38 +171,38 @@ def _whole(folder: Path, name: str, pieces: tuple[Piece, ...]) -> TensorEntry:
 
 @dataclass
 class ComponentReader:
-    """Reads tensors of a layout, or rows of them. Files are opened when they are needed."""
+    """Read tensors of a layout, or rows of them. Files are opened when they are needed."""
 
     layout: Layout
     _stack: ExitStack
     _files: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Returns a whole tensor."""
+        """Return a whole tensor."""
         pieces = self._pieces(name)
         if len(pieces) == 1:
-            whole: torch.Tensor = self._open(pieces[0].file).get_tensor(name)
-            return whole
+            tensor: torch.Tensor = self._open(pieces[0].file).get_tensor(name)
+            return tensor
         return self.rows(name, 0, pieces[-1].last)
 
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Returns rows `first` … `last` - 1 of a tensor."""
+        """Return rows `first` … `last` - 1 of a tensor."""
         import torch
 
-        found: list[torch.Tensor] = [
+        parts: list[torch.Tensor] = [
             self._open(piece.file).get_slice(name)[
                 max(first, piece.first) - piece.first : min(last, piece.last) - piece.first
             ]
             for piece in self._pieces(name)
             if piece.first < last and first < piece.last
         ]
-        if not found:  # a rank may have no rows
+        if not parts:  # a rank may have no rows
             piece = self._pieces(name)[0]
-            found = [self._open(piece.file).get_slice(name)[0:0]]
-        return found[0] if len(found) == 1 else torch.cat(found)
+            parts = [self._open(piece.file).get_slice(name)[0:0]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def like(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
-        """Returns a tensor laid out as `like`, whose rows are all that is read if it is sharded.
+        """Return a tensor laid out as `like`, whose rows are all that is read if it is sharded.
 
         A tensor of another shape than `like` is returned whole.
         """
@@ -217,15 +225,15 @@ class ComponentReader:
             try:
                 check_regular(path, follow=self.layout.follow)
                 # a mapping would keep the disk space of a deleted checkpoint, and die with a cut file
-                opened = safe_open(path, "pt", backend="pread")
+                file_reader = safe_open(path, "pt", backend="pread")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path}: {error}") from error
-            self._files[file] = self._stack.enter_context(opened)
+            self._files[file] = self._stack.enter_context(file_reader)
         return self._files[file]
 
 
 @contextmanager
-def reading(layout: Layout) -> Iterator[ComponentReader]:
+def open_reader(layout: Layout) -> Iterator[ComponentReader]:
     """Context manager: a reader of the tensors of a layout.
 
     Raises:

@@ -22,15 +22,15 @@ LINE = "line"
 Line = Sequence[RunStart]
 
 
-def continued(start: Manifest | None) -> list[RunStart]:
-    """Returns the line of a new start from a checkpoint; None: from the beginning."""
+def line_of_start(start: Manifest | None) -> list[RunStart]:
+    """Return the line of a new start from a checkpoint; None: from the beginning."""
     before = list(start.line) if start is not None else []
     step, time = (start.step, start.time) if start is not None else (0, 0.0)
     return [*before, RunStart(secrets.token_hex(8), step, time)]
 
 
 def write_line(root: Path, line: Line) -> None:
-    """Writes the line of the run in `root`.
+    """Write the line of the run in `root`.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -39,7 +39,7 @@ def write_line(root: Path, line: Line) -> None:
 
 
 def line_of(root: Path) -> Line | None:
-    """Returns the line of a run; None if it is unknown, and all checkpoints belong to it."""
+    """Return the line of a run; None if it is unknown, and all checkpoints belong to it."""
     folder = root / "checkpoints"
     try:
         return msgspec.json.decode(
@@ -47,25 +47,25 @@ def line_of(root: Path) -> Line | None:
         )
     except (OSError, msgspec.MsgspecError, ValueError):
         pass
-    found = (manifest for _, manifest in manifests_of(folder.glob("step-*")))
-    newest = max(found, key=lambda manifest: manifest.time, default=None)
+    manifests = (manifest for _, manifest in manifests_of(folder.glob("step-*")))
+    newest = max(manifests, key=lambda manifest: manifest.time, default=None)
     return (newest.line or None) if newest is not None else None
 
 
 def manifests_of(paths: Iterable[Path]) -> Iterator[tuple[Path, Manifest]]:
-    """Yields the checkpoints whose manifests can be read."""
+    """Yield the checkpoints whose manifests can be read."""
     for path in paths:
         with suppress(CheckpointError):
             yield path, read_manifest(path)
 
 
-def is_on(manifest: Manifest, line: Line | None) -> bool:
+def is_on_line(manifest: Manifest, line: Line | None) -> bool:
     """Whether a checkpoint lies on a line."""
-    return left_at(manifest, line) is None
+    return superseded_at(manifest, line) is None
 
 
-def left_at(manifest: Manifest, line: Line | None) -> int | None:
-    """Returns the step at which the run left the line of a checkpoint; None if it is on it."""
+def superseded_at(manifest: Manifest, line: Line | None) -> int | None:
+    """Return the step at which the run left the line of a checkpoint; None if it is on it."""
     if not line:
         return None
     if not manifest.line and line[0].time == 0.0:
@@ -75,12 +75,12 @@ def left_at(manifest: Manifest, line: Line | None) -> int | None:
             return min(start.step, other.step)
     if len(manifest.line) > len(line):
         return manifest.line[len(line)].step
-    rest = line[len(manifest.line) :]
-    return rest[0].step if rest and manifest.time > rest[0].time else None
+    later_starts = line[len(manifest.line) :]
+    return later_starts[0].step if later_starts and manifest.time > later_starts[0].time else None
 
 
 def replace_line(path: Path, line: bytes) -> None:
-    """Replaces a file of one line.
+    """Replace a file of one line.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote
 
-from instar.checkpoint.line import Line, is_on, line_of, manifests_of, replace_line
+from instar.checkpoint.line import Line, is_on_line, line_of, manifests_of, replace_line
 from instar.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
     read_manifest,
 )
-from instar.checkpoint.store import LATEST, Checkpoint, load, saved_at
+from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint, save_time
 from instar.config.files import check_inside, read_regular
 from instar.record import atomic
 from instar.record.rundir import find_run
@@ -27,26 +27,26 @@ BEST = "best"
 _NUMBERED = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
-def checkpoints(root: Path) -> list[Path]:
-    """Returns all published checkpoints of the run in `root`, in the order of their saves.
+def list_checkpoints(root: Path) -> list[Path]:
+    """Return all published checkpoints of the run in `root`, in the order of their saves.
 
     One with an unreadable manifest is ordered by its step.
     """
-    found = sorted(
+    saves = sorted(
         (int(match[1]), int(match[2] or 0), path)
         for path in (root / "checkpoints").glob("step-*")
         if (match := _NUMBERED.fullmatch(path.name)) and path.is_dir()
     )
     times: dict[Path, float] = {}
     before = -math.inf
-    for *_, path in found:
-        time = saved_at(path)
+    for *_, path in saves:
+        time = save_time(path)
         before = times[path] = before if time is None else time
-    return [path for *_, path in sorted(found, key=lambda one: (times[one[2]], *one))]
+    return [path for *_, path in sorted(saves, key=lambda save: (times[save[2]], *save))]
 
 
 def latest_intact(root: Path, *, check: bool = True) -> tuple[Checkpoint, list[CheckpointError]]:
-    """Returns the latest intact checkpoint on the run's line, and the errors of later ones.
+    """Return the latest intact checkpoint on the run's line, and the errors of later ones.
 
     Args:
         check: verify all checksums; otherwise only manifests and states are read.
@@ -54,28 +54,28 @@ def latest_intact(root: Path, *, check: bool = True) -> tuple[Checkpoint, list[C
     Raises:
         CheckpointError: there is none; lists the error of each, and those on branches.
     """
-    skipped: list[CheckpointError] = []
+    errors: list[CheckpointError] = []
     branches: list[str] = []
     line = line_of(root)
-    for path in reversed(checkpoints(root)):
+    for path in reversed(list_checkpoints(root)):
         try:
-            if not is_on(read_manifest(path), line):
+            if not is_on_line(read_manifest(path), line):
                 branches.append(path.name)
                 continue
-            return load(path, check=check), skipped
+            return load_checkpoint(path, check=check), errors
         except CheckpointError as error:
-            skipped.append(error)
-    found = "".join(f"\n  {error}" for error in skipped)
+            errors.append(error)
+    reasons = "".join(f"\n  {error}" for error in errors)
     if branches:
-        found += (
+        reasons += (
             f"\n  {', '.join(branches)}: on a branch that the run has left; to resume from there, "
             "name it: --from"
         )
-    raise CheckpointError(f"no whole checkpoint in {root / 'checkpoints'}{found}")
+    raise CheckpointError(f"no whole checkpoint in {root / 'checkpoints'}{reasons}")
 
 
-def resolve(text: str, out_dir: Path = Path("runs")) -> Path:
-    """Returns the folder of a checkpoint: `text` itself, or the latest of the run with the folder,
+def resolve_checkpoint(text: str, out_dir: Path = Path("runs")) -> Path:
+    """Return the folder of a checkpoint: `text` itself, or the latest of the run with the folder,
     id or name `text`.
 
     Raises:
@@ -88,37 +88,37 @@ def resolve(text: str, out_dir: Path = Path("runs")) -> Path:
     if _NUMBERED.fullmatch(path.name) and path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     if _NUMBERED.fullmatch(path.name) and path.parent.is_dir():
-        existing = ", ".join(each.name for each in checkpoints(path.parent.parent))
+        existing = ", ".join(checkpoint.name for checkpoint in list_checkpoints(path.parent.parent))
         raise CheckpointError(f"{path} does not exist; existing checkpoints: {existing or 'none'}")
     root = path if (path / "checkpoints").is_dir() else find_run(text, out_dir).path
-    return latest(root)
+    return latest_checkpoint(root)
 
 
-def latest(root: Path) -> Path:
-    """Returns the checkpoint that `latest` names, else the last one saved.
+def latest_checkpoint(root: Path) -> Path:
+    """Return the checkpoint that `latest` names, else the last one saved.
 
     Raises:
         CheckpointError: there is none.
     """
-    if (named := pointed_at(root, LATEST)) is not None:
-        return named
+    if (target := pointer_target(root, LATEST)) is not None:
+        return target
     line = line_of(root)
-    found = [path for path in checkpoints(root) if _leads_to(path, line)]
-    if not found:
+    paths = [path for path in list_checkpoints(root) if _leads_to(path, line)]
+    if not paths:
         raise CheckpointError(f"no checkpoint in {root / 'checkpoints'}")
-    return found[-1]
+    return paths[-1]
 
 
 def _leads_to(path: Path, line: Line | None) -> bool:
     """Whether a checkpoint has a manifest and is on a line; True if the manifest is unreadable."""
     try:
-        return is_on(read_manifest(path), line)
+        return is_on_line(read_manifest(path), line)
     except CheckpointError:
         return (path / MANIFEST).is_file()
 
 
-def pointed_at(root: Path, pointer: str) -> Path | None:
-    """Returns the checkpoint that `latest`, `best` or `best-<metric>` names; None if there is none.
+def pointer_target(root: Path, pointer: str) -> Path | None:
+    """Return the checkpoint that `latest`, `best` or `best-<metric>` names; None if there is none.
 
     The metric may be quoted as in `best_pointer` or not.
     """
@@ -137,29 +137,29 @@ def pointed_at(root: Path, pointer: str) -> Path | None:
 
 
 def best_pointer(metric: str) -> str:
-    """Returns the name of the pointer to the best checkpoint of a metric other than the first one:
+    """Return the name of the pointer to the best checkpoint of a metric other than the first one:
     `best-kind%2Faccuracy` for kind/accuracy."""
     return f"{BEST}-{quote(metric, safe='')}"
 
 
 def pointers(root: Path) -> list[str]:
-    """Returns the pointers of a run: latest, best, best-…"""
+    """Return the pointers of a run: latest, best, best-…"""
     best = sorted(path.name for path in (root / "checkpoints").glob(f"{BEST}*"))
     return [LATEST, *best]
 
 
 def dangling_pointers(root: Path) -> list[str]:
-    """Returns a sentence for each pointer of a run that names no checkpoint."""
+    """Return a sentence for each pointer of a run that names no checkpoint."""
     folder = root / "checkpoints"
     return [
         f"{folder / name}: names no checkpoint of the run"
         for name in pointers(root)
-        if os.path.lexists(folder / name) and pointed_at(root, name) is None
+        if os.path.lexists(folder / name) and pointer_target(root, name) is None
     ]
 
 
-def point(root: Path, pointer: str, checkpoint: Path) -> None:
-    """Makes `latest`, `best` or `best-…` name a checkpoint.
+def update_pointer(root: Path, pointer: str, checkpoint: Path) -> None:
+    """Make `latest`, `best` or `best-…` name a checkpoint.
 
     Raises:
         CheckpointError: the pointer cannot be written.
@@ -185,38 +185,38 @@ class RetentionPolicy:
     """whether lower or higher values are better"""
 
 
-def prunable(
+def checkpoints_to_prune(
     manifests: Sequence[tuple[Path, Manifest]], keep: RetentionPolicy, line: Line | None = None
 ) -> list[Path]:
-    """Returns the checkpoints to delete, of some in the order of their saves.
+    """Return the checkpoints to delete, of some in the order of their saves.
 
     Checkpoints on branches do not count against those on the `line` of the run: they stay while
     they are among the last ones of all. Among the best are only those whose metrics can be compared
     with the last one's.
     """
-    on_line = [each for each in manifests if is_on(each[1], line)]
-    kept = {path for path, _ in [*manifests[-keep.last :], *on_line[-keep.last :]]}
+    on_line = [(path, manifest) for path, manifest in manifests if is_on_line(manifest, line)]
+    retained = {path for path, _ in [*manifests[-keep.last :], *on_line[-keep.last :]]}
     sign = 1.0 if keep.better == "min" else -1.0
-    ranked = [
+    ranking = [
         (sign * value, -index, path)
         for index, (path, manifest) in enumerate(on_line)
         if manifest.basis == on_line[-1][1].basis
         and (value := _value(manifest, keep.metric)) is not None
         and math.isfinite(value)
     ]
-    kept |= {path for *_, path in sorted(ranked)[: keep.best]}
+    retained |= {path for *_, path in sorted(ranking)[: keep.best]}
     if keep.every is not None:
-        kept |= {path for path, manifest in manifests if manifest.step % keep.every == 0}
-    return [path for path, _ in manifests if path not in kept]
+        retained |= {path for path, manifest in manifests if manifest.step % keep.every == 0}
+    return [path for path, _ in manifests if path not in retained]
 
 
 def _value(manifest: Manifest, metric: str) -> float | None:
-    """Returns a metric of a checkpoint, if it was evaluated; older versions saved the loss only."""
+    """Return a metric of a checkpoint, if it was evaluated; older versions saved the loss only."""
     return manifest.metrics.get(metric, manifest.loss if metric == LOSS else None)
 
 
-def prune(root: Path, keep: RetentionPolicy) -> list[Path]:
-    """Deletes the checkpoints of a run that the policy does not keep, and returns their paths.
+def prune_checkpoints(root: Path, keep: RetentionPolicy) -> list[Path]:
+    """Delete the checkpoints of a run that the policy does not keep, and returns their paths.
 
     Those that `latest`, `best` or `best-…` name stay, and so do those with an unreadable manifest.
     Each is renamed first, so that no reader finds an incomplete one.
@@ -228,12 +228,14 @@ def prune(root: Path, keep: RetentionPolicy) -> list[Path]:
         check_inside(root, ["checkpoints"])
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
-    known = list(manifests_of(checkpoints(root)))
-    named = {pointed_at(root, pointer) for pointer in pointers(root)}
-    removed = [path for path in prunable(known, keep, line_of(root)) if path not in named]
+    manifests = list(manifests_of(list_checkpoints(root)))
+    targets = {pointer_target(root, pointer) for pointer in pointers(root)}
+    paths = [
+        path for path in checkpoints_to_prune(manifests, keep, line_of(root)) if path not in targets
+    ]
     try:
-        for path in removed:
+        for path in paths:
             atomic.discard(path)
     except OSError as error:
         raise CheckpointError(f"cannot delete {path}: {error}") from error
-    return removed
+    return paths

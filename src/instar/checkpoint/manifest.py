@@ -45,11 +45,11 @@ class StateComponent:
 
     name: str
     pattern: Pattern
-    lost: str = ""
+    effect_if_missing: str = ""
     """the effect on a resumed run if it is missing; empty: the run cannot be resumed without it"""
 
     def file(self, rank: int = 0) -> str:
-        """Returns its file, relative to the checkpoint's folder."""
+        """Return its file, relative to the checkpoint's folder."""
         if self.pattern is Pattern.GLOBAL:
             return f"{self.name}.json"
         if self.pattern is Pattern.PER_RANK:
@@ -57,7 +57,7 @@ class StateComponent:
         return f"{self.name}{SUFFIX}"
 
     def shard_file(self, shard: int, shards: int) -> str:
-        """Returns the file of one rank's rows, relative to the checkpoint's folder."""
+        """Return the file of one rank's rows, relative to the checkpoint's folder."""
         return f"{self.name}/{shard}-of-{shards}{SUFFIX}"
 
 
@@ -68,16 +68,18 @@ COMPONENTS = {
         StateComponent(
             "optimizer",
             Pattern.REPLICATED,
-            lost="the optimizer's moments start at zero: expect a higher loss for some hundred steps",
+            effect_if_missing="the optimizer's moments start at zero: expect a higher loss for some hundred steps",
         ),
         StateComponent(
-            "ema", Pattern.REPLICATED, lost="the moving average starts again from the weights"
+            "ema",
+            Pattern.REPLICATED,
+            effect_if_missing="the moving average starts again from the weights",
         ),
         StateComponent("state", Pattern.GLOBAL),
         StateComponent(
             "rng",
             Pattern.PER_RANK,
-            lost="random generators are seeded again from the seed, the step and the rank",
+            effect_if_missing="random generators are seeded again from the seed, the step and the rank",
         ),
     )
 }
@@ -178,19 +180,19 @@ class Manifest(Facts, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def describe(path: Path, pattern: str) -> FileEntry:
-    """Returns the entry of a file on disk."""
+def file_entry(path: Path, pattern: str) -> FileEntry:
+    """Return the entry of a file on disk."""
     return FileEntry(path.stat().st_size, _hash(path), pattern)
 
 
 def file_error(
-    path: Path, saved: FileEntry, advance: Advance = lambda _: None
+    path: Path, entry: FileEntry, advance: Advance = lambda _: None
 ) -> CheckpointError | None:
-    """Returns an error if a file does not match its entry; `advance` counts the bytes read."""
+    """Return an error if a file does not match its entry; `advance` counts the bytes read."""
     try:
-        if (size := path.stat().st_size) != saved.size_bytes:
-            return CheckpointError(f"{path}: {size} bytes, but {saved.size_bytes} were saved")
-        if _hash(path, advance) != saved.xxh3_128:
+        if (size := path.stat().st_size) != entry.size_bytes:
+            return CheckpointError(f"{path}: {size} bytes, but {entry.size_bytes} were saved")
+        if _hash(path, advance) != entry.xxh3_128:
             return CheckpointError(f"{path}: content has changed: its checksum does not match")
     except FileNotFoundError:
         return CheckpointError(f"{path}: missing")
@@ -201,8 +203,8 @@ def file_error(
     return None
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Compares every file with its entry.
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare every file with its entry.
 
     Raises:
         CheckpointError: the first file that is missing or does not match.
@@ -212,7 +214,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
 
 
 def file_errors(folder: Path, manifest: Manifest) -> list[CheckpointError]:
-    """Compares every file with its entry, several at a time; returns errors in the manifest's order."""
+    """Compare every file with its entry, several at a time; returns errors in the manifest's order."""
     files = manifest.files
     with (
         progress(f"verifying {folder}", sum(e.size_bytes for e in files.values())) as advance,
@@ -226,7 +228,7 @@ def file_errors(folder: Path, manifest: Manifest) -> list[CheckpointError]:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Returns the content of `manifest.json`; its last field is the checksum of the others."""
+    """Return the content of `manifest.json`; its last field is the checksum of the others."""
     body = msgspec.to_builtins(manifest)
     return encode_json({**body, _CHECKSUM: xxhash.xxh3_128_hexdigest(encode_json(body))})
 
@@ -241,7 +243,7 @@ class CheckpointId(msgspec.Struct, frozen=True):
 
 
 def identify(folder: Path) -> CheckpointId:
-    """Returns the identity of the checkpoint in `folder`; only its manifest is read.
+    """Return the identity of the checkpoint in `folder`; only its manifest is read.
 
     Raises:
         CheckpointError: see `read_manifest`.
@@ -251,7 +253,7 @@ def identify(folder: Path) -> CheckpointId:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of the checkpoint in `folder`, without checking the other files.
+    """Return the manifest of the checkpoint in `folder`, without checking the other files.
 
     Raises:
         CheckpointError: it is missing, was changed, or has a newer format.
@@ -260,8 +262,8 @@ def read_manifest(folder: Path) -> Manifest:
     raw = _content(path)
     content = _object(raw, path)
     body = {key: value for key, value in content.items() if key != _CHECKSUM}
-    if isinstance(found := body.get("format"), int) and found > FORMAT:
-        raise CheckpointError(f"{path}: format {found}; this Instar reads up to {FORMAT}")
+    if isinstance(version := body.get("format"), int) and version > FORMAT:
+        raise CheckpointError(f"{path}: format {version}; this Instar reads up to {FORMAT}")
     try:
         checksum = xxhash.xxh3_128_hexdigest(encode_json(body))
         if raw != encode_json({**body, _CHECKSUM: checksum}):
@@ -281,14 +283,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def encode_json(value: Mapping[str, Any]) -> bytes:
-    """Encodes deterministic JSON, with integers of any size and non-finite numbers as words."""
+    """Encode deterministic JSON, with integers of any size and non-finite numbers as words."""
     text = json.dumps(to_words(value), ensure_ascii=False, allow_nan=False)
     # the same bytes as with json's own `indent`, which is written in Python: a quarter of the time
     return msgspec.json.format(text.encode(), indent=2) + b"\n"
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """Returns the JSON object in a file, without converting the words of non-finite numbers.
+    """Return the JSON object in a file, without converting the words of non-finite numbers.
 
     Args:
         follow: the file may be a symbolic link.

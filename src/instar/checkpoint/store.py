@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from instar.checkpoint.layout import ComponentReader, Layout, layout, reading
+from instar.checkpoint.layout import ComponentReader, Layout, component_layout, open_reader
 from instar.checkpoint.manifest import (
     COMPONENTS,
     MANIFEST,
@@ -44,12 +44,12 @@ from instar.checkpoint.manifest import (
     Part,
     Pattern,
     StateComponent,
-    describe,
     encode_json,
     encode_manifest,
+    file_entry,
     read_json,
     read_manifest,
-    verify,
+    verify_files,
 )
 from instar.config.files import check_regular
 from instar.distributed.failure import is_secondary
@@ -92,7 +92,7 @@ class Checkpoint:
     def tensors(
         self, component: str = "model", device: str = "cpu", *, rank: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a component by name, whole; those of `rank` for a component per rank.
+        """Return the tensors of a component by name, whole; those of `rank` for a component per rank.
 
         A tied head is saved once, under the name of the token table.
 
@@ -102,11 +102,11 @@ class Checkpoint:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        known = _component(component)
-        if known.pattern is not Pattern.PER_RANK:
+        state_component = _component(component)
+        if state_component.pattern is not Pattern.PER_RANK:
             with self.reading(component) as read:
                 return {name: read(name).to(device) for name in read.layout.entries}
-        path = self.path / known.file(rank)
+        path = self.path / state_component.file(rank)
         try:
             check_regular(path)
             return load_file(path, device=device)
@@ -114,18 +114,18 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error}") from error
 
     def layout(self, component: str) -> Layout:
-        """Returns where the tensors of a component are that the ranks share; see `layout`."""
-        return layout(self.path, self.manifest, component)
+        """Return where the tensors of a component are that the ranks share; see `layout`."""
+        return component_layout(self.path, self.manifest, component)
 
     def reading(self, component: str) -> AbstractContextManager[ComponentReader]:
         """Context manager that opens a component which the ranks share; see `reading`."""
-        return reading(self.layout(component))
+        return open_reader(self.layout(component))
 
 
 def check_finite(
     path: Path, tensors: Mapping[str, torch.Tensor], hint: str = "use an earlier checkpoint"
 ) -> None:
-    """Raises a CheckpointError if a tensor of `path` holds a value that is not finite."""
+    """Raise a CheckpointError if a tensor of `path` holds a value that is not finite."""
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise CheckpointError(
             f"{path}: {len(broken)} tensors, the first {broken[0]}, hold values that are not finite "
@@ -133,7 +133,7 @@ def check_finite(
         )
 
 
-def publish(
+def publish_checkpoint(
     root: Path,
     step: int,
     components: Mapping[str, Tensors],
@@ -145,7 +145,7 @@ def publish(
     world: World | None = None,
     files_at_once: int = 4,
 ) -> Path:
-    """Saves a checkpoint in the run folder `root` and returns its path.
+    """Save a checkpoint in the run folder `root` and returns its path.
 
     When this returns the checkpoint is on disk and `latest` names it. If it fails, nothing is left
     of it, and `latest` still names a complete checkpoint. Collective: all ranks of `world` call it,
@@ -181,9 +181,20 @@ def publish(
             writer.open()
             writer.write(components, state, rank=0)
             return finish(world_size=1)
+    return _publish_together(writer, components, state, finish, world)
+
+
+def _publish_together(
+    writer: CheckpointWriter,
+    components: Mapping[str, Tensors],
+    state: Mapping[str, Any],
+    finish: Callable[[int], Path],
+    world: World,
+) -> Path:
+    """Write and publish a checkpoint on all ranks; `finish` publishes it once all have written."""
     from instar.distributed.agree import agree, gather, raise_on_all_ranks
 
-    name = ""
+    step, name = writer.step, ""
     # each part ends in a collective, so that a full disk on one rank fails all ranks. Only the rank that
     # renames the folder removes it: others hear of a lost rank sooner or later than rank 0, which may be
     # publishing what they would remove. Where a rank is lost, the next save removes it: others may still write
@@ -211,7 +222,7 @@ def publish(
 
 
 class CheckpointWriter:
-    """Writes a checkpoint to a temporary folder and publishes it by renaming."""
+    """Write a checkpoint to a temporary folder and publishes it by renaming."""
 
     def __init__(self, root: Path, step: int, files_at_once: int = 1) -> None:
         self.root, self.step, self.files_at_once = root, step, files_at_once
@@ -221,25 +232,25 @@ class CheckpointWriter:
         """entries of the written files by name"""
 
     def open(self) -> None:
-        """Creates the temporary folder, and removes those that crashes left."""
+        """Create the temporary folder, and removes those that crashes left."""
         atomic.make_folder(self.folder)
         atomic.sweep(self.folder)
         atomic.make_folder(self.temporary)
 
     def write(self, components: Mapping[str, Tensors], state: Mapping[str, Any], rank: int) -> None:
-        """Writes and syncs the files of this rank."""
-        known = {component: _component(component) for component in components}
+        """Write and syncs the files of this rank."""
+        state_components = {component: _component(component) for component in components}
         for tensors in components.values():
             _check_names(tensors)
         files = list[_File]()
         for name, tensors in components.items():
             if (rows := _first_rows(tensors)) is not None:
                 if rows.saved:
-                    file = known[name].shard_file(rows.shard, rows.shards)
+                    file = state_components[name].shard_file(rows.shard, rows.shards)
                     files.append(_File(file, Pattern.SHARDED, *_rows_of(tensors, rows.shard)))
-            elif rank == 0 or known[name].pattern is Pattern.PER_RANK:
-                file = known[name].file(rank)
-                files.append(_File(file, known[name].pattern, *_rows_of(tensors, 0)))
+            elif rank == 0 or state_components[name].pattern is Pattern.PER_RANK:
+                file = state_components[name].file(rank)
+                files.append(_File(file, state_components[name].pattern, *_rows_of(tensors, 0)))
         for folder in {(self.temporary / file.name).parent for file in files} - {self.temporary}:
             atomic.make_folder(folder)
         # one file is hashed while another is synced
@@ -253,7 +264,7 @@ class CheckpointWriter:
             self.add_files([self.temporary / STATE])
 
     def add_files(self, paths: Iterable[Path]) -> None:
-        """Adds written files to the manifest and syncs their folders."""
+        """Add written files to the manifest and syncs their folders."""
         for path in paths:
             self.files[path.relative_to(self.temporary).as_posix()] = _entry(path, self.temporary)
             atomic.sync_folder(path.parent)
@@ -266,7 +277,7 @@ class CheckpointWriter:
         facts: Facts,
         world_size: int,
     ) -> Path:
-        """Writes the manifest and publishes the folder, after all ranks have written."""
+        """Write the manifest and publishes the folder, after all ranks have written."""
         manifest = Manifest(
             step=self.step,
             time=_time_after_all(self.folder),
@@ -287,7 +298,7 @@ class CheckpointWriter:
 
     @contextmanager
     def removed_on_error(self) -> Iterator[None]:
-        """Removes the temporary folder if the block raises, unless another rank is lost; raises OSError as
+        """Remove the temporary folder if the block raises, unless another rank is lost; raises OSError as
         CheckpointError."""
         try:
             with _as_checkpoint_error(self):
@@ -308,15 +319,15 @@ def _as_checkpoint_error(writer: CheckpointWriter) -> Iterator[None]:
         ) from error
 
 
-def load(path: Path, *, check: bool = True) -> Checkpoint:
-    """Returns the checkpoint in the folder `path`; by default verifies all checksums.
+def load_checkpoint(path: Path, *, check: bool = True) -> Checkpoint:
+    """Return the checkpoint in the folder `path`; by default verifies all checksums.
 
     Raises:
         CheckpointError: a file is missing or damaged; has its name and the reason.
     """
     manifest = read_manifest(path)
     if check:
-        verify(path, manifest)
+        verify_files(path, manifest)
     return Checkpoint(path, manifest, from_words(read_json(path / STATE)))
 
 
@@ -333,36 +344,36 @@ def _check_names(tensors: Tensors) -> None:
 
 
 def _entry(path: Path, temporary: Path) -> FileEntry:
-    return describe(
+    return file_entry(
         path, COMPONENTS[path.relative_to(temporary).parts[0].partition(".")[0]].pattern
     )
 
 
 def _first_rows(tensors: Tensors) -> SavedRows | None:
-    """Returns a tensor of a component that ranks save in parts; None if there is none."""
+    """Return a tensor of a component that ranks save in parts; None if there is none."""
     from instar.distributed.shards import SavedRows
 
-    return next((each for each in tensors.values() if isinstance(each, SavedRows)), None)
+    return next((value for value in tensors.values() if isinstance(value, SavedRows)), None)
 
 
 def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
-    """Returns what a shard's file holds: its rows, and in the first shard also whole tensors."""
+    """Return what a shard's file holds: its rows, and in the first shard also whole tensors."""
     from instar.distributed.shards import SavedRows
 
     files: dict[str, torch.Tensor] = {}
     parts: dict[str, Part] = {}
-    for name, each in tensors.items():
-        if not isinstance(each, SavedRows):
+    for name, value in tensors.items():
+        if not isinstance(value, SavedRows):
             if shard == 0:
-                files[name] = each
-        elif each.tensor.shape[0]:
-            files[name] = each.tensor
-            parts[name] = Part(each.first, each.last, each.shape)
+                files[name] = value
+        elif value.tensor.shape[0]:
+            files[name] = value.tensor
+            parts[name] = Part(value.first, value.last, value.shape)
     return files, parts
 
 
-def written(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Returns what a rank that has these tensors of a component writes of them, if it writes them."""
+def tensors_to_write(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Return what a rank that has these tensors of a component writes of them, if it writes them."""
     if (rows := _first_rows(tensors)) is None:
         return _rows_of(tensors, 0)[0]
     return _rows_of(tensors, rows.shard)[0] if rows.saved else {}
@@ -388,7 +399,7 @@ class _File:
 
 
 def _publish_folder(temporary: Path, folder: Path, step: int) -> Path:
-    """Renames to the first free name for `step`, unless an identical checkpoint exists."""
+    """Rename to the first free name for `step`, unless an identical checkpoint exists."""
     attempt = 0
     while True:
         path = folder / (f"step-{step}.{attempt}" if attempt else f"step-{step}")
@@ -402,10 +413,10 @@ def _publish_folder(temporary: Path, folder: Path, step: int) -> Path:
         return path
 
 
-def _same_content(temporary: Path, published: Path) -> bool:
+def _same_content(temporary: Path, existing: Path) -> bool:
     """Whether both are equal, except time and reason, and the published one is intact."""
     try:
-        verify(published, manifest := read_manifest(published))
+        verify_files(existing, manifest := read_manifest(existing))
     except CheckpointError:
         return False
     return (
@@ -416,8 +427,8 @@ def _same_content(temporary: Path, published: Path) -> bool:
     )
 
 
-def saved_at(path: Path) -> float | None:
-    """Returns the time in a checkpoint's manifest; None if it cannot be read."""
+def save_time(path: Path) -> float | None:
+    """Return the time in a checkpoint's manifest; None if it cannot be read."""
     try:
         return read_manifest(path).time
     except CheckpointError:
@@ -425,8 +436,8 @@ def saved_at(path: Path) -> float | None:
 
 
 def _time_after_all(folder: Path) -> float:
-    """Returns the current time, or one just after the last save if the clock was set back."""
+    """Return the current time, or one just after the last save if the clock was set back."""
     last = max(
-        (at for path in folder.glob("step-*") if (at := saved_at(path)) is not None), default=0.0
+        (at for path in folder.glob("step-*") if (at := save_time(path)) is not None), default=0.0
     )
     return max(time.time(), math.nextafter(last, math.inf))

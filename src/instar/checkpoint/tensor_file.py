@@ -1,4 +1,4 @@
-"""Writes safetensors files one tensor at a time, and hashes them meanwhile.
+"""Write safetensors files one tensor at a time, and hashes them meanwhile.
 
 The library's writer needs all tensors in memory, and what it has written must be read again for a
 checksum. The header at the beginning of a file has the position of each tensor, so all dtypes and
@@ -28,7 +28,7 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.record import atomic
 
 Read = Callable[[str], Tensor]
-"""Returns a tensor by its name."""
+"""Return a tensor by its name."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -78,7 +78,7 @@ class Outline:
 
 
 def outlines(layout: Layout) -> dict[str, Outline]:
-    """Returns dtype and shape of every tensor of a layout.
+    """Return dtype and shape of every tensor of a layout.
 
     Raises:
         CheckpointError: one has an unsupported dtype.
@@ -97,7 +97,7 @@ def write_tensors(
     read: Read,
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Writes and syncs a file of the tensors that `read` returns; reads each tensor once.
+    """Write and syncs a file of the tensors that `read` returns; reads each tensor once.
 
     The file is the same as that of `safetensors.torch.save_file`.
 
@@ -109,8 +109,8 @@ def write_tensors(
     """
     header, order = _header(outlines, metadata), file_order(outlines)
     digest = xxhash.xxh3_128()
-    with _opened(path, sum(outline.size_bytes for outline in outlines.values())) as opened:
-        append, chunk_bytes = opened
+    with _open_file(path, sum(outline.size_bytes for outline in outlines.values())) as writer:
+        append, chunk_bytes = writer
 
         def write(content: memoryview) -> None:
             for first in range(0, len(content), chunk_bytes):
@@ -121,15 +121,15 @@ def write_tensors(
         write(memoryview(header))
         for name in order:
             tensor = read(name)
-            if (found := Outline.of(tensor)) != outlines[name]:
-                raise ValueError(f"{name}: {found}, not {outlines[name]}")
+            if (outline := Outline.of(tensor)) != outlines[name]:
+                raise ValueError(f"{name}: {outline}, not {outlines[name]}")
             write(_content(tensor))
     atomic.sync_file(path)
     return digest.hexdigest()
 
 
 def allocate(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors of these names, shapes and dtypes in host memory, not filled.
+    """Return tensors of these names, shapes and dtypes in host memory, not filled.
 
     They lie in memory as in the file of them, one after the other and, up to whole blocks, at the same
     positions, so that a large file is written without copying them. Pinned if one of `like` is on a GPU.
@@ -139,7 +139,10 @@ def allocate(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     check_dense(like)
     outlines = {name: Outline.of(tensor) for name, tensor in like.items()}
-    position, size = len(_header(outlines)), sum(each.size_bytes for each in outlines.values())
+    position, size = (
+        len(_header(outlines)),
+        sum(outline.size_bytes for outline in outlines.values()),
+    )
     pin = any(tensor.is_cuda for tensor in like.values())
     memory = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, pin_memory=pin)
     first = (position - memory.data_ptr()) % BLOCK_BYTES
@@ -162,7 +165,7 @@ def _header(outlines: Mapping[str, Outline], metadata: Mapping[str, str] | None 
 
 
 @contextmanager
-def _opened(path: Path, size: int) -> Iterator[tuple[Callable[[memoryview], None], int]]:
+def _open_file(path: Path, size: int) -> Iterator[tuple[Callable[[memoryview], None], int]]:
     """Context manager: a function that appends bytes to a new file of about `size`, and how many at once.
 
     When the page cache is full of what nobody reads again, writing is three times as slow, and what is
@@ -173,7 +176,7 @@ def _opened(path: Path, size: int) -> Iterator[tuple[Callable[[memoryview], None
         with direct:
             yield direct.write, _DIRECT_CHUNK_BYTES
         return
-    with path.open("wb") as file, _flushing(file.fileno()) as flush:
+    with path.open("wb") as file, _flush_pages(file.fileno()) as flush:
 
         def append(chunk: memoryview) -> None:
             file.write(chunk)
@@ -183,26 +186,26 @@ def _opened(path: Path, size: int) -> Iterator[tuple[Callable[[memoryview], None
 
 
 @contextmanager
-def _flushing(descriptor: int) -> Iterator[Callable[[int], None]]:
+def _flush_pages(descriptor: int) -> Iterator[Callable[[int], None]]:
     """Context manager: a function to be called with the size of a file that is being written.
 
     A thread brings what was written to the disk and takes it out of the page cache.
     """
-    flushed, waiting = 0, deque[Future[None]]()
+    flushed_bytes, waiting = 0, deque[Future[None]]()
     with ThreadPoolExecutor(1) as pool:
 
         def flush(size: int) -> None:
-            nonlocal flushed
-            if size - flushed < _FLUSHED_BYTES:
+            nonlocal flushed_bytes
+            if size - flushed_bytes < _FLUSHED_BYTES:
                 return
-            flushed = size
+            flushed_bytes = size
             waiting.append(pool.submit(_flush, descriptor))
             while len(waiting) > _FLUSHES:
                 waiting.popleft().result()
 
         yield flush
-        for each in waiting:
-            each.result()
+        for future in waiting:
+            future.result()
 
 
 def _flush(descriptor: int) -> None:
@@ -212,13 +215,13 @@ def _flush(descriptor: int) -> None:
 
 
 def file_order(outlines: Mapping[str, Outline]) -> list[str]:
-    """Returns the names of tensors in the order in which a file has them."""
+    """Return the names of tensors in the order in which a file has them."""
     ranks = list(DTYPES.values())
     return sorted(outlines, key=lambda name: (-ranks.index(outlines[name].dtype), name))
 
 
 def check_dense(tensors: Mapping[str, Tensor]) -> None:
-    """Checks that tensors can be saved, and no element twice.
+    """Check that tensors can be saved, and no element twice.
 
     Raises:
         ValueError: one is sparse, or two share memory.
@@ -241,6 +244,6 @@ def _entry(outline: Outline) -> TensorEntry:
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a tensor without copying."""
+    """Return the bytes of a tensor without copying."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -96,14 +96,14 @@ def grow(
         )
         advice = f"AutoModelForCausalLM.from_pretrained({str(out)!r})"
     else:
-        from instar.checkpoint.store import load
+        from instar.checkpoint.store import load_checkpoint
         from instar.cli.checkpoints.checkpoint import checkpoint_at
 
         path = checkpoint_at(where)
 
         from instar.run.offline import grow as grow_checkpoint
 
-        result = grow_checkpoint(load(path), out, operations, check=bool(check))
+        result = grow_checkpoint(load_checkpoint(path), out, operations, check=bool(check))
         advice = f"instar resume {shlex.quote(str(out))}"
     if as_json:
         print_json(result.to_dict())

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import check_finite, load
+from instar.checkpoint.store import check_finite, load_checkpoint
 from instar.models.architecture import Architecture
 from instar.models.cost import materializes_scores, repeats_keys
 from instar.models.experts import ExpertMLP, load_balancing_loss
@@ -408,7 +408,7 @@ def load_gpt(path: Path, device: str = "cpu") -> GPT:
     Raises:
         CheckpointError: the checkpoint is damaged, or not one of a GPT that this version supports.
     """
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     try:
         architecture = Architecture.from_dict(checkpoint.manifest.architecture)
     except ArchitectureError as error:

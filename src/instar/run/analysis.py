@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from instar.checkpoint.listing import checkpoints
+from instar.checkpoint.listing import list_checkpoints
 from instar.checkpoint.manifest import Manifest, read_manifest
-from instar.checkpoint.store import Checkpoint, load
+from instar.checkpoint.store import Checkpoint, load_checkpoint
 from instar.checkpoint.tensor_file import outlines
 from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
@@ -66,12 +66,12 @@ def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAna
         CheckpointError: a checkpoint is damaged.
     """
     against = against or _saved_before(path)
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     manifest = checkpoint.manifest
     parameters = _described(checkpoint)
     before = steps = None
     if against is not None:
-        earlier = load(against)
+        earlier = load_checkpoint(against)
         # a moving average is compared with a moving average
         before = earlier.tensors(earlier.weights)
         steps = manifest.step - earlier.manifest.step
@@ -108,7 +108,7 @@ def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
 
 
 def _saved_before(path: Path) -> Path | None:
-    paths = checkpoints(path.absolute().parent.parent)
+    paths = list_checkpoints(path.absolute().parent.parent)
     line = read_manifest(path).line or None
     names = [path.name for path in paths]
     at = names.index(path.name) if path.name in names else 0

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from instar.checkpoint.inspect import check_shapes
-from instar.checkpoint.layout import reading
+from instar.checkpoint.layout import open_reader
 from instar.checkpoint.manifest import (
     COMPONENTS,
     STATE,
@@ -28,7 +28,7 @@ from instar.checkpoint.manifest import (
     Pattern,
     encode_json,
 )
-from instar.checkpoint.store import Checkpoint, CheckpointWriter, load
+from instar.checkpoint.store import Checkpoint, CheckpointWriter, load_checkpoint
 from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
 from instar.config.errors import ConfigError, InstarError
 from instar.config.fields import CAUSAL_LM, LANGUAGE, from_values, root_of
@@ -161,7 +161,7 @@ def grow(
         made, buffers = _write(source, new_run, result, model.build)
         proof, checked_on = None, ""
         if check:
-            _verify_written(source, load(made), result, buffers, out)
+            _verify_written(source, load_checkpoint(made), result, buffers, out)
             expected = expected_plan(result.stages)
             if config.task in (LANGUAGE, CAUSAL_LM):
                 proof, checked_on = _prove_on_tokens(source.path, made, expected), "random tokens"
@@ -172,12 +172,14 @@ def grow(
                         task.at(each.architecture, each.settings.context)
                         for each in (state, result.state)
                     ]
-                    proof = _prove_on_samples(tasks, model.build, source, load(made), expected)
+                    proof = _prove_on_samples(
+                        tasks, model.build, source, load_checkpoint(made), expected
+                    )
                 checked_on = "held-out samples"
             check_proof(proof, result.stages, out, checked_on)
     before = count_parameters(state.architecture).total
     path = RunDir(out).checkpoints / made.name
-    with load(path, check=False).reading("model") as read:
+    with load_checkpoint(path, check=False).reading("model") as read:
         dead = dead_ranks(result.state.architecture.parameters(), read)
     seconds = time.perf_counter() - begun
     return OfflineGrowth(path, before, result.stages, proof, seconds, dead, checked_on)
@@ -316,7 +318,7 @@ def _grown(
     grow = grow_states if component == "optimizer" else grow_parameters
     buffers = source.manifest.buffers if component == "model" else ()
     stored = {name: each for name, each in outlines(layout).items() if name not in buffers}
-    with reading(layout) as read:
+    with open_reader(layout) as read:
         yield grow(links, TensorReader(stored, read))
 
 

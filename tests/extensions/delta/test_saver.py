@@ -15,7 +15,7 @@ from science import place as science_place
 from tiny_run import Place, codes, events, said
 from torch import Tensor
 
-from instar.checkpoint.store import load as load_checkpoint
+from instar.checkpoint.store import load_checkpoint
 from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.load import load as load_config

@@ -16,7 +16,7 @@ from instar.cli.output import print_json
 from instar.record.progress import tracked
 
 if TYPE_CHECKING:
-    from instar.checkpoint.inspect import Check
+    from instar.checkpoint.inspect import Verification
     from instar.checkpoint.line import Line
     from instar.checkpoint.manifest import Manifest
 
@@ -44,12 +44,12 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
     `left at step N`: the checkpoint is on a branch; the run was resumed from step N before it.
     """
     from instar.checkpoint.line import line_of
-    from instar.checkpoint.listing import checkpoints
+    from instar.checkpoint.listing import list_checkpoints
     from instar.cli.checkpoints.describe import print_rows
 
     root = _root(run)
     line = line_of(root)
-    rows = [_row(path, verify, line) for path in _each(checkpoints(root))]
+    rows = [_row(path, verify, line) for path in _each(list_checkpoints(root))]
     if as_json:
         print_json(rows)
     elif rows:
@@ -157,17 +157,17 @@ def verify(where: str, every: bool, as_json: bool) -> int:
 
     Lists every broken and every unreadable file; the exit code is 3 if there is one.
     """
-    from instar.checkpoint.inspect import check
-    from instar.checkpoint.listing import checkpoints, dangling_pointers
+    from instar.checkpoint.inspect import verify_checkpoint
+    from instar.checkpoint.listing import dangling_pointers, list_checkpoints
     from instar.checkpoint.manifest import MANIFEST, CheckpointError
     from instar.cli.checkpoints.describe import print_check
 
-    paths = checkpoints(_root(where)) if every else [checkpoint_at(where)]
+    paths = list_checkpoints(_root(where)) if every else [checkpoint_at(where)]
     if not paths:
         raise CheckpointError(f"{_root(where)} has no checkpoint yet")
     checks = []
     for path in _each(paths):
-        checks.append(check(path))
+        checks.append(verify_checkpoint(path))
         if not as_json:
             print_check(checks[-1])
     if as_json:
@@ -265,7 +265,7 @@ def export(
     A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM, and a model
     of transformers what it was; the run's tokenizer is included. One tensor at a time is in memory.
     """
-    from instar.checkpoint.store import load
+    from instar.checkpoint.store import load_checkpoint
 
     path = checkpoint_at(where)
 
@@ -275,7 +275,7 @@ def export(
     from instar.models.hf.module import class_name
 
     with _with_advice(path):
-        checkpoint = load(path)
+        checkpoint = load_checkpoint(path)
     with _checkpoint_errors():
         arch = export_folder(checkpoint, folder, averaged=ema, max_shard_bytes=max_shard_size)
     name = CLASSES[style_of(arch)] if isinstance(arch, Architecture) else class_name(arch)
@@ -333,10 +333,10 @@ def checkpoint_at(text: str) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    from instar.checkpoint.listing import resolve
+    from instar.checkpoint.listing import resolve_checkpoint
 
     with _checkpoint_errors(EXPECTED):
-        return resolve(text)
+        return resolve_checkpoint(text)
 
 
 def _each(paths: list[Path]) -> Iterator[Path]:
@@ -357,13 +357,13 @@ def _root(text: str) -> Path:
 
 
 def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
-    from instar.checkpoint.inspect import check
-    from instar.checkpoint.line import left_at
-    from instar.checkpoint.listing import pointed_at, pointers
+    from instar.checkpoint.inspect import verify_checkpoint
+    from instar.checkpoint.line import superseded_at
+    from instar.checkpoint.listing import pointer_target, pointers
     from instar.checkpoint.manifest import CheckpointError, UnreadableError, read_manifest
 
     root = path.parent.parent
-    pointer_names = [pointer for pointer in pointers(root) if pointed_at(root, pointer) == path]
+    pointer_names = [pointer for pointer in pointers(root) if pointer_target(root, pointer) == path]
     row: dict[str, Any] = {"name": path.name, "path": str(path), "pointers": pointer_names}
     try:
         manifest = read_manifest(path)
@@ -371,7 +371,7 @@ def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
         return row | {"verified": verify, "broken": [], "unreadable": [str(error)]}
     except CheckpointError as error:
         return row | {"verified": verify, "broken": [str(error)], "unreadable": []}
-    outcome = check(path) if verify else None
+    outcome = verify_checkpoint(path) if verify else None
     return row | {
         "step": manifest.step,
         "tokens": manifest.progress.get("tokens"),
@@ -380,20 +380,20 @@ def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
         "time": manifest.time,
         "reason": manifest.reason,
         "world_size": manifest.world_size,
-        "left_at": left_at(manifest, line),
+        "left_at": superseded_at(manifest, line),
         "verified": verify,
         "broken": list(outcome.broken) if outcome else [],
         "unreadable": list(outcome.unreadable) if outcome else [],
     }
 
 
-def _check_to_json(check: Check) -> dict[str, Any]:
+def _check_to_json(check: Verification) -> dict[str, Any]:
     return {
         "path": str(check.path),
         "whole": not check.broken and not check.unreadable,
         "broken": check.broken,
         "unreadable": check.unreadable,
-        "unlisted": check.unlisted,
+        "unlisted": check.extra_files,
         "size_bytes": check.size_bytes,
         "seconds": check.seconds,
         "bytes_per_s": check.bytes_per_s,

@@ -15,7 +15,7 @@ from instar.record.format import bytes_text, duration, loss, si
 
 if TYPE_CHECKING:
     from instar.checkpoint.compare import Difference
-    from instar.checkpoint.inspect import Check, TensorEntry
+    from instar.checkpoint.inspect import TensorEntry, Verification
     from instar.checkpoint.manifest import Manifest
     from instar.models.hf.pretrained_folder import PretrainedFolder
     from instar.run.analysis import CheckpointAnalysis
@@ -210,14 +210,14 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(["checkpoint", "step", "tokens", "loss", "size", "age", "reason", ""], texts)
 
 
-def print_check(check: Check) -> None:
+def print_check(check: Verification) -> None:
     """Print whether a checkpoint is whole, and the duration of the check."""
     rate = f"{bytes_text(check.size_bytes)} in {check.seconds:.2f} s, {check.bytes_per_s / 1e9:.1f} GB/s"
     verdict = "BROKEN" if check.broken else "UNREADABLE" if check.unreadable else "whole"
     click.echo(f"{check.path}: {verdict}, {rate}")
     for fault in (*check.broken, *check.unreadable):
         click.echo(f"  {fault}")
-    for name in check.unlisted:
+    for name in check.extra_files:
         click.echo(f"  {name}: not part of the checkpoint; nobody reads it")
 
 

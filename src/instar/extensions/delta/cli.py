@@ -263,7 +263,7 @@ def export(where: str, folder: Path, like: str, number: int | None, step: int | 
         for note in export_like(chain, number, Path(like), folder):
             click.echo(f"note: {note}", err=True)
     else:
-        from instar.checkpoint.store import load as load_checkpoint
+        from instar.checkpoint.store import load_checkpoint
         from instar.cli.checkpoints.checkpoint import checkpoint_at
         from instar.extensions.delta.chain import load
         from instar.models.hf.folder import export_folder

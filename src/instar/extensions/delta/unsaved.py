@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from instar.checkpoint.listing import pointed_at
+from instar.checkpoint.listing import pointer_target
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.checkpoint.store import LATEST
 from instar.config.errors import ConfigError
@@ -23,7 +23,7 @@ def unsaved_deltas(root: Path, last: int) -> tuple[tuple[int, int], str] | None:
     Args:
         last: step of the chain's last state.
     """
-    path = pointed_at(root, LATEST)
+    path = pointer_target(root, LATEST)
     if path is None:
         return None
     with suppress(CheckpointError, ConfigError, LookupError, TypeError, ValueError):

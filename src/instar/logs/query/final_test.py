@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from instar.checkpoint.line import left_at, line_of
+from instar.checkpoint.line import line_of, superseded_at
 from instar.checkpoint.manifest import (
     CheckpointError,
     CheckpointId,
-    describe,
+    file_entry,
     identify,
     read_manifest,
 )
@@ -107,7 +107,7 @@ def _stale(run: RunDir, result: _Result) -> Iterator[str]:
     try:
         if identify(path) != tested:
             yield f"The test is of an earlier {tested.name}; another checkpoint has that name now."
-        elif (step := left_at(read_manifest(path), line_of(run.path))) is not None:
+        elif (step := superseded_at(read_manifest(path), line_of(run.path))) is not None:
             yield f"The test is of {tested.name}, which lies on a branch that the run left at step {step:,}."
     except CheckpointError:
         yield f"{tested.name}, of which the test is, is no longer on disk."
@@ -125,7 +125,7 @@ def _scatters(
     import pyarrow.parquet as pq
 
     try:
-        if checksum is not None and describe(file, "").xxh3_128 != checksum:
+        if checksum is not None and file_entry(file, "").xxh3_128 != checksum:
             notes.append("test/predictions.parquet is not of the test of test/result.json.")
             return ()
         with open_regular(file) as opened, pq.ParquetFile(opened) as table:

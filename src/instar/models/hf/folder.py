@@ -24,7 +24,7 @@ from torch import Tensor
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.layout import Parts
 from instar.checkpoint.manifest import CheckpointError, Facts
-from instar.checkpoint.store import Checkpoint, publish
+from instar.checkpoint.store import Checkpoint, publish_checkpoint
 from instar.checkpoint.tensor_file import Outline, outlines
 from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import resolved
@@ -231,7 +231,7 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
             reason=f"imported from {folder.name}",
             left_out=["optimizer", "rng"],
         )
-        checkpoint = publish(
+        checkpoint = publish_checkpoint(
             temporary, 0, {"model": tensors}, {}, architecture=arch.to_dict(), facts=facts
         )
     return RunDir(run_dir).checkpoints / checkpoint.name

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from instar.checkpoint.inspect import TensorEntry
-from instar.checkpoint.layout import ComponentReader, Layout, reading
+from instar.checkpoint.layout import ComponentReader, Layout, open_reader
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
 from instar.models.hf import CONFIG
@@ -76,7 +76,7 @@ class PretrainedFolder:
     @contextmanager
     def reading(self) -> Iterator[Read]:
         """Context manager: a function that reads a parameter by its name in the shape."""
-        with reading(self.layout) as read:
+        with open_reader(self.layout) as read:
             yield lambda name: self._read(read, name)
 
     def _read(self, read: ComponentReader, name: str) -> Tensor:
@@ -220,7 +220,7 @@ def _problems_of_head(
             if head_entry.shape
             else 1
         )
-        with reading(layout) as read:
+        with open_reader(layout) as read:
             if all(
                 _same_bits(read.rows(head, at, at + step), read.rows(tokens, at, at + step))
                 for at in range(0, head_entry.shape[0] if head_entry.shape else 1, step)

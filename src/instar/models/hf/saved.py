@@ -13,7 +13,7 @@ from torch import Tensor
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError, read_manifest
-from instar.checkpoint.store import Checkpoint, check_finite, load
+from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
 from instar.checkpoint.tensor_file import Outline
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf import CONFIG
@@ -34,7 +34,7 @@ def load_language_model(path: Path, device: str = "cpu") -> GPT | PretrainedMode
     """
     if not is_of_transformers(read_manifest(path).architecture):
         return load_gpt(path, device)
-    checkpoint = load(path)
+    checkpoint = load_checkpoint(path)
     component = checkpoint.weights
     model = PretrainedModel(pretrained_shape(checkpoint, component))
     tensors = checkpoint.tensors(component)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from instar.checkpoint.layout import Layout, linked_layout, reading
+from instar.checkpoint.layout import Layout, linked_layout, open_reader
 from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.checkpoint.tensor_file import Outline, file_order, write_tensors
 from instar.record import atomic
@@ -69,7 +69,7 @@ def _without_weights(folder: Path) -> str:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a folder; raises CheckpointError as `weights_layout`."""
     layout = weights_layout(folder)
-    with reading(layout) as read:
+    with open_reader(layout) as read:
         return {name: read(name) for name in layout.entries}
 
 

@@ -10,9 +10,9 @@ from typing import cast
 
 import msgspec
 
-from instar.checkpoint.listing import latest
+from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import CheckpointError, read_manifest
-from instar.checkpoint.store import publish
+from instar.checkpoint.store import publish_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.fields import with_values
 from instar.config.load import Loaded
@@ -66,7 +66,7 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
                     atomic.sweep(folder.parent, folder.name)
                     temporary = str(publishing.enter_context(atomic.atomic_dir(folder)))
             root = Path(str(agree(world, temporary)))
-            first = publish(
+            first = publish_checkpoint(
                 root,
                 state.step,
                 saved.components,
@@ -142,7 +142,7 @@ def _check_existing(
     if not isinstance(began, Branched) or (began.parent, began.name) != (trunk.name, name):
         raise ValueError(f"{folder} exists and is not the branch {name} of this run; move it away")
     try:
-        found = read_manifest(latest(folder)).history[: len(history)]
+        found = read_manifest(latest_checkpoint(folder)).history[: len(history)]
     except CheckpointError:
         return
     if found != msgspec.to_builtins(history_to_json(history)):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from instar.checkpoint.line import is_on
-from instar.checkpoint.listing import checkpoints, point, pointed_at
+from instar.checkpoint.line import is_on_line
+from instar.checkpoint.listing import list_checkpoints, pointer_target, update_pointer
 from instar.checkpoint.manifest import CheckpointError, RunStart, read_manifest
 from instar.distributed.agree import raise_on_all_ranks
 from instar.run.loop.checkpointing import best_is_now
@@ -31,9 +31,9 @@ def update_best_pointers(state: RunState, parts: Components, start: Path) -> Non
         current_best = best_is_now(state, parts)
         for metric, pointer in parts.tracker.pointers.items():
             if metric in current_best:
-                point(root, pointer, start)
+                update_pointer(root, pointer, start)
                 continue
-            best_path = pointed_at(root, pointer)
+            best_path = pointer_target(root, pointer)
             best = state.metrics.best.get(metric, RuleState())
             if (
                 best_path is not None
@@ -43,7 +43,7 @@ def update_best_pointers(state: RunState, parts: Components, start: Path) -> Non
                 continue
             best_checkpoint = _with_best(root, metric, best, line)
             if best_checkpoint is not None:
-                point(root, pointer, best_checkpoint)
+                update_pointer(root, pointer, best_checkpoint)
             else:
                 (root / "checkpoints" / pointer).unlink(missing_ok=True)
 
@@ -59,10 +59,10 @@ def _may_be(path: Path, metric: str, best: RuleState) -> bool:
 
 def _with_best(root: Path, metric: str, best: RuleState, line: Sequence[RunStart]) -> Path | None:
     """Return the newest checkpoint on a line that has the best value of a metric."""
-    for path in reversed(checkpoints(root)):
+    for path in reversed(list_checkpoints(root)):
         with suppress(CheckpointError):
             manifest = read_manifest(path)
             evaluated = (manifest.step, manifest.metrics.get(metric))
-            if evaluated == (best.best_step, best.best) and is_on(manifest, line):
+            if evaluated == (best.best_step, best.best) and is_on_line(manifest, line):
                 return path
     return None

@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn import Module
 
-from instar.checkpoint.listing import BEST, latest, pointed_at
+from instar.checkpoint.listing import BEST, latest_checkpoint, pointer_target
 from instar.checkpoint.manifest import (
     CheckpointError,
     CheckpointId,
-    describe,
     encode_json,
+    file_entry,
     identify,
     read_json,
 )
-from instar.checkpoint.store import LATEST, Checkpoint, load
+from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.order import Int64Array
 from instar.data.split import Subset
@@ -91,7 +91,7 @@ def run_final_test(
         if world.is_main:
             confusions = confusion(file) if file else {}
             predicted = predictions.samples if predictions else 0
-            checksum = describe(file, "").xxh3_128 if file else ""
+            checksum = file_entry(file, "").xxh3_128 if file else ""
             content = tested.to_dict(confusions, predicted, checksum)
             replace_file(folder / RESULT, encode_json(content))
             if file and predicted != result.samples:
@@ -105,12 +105,12 @@ def run_final_test(
 
 def is_tested(parts: Components, run: Path) -> bool:
     """Whether the final test's result is that of the weights and samples that it would test now."""
-    best = pointed_at(run, BEST) if parts.config.test.weights == "best" else None
-    checkpoint = best or pointed_at(run, LATEST)
+    best = pointer_target(run, BEST) if parts.config.test.weights == "best" else None
+    checkpoint = best or pointer_target(run, LATEST)
     if checkpoint is None:
         return False
     try:
-        task = _task_at(parts, load(checkpoint, check=False))
+        task = _task_at(parts, load_checkpoint(checkpoint, check=False))
         result = read_json(run / FOLDER / RESULT)
         identity = identify(checkpoint)
     except CheckpointError:
@@ -146,18 +146,22 @@ def _weights(
     chosen_json: Json = None
     with raise_on_all_ranks(parts.world, "choosing the weights to test"):
         if parts.world.is_main:
-            best = pointed_at(run, BEST) if weights == "best" else None
-            last = latest(run) if weights in ("best", "last") else run / "checkpoints" / weights
+            best = pointer_target(run, BEST) if weights == "best" else None
+            last = (
+                latest_checkpoint(run)
+                if weights in ("best", "last")
+                else run / "checkpoints" / weights
+            )
             path = best or last
             identity = identify(path)
             if best is not None:
-                load(best)  # reads every byte
+                load_checkpoint(best)  # reads every byte
             chosen_json = [best is not None, identity.name, identity.manifest]
     is_best, *identified = cast("tuple[bool, str, str]", agree(parts.world, chosen_json))
     identity = CheckpointId(*identified)
     if is_best:
         with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
-            checkpoint = load(run / "checkpoints" / identity.name, check=False)
+            checkpoint = load_checkpoint(run / "checkpoints" / identity.name, check=False)
             task, strategy = _rebuilt(parts, checkpoint)
         set_model_step(strategy.bare, checkpoint.manifest.step)
         with strategy.evaluating(None):

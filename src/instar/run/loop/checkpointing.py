@@ -22,10 +22,10 @@ from instar.schedule.operations import history_to_json
 from instar.tasks.basis import digest
 
 LEFT_OUT = {
-    "optimizer": COMPONENTS["optimizer"].lost,
+    "optimizer": COMPONENTS["optimizer"].effect_if_missing,
     "scheduler": "the learning rate schedule starts again, with its warm-up",
     "dataset": "the data start again at the first sample: samples are repeated",
-    "rng": COMPONENTS["rng"].lost,
+    "rng": COMPONENTS["rng"].effect_if_missing,
 }
 """Consequence of each part of the state that a config may leave out."""
 

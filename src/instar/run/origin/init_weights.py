@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instar.checkpoint.listing import BEST, latest, pointed_at, pointers, resolve
+from instar.checkpoint.listing import (
+    BEST,
+    latest_checkpoint,
+    pointer_target,
+    pointers,
+    resolve_checkpoint,
+)
 from instar.checkpoint.manifest import MANIFEST, CheckpointError, encode_json, read_manifest
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import CAUSAL_LM, LANGUAGE, kept
@@ -119,9 +125,11 @@ _LABELS = ("id2label", "label2id")
 def _checkpoint(path: Path) -> Path:
     """Return a checkpoint's folder, of a run its best or else its latest."""
     if path.is_file() and path.name in pointers(path.parent.parent):
-        return pointed_at(path.parent.parent, path.name) or latest(path.parent.parent)
+        return pointer_target(path.parent.parent, path.name) or latest_checkpoint(
+            path.parent.parent
+        )
     if (path / MANIFEST).is_file() or path.parent.name == "checkpoints":
-        return resolve(str(path))
+        return resolve_checkpoint(str(path))
     if not (root := path).joinpath("checkpoints").is_dir():
         if path.is_dir() and not RunDir(path).holds_run():
             raise ConfigError.one(
@@ -137,7 +145,7 @@ def _checkpoint(path: Path) -> Path:
             raise ConfigError.one(
                 f"{why.message}, and no folder {str(path)!r}", hint=hint
             ) from None
-    return pointed_at(root, BEST) or latest(root)
+    return pointer_target(root, BEST) or latest_checkpoint(root)
 
 
 def brought(config_values: Mapping[str, Any]) -> Brought:

@@ -9,10 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instar.checkpoint.line import Line, left_at, line_of
-from instar.checkpoint.listing import BEST, checkpoints, latest_intact, pointed_at, pointers
+from instar.checkpoint.line import Line, line_of, superseded_at
+from instar.checkpoint.listing import (
+    BEST,
+    latest_intact,
+    list_checkpoints,
+    pointer_target,
+    pointers,
+)
 from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from instar.checkpoint.store import LATEST, Checkpoint, load
+from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import (
     PLACES,
@@ -152,13 +158,13 @@ def choose_checkpoint(
     """
     root = resume.run.path
     check_folders(resume.run)
-    if resume.fresh and not checkpoints(root):
+    if resume.fresh and not list_checkpoints(root):
         return None, []
     checkpoint_path = named_checkpoint(resume)
     return (
         latest_intact(root, check=check)
         if checkpoint_path is None
-        else (load(checkpoint_path, check=check), [])
+        else (load_checkpoint(checkpoint_path, check=check), [])
     )
 
 
@@ -172,16 +178,18 @@ def named_checkpoint(resume: Resume) -> Path | None:
     if start == "latest":
         return None
     if start.startswith(BEST):
-        best = pointed_at(root, start)
+        best = pointer_target(root, start)
         if best is None:
-            names = [name for name in pointers(root) if name != LATEST and pointed_at(root, name)]
+            names = [
+                name for name in pointers(root) if name != LATEST and pointer_target(root, name)
+            ]
             alternatives = f"there are {', '.join(names)}; " if names else ""
             raise CheckpointError(
                 f"{root}: no checkpoint is its {start}: none was saved at an evaluation whose value was finite and "
                 f"the best, or it was deleted; {alternatives}--from {LATEST} takes the last one"
             )
         return best
-    by_name = {path.name: path for path in checkpoints(root)}
+    by_name = {path.name: path for path in list_checkpoints(root)}
     if start.isdecimal() and (
         checkpoint_path := _of_step(root, int(start), list(by_name.values()))
     ):
@@ -219,7 +227,7 @@ def rewind_step(path: Path, line: Line | None) -> int | None:
     """Return the step at which a checkpoint's branch leaves the run's line; None: the checkpoint is
     on the line, or its manifest cannot be read."""
     try:
-        return left_at(read_manifest(path), line)
+        return superseded_at(read_manifest(path), line)
     except CheckpointError:
         return None
 
@@ -406,7 +414,7 @@ def with_restoring(run: RunDir, error: ConfigError) -> ConfigError:
         load_config(str(run.config), import_task=False)
         return error  # the mistake is in a value on the command line, not in the file
     except ConfigError:
-        if not checkpoints(run.path):
+        if not list_checkpoints(run.path):
             return error
     message = f"this is the run's own config; {_restore(run)}"
     return ConfigError(*error.problems, ConfigProblem((), message, place=str(run.config)))

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from instar.checkpoint.listing import RetentionPolicy, point, prune
+from instar.checkpoint.listing import RetentionPolicy, prune_checkpoints, update_pointer
 from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Facts, Pattern
-from instar.checkpoint.store import Tensors, publish, written
+from instar.checkpoint.store import Tensors, publish_checkpoint, tensors_to_write
 from instar.checkpoint.tensor_file import Outline, allocate
 from instar.config.budget import Counters
 from instar.config.errors import InstarError
@@ -92,7 +92,7 @@ def _copied(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedRows
 
     Rows that another rank saves are left out.
     """
-    tensors, into = written(part), written(spare)
+    tensors, into = tensors_to_write(part), tensors_to_write(spare)
     if _outlines(into) != _outlines(tensors):
         into = allocate(tensors)
     for name, tensor in tensors.items():
@@ -271,7 +271,7 @@ class Saver:
         path: Path | None = None
         error: InstarError | None = None
         try:
-            path = publish(
+            path = publish_checkpoint(
                 self.root,
                 snapshot.progress.step,
                 snapshot.components,
@@ -286,8 +286,8 @@ class Saver:
             with raise_on_all_ranks(world, "tidying up the checkpoints"):
                 if world.is_main:
                     for name in snapshot.best:
-                        point(self.root, name, path)
-                    prune(self.root, self.keep)
+                        update_pointer(self.root, name, path)
+                    prune_checkpoints(self.root, self.keep)
         except InstarError as failure:
             if failure.exit_code != CheckpointError.exit_code:
                 raise

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from instar.checkpoint.line import continued, write_line
-from instar.checkpoint.listing import point
+from instar.checkpoint.line import line_of_start, write_line
+from instar.checkpoint.listing import update_pointer
 from instar.checkpoint.store import LATEST, Checkpoint
 from instar.config.origins import DERIVED, in_yaml, resolved
 from instar.config.schema import RunConfig
@@ -263,10 +263,10 @@ def _begin_line(trainer: Trainer, checkpoint: Checkpoint | None, run_dir: RunDir
     with raise_on_all_ranks(trainer.parts.world, "writing the run's line"):
         if trainer.parts.world.is_main:
             manifest = checkpoint.manifest if checkpoint is not None else None
-            trainer.parts.line = continued(manifest)
+            trainer.parts.line = line_of_start(manifest)
             write_line(run_dir.path, trainer.parts.line)
             if checkpoint is not None:
-                point(run_dir.path, LATEST, checkpoint.path)
+                update_pointer(run_dir.path, LATEST, checkpoint.path)
 
 
 def _log_start(plan: RunPlan, run: OpenRun) -> None:

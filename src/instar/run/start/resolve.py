@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from instar.checkpoint.line import line_of
-from instar.checkpoint.store import LATEST, Checkpoint, load
+from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.world import World, recall
 from instar.record.rundir import RunDir
@@ -102,4 +102,4 @@ def _agree_on_checkpoint(resume: Resume, world: World) -> tuple[Checkpoint | Non
         return None, warnings
     with raise_on_all_ranks(world, "reading the checkpoint"):
         # rank 0 has just read every byte of it
-        return load(Path(path), check=False), warnings
+        return load_checkpoint(Path(path), check=False), warnings

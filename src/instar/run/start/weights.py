@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import Checkpoint, check_finite, load
+from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
 from instar.config.fields import LANGUAGE
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained_folder import open_folder
@@ -79,7 +79,7 @@ def open_weights(weights: Weights, architecture: Any) -> OpenedWeights:
         CheckpointError: the weights are damaged, of another model than they say, or not finite.
     """
     if weights.task != LANGUAGE and not weights.is_hf:
-        checkpoint = load(weights.path)
+        checkpoint = load_checkpoint(weights.path)
         return OpenedWeights(_Saved(checkpoint, checkpoint.weights), checkpoint)
     tensors: Mapping[str, Tensor]
     if weights.task == LANGUAGE:
@@ -97,7 +97,7 @@ def _gpt(weights: Weights, context: int) -> Mapping[str, Tensor]:
     if weights.is_hf:
         tensors = from_tensors(shape, read_weights(weights.path))
     else:
-        checkpoint = load(weights.path)
+        checkpoint = load_checkpoint(weights.path)
         component = checkpoint.weights
         shapes = {name: entry.shape for name, entry in shape.parameters().items()}
         check_shapes(checkpoint.path, checkpoint.layout(component).entries, shapes)
