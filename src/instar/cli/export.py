@@ -24,6 +24,7 @@ from instar.cli.output import (
 from instar.config.files import read_regular
 from instar.record.atomic import atomic_file, sync_file
 from instar.record.progress import tracked
+from instar.record.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,7 +134,6 @@ def _object(run: RunDir, entry: FilteredEvent, several: bool, superseded: bool) 
 
 
 TABLES = ("csv", "parquet", "jsonl")
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 @click.command()

@@ -7,7 +7,6 @@ and its data.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, run
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
+from instar.extensions import load_target
 from instar.models.cost import NONE_FROZEN, FrozenParameters, state_bytes
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
 
@@ -47,13 +47,8 @@ CUSTOM_SPEC = "instar.tasks.custom_spec:CustomSpec"
 
 def spec_class(task: str) -> type[TaskSpec]:
     """Return the `TaskSpec` of the task that a config names, `module:class` for a custom task."""
-    spec: type[TaskSpec] = _imported(SPECS.get(task, CUSTOM_SPEC))
+    spec: type[TaskSpec] = load_target(SPECS.get(task, CUSTOM_SPEC))
     return spec
-
-
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)
@@ -252,7 +247,7 @@ class TaskSpec(ABC):
 
     def task(self, config: RunConfig) -> Task:
         """Create the task for a config without open keys. Imports torch."""
-        task: Task = _imported(self.task_class)(self, config, self.architecture, config.context)
+        task: Task = load_target(self.task_class)(self, config, self.architecture, config.context)
         return task
 
 

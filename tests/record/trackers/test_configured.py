@@ -14,8 +14,9 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.load import load
 from instar.config.sections import AlertsConfig, RecordConfig, TrackersConfig
+from instar.record.trackers import TRACKERS
 from instar.record.trackers import configured as module
-from instar.record.trackers.configured import PACKAGES, configured, missing
+from instar.record.trackers.configured import configured, missing
 from instar.record.trackers.mlflow import store_uri
 
 
@@ -32,7 +33,7 @@ def test_empty_braces_choose_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("record:\n  trackers: {tensorboard: {}, wandb: {project: grow}, mlflow: {}}\n")
     trackers = load(str(path), ["record.trackers.trackio={}"]).config.record.trackers
-    assert [each.name for each in configured(trackers)] == list(PACKAGES)
+    assert [each.name for each in configured(trackers)] == list(TRACKERS)
     assert trackers.wandb is not None
     assert (trackers.wandb.project, trackers.wandb.mode) == ("grow", "offline")
 
@@ -68,7 +69,7 @@ def test_mistakes_are_told_with_what_was_meant(tmp_path: Path, text: str, said: 
     assert f"{path}:2:" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -76,7 +77,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setattr(
         module, "find_spec", lambda package: None if package == name else find(package)
     )
-    (clash,) = missing(record(trackers={name: {} for name in PACKAGES}))
+    (clash,) = missing(record(trackers={name: {} for name in TRACKERS}))
     assert clash.keys == (f"record.trackers.{name}",)
     assert "not installed" in clash.message
     assert f"pip install 'instar[{name}]'" in clash.hint
@@ -116,9 +117,9 @@ def test_no_tool_is_imported_before_it_starts() -> None:
     code = (
         "import json, sys; from instar.record.trackers.configured import *;"
         "from instar.config.sections import RecordConfig;"
-        "config = RecordConfig.model_validate({'trackers': {name: {} for name in PACKAGES}});"
+        "config = RecordConfig.model_validate({'trackers': {name: {} for name in TRACKERS}});"
         "configured(config.trackers), missing(config);"
-        "print(json.dumps([name for name in [*PACKAGES, 'torch', 'numpy'] if name in sys.modules]))"
+        "print(json.dumps([name for name in [*TRACKERS, 'torch', 'numpy'] if name in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == []

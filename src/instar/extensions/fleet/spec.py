@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from instar.config.sections import MOST_PROCESSES, NonNegativeInt, PositiveInt, Section
+from instar.extensions.fleet.engines import EngineName
 
 MOST_INSTANCES = 100_000
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|min|m|h|d)", re.ASCII)
@@ -85,7 +86,6 @@ Values = Annotated[tuple[Scalar, ...], Strict(False)]
 Words = Annotated[tuple[str, ...], Strict(False)]
 Condition = Literal["service_started", "service_healthy", "completed"]
 Port = Annotated[int, Field(ge=1, le=65535)]
-EngineName = Literal["local", "ray", "slurm"]
 MASTER = "master"
 """the name of the port at which the nodes of a job meet"""
 

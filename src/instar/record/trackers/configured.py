@@ -8,32 +8,19 @@ from importlib.util import find_spec
 
 from instar.config.errors import ConfigProblem
 from instar.config.sections import AlertsConfig, RecordConfig, TrackersConfig
+from instar.extensions import load_target
+from instar.record.trackers import TRACKERS
 from instar.record.trackers.tracker import Tracker
-
-PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow")
-"""The name of each tracker, of its package, and of the extra that installs it."""
 
 
 def configured(config: TrackersConfig) -> list[Tracker]:
-    """Returns the configured trackers; their packages are imported when they start."""
-    trackers: list[Tracker] = []
-    if config.tensorboard is not None:
-        from instar.record.trackers.tensorboard import TensorBoard
-
-        trackers.append(TensorBoard(config.tensorboard))
-    if config.wandb is not None:
-        from instar.record.trackers.wandb import Wandb
-
-        trackers.append(Wandb(config.wandb))
-    if config.trackio is not None:
-        from instar.record.trackers.trackio import Trackio
-
-        trackers.append(Trackio(config.trackio))
-    if config.mlflow is not None:
-        from instar.record.trackers.mlflow import Mlflow
-
-        trackers.append(Mlflow(config.mlflow))
-    return trackers
+    """Return the configured trackers; their packages are imported when they start."""
+    sections = {name: getattr(config, name) for name in TRACKERS}
+    return [
+        load_target(TRACKERS[name].target)(section)
+        for name, section in sections.items()
+        if section is not None
+    ]
 
 
 def missing(config: RecordConfig) -> list[ConfigProblem]:
@@ -42,12 +29,12 @@ def missing(config: RecordConfig) -> list[ConfigProblem]:
 
 
 def _missing_trackers(config: TrackersConfig) -> Iterator[ConfigProblem]:
-    for name in PACKAGES:
-        if getattr(config, name) is not None and find_spec(name) is None:
+    for name, (_, package) in TRACKERS.items():
+        if package and getattr(config, name) is not None and find_spec(package) is None:
             yield ConfigProblem(
                 (f"record.trackers.{name}",),
-                f"record.trackers.{name} needs the library `{name}`, which is not installed",
-                f"install the extra: pip install 'instar[{name}]', or leave it out",
+                f"record.trackers.{name} needs the library `{package}`, which is not installed",
+                f"install the extra: pip install 'instar[{package}]', or leave it out",
             )
     uri = config.mlflow.uri if config.mlflow else None
     if uri and _is_database(uri) and find_spec("sqlalchemy") is None:

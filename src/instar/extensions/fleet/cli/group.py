@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import get_args
 
 import click
 
 from instar.cli.options import CommandGroup
+from instar.extensions.fleet.engines import EngineName
 
 gpus_option = click.option(
     "--gpus",
@@ -16,7 +18,7 @@ gpus_option = click.option(
 
 engine_option = click.option(
     "--engine",
-    type=click.Choice(["local", "ray", "slurm"]),
+    type=click.Choice(get_args(EngineName)),
     help="What runs the instances, instead of FILE's `engine`.",
 )
 
