@@ -40,6 +40,7 @@ NAVIGATION = {
     "Reference": ["docs/reference/commands", "docs/reference/config", "docs/reference/python"],
     "Development": [
         "docs/architecture",
+        "docs/adding",
         "docs/internals",
         "CONTRIBUTING",
         "docs/decisions/README",

@@ -153,7 +153,7 @@ def test_the_readme_lists_every_extra() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_fence_says_what_it_is(page: Path) -> None:
     kinds = {kind for kind, _ in FENCE.findall(page.read_text("utf-8"))}
-    assert kinds <= {"bash", "console", "text", "yaml", "json", "python"}
+    assert kinds <= {"bash", "console", "text", "yaml", "json", "python", "diff"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
