@@ -23,8 +23,8 @@ import torch
 
 from instar.config.load import load
 from instar.distributed.world import World
-from instar.run.find.learning_rate import BUDGET, search_rate
-from instar.run.find.training import final_loss, opened, shorten_config
+from instar.extensions.lab.find.learning_rate import BUDGET, search_rate
+from instar.extensions.lab.find.training import final_loss, opened, shorten_config
 from instar.run.start.preflight import Prepared, preflight, prepare_data
 from report import Case, case, options, parser, publish
 

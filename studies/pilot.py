@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instar.api.pilot import pilot
+from instar.extensions.lab.pilot import pilot
 from instar.config.load import load
 from instar.data.text.prepare import prepare
 from instar.schedule.forecast import checked_forecast
-from instar.schedule.saving import ExpectedSaving, predicted, spending
+from instar.extensions.lab.saving import ExpectedSaving, predicted, spending
 from instar.tasks.task import spec_class
 from report import Case, case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser

@@ -23,7 +23,7 @@ import torch
 
 from instar.config.load import load
 from instar.distributed.world import join
-from instar.run.find.training import final_loss, prepared_alone
+from instar.extensions.lab.find.training import final_loss, prepared_alone
 from report import Case, case, options, parser, publish
 
 NAMES = {False: "same rates", True: "lr_base_width"}

@@ -22,9 +22,27 @@ def run(
     path: Path, *words: str, at: Path | None = None, module: str = "instar"
 ) -> subprocess.CompletedProcess[str]:
     """Run `instar` or another module with a folder before all others on the path of modules."""
-    env = {**os.environ, "PYTHONPATH": str(path)}
+    env = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=at)
+
+
+def tiny(folder: Path) -> str:
+    """Write the config of a run of four steps; return its name."""
+    text = "".join(f"{n} squared is {n * n}.\n" for n in range(300))
+    (folder / "squares.txt").write_text(text)
+    (folder / "tiny.yaml").write_text(TINY)
+    return "tiny.yaml"
+
+
+TINY = """\
+name: tiny
+model: {n_layer: 1, n_head: 2, n_embd: 16, context: 16}
+data: {source: squares.txt, path: tokens, tokenizer: char}
+train: {until: 4it, batch_size: 4}
+learning_rate: {warmup_iters: 2}
+record: {sample_tokens: 4}
+"""
 
 
 def copy_without(folder: Path, *names: str) -> Path:
@@ -72,7 +90,7 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
 
 def test_the_core_trains_without_any_extension(tmp_path: Path) -> None:
     package = copy_without(tmp_path / "copy", *BUILT_IN)
-    done = run(package, "demo", "--set", "train.until=4it", at=tmp_path)
+    done = run(package, "train", tiny(tmp_path), at=tmp_path)
     assert done.returncode == 0, done.stderr
     listed = run(package, "logs", "list", "--json", at=tmp_path)
     assert '"step": 4' in listed.stdout
@@ -250,11 +268,10 @@ def test_a_package_takes_part_in_a_run_whose_config_has_its_section(tmp_path: Pa
     assert "census.every" in refused.stderr
     refused = run(path, "config", "show", "--set", "census.every=0", at=tmp_path)
     assert "nothing would be counted; use 1" in refused.stderr
-    settings = ("census.every=2", "train.until=4it", "schedule=[]")
-    done = run(path, "demo", *(f"--set={setting}" for setting in settings), at=tmp_path)
+    done = run(path, "train", tiny(tmp_path), "--set=census.every=2", at=tmp_path)
     assert done.returncode == 0, done.stderr
     events = run(path, "logs", "events", "--kind", "census", at=tmp_path)
-    assert events.stdout.splitlines() == ["census: 803456"] * 2
+    assert events.stdout.splitlines() == ["census: 3920"] * 2
     assert "census" in run(path, "logs", "plot", "--metrics", "census", at=tmp_path).stdout
     resumed = run(path, "resume", "latest", "--until", "6it", at=tmp_path)
     assert resumed.returncode == 0, resumed.stderr

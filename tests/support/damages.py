@@ -82,7 +82,7 @@ DELTA_KILLED = (
 PUBLISHED = ("checkpoint/test_store.py::test_a_crash_at_any_call_leaves_the_old_or_the_new",)
 POWER = ("torture/test_power_loss.py::test_the_replay_finds_what_a_missing_sync_would_do",)
 TOKEN = (
-    "logs/dashboard/test_dashboard_server.py::test_a_token_is_asked_for_in_the_address_once_then_in_a_cookie",
+    "extensions/board/test_server.py::test_a_token_is_asked_for_in_the_address_once_then_in_a_cookie",
 )
 RECORD = ("logs/test_record.py::test_a_line_that_is_no_event_is_passed_over_and_told_of",)
 KILLED = (
@@ -162,8 +162,10 @@ CHECKING = (
 """Where checks speak: a row of `NO_CHECKS` for messages there names the file."""
 
 NO_CHECKS = (
-    NoCheck("src/instar/cli/find.py", "the whole learning rate schedule in small", PARTS),
-    NoCheck("src/instar/cli/growth.py", "at equal FLOPs", SAME),
+    NoCheck(
+        "src/instar/extensions/lab/find/cli.py", "the whole learning rate schedule in small", PARTS
+    ),
+    NoCheck("src/instar/extensions/lab/cli.py", "at equal FLOPs", SAME),
     NoCheck("src/instar/cli/logs.py", "at equal steps, tokens, FLOPs or time", SAME),
     NoCheck("src/instar/cli/train.py", "on the whole test split", PARTS),
     NoCheck("src/instar/extensions/delta/callback.py", "deltas are of whole models", PARTS),

@@ -186,6 +186,7 @@ LIMITS = {
     "extensions/delta": 99,
     "extensions/fleet": 80,
     "extensions/grpo": 75,
+    "extensions/lab": 131,
     "growth": 193,
     "logs": 79,
     "loops": 120,

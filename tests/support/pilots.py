@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from instar.schedule.pilot import Pilot, PilotCase, PilotModel, PilotRun, Spent
-from instar.schedule.saving import worth
+from instar.extensions.lab.pilot_file import Pilot, PilotCase, PilotModel, PilotRun, Spent
+from instar.extensions.lab.saving import worth
 
 SMALL, FINAL = 300.0, 1000.0
 """FLOPs per token"""

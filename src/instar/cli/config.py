@@ -85,7 +85,7 @@ def demo(overrides: tuple[str, ...]) -> None:
     from importlib.util import find_spec
 
     from instar.api.training import train
-    from instar.cli.find import sample
+    from instar.cli.sample import sample
 
     click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
     run = train(STARTERS / "demo.yaml", overrides)

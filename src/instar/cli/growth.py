@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable
@@ -19,18 +18,17 @@ from instar.cli.options import (
     NewFolder,
     byte_size,
     json_option,
-    rank_options,
+    refuse_deleted,
     schedule_option,
     set_option,
     trust_option,
 )
 from instar.cli.output import print_json
+from instar.extensions import forecast_notes, values_of_notes
 
 if TYPE_CHECKING:
     from instar.config.sections import Operation
     from instar.growth.offline import OfflineGrowth
-    from instar.schedule.pilot import Pilot
-    from instar.schedule.search.state import ScheduleSearch
 
 
 Command = Callable[..., Any]
@@ -167,33 +165,6 @@ def _print_stages(result: OfflineGrowth) -> None:
     click.echo(f"{result.path}, in {result.seconds:.1f} s", err=True)
 
 
-def budget_options(*, fewest: int, steps: str) -> Callable[[Command], Command]:
-    """Return a decorator that adds the options of commands that train short runs."""
-
-    def added(command: Command) -> Command:
-        for option in (
-            click.option(
-                "--seed",
-                "seeds",
-                type=click.IntRange(0, 2**63 - 1),
-                multiple=True,
-                help="Seed of the runs; several, for better intervals, share the budget. Default: CONFIG's.",
-            ),
-            click.option(
-                "--steps",
-                type=click.IntRange(min=fewest),
-                help=f"Steps {steps}; default: as many as --budget allows.",
-            ),
-            click.option(
-                "--budget", metavar="TIME", help="How long it may take, e.g. 30min or 2h."
-            ),
-        ):
-            command = option(command)
-        return command
-
-    return added
-
-
 @click.group(cls=CommandGroup)
 def schedule() -> None:
     """Check schedules of operations, predict what growth saves, and search for a schedule that does."""
@@ -228,238 +199,19 @@ def check(
     """
     from instar.run.origin.load import load_config
     from instar.schedule.checks import without_effect
-    from instar.schedule.expected import expected_saving, saving_values
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
     from instar.tasks.task import spec_class
 
+    if pilot_file is not None:
+        refuse_deleted("schedule pilot")
     loaded = load_config(cfg, (*overrides, schedule_option(file)))
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     forecast = checked_forecast(loaded, spec, nproc)
-    saving = expected_saving(forecast, loaded, cfg, pilot_file)
+    notes = forecast_notes(forecast, loaded, cfg, {"pilot": pilot_file})
     for text in without_effect(loaded.config):
         click.echo(f"warning: {text}", err=True)
     if as_json:
-        print_json({**forecast.to_dict(), **saving_values(saving)})
+        print_json({**forecast.to_dict(), **values_of_notes(notes)})
         return
-    click.echo(render(forecast, saving))
-
-
-@schedule.command()
-@click.argument("cfg", metavar="CONFIG")
-@click.option("--schedule", "file", metavar="FILE", help="Schedule of operations, if not CONFIG's.")
-@budget_options(fewest=40, steps="of the longest runs")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The pilot's file; default: CONFIG's name, ending in .pilot.json, beside it.",
-)
-@rank_options
-@set_option
-@trust_option
-@json_option
-def pilot(
-    cfg: str,
-    file: str | None,
-    budget: str | None,
-    steps: int | None,
-    seeds: tuple[int, ...],
-    output: Path | None,
-    nproc: int | None,
-    devices: list[int] | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Measure by short runs how much compute the schedule of growth saves.
-
-    Trains CONFIG's final model from scratch, and the run that grows into it, each shortened to what the
-    budget allows, as ordinary runs in the folder of runs. From then on `instar schedule check` and
-    `instar train --dry-run` print the saving to expect. The same command goes on after an interruption.
-    """
-    from instar.api.pilot import pilot as run_pilot
-    from instar.schedule.render import render_saving
-
-    budget_s = _seconds(budget, steps)
-    settings = (*overrides, *([schedule_option(file)] if file else ()))
-    result = run_pilot(
-        cfg,
-        settings,
-        budget_s=budget_s,
-        steps=steps,
-        seeds=seeds,
-        out=output,
-        world_size=nproc,
-        devices=devices,
-        say=lambda text: click.echo(text, err=True),
-    )
-    if as_json:
-        findings = result.pilot.found
-        print_json({"file": str(result.file), "saving": result.saving.to_dict(), **findings})
-        return
-    _print_pilot(result.pilot)
-    click.echo(render_saving(result.saving))
-
-
-@schedule.command()
-@click.argument("cfg", metavar="CONFIG")
-@budget_options(fewest=80, steps="of the final size, with whose FLOPs candidates are compared")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The schedule's file; default: CONFIG's name, ending in .schedule.yaml, beside it.",
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Print the candidates and what they cost; train none."
-)
-@rank_options
-@set_option
-@trust_option
-@json_option
-def search(
-    cfg: str,
-    budget: str | None,
-    steps: int | None,
-    seeds: tuple[int, ...],
-    output: Path | None,
-    dry_run: bool,
-    nproc: int | None,
-    devices: list[int] | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Find the schedule of growth that leads to CONFIG's final shape with the least compute.
-
-    Trains candidates from shared trunks as ordinary runs in the folder of runs, and compares them with the final
-    shape from scratch at equal FLOPs. The better half of them goes on with twice as many, twice. The winner is
-    written as a schedule's file, for `instar train CONFIG --schedule FILE`. The same command goes on after
-    an interruption.
-    """
-    from instar.api.search import search as run_search
-    from instar.schedule.render import render_saving
-
-    result = run_search(
-        cfg,
-        overrides,
-        budget_s=_seconds(budget, steps),
-        steps=steps,
-        seeds=seeds,
-        out=output,
-        world_size=nproc,
-        devices=devices,
-        dry_run=dry_run,
-        say=lambda text: click.echo(text, err=True),
-    )
-    schedule_search, saving = result.search, result.saving
-    if as_json:
-        flops, runs = schedule_search.work(
-            lambda per_token: per_token * schedule_search.tokens_per_step
-        )
-        values = {
-            "file": None if result.file is None else str(result.file),
-            "saving": None if saving is None else saving.to_dict(),
-            "complete": schedule_search.missing is None,
-            "losses": {
-                candidate.name: schedule_search.losses(candidate)
-                for candidate in schedule_search.candidates
-            },
-            "rungs": schedule_search.rungs,
-            "runs": runs,
-            "flops": flops,
-        }
-        print_json(values)
-        return
-    _print_search(schedule_search)
-    if saving is not None:
-        click.echo(render_saving(saving))
-    if result.file is not None:
-        words = shlex.join(["instar", "train", str(cfg), "--schedule", str(result.file)])
-        click.echo(f"{result.file}\nnext: {words}")
-    elif not dry_run and schedule_search.missing is None:
-        click.echo(
-            "no schedule is better than the final size from scratch with the same FLOPs: none is written"
-        )
-
-
-def _print_search(schedule_search: ScheduleSearch) -> None:
-    """Print the candidates of a search with their losses, and what it costs in all."""
-    from instar.cli.output import print_table
-    from instar.record.format import scientific, si
-
-    headers = [
-        "schedule",
-        "begins with",
-        "grows at",
-        "steps",
-        *(f"{n:,}" for n in schedule_search.rungs),
-    ]
-    rows = []
-    for candidate in schedule_search.candidates:
-        steps = candidate.steps(schedule_search.rungs[-1])
-        moments = ", ".join(f"{step:,}" for step in candidate.moments(steps))
-        losses = [
-            "" if loss is None else f"{loss:.4f}" for loss in schedule_search.losses(candidate)
-        ]
-        rows.append([candidate.name, si(candidate.parameters), moments, f"{steps:,}", *losses])
-    print_table(headers, rows, right=headers[1:])
-    flops, count = schedule_search.work(
-        lambda per_token: per_token * schedule_search.tokens_per_step
-    )
-    seconds, _ = schedule_search.work(schedule_search.step_seconds)
-    scratch_flops = (
-        schedule_search.scratch.flops(schedule_search.run_steps) * schedule_search.tokens_per_step
-    )
-    click.echo(
-        f"losses at the FLOPs of so many steps of the final size; steps, moments: at {schedule_search.rungs[-1]:,}\n"
-        f"{count} runs, at most {scientific(round(flops))} FLOPs, {flops / scratch_flops:.2f} times those of the "
-        f"final size in {schedule_search.run_steps:,} steps; steps take about {seconds / 60:,.1f} min"
-    )
-
-
-def _seconds(text: str | None, steps: int | None) -> float:
-    """Parse a time such as 30min, which may be left out where the steps are given."""
-    from instar.config.budget import parse_budget
-
-    if text is None:
-        if steps is None:
-            raise click.UsageError("How long may it take? Write e.g. --budget 30min.")
-        return math.inf
-    try:
-        budget = parse_budget(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--budget") from None
-    if budget.kind != "seconds":
-        raise click.BadParameter(f"{text!r} is no time; write e.g. 30min", param_hint="--budget")
-    return budget.amount
-
-
-def _print_pilot(pilot: Pilot) -> None:
-    """Print the runs of a pilot, what they say, and the trigger that follows from them."""
-    from instar.cli.output import print_table
-    from instar.record.format import si
-
-    summary = pilot.found
-    worths = {entry["run"]: entry for entry in summary["grown"]}
-    rows = []
-    for run in pilot.runs:
-        growth = worths.get(run.case.name)
-        worth = (
-            ["", ""]
-            if growth is None
-            else [f"{growth['token_worth']:.3f}", f"{growth['missing_loss']:+.4f}"]
-        )
-        grown = f"{run.case.grown_at[-1]:,}" if run.case.grown_at else ""
-        steps, tokens = f"{run.case.steps:,}", si(round(run.tokens))
-        rows.append([run.case.name, steps, grown, tokens, f"{run.loss:.4f}", *worth])
-    headers = ["run", "steps", "grown at", "tokens", "loss", "γ", "δ"]
-    print_table(headers, rows, right=headers[1:])
-    click.echo(
-        f"c {summary['cost']:.3f} of the FLOPs, {summary['cost_in_seconds']:.3f} of the time; "
-        f"θ {summary['exponent']:.2f} ({summary['exponent_low']:.2f} to {summary['exponent_high']:.2f})"
-    )
-    if (law := summary["final_curve"]) is not None:
-        curve = ", ".join(f"{key}: {value:.6g}" for key, value in law.items())
-        click.echo(f"trigger     when: {{slope_below: {{window: 5, curve: {{{curve}}}}}}}")
+    click.echo(render(forecast, [note.text for note in notes]))

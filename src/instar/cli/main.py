@@ -33,11 +33,9 @@ COMMANDS = {
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
-    "find": ("instar.cli.find:find", "Find a learning rate or a batch size by short trainings."),
-    "doctor": ("instar.cli.find:doctor", "Check what this machine has for training, and how fast."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
     "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
-    "sample": ("instar.cli.find:sample", "Generate text with a trained model."),
+    "sample": ("instar.cli.sample:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (
         "instar.cli.checkpoints.checkpoint:checkpoint",

@@ -26,6 +26,7 @@ from instar.cli.options import (
 from instar.cli.output import print_json
 from instar.config.errors import InstarError
 from instar.config.files import read_regular
+from instar.extensions import forecast_notes, values_of_notes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -240,7 +241,6 @@ def _forecast(
     from instar.run.origin.init_weights import starting_weights
     from instar.run.origin.resume import automatic
     from instar.run.start.preflight import foreseen_precision, preflight, suggestion
-    from instar.schedule.expected import expected_saving, saving_values
     from instar.schedule.memory import in_force
     from instar.schedule.render import render
     from instar.tasks.task import SampleSetSpec
@@ -250,17 +250,17 @@ def _forecast(
     weights = starting_weights(loaded, prepared.spec) if new else None
     line = torchrun_line(argv, ranks, options.devices, port=loaded.config.parallel.master_port)
     path = options.cfg or (str(resume.run.config) if resume else None)
-    saving = expected_saving(prepared.forecast, loaded, path)
+    notes = forecast_notes(prepared.forecast, loaded, path)
     precision = foreseen_precision(prepared)
     if options.as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
-        more |= saving_values(saving)
+        more |= values_of_notes(notes)
         more["precision"] = precision
         print_json({**prepared.forecast.to_dict(), **more, "torchrun": line})
         return 0
     if weights:
         click.echo(f"weights   {weights.about}")
-    click.echo(render(prepared.forecast, saving))
+    click.echo(render(prepared.forecast, [note.text for note in notes]))
     click.echo(f"precision   {precision}")
     available = host_bytes() // ranks
     needed = prepared.forecast.peak_bytes(in_force(loaded.config, ranks))

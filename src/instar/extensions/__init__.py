@@ -58,6 +58,16 @@ class MetricName:
 
 
 @dataclass(frozen=True)
+class ForecastNote:
+    """What an extension says of a run's forecast."""
+
+    text: str
+    """lines below it; may be empty"""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """added to it as JSON"""
+
+
+@dataclass(frozen=True)
 class Extension:
     """What an extension adds. Targets are `module:attribute`, imported when they are used."""
 
@@ -81,6 +91,8 @@ class Extension:
     """names of what its events measure"""
     plots: Mapping[str, str] = field(default_factory=dict)
     """functions from records, a chart and its request to text, by a format of `instar logs plot`"""
+    forecast: str = ""
+    """a function from a forecast, the loaded config, its path and files by name to a `ForecastNote`"""
     at_end: str = ""
     """called on rank 0 with a run's folder and config when it has ended, however it did"""
     run_sets: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +117,7 @@ BUILT_IN: Mapping[str, Words] = {
     "board": Words("dashboard", commands=("report", "dashboard", "logs report"), plots=("html",)),
     "delta": Words("delta", commands=("delta",), sections=("checkpoint.delta",)),
     "fleet": Words("fleet", commands=("fleet",)),
+    "lab": Words("lab", commands=("find", "doctor", "schedule pilot", "schedule search")),
     "grpo": Words("grpo", programs=("instar.recipes.grpo", "instar.recipes.grpo.serve")),
 }
 """The extensions of Instar."""
@@ -223,6 +236,25 @@ def run_set(folder: Path) -> Any:
             if (folder / marker).exists():
                 return load_target(target)
     return None
+
+
+def forecast_notes(
+    forecast: Any, loaded: Any, path: str | None, files: Mapping[str, Path | None] | None = None
+) -> list[ForecastNote]:
+    """Return what extensions say of the forecast of a loaded config.
+
+    Args:
+        path: of the config.
+        files: given for this by their names.
+    """
+    names = loaded.config.extension_names
+    targets = [extension.forecast for extension in active_extensions(names) if extension.forecast]
+    return [load_target(target)(forecast, loaded, path, files or {}) for target in targets]
+
+
+def values_of_notes(notes: Iterable[ForecastNote]) -> dict[str, Any]:
+    """Return what notes add to a forecast as JSON."""
+    return {name: value for note in notes for name, value in note.values.items()}
 
 
 def plot_in(form: str) -> Any:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from instar.record.format import bytes_text, scientific, si, sizes_text
-from instar.schedule.expected import TypicalSaving
 from instar.schedule.forecast import BranchForecast, Forecast, Stage, Totals
-from instar.schedule.saving import ExpectedSaving, Shares
 from instar.schedule.settings import Settings
 
 _LABEL = 12
@@ -19,9 +17,9 @@ Row = tuple[str, Sequence[str]]
 """A label and its lines."""
 
 
-def render(forecast: Forecast, saving: ExpectedSaving | TypicalSaving | None = None) -> str:
-    """Render a forecast in lines of at most 80 columns, with what its growth is expected to save; rows
-    that an operation does not change are not repeated."""
+def render(forecast: Forecast, notes: Sequence[str] = ()) -> str:
+    """Render a forecast in lines of at most 80 columns, with what extensions say of it; rows that an
+    operation does not change are not repeated."""
     rows: list[Row] = []
     before: Stage | None = None
     for number, stage in enumerate(forecast.stages, 1):
@@ -39,49 +37,12 @@ def render(forecast: Forecast, saving: ExpectedSaving | TypicalSaving | None = N
             rows.append(("", [""]))
         before = stage
     rows += [*_by_strategy(forecast), *_totals(forecast)]
-    text = "\n".join(line for label, texts in rows for line in _wrapped(label, texts))
-    return text if saving is None else f"{text}\n{render_saving(saving)}"
+    lines = [line for label, texts in rows for line in wrapped_row(label, texts)]
+    return "\n".join([*lines, *filter(None, notes)])
 
 
-def render_saving(saving: ExpectedSaving | TypicalSaving) -> str:
-    """Render what a schedule is expected to save, in lines of at most 80 columns."""
-    texts = _typical(saving) if isinstance(saving, TypicalSaving) else _expected(saving)
-    return "\n".join(_wrapped("growth", texts))
-
-
-def _expected(saving: ExpectedSaving) -> list[str]:
-    return [
-        f"saves {_percent((saving.low, saving.share, saving.high))}, {100 * saving.of_time:.0f} % of the "
-        "time in steps; from scratch, the final size has the loss of this run's end after "
-        f"{si(round(saving.tokens))} tokens",
-        *_family(saving.family),
-        *(f"extrapolated: {why}" for why in saving.extrapolates),
-        f"predicted from {saving.source}",
-    ]
-
-
-def _typical(saving: TypicalSaving) -> list[str]:
-    measure = "`instar schedule pilot` measures it"
-    if saving.shares is None:
-        return [f"nobody can say what it saves: {saving.unknown}; {measure}"]
-    return [
-        f"may save {_percent(saving.shares)}",
-        *_family(saving.family),
-        "not measured for this config: so much saved other copies of layers, in GPTs of 0.1 to 0.3 M "
-        f"parameters; {measure}",
-    ]
-
-
-def _family(shares: Shares | None) -> list[str]:
-    return [f"with its branches {_percent(shares)} of all sizes from scratch"] if shares else []
-
-
-def _percent(shares: Shares) -> str:
-    low, middle, high = (f"{100 * share:.0f}" for share in shares)
-    return f"{middle} % of the FLOPs ({low} to {high} %)"
-
-
-def _wrapped(label: str, texts: Sequence[str]) -> list[str]:
+def wrapped_row(label: str, texts: Sequence[str]) -> list[str]:
+    """Return a row's lines of at most 80 columns."""
     lines = [line for text in texts for line in textwrap.wrap(text, 80 - _LABEL) or [""]]
     return [f"{'' if n else label:<{_LABEL}}{line}".rstrip() for n, line in enumerate(lines)]
 

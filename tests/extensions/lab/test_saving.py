@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 from pilots import FINAL, SMALL, TOKENS, a_pilot, loss_after, spent
 
-from instar.schedule.pilot import Pilot, Spent
-from instar.schedule.saving import (
+from instar.extensions.lab.pilot_file import Pilot, Spent
+from instar.extensions.lab.saving import (
     PilotFindings,
     before_growth,
     exponent_of,

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from instar.api.short_runs import (
+from instar.config.errors import ConfigError
+from instar.extensions.lab.pilot_file import (
+    Pilot,
+    PilotCase,
+    PilotModel,
+    PilotRun,
+    pilot_path,
+    read_pilot,
+    settings_of,
+    write_json,
+)
+from instar.extensions.lab.short_runs import (
     BUDGET_USED,
     EVALUATED,
     FEWEST_STEPS,
@@ -31,22 +42,11 @@ from instar.api.short_runs import (
     too_short,
     train_or_resume,
 )
-from instar.config.errors import ConfigError
-from instar.schedule.pilot import (
-    Pilot,
-    PilotCase,
-    PilotModel,
-    PilotRun,
-    pilot_path,
-    read_pilot,
-    settings_of,
-    write_json,
-)
 
 if TYPE_CHECKING:
     from instar.config.schema import RunConfig
+    from instar.extensions.lab.saving import ExpectedSaving
     from instar.schedule.forecast import Forecast
-    from instar.schedule.saving import ExpectedSaving
 
 _SMALL = 1.25
 """Steps of the size that the schedule begins with, relative to the longest of the final size."""
@@ -98,8 +98,8 @@ def pilot(
             the budget is too small; the file is another pilot's.
         RunFailed, Interrupted: see `launch`; the same call goes on.
     """
-    from instar.schedule.expected import expected_saving
-    from instar.schedule.saving import ExpectedSaving, pilot_summary
+    from instar.extensions.lab.expected import expected_saving
+    from instar.extensions.lab.saving import ExpectedSaving, pilot_summary
 
     start = time.monotonic()
     path = None if config is None else os.fspath(config)
@@ -294,7 +294,7 @@ def _scaled(iters: int | None, share: float) -> int | None:
 def _run(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> PilotRun:
     """Train a case, or go on with it, and read how it ended."""
     from instar.distributed.failure import RunFailed
-    from instar.schedule.saving import spending
+    from instar.extensions.lab.saving import spending
 
     settings = _settings(measurement, plan, case)
     path = train_or_resume(

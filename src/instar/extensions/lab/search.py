@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from msgspec import structs
 
-from instar.api.short_runs import (
+from instar.config.errors import ConfigError
+from instar.config.origins import in_yaml
+from instar.distributed.failure import RunFailed
+from instar.extensions.lab.candidates import (
+    SCRATCH,
+    CandidateStage,
+    GrowthCandidate,
+    GrowthProposal,
+    proposals,
+)
+from instar.extensions.lab.pilot_file import pilot_path, settings_of, write_json
+from instar.extensions.lab.search_state import SUFFIX, ScheduleSearch, SearchTrial, read_search
+from instar.extensions.lab.short_runs import (
     BUDGET_USED,
     EVALUATED,
     FEWEST_STEPS,
@@ -38,26 +50,14 @@ from instar.api.short_runs import (
     too_short,
     train_or_resume,
 )
-from instar.config.errors import ConfigError
-from instar.config.origins import in_yaml
-from instar.distributed.failure import RunFailed
 from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import branch_folder
-from instar.schedule.pilot import pilot_path, settings_of, write_json
-from instar.schedule.search.candidates import (
-    SCRATCH,
-    CandidateStage,
-    GrowthCandidate,
-    GrowthProposal,
-    proposals,
-)
-from instar.schedule.search.halving import RUNGS, rung_steps
-from instar.schedule.search.state import SUFFIX, ScheduleSearch, SearchTrial, read_search
+from instar.schedule.halving import RUNGS, rung_steps
 
 if TYPE_CHECKING:
     from instar.config.schema import RunConfig
-    from instar.schedule.saving import ExpectedSaving
+    from instar.extensions.lab.saving import ExpectedSaving
 
 _RUN = "search"
 _SUFFIX = ".schedule.yaml"
@@ -416,7 +416,7 @@ class _Runs:
 
 def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     """Write the schedule of the winner, and its trials as a pilot."""
-    from instar.schedule.saving import pilot_summary, predicted, spending
+    from instar.extensions.lab.saving import pilot_summary, predicted, spending
 
     winner, measurement = plan.winner, final.asked
     if winner is None:

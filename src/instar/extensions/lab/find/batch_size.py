@@ -15,8 +15,8 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import World, join
+from instar.extensions.lab.find.training import opened, prepared_alone
 from instar.record.system import peak_resident_bytes, usable_bytes
-from instar.run.find.training import opened, prepared_alone
 from instar.run.start.preflight import Prepared
 
 MARGIN = 0.9

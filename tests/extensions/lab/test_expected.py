@@ -10,7 +10,7 @@ from sized import sized
 
 from instar.config.language import LanguageConfig
 from instar.config.load import load
-from instar.schedule.expected import (
+from instar.extensions.lab.expected import (
     EXPONENTS,
     TypicalSaving,
     expected_saving,
@@ -19,10 +19,11 @@ from instar.schedule.expected import (
     saving_values,
     typical,
 )
+from instar.extensions.lab.pilot_file import Spent
+from instar.extensions.lab.saving import spending
+from instar.extensions.lab.text import render_saving
 from instar.schedule.forecast import Forecast, forecast
-from instar.schedule.pilot import Spent
-from instar.schedule.render import render, render_saving
-from instar.schedule.saving import spending
+from instar.schedule.render import render
 
 
 def foretold(preset: str, *settings: str) -> Forecast:
@@ -46,11 +47,11 @@ def test_without_a_pilot_it_is_the_range_of_other_runs_at_the_costs_of_this() ->
     costs = [flops / final for flops in small]
     worth = 0.3 + sum(0.35 * cost ** EXPONENTS[1] for cost in costs)
     assert middle == pytest.approx(1 - (0.3 + 0.35 * sum(costs)) / worth)
-    text = " ".join(render(told, found).split())
+    text = " ".join(render(told, [render_saving(found)]).split())
     assert "may save" in text
     assert "not measured for this config" in text
     assert "`instar schedule pilot` measures it" in text
-    assert max(map(len, render(told, found).splitlines())) <= 80
+    assert max(map(len, render(told, [render_saving(found)]).splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from random import Random
 from statistics import fmean, linear_regression, median, stdev
 from typing import Any
 
+from instar.extensions.lab.pilot_file import Pilot, PilotRun, Spent
 from instar.record.format import si
 from instar.schedule.curves import PowerLaw, fitted
 from instar.schedule.forecast import Forecast
-from instar.schedule.pilot import Pilot, PilotRun, Spent
 
 DRAWS = 1000
 _EXPONENTS = (-4.0, 12.0)

@@ -16,12 +16,8 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.origins import SCHEDULE
-from instar.growth.operators import is_growth
-from instar.models.architecture import Architecture
-from instar.record.format import si
-from instar.schedule.forecast import Forecast
-from instar.schedule.pilot import Spent, pilot_path, read_pilot
-from instar.schedule.saving import (
+from instar.extensions.lab.pilot_file import Spent, pilot_path, read_pilot
+from instar.extensions.lab.saving import (
     ExpectedSaving,
     PilotFindings,
     Shares,
@@ -29,6 +25,10 @@ from instar.schedule.saving import (
     spending,
     worth,
 )
+from instar.growth.operators import is_growth
+from instar.models.architecture import Architecture
+from instar.record.format import si
+from instar.schedule.forecast import Forecast
 
 EXPONENTS = (-0.2, 0.4, 0.75)
 """θ: the lowest of the runs (AdamW, 6 tokens per parameter), the middle of those with Muon, and the

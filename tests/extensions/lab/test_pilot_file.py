@@ -10,7 +10,7 @@ import pytest
 from pilots import a_pilot
 
 from instar.config.errors import ConfigError
-from instar.schedule.pilot import read_pilot, write_json
+from instar.extensions.lab.pilot_file import read_pilot, write_json
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from instar.config.load import Loaded
 from instar.distributed.world import join
-from instar.run.find.training import opened, prepared_alone
+from instar.extensions.lab.find.training import opened, prepared_alone
 
 _TIMED_S = 1.0
 _FEWEST, _MOST = 4, 50

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from instar.config.origins import in_yaml
+from instar.extensions.lab.pilot_file import MOST, Positive, Spent, Steps, Text
 from instar.models.architecture import AXES, Architecture
-from instar.schedule.pilot import MOST, Positive, Spent, Steps, Text
 
 SCRATCH = "scratch"
 """The candidate that does not grow."""

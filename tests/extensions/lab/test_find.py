@@ -10,10 +10,10 @@ import torch
 
 from instar.config.schema import RunConfig
 from instar.distributed.world import World
-from instar.run.find import batch_size
-from instar.run.find.batch_size import BatchTried
-from instar.run.find.learning_rate import BUDGET, search_rate
-from instar.run.find.training import final_loss, shorten_config
+from instar.extensions.lab.find import batch_size
+from instar.extensions.lab.find.batch_size import BatchTried
+from instar.extensions.lab.find.learning_rate import BUDGET, search_rate
+from instar.extensions.lab.find.training import final_loss, shorten_config
 from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
 from instar.schedule.settings import initial_settings, learning_rate

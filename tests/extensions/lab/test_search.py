@@ -15,12 +15,12 @@ from shapes import gpt2, llama
 
 from instar.config.errors import ConfigError
 from instar.config.sections import Operation
+from instar.extensions.lab.candidates import SCRATCH, CandidateStage, GrowthCandidate, proposals
+from instar.extensions.lab.pilot_file import write_json
+from instar.extensions.lab.saving import PilotFindings, predicted, worth
+from instar.extensions.lab.search_state import ScheduleSearch, SearchTrial, read_search
 from instar.growth.operators import plan
 from instar.models.architecture import Architecture
-from instar.schedule.pilot import write_json
-from instar.schedule.saving import PilotFindings, predicted, worth
-from instar.schedule.search.candidates import SCRATCH, CandidateStage, GrowthCandidate, proposals
-from instar.schedule.search.state import ScheduleSearch, SearchTrial, read_search
 
 THETA = 0.2
 

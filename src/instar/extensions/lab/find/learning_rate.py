@@ -18,8 +18,8 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import join
-from instar.run.find.training import final_loss, prepared_alone, shorten_config
-from instar.schedule.search.halving import rung_steps, survivors
+from instar.extensions.lab.find.training import final_loss, prepared_alone, shorten_config
+from instar.schedule.halving import rung_steps, survivors
 
 SHORTEST = 400
 """Default steps of the longest trainings, if an eighth of the run is less. In the first steps of a

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from instar.schedule.pilot import (
+from instar.extensions.lab.candidates import SCRATCH, GrowthCandidate, Name, Share
+from instar.extensions.lab.pilot_file import (
     MOST,
     Amount,
     Loss,
@@ -32,8 +33,7 @@ from instar.schedule.pilot import (
     Text,
     read_json_as,
 )
-from instar.schedule.search.candidates import SCRATCH, GrowthCandidate, Name, Share
-from instar.schedule.search.halving import RUNGS, rung_sizes, survivors
+from instar.schedule.halving import RUNGS, rung_sizes, survivors
 
 SUFFIX = ".search.json"
 

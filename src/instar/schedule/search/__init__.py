@@ -1,1 +1,0 @@
-"""A search for a schedule of growth."""

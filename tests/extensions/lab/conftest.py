@@ -1,0 +1,17 @@
+"""A tiny corpus and config in a folder, and `instar` typed there."""
+
+from tiny_trainers import config, config_in, corpus, losses, prepared, trainer
+from typed_places import fill, instar, place, typed
+
+__all__ = [
+    "config",
+    "config_in",
+    "corpus",
+    "fill",
+    "instar",
+    "losses",
+    "place",
+    "prepared",
+    "trainer",
+    "typed",
+]
