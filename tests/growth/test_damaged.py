@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,26 +16,25 @@ from torch import Tensor, nn
 
 from instar.growth import GrowthError, Operation, grow, prepare, proof
 from instar.growth import folders as on_disk
+from instar.growth.engine import fill
+from instar.growth.live import growing, optimizers
+from instar.growth.live.growing import LiveGrowth
 from instar.growth.offline import NotProven
 from instar.growth.proof import TOLERANCE, Probe, verify_parameters
 from instar.models.hf.pretrained_folder import open_folder
 from instar.models.table import Shape, Table
 
-live = importlib.import_module("instar.growth.live.grow")  # the function has its name
-optimizers = importlib.import_module("instar.growth.live.optimizers")
-
 
 def damaging(monkeypatch: pytest.MonkeyPatch, damage: Callable[[nn.Module], None]) -> None:
     """The grown module is damaged once it is filled; what is built for a comparison is not."""
-    built = live._built
+    build = LiveGrowth.build
 
-    def spoilt_once(*arguments: Any) -> nn.Module:
-        module: nn.Module = built(*arguments)
+    def spoilt(growth: LiveGrowth) -> nn.Module:
+        module = build(growth)
         damage(module)
-        monkeypatch.setattr(live, "_built", built)
         return module
 
-    monkeypatch.setattr(live, "_built", spoilt_once)
+    monkeypatch.setattr(LiveGrowth, "build", spoilt)
 
 
 @pytest.mark.parametrize("float64_decides", [False, True])
@@ -109,7 +107,7 @@ def test_buffers_and_averages_are_compared_too(
         grow(model, *operation, how="split", probe=(torch.randn(5, 4),), allow_inexact=True)
     assert all(torch.equal(buffer, buffers[n]) for n, buffer in model.named_buffers())
     average = copy.deepcopy(model)
-    real = live.build_whole
+    real = growing.build_whole
 
     def spoilt_average(subject: Any, *rest: Any) -> nn.Module:
         module: nn.Module = real(subject, *rest)
@@ -118,7 +116,7 @@ def test_buffers_and_averages_are_compared_too(
             data.copy_(DAMAGES[kind](data))
         return module
 
-    monkeypatch.setattr(live, "build_whole", spoilt_average)
+    monkeypatch.setattr(growing, "build_whole", spoilt_average)
     with pytest.raises(GrowthError, match=r"up\.weight is not what the plan makes"):
         grow(model, *operation, ema=average)
 
@@ -137,7 +135,7 @@ def test_states_of_optimizers_and_averages_by_name_are_compared_too(
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     old = model.get_parameter(name)
     kept = optimizer.state[old], average[name]
-    module, function = (live, "laid_out") if field == "average" else (optimizers, "_grown")
+    module, function = (fill, "laid_out") if field == "average" else (optimizers, "_grown")
     real, damaged = getattr(module, function), []
 
     def spoilt_state(*arguments: Any) -> Any:
@@ -167,7 +165,7 @@ def test_outputs_that_are_not_finite_never_pass(
 ) -> None:
     """Whatever the label, and what is allowed."""
     model = copy.deepcopy(model_of("llama"))
-    real, calls = live.probed, [0]
+    real, calls = growing.probed, [0]
 
     def overflowing(module: nn.Module, batch: Any) -> Probe:
         found: Probe = real(module, batch)
@@ -176,7 +174,7 @@ def test_outputs_that_are_not_finite_never_pass(
             found.logits[0, -1, -1] = torch.inf
         return found
 
-    monkeypatch.setattr(live, "probed", overflowing)
+    monkeypatch.setattr(growing, "probed", overflowing)
     with pytest.raises(GrowthError, match="the outputs of the grown model are not finite"):
         grow(model, {**EXACT, **OTHER}[operation], allow_inexact=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from instar.config.errors import ConfigError
 from instar.growth import GrowthError
+from instar.growth.live.growing import LiveGrowth
 from instar.loops import GrowthSchedule, TrainerGrowth, resume_across_growth
 
 
@@ -79,8 +79,7 @@ def test_what_fails_is_skipped_as_in_a_run(
     def fails(*_: Any) -> None:
         raise error
 
-    live = importlib.import_module("instar.growth.live.grow")  # the function has its name
-    monkeypatch.setattr(live, "_built", fails)
+    monkeypatch.setattr(LiveGrowth, "build", fails)
     entry = {"name": "widen_mlp", "value": "x2", "when": {"at_step": 1}}
     with pytest.raises(type(error)):
         GrowthSchedule([entry]).step(fresh(), 1)

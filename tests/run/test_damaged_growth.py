@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import science
@@ -15,10 +17,11 @@ from torch import Tensor
 
 from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
+from instar.growth.engine.prepare import Prepared, prepare
 from instar.growth.plan import GrowthError
 from instar.growth.proof import TOLERANCE
 from instar.run.changes import live_growth
-from instar.run.optim.optimizer import copy_tensors
+from instar.run.changes.live_growth import Candidate, RunGrowth, grow_run
 from instar.run.step.stepper import Stepper
 from instar.run.trainer import Trainer
 from instar.schedule.operations import plan_operation
@@ -27,10 +30,23 @@ Make = Callable[..., Trainer]
 WIDEN = Operation("widen_hidden", 48)
 
 
-def candidate(run: Trainer, operation: Operation) -> live_growth.Candidate:
+def growth_of(run: Trainer, operation: Operation) -> RunGrowth:
     after, plan = plan_operation(run.state.in_force, operation, run.state.step)
     assert plan is not None
-    return live_growth.make_candidate(run.state, run.parts, operation, after, plan)
+    return grow_run(run.state, run.parts, operation, after, plan)
+
+
+def prepared(run: Trainer, operation: Operation) -> Prepared[Candidate]:
+    growth = growth_of(run, operation)
+    return prepare(growth, growth.step.plan, growth.peers)
+
+
+def trainee(prepared: Prepared[Candidate]) -> tuple[Callable[[], None], Stepper]:
+    """What checks the stepper of a candidate again, and that stepper."""
+    (part,) = prepared.parts
+    check = cast("partial[None]", part.verify)
+    peers = cast(RunGrowth, check.func.__self__).peers  # type: ignore[attr-defined]
+    return lambda: part.verify(peers), check.args[1]
 
 
 def of_stepper(stepper: Stepper) -> dict[str, Tensor]:
@@ -55,22 +71,20 @@ def test_every_tensor_that_will_train_is_compared_with_the_plan(
     run = trainer("train.ema=0.9", "optimizer.name=adamw", "model.n_layer=1")
     for _ in range(2):
         run.step()
-    made = candidate(run, operation)
-    after, _ = plan_operation(run.state.in_force, operation, run.state.step)
-    stepper = live_growth.build_candidate_stepper(run.parts, made, after)
+    check, stepper = trainee(prepared(run, operation))
     # what does not change is the same tensor in both
     old = {each.data_ptr() for each in of_stepper(run.parts.stepper).values()}
     new = {n: each for n, each in of_stepper(stepper).items() if each.data_ptr() not in old}
     passed = []
     for damage in spoilt(new, ways=4 if operation is WIDEN else 1):
         try:
-            live_growth._check(run.parts.stepper, stepper, made)
+            check()
         except GrowthError:
             continue
         passed.append(damage)
     assert passed == []
     assert len(new) > len(stepper.parameters)
-    live_growth._check(run.parts.stepper, stepper, made)  # mended
+    check()  # mended
 
 
 def test_every_tensor_that_float64_stood_for_is_compared_with_it(
@@ -81,15 +95,17 @@ def test_every_tensor_that_float64_stood_for_is_compared_with_it(
     )  # rounding exceeds it, so that float64 decides
     run = trainer("model.n_layer=1")
     run.step()
-    made = candidate(run, WIDEN)
-    assert made.proof.holds
+    growth = growth_of(run, WIDEN)
+    candidate = growth.build()
+    monkeypatch.setattr(RunGrowth, "build", lambda _: candidate)
+    monkeypatch.setattr(RunGrowth, "parts", lambda *_: ())  # whose checks would see it too
 
     def prove() -> bool:
-        arguments = run.state.step, run.parts, made.task, made.model, made.plan, made.key
-        return live_growth._prove(*arguments).holds
+        proof = prepare(growth, growth.step.plan, growth.peers, allow_inexact=True).proof
+        return proof is not None and proof.holds
 
     passed = []
-    for damage in spoilt(made.model.parameters, ways=2):
+    for damage in spoilt(candidate.model.parameters, ways=2):
         try:
             if prove():
                 passed.append(damage)
@@ -104,15 +120,17 @@ def test_every_tensor_that_float64_stood_for_is_compared_with_it(
 def test_a_damaged_candidate_leaves_the_run_as_it_was(
     trainer: Make, monkeypatch: pytest.MonkeyPatch, kind: str, float64_decides: bool
 ) -> None:
-    def damaged(into: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        copy_tensors(into, tensors)
-        for name, tensor in into.items():
-            if name == "blocks.1.mlp.up.weight":
-                tensor.data.copy_(DAMAGES[kind](tensor.data))
+    build = RunGrowth.build
+
+    def damaged(growth: RunGrowth) -> Candidate:
+        candidate = build(growth)
+        data = candidate.model.parameters["blocks.1.mlp.up.weight"].data
+        data.copy_(DAMAGES[kind](data))
+        return candidate
 
     if float64_decides:
         monkeypatch.setitem(TOLERANCE, torch.float32, 0.0)
-    monkeypatch.setattr(live_growth, "copy_tensors", damaged)
+    monkeypatch.setattr(RunGrowth, "build", damaged)
     run = trainer()
     run.step()
     before = {name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()}
@@ -129,14 +147,12 @@ def test_buffers_are_compared_with_the_plan_too(tmp_path: Path) -> None:
     with science.trainer(tmp_path / "run", "model.kind=batch norm") as run:
         for _ in range(2):
             run.step()
-        made = candidate(run, operation)
-        after, _ = plan_operation(run.state.in_force, operation, run.state.step)
-        stepper = live_growth.build_candidate_stepper(run.parts, made, after)
+        check, stepper = trainee(prepared(run, operation))
         buffers = dict(stepper.unwrapped_model.named_buffers())
         assert len(buffers) > 2
         for _ in spoilt(buffers):
             with pytest.raises(GrowthError, match=r"middle.* is not what the plan makes"):
-                live_growth._check(run.parts.stepper, stepper, made)
+                check()
 
 
 def test_ranks_go_the_same_way_if_one_alone_misses_the_tolerance(
@@ -145,14 +161,18 @@ def test_ranks_go_the_same_way_if_one_alone_misses_the_tolerance(
     """This rank's own proof holds, and it compares in float64 with the rank whose proof does not."""
     run = trainer()
     run.step()
-    answers = iter([[True, False], [True, True], [True, True]])
+    # its outputs, whether they are finite, whether float64 is refused, and the outputs in it
+    answers = iter([[True, False], [True, True], [True, True], [True, True]])
     monkeypatch.setattr(live_growth, "gather", lambda *_: next(answers))
     doubled = []
     strategy = type(run.parts.stepper.strategy)
     real = strategy.doubled
     monkeypatch.setattr(strategy, "doubled", lambda *each: doubled.append(1) or real(*each))
-    assert candidate(run, WIDEN).proof.holds
+    proof = prepared(run, WIDEN).proof
+    assert proof is not None
+    assert proof.holds
     assert len(doubled) == 1
-    answers = iter([[True, False], [True, True], [True, False]])
-    with pytest.raises(live_growth.LabelBroken):
-        candidate(run, WIDEN)
+    for last in ([[True, True], [True, False]], [[True, False], [True, False]]):
+        answers = iter([[True, False], [True, True], *last])
+        with pytest.raises(live_growth.LabelBroken):
+            prepared(run, WIDEN)

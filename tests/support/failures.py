@@ -326,27 +326,27 @@ def rank_1_cannot_read_step(argv: Sequence[str], step: int) -> int:
 
 def rank_1_grows_otherwise(argv: Sequence[str]) -> int:
     """On rank 1, what an operation makes new has other values."""
-    from instar.run.changes import live_growth
+    from instar.growth.engine import fill
 
     def otherwise(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
         return applied(plan, tensors, role, (*key, 1))
 
-    applied = live_growth.applied
+    applied = fill.applied
     if is_rank(1):
-        live_growth.applied = otherwise  # type: ignore[assignment]
+        fill.applied = otherwise  # type: ignore[assignment]
     return main(argv)
 
 
 def rank_1_has_no_memory_to_grow(argv: Sequence[str]) -> int:
     """On rank 1, there is no room for a second model."""
-    from instar.run.changes import live_growth
+    from instar.growth.engine import fill
 
     def refuse(*_: Any) -> Iterator[None]:
         raise MemoryError("no room for another model")
         yield
 
     if is_rank(1):
-        live_growth.applied = refuse  # type: ignore[assignment]
+        fill.applied = refuse  # type: ignore[assignment]
     return main(argv)
 
 

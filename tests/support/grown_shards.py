@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instar.distributed.shards import whole
 from instar.growth import GrowthError, grow, prepare, proof
+from instar.growth.live import growing
 from instar.growth.proof import TOLERANCE
 from instar.loops import GrowthSchedule
-
-live: Any = importlib.import_module("instar.growth.live.grow")  # the function has its name
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -70,7 +68,7 @@ def disagree(sharded: nn.Module, wrap: Any) -> None:
 
     with pytest.raises(MemoryError if is_last else GrowthError, match=r"no room|another process"):
         prepare(sharded, EXACT["widen_mlp"], wrap=without_memory)
-    build = live.build_sharded
+    build = growing.build_sharded
 
     def damaged(*arguments: Any) -> nn.Module:
         module = build(*arguments)
@@ -78,10 +76,10 @@ def disagree(sharded: nn.Module, wrap: Any) -> None:
             next(module.parameters())._local_tensor[-1, -1] += 1  # type: ignore[attr-defined]
         return module
 
-    live.build_sharded = damaged
+    growing.build_sharded = damaged
     with pytest.raises(GrowthError, match=r"not what the plan makes|another process|label 'exact'"):
         prepare(sharded, EXACT["widen_mlp"], wrap=wrap, allow_inexact=True)
-    live.build_sharded = build
+    growing.build_sharded = build
 
 
 def run_replicas() -> None:
@@ -89,7 +87,7 @@ def run_replicas() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model = copy.deepcopy(model_of("llama")).train()
     wrapped, rank = DistributedDataParallel(model), dist.get_rank()
-    build = live.build_whole
+    build = growing.build_whole
 
     def without_memory(*arguments: Any) -> nn.Module:
         if rank == 1:
@@ -97,10 +95,10 @@ def run_replicas() -> None:
         module: nn.Module = build(*arguments)
         return module
 
-    live.build_whole = without_memory
+    growing.build_whole = without_memory
     with pytest.raises(MemoryError if rank else GrowthError, match=r"no room|another process"):
         grow(wrapped, EXACT["widen_mlp"])
-    live.build_whole = build
+    growing.build_whole = build
     entry = {"name": "widen_mlp", "value": "x2", "trigger_loss": 2.0}
     schedule = GrowthSchedule([entry])
     assert schedule.step(wrapped, 1, loss=3.0 if rank else 2.5) == ()

@@ -21,11 +21,11 @@ from instar.distributed.rank_log import RankLog
 from instar.distributed.shards import own
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import join
+from instar.growth.engine import prepare
 from instar.growth.proof import Proof
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.changes import live_growth
 from instar.run.changes.scheduled import carry_out
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.preflight import preflight, prepare_data
@@ -129,20 +129,20 @@ def run(folder: str, name: str, keys: Sequence[str]) -> int:
 
 
 def _steps(trainer: Trainer, live: LiveBytes) -> None:
-    parts, update, prove = trainer.parts, Stepper._update, live_growth._prove
+    parts, update, prove = trainer.parts, Stepper._update, prepare.prove
 
     def updating(stepper: Stepper) -> float:
         with live.moment("gradients"):
             pass
         return update(stepper)
 
-    def proving(*arguments: Any) -> Proof:
+    def proving(*arguments: Any, **named: Any) -> Proof:
         with live.moment("proof"):
-            return prove(*arguments)
+            return prove(*arguments, **named)
 
     trainer.step()
     Stepper._update = updating  # type: ignore[method-assign]
-    live_growth._prove = proving
+    prepare.prove = proving
     with live.moment("step"):
         trainer.step()
     with live.moment("growth"):

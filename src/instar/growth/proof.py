@@ -4,10 +4,9 @@ model that will train are those of the plan."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from instar.growth.apply import (
     neighbours,
     state_role,
 )
+from instar.growth.engine.peers import Alone, Peers, run_in_step, unless_refused
 from instar.growth.plan import (
     Fresh,
     Grown,
@@ -110,29 +110,8 @@ def _differences(old: Tensor, new: Tensor) -> tuple[float, float]:
     return difference, largest
 
 
-class Peers(Protocol):
-    """The processes that grow a model together. They must go the same way, whatever a single one of them sees."""
-
-    def phase(self) -> AbstractContextManager[None]:
-        """Context for work that may fail on some of them: raises on all, or on none. A collective."""
-        ...
-
-    def agreed(self, holds: bool) -> bool:
-        """Returns whether something holds on all of them. A collective."""
-        ...
-
-
-class Alone:
-    """`Peers` of a process that grows a model by itself."""
-
-    def phase(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def agreed(self, holds: bool) -> bool:
-        return holds
-
-    def first(self, value: float) -> float:
-        return value
+class NotFinite(GrowthError):
+    """The outputs of a grown model are not finite, where the old one's are."""
 
 
 class Doubled(NamedTuple):
@@ -148,47 +127,51 @@ class Doubled(NamedTuple):
 
 def prove(
     plan: GrowthPlan,
-    probed: Callable[[], tuple[Probe, Probe]],
+    outputs: Callable[[], tuple[Probe, Probe]],
     dtypes: Collection[torch.dtype],
     *,
     tensors: Mapping[str, Tensor] | None = None,
     doubled: Callable[[], Doubled | None] | None = None,
+    name: str = "",
     peers: Peers | None = None,
 ) -> Proof:
-    """Compares the old model with the grown one that is to be used. A collective of the peers.
+    """Compares the old model with the grown one that is to be used. A collective of the peers, who decide together
+    before each exchange that depends on it.
 
     Rounding in deep models can exceed the tolerance. Then both are compared in float64, and every tensor of the grown one
     must be that of float64, rounded.
 
     Args:
-        probed: returns the outputs of both, for the same batch.
+        outputs: of both, for the same batch.
         dtypes: of the models' parameters.
         tensors: parameters and persistent buffers of the grown model.
-        doubled: returns both in float64; None if their code does not accept it.
+        doubled: returns both in float64; raises what is no GrowthError if their code does not accept it.
+        name: of the model, for the log.
 
     Returns:
         the proof; it holds if it does for every peer.
 
     Raises:
-        GrowthError: the grown model's outputs are not finite, where the old one's are; or a tensor is not that of
-            float64.
+        NotFinite: the grown model's outputs are not, where the old one's are.
+        GrowthError: a tensor is not that of float64.
     """
     peers = peers or Alone()
     with peers.phase():
-        before, after = probed()
+        before, after = outputs()
         if _is_finite(before) and not _is_finite(after):
-            raise GrowthError("the outputs of the grown model are not finite")
+            raise NotFinite("the outputs of the grown model are not finite")
         dtype = coarsest({*dtypes, after.logits.dtype})
         proof = compare(plan, before, after, dtype)
     if peers.agreed(proof.holds):
         return proof
     finite = peers.agreed(math.isfinite(proof.max_logit_diff + proof.delta_loss))
     if doubled is not None and finite and plan.label != "lossy" and dtype is not torch.float64:
-        with peers.phase():
-            if (found := doubled()) is not None:
-                proof = compare(plan, found.before, found.after, found.dtype)
+        double = unless_refused(peers, name, doubled)
+        if double is not None:
+            with peers.phase():
+                proof = compare(plan, double.before, double.after, double.dtype)
                 if proof.holds:
-                    verify_rounded(plan, tensors or {}, found.tensors)
+                    verify_rounded(plan, tensors or {}, double.tensors)
     return replace(proof, holds=peers.agreed(proof.holds))
 
 
@@ -285,13 +268,14 @@ def _check_all(
     new: Mapping[str, Tensor],
     peers: Peers,
 ) -> None:
-    together = any(map(is_sharded, old.values()))  # then each tensor is gathered
-    with nullcontext() if together else peers.phase():
+    def check() -> Iterator[None]:
         if odd := sorted(set(names) ^ new.keys()):
             raise GrowthError(f"the grown model has other tensors than were planned: {odd[0]}")
         for name in names:
-            with peers.phase() if together else nullcontext():
-                _check_one(plan, name, make, old, new[name])
+            _check_one(plan, name, make, old, new[name])
+            yield
+
+    run_in_step(peers, check(), gathers=any(map(is_sharded, old.values())))
 
 
 def _check_one(

@@ -16,12 +16,13 @@ from instar.config.budget import Counters
 from instar.config.files import read_regular
 from instar.config.load import load
 from instar.config.sections import Operation
-from instar.growth.live.grow import Ema, PreparedGrowth, prepare_with
+from instar.growth.engine.peers import Peers
+from instar.growth.live.grow import PreparedGrowth, optimizers_of, prepare_with
+from instar.growth.live.growing import Ema, GrowthRequest
 from instar.growth.live.peers import peers_of
 from instar.growth.live.subject import Build, subject_of
 from instar.growth.operators import OPERATORS, is_growth
 from instar.growth.plan import GrowthError
-from instar.growth.proof import Peers
 from instar.models.shape import Growable
 from instar.schedule.checks import mistakes
 from instar.schedule.operations import Change, History, State, history_from_json, history_to_json
@@ -144,10 +145,9 @@ class GrowthSchedule:
         if self._parameters != _count(model):
             for change in self.history:
                 if not change.skipped:
+                    peers = peers_of(model)
                     self._swap(
-                        self._prepared(
-                            change.operation, model, optimizer, None, False, peers_of(model)
-                        )
+                        self._prepared(change.operation, model, optimizer, peers, probe=False)
                     )
         self.check(model)
 
@@ -217,9 +217,9 @@ class GrowthSchedule:
                 entry.operation,
                 model,
                 optimizer,
-                ema,
-                probe,
                 peers,
+                ema=ema,
+                probe=probe,
                 allow_inexact=entry.allow_inexact,
             )
             if reason := too_large(entry, found.shape):
@@ -243,24 +243,18 @@ class GrowthSchedule:
         operation: Operation,
         model: Module,
         optimizer: Optimizer | Iterable[Optimizer],
-        ema: Ema | None,
-        probe: Any,
         peers: Peers,
-        *,
-        allow_inexact: bool = False,
+        **settings: Any,
     ) -> PreparedGrowth:
-        return prepare_with(
-            peers,
-            model,
+        request = GrowthRequest(
             operation,
-            optimizer=optimizer,
-            ema=ema,
-            probe=probe,
+            optimizers_of(optimizer),
             shape=self._shape,
             build=self._build,
             seed=self.seed,
-            allow_inexact=allow_inexact,
+            **settings,
         )
+        return prepare_with(peers, model, request)
 
 
 def _count(model: Module) -> int:

@@ -8,65 +8,62 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from instar.distributed.shards import Wholes, laid_out
-from instar.growth.apply import Key, Role, applied, grow_buffers
+from instar.growth.apply import GrowthStep, Role, applied
+from instar.growth.engine.fill import check_shape, fill_buffers, fill_parameters
+from instar.growth.engine.peers import Peers
 from instar.growth.live.modules import carry_over, replace_parameters
 from instar.growth.live.optimizers import homes
-from instar.growth.live.peers import each_agreed
 from instar.growth.live.subject import Subject
 from instar.growth.plan import GrowthError, GrowthPlan
-from instar.growth.proof import Peers
-from instar.models.module import load_buffers, persistent_buffers
 from instar.models.shape import Growable
 
 Wrap = Callable[[Module], Any]
 """Applies `fully_shard` to a module and its blocks, in place."""
 
 
-def build_whole(subject: Subject, larger: Growable, plan: GrowthPlan, key: Key) -> Module:
-    """Returns a module of the grown shape with the old tensors, transformed by the plan. A tensor that does not
+def build_whole(subject: Subject, larger: Growable, step: GrowthStep) -> Module:
+    """Return a module of the grown shape with the old tensors, transformed by the plan. A tensor that does not
     change is shared by both.
 
     Raises:
         GrowthError: the module has other parameters than the shape.
     """
+    plan = step.plan
     module, there = _empty(subject, larger, plan)
     old = subject.parameters()
     detached = {name: parameter.detach() for name, parameter in old.items()}
     home = homes(plan, old)
     parameters = {}
-    for name, tensor in applied(plan, detached, Role.PARAMETER, key):
+    for name, tensor in applied(plan, detached, Role.PARAMETER, step.key):
         source = old[home[name]]
         if tensor is detached[home[name]]:
             parameters[name] = source
             continue
-        _check(name, tensor, there[name])
+        check_shape(name, tensor, there[name])
         parameters[name] = Parameter(tensor, requires_grad=source.requires_grad)
         vars(parameters[name]).update(vars(source))
-    buffers = grow_buffers(plan, persistent_buffers(subject.module), module)
     replace_parameters(module, {there[name]: parameter for name, parameter in parameters.items()})
-    load_buffers(module, buffers)
+    fill_buffers(plan, subject.module, module)
     carry_over(subject, module, plan)
     return module
 
 
 def build_sharded(
-    subject: Subject, larger: Growable, plan: GrowthPlan, key: Key, wrap: Wrap, peers: Peers
+    subject: Subject, larger: Growable, step: GrowthStep, wrap: Wrap, peers: Peers
 ) -> Module:
-    """Returns the same as `build_whole`, sharded by `wrap`. A collective; one tensor at a time is whole.
+    """Return the same as `build_whole`, sharded by `wrap`. A collective; one tensor at a time is whole.
 
     Hooks are not taken over: those of `fully_shard` belong to the old shards.
     """
+    plan = step.plan
     with peers.phase():
         with _parameters_on_meta():
             module, there = _empty(subject, larger, plan)
         old = subject.parameters()
         home = homes(plan, old)
-        buffers = grow_buffers(plan, persistent_buffers(subject.module), module)
         sources = {parameter: old[home[name]] for name, parameter in there.items()}
         replace_parameters(
             module,
@@ -75,35 +72,25 @@ def build_sharded(
                 for each, source in sources.items()
             },
         )
-        load_buffers(module, buffers)
+        fill_buffers(plan, subject.module, module)
         carry_over(subject, module, plan, hooks=False)
         wrap(module)
         _allocate(module, next(iter(old.values())).device)
         new = replace(subject, shape=larger).parameters(module)
-    for name, tensor in each_agreed(peers, applied(plan, Wholes(old), Role.PARAMETER, key)):
-        _check(name, tensor, new[name])
-        with torch.no_grad():
-            new[name].copy_(laid_out(tensor, new[name]))
+    fill_parameters(step, old, new, peers)
     return module
 
 
 def _empty(
     subject: Subject, larger: Growable, plan: GrowthPlan
 ) -> tuple[Module, Mapping[str, Parameter]]:
-    """Returns a new module of the grown shape, and its parameters by their names in the shape."""
+    """Return a new module of the grown shape, and its parameters by their names in the shape."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         module = subject.build(larger)
     there = replace(subject, shape=larger).parameters(module)
     if odd := sorted(there.keys() ^ plan.tensors.keys()):
         raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
     return module, there
-
-
-def _check(name: str, tensor: Tensor, parameter: Parameter) -> None:
-    if tensor.shape != parameter.shape:
-        raise GrowthError(
-            f"a module of the grown shape has {name} of {tuple(parameter.shape)}, not {tuple(tensor.shape)}"
-        )
 
 
 @contextmanager

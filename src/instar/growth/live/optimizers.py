@@ -3,9 +3,9 @@ wrappers of it keep working."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from instar.distributed.shards import is_sharded, laid_out, whole
-from instar.growth.apply import Key, Mode, grow_state, nearest_source, neighbours
+from instar.growth.apply import GrowthStep, grow_state, nearest_source, neighbours
+from instar.growth.engine.peers import Peers, run_in_step
+from instar.growth.engine.prepare import Part
 from instar.growth.plan import GrowthError, GrowthPlan, sources_of
-from instar.growth.proof import Peers, verify_states
+from instar.growth.proof import verify_states
 
 _KNOWN = frozenset(
     {
@@ -35,119 +37,114 @@ _FACTORS = {"row_var": -1, "exp_avg_sq_row": -1, "col_var": -2, "exp_avg_sq_col"
 """Means of squared gradients over one dimension, in torch's Adafactor and in transformers'."""
 
 
-class Companion(NamedTuple):
-    """What grows beside a module: an optimizer, or a moving average."""
-
-    verify: Callable[[Peers], None]
-    """raises a GrowthError if a grown tensor is not what the plan makes of the old ones; a collective of the peers"""
-    commit: Callable[[], None]
-    """makes it that of the grown model"""
-
-
 def homes(plan: GrowthPlan, old: Mapping[str, Parameter]) -> dict[str, str]:
-    """Returns the old parameter that each new one is made from, or else the one next to it."""
+    """Return the old parameter that each new one is made from, or else the one next to it."""
     neighbour = neighbours(old)
     return {name: nearest_source(plan, name, neighbour) for name in plan.tensors}
 
 
 def prepare_optimizer(
     optimizer: Optimizer,
-    plan: GrowthPlan,
+    step: GrowthStep,
     old: Mapping[str, Parameter],
     new: Mapping[str, Parameter],
-    key: Key,
-    mode: Mode,
-    named: tuple[Mapping[str, str], Mapping[str, str]] | None = None,
-) -> Companion:
-    """Returns an optimizer's part of a growth.
+    named: tuple[Mapping[str, str], Mapping[str, str]],
+    peers: Peers,
+) -> Part:
+    """Return an optimizer's part of a growth. A collective of the peers.
 
     A parameter belongs to the group of the one that it is made from. Groups list their parameters in the
     model's order, as an optimizer does that is built for the grown model; `param_names` as well, if it was given names.
 
     Args:
-        named: names in the old and in the new module, by those in the shape; by default these.
+        named: names in the old and in the new module, by those in the shape.
 
     Raises:
         GrowthError: a state is not known, so that no plan says how it grows; nothing has changed.
     """
     while hasattr(optimizer, "optimizer"):  # accelerate, Lightning
         optimizer = optimizer.optimizer
-    states = {}
-    for name, made in plan.tensors.items():
-        sources = sources_of(made)
-        if sources and mode != "reset":
-            found = {source: optimizer.state.get(old[source], {}) for source in sources}
-            states[name] = {
-                field: _grown(
-                    plan,
-                    f"{name}/{field}",
-                    {source: state[field] for source, state in found.items()},
-                    (old[sources[0]], new[name]),
-                    key,
-                    mode,
-                )
-                for field in found[sources[0]]
-                if all(field in state for state in found.values())
-            }
-    names = {parameter: name for name, parameter in old.items()}
     before = {name: optimizer.state.get(parameter, {}) for name, parameter in old.items()}
-    home = homes(plan, old)
-    filled, called = [], []
-    for group in optimizer.param_groups:
-        given = dict(zip(group["params"], group.get("param_names", ()), strict=False))
-        members = {names[each] for each in group["params"] if each in names}
-        foreign = [each for each in group["params"] if each not in names]
-        theirs = [name for name in new if home[name] in members]
-        filled.append([*foreign, *(new[name] for name in theirs)])
-        if given:
-            prefix = _prefix(
-                {name: given[old[name]] for name in members}, named[0] if named else {}
-            )
-            of = named[1] if named else {}
-            called.append(
-                [*(given[each] for each in foreign), *(prefix + of.get(n, n) for n in theirs)]
-            )
-        else:
-            called.append([])
+    states: dict[str, dict[str, Any]] = {}
+
+    def grow() -> Iterator[None]:
+        for name, made in step.plan.tensors.items():
+            sources = sources_of(made) if step.mode != "reset" else ()
+            for field in before[sources[0]] if sources else ():
+                if all(field in before[source] for source in sources):
+                    values = {source: before[source][field] for source in sources}
+                    pair = old[sources[0]], new[name]
+                    states.setdefault(name, {})[field] = _grown(
+                        step, f"{name}/{field}", values, pair
+                    )
+                    yield
+
+    # a sharded state is gathered: who failed between two would leave the others waiting
+    run_in_step(peers, grow(), gathers=any(map(is_sharded, old.values())))
+    with peers.phase():
+        groups = _refilled_groups(optimizer, step.plan, old, new, named)
 
     def commit() -> None:
         for parameter in old.values():
             optimizer.state.pop(parameter, None)
         for name, state in states.items():
-            if state:
-                optimizer.state[new[name]] = state
-        for group, parameters, theirs in zip(optimizer.param_groups, filled, called, strict=True):
+            optimizer.state[new[name]] = state
+        for group, (parameters, names) in zip(optimizer.param_groups, groups, strict=True):
             group["params"][:] = parameters
-            if theirs:
-                group["param_names"] = theirs
+            if names:
+                group["param_names"] = names
 
-    return Companion(partial(_verify, plan, before, states, old, key, mode), commit)
+    return Part(partial(_verify, step, before, states, old), commit)
+
+
+def _refilled_groups(
+    optimizer: Optimizer,
+    plan: GrowthPlan,
+    old: Mapping[str, Parameter],
+    new: Mapping[str, Parameter],
+    named: tuple[Mapping[str, str], Mapping[str, str]],
+) -> list[tuple[list[Parameter], list[str]]]:
+    """Return the parameters of each group, and what it calls them, if it was given names."""
+    names = {parameter: name for name, parameter in old.items()}
+    home, (old_names, new_names) = homes(plan, old), named
+    groups = []
+    for group in optimizer.param_groups:
+        labels = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+        members = {names[parameter] for parameter in group["params"] if parameter in names}
+        foreign = [parameter for parameter in group["params"] if parameter not in names]
+        grown = [name for name in new if home[name] in members]
+        called: list[str] = []
+        if labels:
+            prefix = _prefix({name: labels[old[name]] for name in members}, old_names)
+            called = [labels[parameter] for parameter in foreign]
+            called += [prefix + new_names.get(name, name) for name in grown]
+        groups.append(([*foreign, *(new[name] for name in grown)], called))
+    return groups
 
 
 def _verify(
-    plan: GrowthPlan,
+    step: GrowthStep,
     before: Mapping[str, Mapping[str, Any]],
     after: Mapping[str, Mapping[str, Any]],
     parameters: Mapping[str, Parameter],
-    key: Key,
-    mode: Mode,
     peers: Peers,
 ) -> None:
-    """Checks the states of the grown parameters, by their names, against those of the old ones."""
+    """Check the states of the grown parameters, by their names, against those of the old ones."""
 
     def factor(name: str) -> Tensor:
         parameter, _, field = name.rpartition("/")
-        sources = sources_of(plan.tensors[parameter])
+        sources = sources_of(step.plan.tensors[parameter])
         values = {source: before[source][field] for source in sources}
-        return _grown_factor(plan, name, values, parameters[sources[0]], key, mode)
+        return _grown_factor(step, name, values, parameters[sources[0]])
 
     for factored in (False, True):
-        old, new = (_tensors(each, factored=factored) for each in (before, after))
-        verify_states(plan, old, new, key, mode, peers, grown=factor if factored else None)
+        old, new = (_tensors(states, factored=factored) for states in (before, after))
+        grown = factor if factored else None
+        verify_states(step.plan, old, new, step.key, step.mode, peers, grown=grown)
 
 
 def _tensors(states: Mapping[str, Mapping[str, Any]], *, factored: bool) -> dict[str, Tensor]:
-    """Returns the states that are tensors, as ``<parameter>/<state>``: means over one dimension, or all others."""
+    """Return the states that are tensors, as ``<parameter>/<state>``: means over one dimension, or all others."""
     return {
         f"{name}/{field}": value
         for name, state in states.items()
@@ -157,7 +154,7 @@ def _tensors(states: Mapping[str, Mapping[str, Any]], *, factored: bool) -> dict
 
 
 def _prefix(given: Mapping[str, str], named: Mapping[str, str]) -> str:
-    """Returns what an optimizer's names have before those in the module, as that of DDP.
+    """Return what an optimizer's names have before those in the module, as that of DDP.
 
     Raises:
         GrowthError: they are other names.
@@ -174,14 +171,12 @@ def _prefix(given: Mapping[str, str], named: Mapping[str, str]) -> str:
 
 
 def _grown(
-    plan: GrowthPlan,
+    step: GrowthStep,
     name: str,
     values: Mapping[str, Any],
     parameters: tuple[Parameter, Parameter],
-    key: Key,
-    mode: Mode,
 ) -> Any:
-    """Returns a state of a new parameter.
+    """Return a state of a new parameter.
 
     Args:
         values: that state of each old parameter that it is made from.
@@ -196,13 +191,17 @@ def _grown(
         if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
             whole_of = {source: whole(each) for source, each in values.items()}
             grown = grow_state(
-                plan, name, lambda each: whole_of[each.rpartition("/")[0]], key, mode
+                step.plan,
+                name,
+                lambda state: whole_of[state.rpartition("/")[0]],
+                step.key,
+                step.mode,
             )
             return laid_out(grown, new) if value.ndim else grown
         if not value.ndim:
             return value.clone()
         if field in _FACTORS and not is_sharded(value):
-            return _grown_factor(plan, name, values, parameter, key, mode)
+            return _grown_factor(step, name, values, parameter)
     kind = (
         f"{value.dtype} of {list(value.shape)}"
         if isinstance(value, Tensor)
@@ -218,12 +217,7 @@ def _grown(
 
 
 def _grown_factor(
-    plan: GrowthPlan,
-    name: str,
-    values: Mapping[str, Tensor],
-    parameter: Parameter,
-    key: Key,
-    mode: Mode,
+    step: GrowthStep, name: str, values: Mapping[str, Tensor], parameter: Parameter
 ) -> Tensor:
     """Grows a mean over one dimension as the matrix that it stands for, and takes the mean again."""
     parameter_name, _, field = name.rpartition("/")
@@ -234,5 +228,7 @@ def _grown_factor(
         f"{source}/exp_avg_sq": (each if kept else each.unsqueeze(dim)).expand(parameter.shape)
         for source, each in values.items()
     }
-    grown = grow_state(plan, f"{parameter_name}/exp_avg_sq", full.__getitem__, key, mode)
+    grown = grow_state(
+        step.plan, f"{parameter_name}/exp_avg_sq", full.__getitem__, step.key, step.mode
+    )
     return value if any(grown is each for each in full.values()) else grown.mean(dim, keepdim=kept)

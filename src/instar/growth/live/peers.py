@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from instar.distributed.shards import is_sharded
+from instar.growth.engine.peers import Alone
 from instar.growth.live.subject import wrappers
 from instar.growth.plan import GrowthError
-from instar.growth.proof import Alone, Peers
 
 
 class GroupPeers:
@@ -49,6 +48,10 @@ class GroupPeers:
         """See `Peers`."""
         return self._exchanged(float(holds), dist.ReduceOp.MIN) == 1.0
 
+    def at(self, what: str) -> GroupPeers:  # noqa: ARG002
+        """See `Peers`."""
+        return self
+
     def _exchanged(self, value: float, how: Any) -> float:
         sent = torch.tensor(value, dtype=torch.float64, device=self._device)
         for group in self._groups:
@@ -76,16 +79,3 @@ def peers_of(model: Module) -> Alone | GroupPeers:
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
     return GroupPeers([mesh.get_group(dim) for dim in range(mesh.ndim)], device)
-
-
-def each_agreed(
-    peers: Peers, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors that are gathered one at a time; a failure of one process is raised by all."""
-    waiting = iter(tensors)
-    while True:
-        with peers.phase():
-            found = next(waiting, None)
-        if found is None:
-            return
-        yield found

@@ -5,12 +5,10 @@ The old model is never changed, so any failure leaves the run as it was.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import torch
@@ -21,25 +19,29 @@ from instar.config.sections import Operation
 from instar.data.source import Source
 from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
-from instar.distributed.shards import Wholes, is_sharded, part
+from instar.distributed.shards import Wholes, is_sharded
 from instar.distributed.world import World
 from instar.growth.apply import (
-    Key,
-    Mode,
-    Role,
-    applied,
+    GrowthStep,
     copies_stay_equal,
     grow_buffers,
     grow_state,
     grown_states,
     moments_mode,
 )
+from instar.growth.engine.fill import (
+    collect_tensors,
+    fill_buffers,
+    fill_parameters,
+    grow_average,
+)
+from instar.growth.engine.peers import Peers
+from instar.growth.engine.prepare import Part
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import (
     Doubled,
     Probe,
     Proof,
-    prove,
     verify_parameters,
     verify_rounded,
     verify_states,
@@ -49,7 +51,6 @@ from instar.run.loop.components import Components
 from instar.run.optim.optimizer import (
     check_names,
     check_states,
-    copy_tensors,
     parameter_of,
     shapes_of,
 )
@@ -62,9 +63,6 @@ from instar.run.step.stepper import Stepper, set_model_step, stepper_of, to_devi
 from instar.schedule.memory import PROBE_SAMPLES
 from instar.schedule.operations import State, number_of
 from instar.tasks.task import Task
-
-logger = logging.getLogger(__name__)
-
 
 PROBE_WEIGHT = 256
 """Loss weight, such as tokens, that the samples of a probe have together, if `PROBE_SAMPLES` have it."""
@@ -97,210 +95,198 @@ class Ranks:
     what: str
 
     def phase(self) -> AbstractContextManager[None]:
+        """See `Peers`."""
         return raise_on_all_ranks(self.world, self.what)
 
     def agreed(self, holds: bool) -> bool:
+        """See `Peers`."""
         return all(gather(self.world, holds))
+
+    def at(self, what: str) -> Ranks:
+        """See `Peers`."""
+        return replace(self, what=what)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grown model on this rank, not in use yet, and the proof of its effect on the function."""
+    """A grown model on this rank, not in use yet."""
 
     task: Task
     model: Evaluable
-    buffers: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, Tensor]
     """copies of the persistent buffers that were planned"""
-    optimizer: Mapping[str, torch.Tensor]
-    """optimizer state, named as by `Stepper.states`"""
-    ema: Mapping[str, torch.Tensor] | None
-    plan: GrowthPlan
-    key: Key
-    mode: Mode
-    proof: Proof
+    states: Mapping[str, Tensor]
+    """of the optimizers, named as by `Stepper.states`"""
+    average: Mapping[str, Tensor] | None
+    samples: ProbeSamples
+    """on which it is compared"""
     stays_equal: bool
     """whether copies in it never become different"""
 
-    def replicated(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
-        parts = {"model": _tensors(self.model), "optimizer": self.optimizer, "ema": self.ema or {}}
-        return {
-            f"{part}/{name}": tensor
-            for part, tensors in parts.items()
-            for name, tensor in tensors.items()
-            if not is_sharded(tensor)
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its parameters and persistent buffers."""
+        return _tensors(self.model)
 
 
-def make_candidate(
-    state: RunState,
-    parts: Components,
-    operation: Operation,
-    after: State,
-    plan: GrowthPlan,
-    *,
-    allow_inexact: bool = False,
-) -> Candidate:
-    """Build the model after an operation and verify the plan's label. A collective.
+@dataclass(frozen=True)
+class RunGrowth:
+    """The model of a run, which grows on all ranks: see `GrowthSubject`."""
+
+    components: Components
+    at_step: int
+    after: State
+    """settings and architecture after the operation"""
+    step: GrowthStep
+    peers: Ranks
+
+    @property
+    def name(self) -> str:
+        return type(self.components.stepper.unwrapped_model).__name__
+
+    def build(self) -> Candidate:
+        """See `GrowthSubject`."""
+        parts, stepper, step = self.components, self.components.stepper, self.step
+        stepper.share_buffers()
+        with self.peers.phase():
+            task = parts.task.at(self.after.architecture, self.after.settings.context)
+            shell = build_meta_model(parts.config, parts.world, task)
+            model = wrap_for_eval(parts.config, parts.world, shell)
+            check_names(model.parameters, step.plan.tensors)
+            states = stepper.states()
+            stays_equal = copies_stay_equal(step.plan, states, step.mode)
+            if step.mode != "reset":
+                check_states(shapes_of(states), shapes_of(stepper.parameters))
+            buffers = persistent_buffers(stepper.unwrapped_model)
+            planned = grow_buffers(step.plan, buffers, model.bare)
+            copies = {name: buffer.clone() for name, buffer in planned.items()}
+            samples = probe_samples(parts.validation, parts.world.device)
+        fill_parameters(step, stepper.parameters, model.parameters, self.peers)
+        load_buffers(model.bare, copies)
+        average = None
+        if stepper.ema is not None:
+            average = grow_average(step, stepper.ema, model.parameters, self.peers)
+        grown = (
+            (name, grow_state(step.plan, name, Wholes(states).__getitem__, step.key, step.mode))
+            for name in grown_states(step.plan, states, step.mode)
+        )
+        memory = collect_tensors(
+            grown, states, lambda name: model.parameters[parameter_of(name)], self.peers
+        )
+        return Candidate(task, model, copies, memory, average, samples, stays_equal)
+
+    def tensors(self, candidate: Candidate) -> Mapping[str, Tensor]:
+        """See `GrowthSubject`."""
+        return candidate.tensors()
+
+    def dtypes(self, candidate: Candidate) -> Collection[torch.dtype]:
+        """See `GrowthSubject`."""
+        return {parameter.dtype for parameter in candidate.model.bare.parameters()}
+
+    def outputs(self, candidate: Candidate) -> tuple[Probe, Probe]:
+        """See `GrowthSubject`."""
+        pair = self.components.stepper.strategy, candidate.model
+        return self._outputs(candidate, pair, candidate.samples)
+
+    def _outputs(
+        self, candidate: Candidate, models: tuple[Evaluable, Evaluable], samples: ProbeSamples
+    ) -> tuple[Probe, Probe]:
+        old, new = models
+        for model in models:
+            set_model_step(model.bare, self.at_step)
+        with old.evaluating(None), new.evaluating(None):
+            return (
+                probe(self.components.task, old.bare, samples),
+                probe(candidate.task, new.bare, samples),
+            )
+
+    def doubled(self, candidate: Candidate) -> Doubled:
+        """See `GrowthSubject`."""
+        config, world = self.components.config, self.components.world
+        strategy: Evaluable = self.components.stepper.strategy
+        pairs = (strategy, self.components.task), (candidate.model, candidate.task)
+        with self.peers.phase():
+            old, new = (
+                model.doubled(build_meta_model(config, world, task)) for model, task in pairs
+            )
+        fill_parameters(self.step, old.parameters, new.parameters, self.peers)
+        with self.peers.phase():
+            fill_buffers(self.step.plan, old.bare, new.bare)
+        before, after = self._outputs(candidate, (old, new), candidate.samples.in_double())
+        return Doubled(before, after, torch.float64, _tensors(new))
+
+    def broken(self, proof: Proof) -> Exception:
+        """See `GrowthSubject`."""
+        return LabelBroken(
+            f"the function changed more than its label allows: {format_proof(proof)}"
+        )
+
+    def parts(self, candidate: Candidate) -> Sequence[Part]:
+        """See `GrowthSubject`. Builds the stepper of a candidate; the run is not changed.
+
+        Raises:
+            RunFailed: the candidate differs between ranks.
+        """
+        parts, world = self.components, self.components.world
+        check_replicas_equal(world, _replicated(candidate))
+        with raise_on_all_ranks(world, "preparing the model for training"):
+            settings = self.after.settings
+            strategy = wrap_for_training(parts.config, candidate.model, settings.frozen)
+            stepper = stepper_of(parts.config, world, candidate.task, strategy, self.after)
+        with raise_on_all_ranks(world, "filling the optimizers"):
+            stepper.load_states(candidate.states)
+            if stepper.ema is not None and candidate.average is not None:
+                stepper.ema = dict(candidate.average)
+        stepper.scaler = parts.stepper.scaler
+
+        def commit() -> None:
+            parts.stepper = stepper
+
+        return [Part(partial(self.verify, candidate, stepper), commit)]
+
+    def verify(self, candidate: Candidate, stepper: Stepper, peers: Peers) -> None:
+        """Check every tensor of a stepper that will train against the plan. A collective."""
+        plan, key, old = self.step.plan, self.step.key, self.components.stepper
+        verify_parameters(plan, old.parameters, stepper.parameters, key, peers)
+        with peers.phase():
+            buffers = persistent_buffers(stepper.unwrapped_model)
+            verify_rounded(plan, buffers, candidate.buffers)
+        verify_states(plan, old.states(), stepper.states(), key, self.step.mode, peers)
+        if old.ema is not None and stepper.ema is not None:
+            verify_parameters(plan, old.ema, stepper.ema, key, peers)
+
+
+def grow_run(
+    state: RunState, parts: Components, operation: Operation, after: State, plan: GrowthPlan
+) -> RunGrowth:
+    """Return what grows by an operation.
 
     Args:
         after: settings and architecture after the operation.
         plan: the transformation of every tensor.
-        allow_inexact: accept a model that breaks the label.
-
-    Raises:
-        LabelBroken: the outputs changed more than the plan's label allows.
-        GrowthError: the outputs are not finite, or a tensor is not what was planned.
-        PeerError: a rank failed.
     """
-    world, stepper = parts.world, parts.stepper
     key, mode = (parts.config.seed, number_of(state.history)), moments_mode(operation)
-    what = f"making {operation.name}"
-    stepper.share_buffers()
-    with raise_on_all_ranks(world, what):
-        task = parts.task.at(after.architecture, after.settings.context)
-        model = wrap_for_eval(parts.config, world, build_meta_model(parts.config, world, task))
-        check_names(model.parameters, plan.tensors)
-        states = stepper.states()
-        stays_equal = copies_stay_equal(plan, states, mode)
-        if mode != "reset":
-            check_states(shapes_of(states), shapes_of(stepper.parameters))
-        planned = grow_buffers(plan, persistent_buffers(stepper.unwrapped_model), model.bare)
-        buffers = {name: buffer.clone() for name, buffer in planned.items()}
-    agreed = partial(_agreed, world, what, together=model.together)
-    for name, tensor in agreed(applied(plan, Wholes(stepper.parameters), Role.PARAMETER, key)):
-        copy_tensors({name: model.parameters[name]}, {name: tensor})
-    load_buffers(model.bare, buffers)
-    ema = None
-    if stepper.ema is not None:
-        averages = applied(plan, Wholes(stepper.ema), Role.PARAMETER, key)
-        ema = {name: part(tensor, model.parameters[name]) for name, tensor in agreed(averages)}
-    memory = {
-        name: part(tensor, model.parameters[parameter_of(name)])
-        for name, tensor in agreed(_grown_states(stepper, plan, key, mode))
+    step = GrowthStep(plan, after.architecture.parameters(), key, mode)
+    peers = Ranks(parts.world, f"making {operation.name}")
+    return RunGrowth(parts, state.step, after, step, peers)
+
+
+def _replicated(candidate: Candidate) -> dict[str, Tensor]:
+    """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
+    parts = {
+        "model": candidate.tensors(),
+        "optimizer": candidate.states,
+        "ema": candidate.average or {},
     }
-    proof = _prove(state.step, parts, task, model, plan, key)
-    if not proof.holds and not allow_inexact:
-        raise LabelBroken(f"the function changed more than its label allows: {format_proof(proof)}")
-    return Candidate(task, model, buffers, memory, ema, plan, key, mode, proof, stays_equal)
-
-
-def _agreed(
-    world: World, what: str, tensors: Iterator[tuple[str, Tensor]], *, together: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield grown tensors; a failure of one rank is raised on all.
-
-    If tensors are gathered, this is checked after each, and only one is whole at a time.
-    """
-    if not together:
-        with raise_on_all_ranks(world, what):
-            made = list(tensors)
-        yield from made
-        return
-    while True:
-        with raise_on_all_ranks(world, what):
-            made = list(islice(tensors, 1))
-        if not made:
-            return
-        yield made.pop()
-
-
-def _grown_states(
-    stepper: Stepper, plan: GrowthPlan, key: Key, mode: Mode
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizers' state, transformed by the plan."""
-    states = stepper.states()
-    for name in grown_states(plan, states, mode):
-        yield name, grow_state(plan, name, Wholes(states).__getitem__, key, mode)
-
-
-def _fill(model: Evaluable, plan: GrowthPlan, old: Evaluable, key: Key) -> None:
-    """Fill a model of the new shape with the old model's tensors, transformed by the plan."""
-    for name, tensor in applied(plan, Wholes(old.parameters), Role.PARAMETER, key):
-        copy_tensors({name: model.parameters[name]}, {name: tensor})
-    load_buffers(model.bare, grow_buffers(plan, persistent_buffers(old.bare), model.bare))
-
-
-def _prove(
-    step: int,
-    parts: Components,
-    task: Task,
-    model: Evaluable,
-    plan: GrowthPlan,
-    key: Key,
-) -> Proof:
-    """Compare the new model with the old one on held-out samples. A collective."""
-    old_task, world = parts.task, parts.world
-    old: Evaluable = parts.stepper.strategy
-    samples = probe_samples(parts.validation, world.device)
-
-    def probed(old: Evaluable, model: Evaluable, samples: ProbeSamples) -> tuple[Probe, Probe]:
-        for one in (old, model):
-            set_model_step(one.bare, step)
-        with old.evaluating(None), model.evaluating(None):
-            return probe(old_task, old.bare, samples), probe(task, model.bare, samples)
-
-    def doubled() -> Doubled | None:
-        pairs = ((old, old_task), (model, task))
-        old_64, model_64 = (
-            each.doubled(build_meta_model(parts.config, world, its_task))
-            for each, its_task in pairs
-        )
-        try:
-            _fill(model_64, plan, old_64, key)
-            before, after = probed(old_64, model_64, samples.in_double())
-        except (RuntimeError, TypeError, ValueError) as error:
-            # a custom task's code may not accept float64
-            logger.info("%s is not compared in float64: %s", type(old.bare).__name__, error)
-            return None
-        return Doubled(before, after, torch.float64, _tensors(model_64))
-
-    return prove(
-        plan,
-        partial(probed, old, model, samples),
-        {p.dtype for p in model.bare.parameters()},
-        tensors=_tensors(model),
-        doubled=doubled,
-        peers=Ranks(world, "comparing the models before and after growth"),
-    )
+    return {
+        f"{part}/{name}": tensor
+        for part, tensors in parts.items()
+        for name, tensor in tensors.items()
+        if not is_sharded(tensor)
+    }
 
 
 def _tensors(model: Evaluable) -> dict[str, Tensor]:
     return {**model.parameters, **persistent_buffers(model.bare)}
-
-
-def build_candidate_stepper(parts: Components, candidate: Candidate, after: State) -> Stepper:
-    """Build the stepper of a candidate, and check that it has what was planned; the run is not changed. A collective.
-
-    Raises:
-        GrowthError: a tensor that will train is not what the plan makes of those that train now.
-        RunFailed: the candidate differs between ranks.
-        PeerError: a rank failed.
-    """
-    world = parts.world
-    check_replicas_equal(world, candidate.replicated())
-    with raise_on_all_ranks(world, "preparing the model for training"):
-        strategy = wrap_for_training(parts.config, candidate.model, after.settings.frozen)
-        made = stepper_of(parts.config, world, candidate.task, strategy, after)
-    with raise_on_all_ranks(world, "filling the optimizers"):
-        made.load_states(candidate.optimizer)
-        if made.ema is not None and candidate.ema is not None:
-            copy_tensors(made.ema, candidate.ema)
-    made.scaler = parts.stepper.scaler
-    _check(parts.stepper, made, candidate)
-    return made
-
-
-def _check(old: Stepper, new: Stepper, candidate: Candidate) -> None:
-    """Check every tensor of a stepper that will train against the plan. A collective."""
-    plan, key = candidate.plan, candidate.key
-    ranks = Ranks(new.world, "checking the grown model")
-    verify_parameters(plan, old.parameters, new.parameters, key, ranks)
-    with ranks.phase():
-        verify_rounded(plan, persistent_buffers(new.unwrapped_model), candidate.buffers)
-    verify_states(plan, old.states(), new.states(), key, candidate.mode, ranks)
-    if old.ema is not None and new.ema is not None:
-        verify_parameters(plan, old.ema, new.ema, key, ranks)
 
 
 def probe_samples(held_out: Source, device: torch.device) -> ProbeSamples:

@@ -14,16 +14,17 @@ from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
+from instar.growth.engine.prepare import Prepared, prepare
 from instar.models.architecture import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
-from instar.run.changes.live_growth import Candidate, build_candidate_stepper, make_candidate
+from instar.run.changes.live_growth import Candidate, grow_run
 from instar.run.loop.checkpointing import best_is_now, save_checkpoint
 from instar.run.loop.components import Components
 from instar.run.loop.validation import evaluate_validation, is_comparable
 from instar.run.state.gradient_stats import GradientWatch
 from instar.run.state.run_state import RunState
-from instar.run.step.stepper import Stepper, freeze_parameters
+from instar.run.step.stepper import freeze_parameters
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import (
     FOLD,
@@ -173,9 +174,8 @@ def carry_out(
     start = time.perf_counter()
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
-    candidate: Candidate | None = None
+    growth: Prepared[Candidate] | None = None
     folder: Path | None = None
-    stepper: Stepper = parts.stepper
     try:
         after, plan = plan_operation(before, operation, step)
         if operation.name == BRANCH:
@@ -185,47 +185,42 @@ def carry_out(
         if plan is not None:
             parts.saver.free()  # two models need memory now, and the next copy has another layout
             allow_inexact = entry is not None and entry.allow_inexact
-            candidate = make_candidate(
-                state, parts, operation, after, plan, allow_inexact=allow_inexact
-            )
-            stepper = build_candidate_stepper(parts, candidate, after)
+            subject = grow_run(state, parts, operation, after, plan)
+            growth = prepare(subject, plan, subject.peers, allow_inexact=allow_inexact)
     except (ValueError, RuntimeError, MemoryError, PeerError, CheckpointError) as error:
         # all ranks get here: either all failed alike, or a collective raised on all of them
         skip = entry is not None and entry.on_failure == "skip"
         return _failed(state, parts, change, error, skip=skip)
-    if candidate is not None:
-        if candidate.plan.label != "exact":
+    if growth is not None and plan is not None:
+        if plan.label != "exact":
             state = _discard_evaluation(state, parts)
-        parts.stepper = stepper
-        if stepper.strategy.together:
+        growth.commit()
+        if parts.stepper.strategy.together:
             gc.collect()  # a sharded module is in cycles of references, and would keep its weights
-        if candidate.plan.makes_new and not candidate.plan.waits:
-            stepper.watch = GradientWatch(
-                candidate.plan, operation.name, after.architecture.parameters()
-            )
+        if plan.makes_new and not plan.waits:
+            table = after.architecture.parameters()
+            parts.stepper.watch = GradientWatch(plan, operation.name, table)
         state = replace(state, grown_at=step)
-    state = _apply_settings(
-        state.changed(change, after), parts, before, grown=candidate is not None
-    )
-    if candidate is not None:
+    state = _apply_settings(state.changed(change, after), parts, before, grown=growth is not None)
+    if growth is not None:
         parts.logger.flush_interval(state.progress, grown=True)
     parts.logger.log_operation(
         state.progress,
         change,
         before,
         after,
-        proof=candidate.proof if candidate else None,
+        proof=growth.proof if growth else None,
         seconds=time.perf_counter() - start,
         loss=loss,
         folder=folder,
     )
-    if candidate is not None and candidate.stays_equal:
+    if growth is not None and growth.candidate.stays_equal:
         parts.logger.warn(
             f"the copies that {operation.name} made have the optimizer state of their sources, or none, and will stay "
             "equal to them but for dropout: choose moments: asymmetric after the first step",
             step,
         )
-    if candidate is not None:
+    if growth is not None:
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
 

@@ -1,0 +1,116 @@
+"""`prepare`: builds a candidate beside what grows, proves it, and returns what puts it in the old one's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from instar.growth.engine.peers import Peers
+from instar.growth.plan import GrowthPlan
+from instar.growth.proof import Doubled, Probe, Proof, prove
+
+C = TypeVar("C")
+
+
+class Part(NamedTuple):
+    """What grows together, such as the parameters, an optimizer's states, a moving average, or the files of a folder."""
+
+    verify: Callable[[Peers], None]
+    """raises a GrowthError if a grown tensor is not what the plan makes of the old ones; a collective of the peers"""
+    commit: Callable[[], None]
+    """makes it that of the grown model"""
+
+
+class GrowthSubject(Protocol[C]):
+    """What grows, and how a candidate of it is built; nothing of it changes before its parts are committed."""
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        ...
+
+    def build(self) -> C:
+        """Return the candidate, filled with what the plan makes of the old tensors. A collective."""
+        ...
+
+    def tensors(self, candidate: C) -> Mapping[str, Tensor]:
+        """Return the parameters and persistent buffers of a candidate."""
+        ...
+
+    def dtypes(self, candidate: C) -> Collection[torch.dtype]:
+        """Return the types of a candidate's parameters."""
+        ...
+
+    def outputs(self, candidate: C) -> tuple[Probe, Probe]:
+        """Return the outputs before and after, for the same batch."""
+        ...
+
+    def doubled(self, candidate: C) -> Doubled | None:
+        """Return the outputs of both in float64; None: `outputs` are as exact as can be."""
+        ...
+
+    def broken(self, proof: Proof) -> Exception:
+        """Return the error of a candidate that breaks the label of its plan."""
+        ...
+
+    def parts(self, candidate: C) -> Sequence[Part]:
+        """Return all that will train or was written, also optimizers and averages. A collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[C]):
+    """A candidate that is proved, and not in use yet."""
+
+    candidate: C
+    proof: Proof | None
+    """how far the outputs changed; None if they were not compared"""
+    parts: Sequence[Part]
+
+    def commit(self) -> None:
+        """Put the candidate in the place of what has grown."""
+        for part in self.parts:
+            part.commit()
+
+
+def prepare(
+    subject: GrowthSubject[C],
+    plan: GrowthPlan,
+    peers: Peers,
+    *,
+    compares: bool = True,
+    allow_inexact: bool = False,
+) -> Prepared[C]:
+    """Build the candidate of a growth, and check it: its outputs, and all of its tensors. A collective of the peers.
+
+    Args:
+        compares: whether to compare outputs.
+        allow_inexact: accept a candidate that breaks the label of the plan.
+
+    Raises:
+        GrowthError: the outputs are not finite, or a tensor is not what the plan makes.
+        Exception: `subject.broken`: the outputs changed more than the label allows.
+    """
+    candidate = subject.build()
+    parts = subject.parts(candidate)
+    # first, so that a tensor that is damaged is named, and its outputs are not blamed on the operation
+    for part in parts:
+        part.verify(peers.at("checking the grown model"))
+    proof = None
+    if compares:
+        proof = prove(
+            plan,
+            lambda: subject.outputs(candidate),
+            subject.dtypes(candidate),
+            tensors=subject.tensors(candidate),
+            doubled=lambda: subject.doubled(candidate),
+            name=subject.name,
+            peers=peers.at("comparing the models before and after growth"),
+        )
+        if not proof.holds and not allow_inexact:
+            raise subject.broken(proof)
+    return Prepared(candidate, proof, parts)
