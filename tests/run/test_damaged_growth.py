@@ -17,7 +17,7 @@ from torch import Tensor
 
 from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
-from instar.growth.engine.prepare import Prepared, prepare
+from instar.growth.engine.prepare import ProvedGrowth, prepare_candidate
 from instar.growth.plan import GrowthError
 from instar.growth.proof import TOLERANCE
 from instar.run.changes import live_growth
@@ -36,12 +36,12 @@ def growth_of(run: Trainer, operation: Operation) -> RunGrowth:
     return grow_run(run.state, run.parts, operation, after, plan)
 
 
-def prepared(run: Trainer, operation: Operation) -> Prepared[Candidate]:
+def prepared(run: Trainer, operation: Operation) -> ProvedGrowth[Candidate]:
     growth = growth_of(run, operation)
-    return prepare(growth, growth.step.plan, growth.peers)
+    return prepare_candidate(growth, growth.step.plan, growth.peers)
 
 
-def trainee(prepared: Prepared[Candidate]) -> tuple[Callable[[], None], Stepper]:
+def trainee(prepared: ProvedGrowth[Candidate]) -> tuple[Callable[[], None], Stepper]:
     """What checks the stepper of a candidate again, and that stepper."""
     (part,) = prepared.parts
     check = cast("partial[None]", part.verify)
@@ -101,7 +101,7 @@ def test_every_tensor_that_float64_stood_for_is_compared_with_it(
     monkeypatch.setattr(RunGrowth, "parts", lambda *_: ())  # whose checks would see it too
 
     def prove() -> bool:
-        proof = prepare(growth, growth.step.plan, growth.peers, allow_inexact=True).proof
+        proof = prepare_candidate(growth, growth.step.plan, growth.peers, allow_inexact=True).proof
         return proof is not None and proof.holds
 
     passed = []

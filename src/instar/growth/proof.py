@@ -110,7 +110,7 @@ def _differences(old: Tensor, new: Tensor) -> tuple[float, float]:
     return difference, largest
 
 
-class NotFinite(GrowthError):
+class NotFiniteError(GrowthError):
     """The outputs of a grown model are not finite, where the old one's are."""
 
 
@@ -152,14 +152,14 @@ def prove(
         the proof; it holds if it does for every peer.
 
     Raises:
-        NotFinite: the grown model's outputs are not, where the old one's are.
+        NotFiniteError: the grown model's outputs are not, where the old one's are.
         GrowthError: a tensor is not that of float64.
     """
     peers = peers or Alone()
     with peers.phase():
         before, after = outputs()
         if _is_finite(before) and not _is_finite(after):
-            raise NotFinite("the outputs of the grown model are not finite")
+            raise NotFiniteError("the outputs of the grown model are not finite")
         dtype = coarsest({*dtypes, after.logits.dtype})
         proof = compare(plan, before, after, dtype)
     if peers.agreed(proof.holds):

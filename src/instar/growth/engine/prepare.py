@@ -1,4 +1,4 @@
-"""`prepare`: builds a candidate beside what grows, proves it, and returns what puts it in the old one's place."""
+"""`prepare_candidate`: builds a candidate beside what grows, proves it, and returns what puts it in the old one's place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.growth.proof import Doubled, Probe, Proof, prove
 C = TypeVar("C")
 
 
-class Part(NamedTuple):
+class GrownPart(NamedTuple):
     """What grows together, such as the parameters, an optimizer's states, a moving average, or the files of a folder."""
 
     verify: Callable[[Peers], None]
@@ -57,19 +57,19 @@ class GrowthSubject(Protocol[C]):
         """Return the error of a candidate that breaks the label of its plan."""
         ...
 
-    def parts(self, candidate: C) -> Sequence[Part]:
+    def parts(self, candidate: C) -> Sequence[GrownPart]:
         """Return all that will train or was written, also optimizers and averages. A collective."""
         ...
 
 
 @dataclass(frozen=True)
-class Prepared(Generic[C]):
+class ProvedGrowth(Generic[C]):
     """A candidate that is proved, and not in use yet."""
 
     candidate: C
     proof: Proof | None
     """how far the outputs changed; None if they were not compared"""
-    parts: Sequence[Part]
+    parts: Sequence[GrownPart]
 
     def commit(self) -> None:
         """Put the candidate in the place of what has grown."""
@@ -77,14 +77,14 @@ class Prepared(Generic[C]):
             part.commit()
 
 
-def prepare(
+def prepare_candidate(
     subject: GrowthSubject[C],
     plan: GrowthPlan,
     peers: Peers,
     *,
     compares: bool = True,
     allow_inexact: bool = False,
-) -> Prepared[C]:
+) -> ProvedGrowth[C]:
     """Build the candidate of a growth, and check it: its outputs, and all of its tensors. A collective of the peers.
 
     Args:
@@ -113,4 +113,4 @@ def prepare(
         )
         if not proof.holds and not allow_inexact:
             raise subject.broken(proof)
-    return Prepared(candidate, proof, parts)
+    return ProvedGrowth(candidate, proof, parts)

@@ -164,7 +164,7 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
     with peers.phase():
         growing = live_growth(model, request, peers)
     name, step, wrap = request.operation.name, growing.step, request.wrap
-    prepared = engine.prepare(
+    prepared = engine.prepare_candidate(
         growing,
         step.plan,
         peers,

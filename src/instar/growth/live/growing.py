@@ -21,7 +21,7 @@ from instar.growth.apply import GrowthStep, grow_buffers, moments_mode
 from instar.growth.axes import Use
 from instar.growth.engine.fill import fill_buffers, fill_parameters, grow_average
 from instar.growth.engine.peers import Peers
-from instar.growth.engine.prepare import Part
+from instar.growth.engine.prepare import GrownPart
 from instar.growth.folders import check_own_family
 from instar.growth.live.build import Wrap, build_sharded, build_whole
 from instar.growth.live.modules import take_over
@@ -157,7 +157,7 @@ class LiveGrowth:
             f"its label {proof.label!r} allows; the model is as before (allow_inexact=True accepts it)"
         )
 
-    def parts(self, candidate: Module) -> Sequence[Part]:
+    def parts(self, candidate: Module) -> Sequence[GrownPart]:
         """See `GrowthSubject`."""
         old, new = self.old.parameters(), self.new.parameters(candidate)
         named = self.old.names(), self.new.names(candidate)
@@ -174,7 +174,7 @@ class LiveGrowth:
         # last: its parameters take the place of those that the others look up
         return [
             *parts,
-            Part(
+            GrownPart(
                 partial(self._verify_module, candidate),
                 partial(self._take_over, candidate),
             ),
@@ -197,7 +197,7 @@ class LiveGrowth:
         if not wrapped:
             take_over(self.old.module, candidate)
 
-    def _average_module(self, ema: Module) -> Part:
+    def _average_module(self, ema: Module) -> GrownPart:
         step = self.step
         with self.peers.phase():
             if self.request.wrap is not None:
@@ -209,14 +209,14 @@ class LiveGrowth:
                 raise GrowthError("the moving average has other parameters than the model")
             average = build_whole(old, self.new.shape, step)
         pair = old.parameters(), self.new.parameters(average)
-        return Part(
+        return GrownPart(
             lambda peers: verify_parameters(step.plan, *pair, step.key, peers),
             lambda: take_over(old.module, average),
         )
 
     def _average_tensors(
         self, ema: MutableMapping[str, Tensor], parameters: Mapping[str, Parameter]
-    ) -> Part:
+    ) -> GrownPart:
         step = self.step
         with self.peers.phase():
             old = {self.old.name(name): tensor for name, tensor in ema.items()}
@@ -228,7 +228,9 @@ class LiveGrowth:
             ema.clear()
             ema.update({self.old.module_name(name): tensor for name, tensor in grown.items()})
 
-        return Part(lambda peers: verify_parameters(step.plan, old, grown, step.key, peers), commit)
+        return GrownPart(
+            lambda peers: verify_parameters(step.plan, old, grown, step.key, peers), commit
+        )
 
 
 def _warn_if_frozen(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from instar.distributed.shards import is_sharded, laid_out, whole
 from instar.growth.apply import GrowthStep, grow_state, nearest_source, neighbours
 from instar.growth.engine.peers import Peers, run_in_step
-from instar.growth.engine.prepare import Part
+from instar.growth.engine.prepare import GrownPart
 from instar.growth.plan import GrowthError, GrowthPlan, sources_of
 from instar.growth.proof import verify_states
 
@@ -50,7 +50,7 @@ def prepare_optimizer(
     new: Mapping[str, Parameter],
     named: tuple[Mapping[str, str], Mapping[str, str]],
     peers: Peers,
-) -> Part:
+) -> GrownPart:
     """Return an optimizer's part of a growth. A collective of the peers.
 
     A parameter belongs to the group of the one that it is made from. Groups list their parameters in the
@@ -94,7 +94,7 @@ def prepare_optimizer(
             if names:
                 group["param_names"] = names
 
-    return Part(partial(_verify, step, before, states, old), commit)
+    return GrownPart(partial(_verify, step, before, states, old), commit)
 
 
 def _refilled_groups(

@@ -36,7 +36,7 @@ from instar.growth.engine.fill import (
     grow_average,
 )
 from instar.growth.engine.peers import Peers
-from instar.growth.engine.prepare import Part
+from instar.growth.engine.prepare import GrownPart
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import (
     Doubled,
@@ -220,7 +220,7 @@ class RunGrowth:
             f"the function changed more than its label allows: {format_proof(proof)}"
         )
 
-    def parts(self, candidate: Candidate) -> Sequence[Part]:
+    def parts(self, candidate: Candidate) -> Sequence[GrownPart]:
         """See `GrowthSubject`. Builds the stepper of a candidate; the run is not changed.
 
         Raises:
@@ -241,7 +241,7 @@ class RunGrowth:
         def commit() -> None:
             parts.stepper = stepper
 
-        return [Part(partial(self.verify, candidate, stepper), commit)]
+        return [GrownPart(partial(self.verify, candidate, stepper), commit)]
 
     def verify(self, candidate: Candidate, stepper: Stepper, peers: Peers) -> None:
         """Check every tensor of a stepper that will train against the plan. A collective."""

@@ -14,7 +14,7 @@ from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
-from instar.growth.engine.prepare import Prepared, prepare
+from instar.growth.engine.prepare import ProvedGrowth, prepare_candidate
 from instar.models.architecture import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
@@ -174,7 +174,7 @@ def carry_out(
     start = time.perf_counter()
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
-    growth: Prepared[Candidate] | None = None
+    growth: ProvedGrowth[Candidate] | None = None
     folder: Path | None = None
     try:
         after, plan = plan_operation(before, operation, step)
@@ -186,7 +186,7 @@ def carry_out(
             parts.saver.free()  # two models need memory now, and the next copy has another layout
             allow_inexact = entry is not None and entry.allow_inexact
             subject = grow_run(state, parts, operation, after, plan)
-            growth = prepare(subject, plan, subject.peers, allow_inexact=allow_inexact)
+            growth = prepare_candidate(subject, plan, subject.peers, allow_inexact=allow_inexact)
     except (ValueError, RuntimeError, MemoryError, PeerError, CheckpointError) as error:
         # all ranks get here: either all failed alike, or a collective raised on all of them
         skip = entry is not None and entry.on_failure == "skip"
