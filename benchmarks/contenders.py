@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.data.text.shards import open_dataset
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 from instar.models.gpt import GPT
 from instar.record.console import open_console
 from instar.record.events import Event, Train
@@ -42,7 +42,7 @@ from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.run.optim.optimizer import group_parameters
 from instar.run.start.build import RunOutputs, build_trainer
-from instar.run.start.preflight import Prepared, preflight, prepare_data
+from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from instar.tasks.language import LanguageSpec, LanguageTask
 
 
@@ -273,7 +273,7 @@ def instar(work: Work, pace: Pace) -> None:
         tempfile.TemporaryDirectory() as folder,
         RankLog(0) as log,
         StopSignal() as signal,
-        join(work.prepared.config.parallel, work.prepared.config.device) as world,
+        join_group(work.prepared.config.parallel, work.prepared.config.device) as world,
         closing(open_console()) as console,
     ):
         log.open(Path(folder))
@@ -407,8 +407,8 @@ def main(name: str, asked: str) -> None:
     os.dup2(2, 1)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     words = json.loads(asked)
-    loaded = load(None, words["overrides"])
-    prepare_data(loaded, 1, lambda _: None)
+    loaded = load_config(None, words["overrides"])
+    prepare_run_data(loaded, 1, lambda _: None)
     work = Work(preflight(loaded, world_size=1), words["steps"])
     pace = Pace(told, sys.stdin, words["warmup"], words["round"], work.device.type == "cuda")
     pace.wait()

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Page
 
-from instar.logs.read.record import read
+from instar.logs.read.record import read_record
 from instar.logs.read.sidecar import cache_folder
 from instar.record.events import Train
 from instar.record.recorder import Recorder
@@ -122,7 +122,7 @@ def live(browser: Browser, runs: Path, parsed: argparse.Namespace) -> Iterator[C
         seen.page.evaluate(PAINTED, 1)
         yield from idle(process)
         asked = len(seen.requests)
-        last = int(read(run).series("loss").step.max())
+        last = int(read_record(run).series("loss").step.max())
         delays = measured(seen.page, record, parsed.points, last)
         ordered = sorted(delays)
         p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]

@@ -34,8 +34,8 @@ from transformers import (
 from instar.api.training import train
 from instar.data.text.tokenizer import train_bpe
 from instar.record.events import Train, read_events
-from instar.run.origin.load import load_config
-from instar.run.start.preflight import preflight, prepare_data
+from instar.run.origin.load import load_run_config
+from instar.run.start.preflight import preflight, prepare_run_data
 from report import Case, case, options, parser, publish
 
 FAMILIES = ("llama", "qwen3")
@@ -137,8 +137,8 @@ def settings_of(effort: Effort, place: Path) -> list[str]:
 
 def samples_in_order(settings: Sequence[str], effort: Effort) -> list[dict[str, torch.Tensor]]:
     """All samples of a run, as transformers takes them: tokens, of which the first is no target."""
-    loaded = load_config(None, settings)
-    prepare_data(loaded, 1, lambda _: None)
+    loaded = load_run_config(None, settings)
+    prepare_run_data(loaded, 1, lambda _: None)
     prepared = preflight(loaded, 1)
     source, order = prepared.spec.task(prepared.config).train_samples()
     found: list[dict[str, torch.Tensor]] = []

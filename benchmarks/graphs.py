@@ -28,7 +28,7 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 from instar.config.graph import GraphConfig
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.data.columns import Ragged
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
@@ -38,7 +38,7 @@ from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
 from instar.run.optim.optimizer import group_parameters
 from instar.run.start.build import RunOutputs, build_trainer
-from instar.run.start.preflight import Prepared, preflight, prepare_data
+from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from instar.run.trainer import Trainer
 from instar.tasks.graph import GraphTask
 from report import Case, case, options, parser, publish
@@ -112,14 +112,14 @@ def overrides(trial: Trial, folder: Path) -> list[str]:
         "checkpoint.on_best=false",
         "test.at_end=false",
     ]
-    prepare_data(load(None, base), 1, lambda _: None)
+    prepare_run_data(load_config(None, base), 1, lambda _: None)
     return base
 
 
 def throughput(trial: Trial, base: list[str], folder: Path) -> list[Case]:
     """Graphs per second of both loops, and their ratio turn by turn."""
     steps = trial.turn * (trial.turns + 1)
-    prepared = preflight(load(None, [*base, f"train.until=[{steps}it]"]), 1)
+    prepared = preflight(load_config(None, [*base, f"train.until=[{steps}it]"]), 1)
     rates: dict[str, list[float]] = {"instar": [], "bare": []}
     with closing(trainer(prepared, folder)) as ours:
         takes: dict[str, Callable[[], None]] = {"instar": ours.step}

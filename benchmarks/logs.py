@@ -24,9 +24,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from instar.config.load import load
-from instar.logs.read.cache import COLUMNS, extend
-from instar.logs.read.record import read, read_many
+from instar.config.load import load_config
+from instar.logs.read.cache import COLUMNS, extend_columns
+from instar.logs.read.record import read_record, read_records
 from instar.logs.read.sidecar import cache_folder
 from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import Train, read_events
@@ -84,7 +84,7 @@ def made(folder: Path, runs: int, steps: int) -> Path:
         with ProcessPoolExecutor() as pool:
             names = [folder / f"made-{number:04}" for number in range(runs)]
             list(pool.map(make_run, names, [steps] * runs, range(runs)))
-        config = load(None).to_yaml()
+        config = load_config(None).to_yaml()
         for number, name in enumerate(names):
             (name / "run.yaml").write_text(re.sub("(?m)^seed: .*$", f"seed: {number}", config))
     return folder
@@ -184,8 +184,8 @@ def comparing(folder: Path) -> list[Case]:
 def one_metric(folder: Path) -> list[Case]:
     """One metric of one run of 10 million steps, with the columns that a run leaves and without."""
     for run in runs_in(folder):
-        extend(run)
-        extend(run, finished=True)
+        extend_columns(run)
+        extend_columns(run, finished=True)
     first = [timed("compare", folder, forget, evict) for _ in range(3)]
     for run in runs_in(folder):
         shutil.rmtree(run.path / COLUMNS)
@@ -239,7 +239,7 @@ def timed(work: str, folder: Path, *before: Callable[[Path], None]) -> dict[str,
 
 def read_losses(folder: Path) -> None:
     runs = [RunDir(path) for path in sorted(folder.iterdir())]
-    records = read_many(runs) if len(runs) > 1 else [read(runs[0])]
+    records = read_records(runs) if len(runs) > 1 else [read_record(runs[0])]
     for record in records:
         curve = record.series("loss").current()
         assert len(curve.step) == len(curve.value) > 0

@@ -24,7 +24,7 @@ import torch
 
 from instar.checkpoint.listing import list_checkpoints
 from instar.checkpoint.manifest import read_manifest, verify_files
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
@@ -32,7 +32,7 @@ from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
 from instar.run.start.build import RunOutputs, build_trainer
-from instar.run.start.preflight import preflight, prepare_data
+from instar.run.start.preflight import preflight, prepare_run_data
 from instar.run.trainer import Trainer
 from report import Case, case, options, parser, publish
 from throughput import gpt
@@ -112,7 +112,7 @@ def measure(size: Size, folder: Path, quick: bool) -> list[Case]:
 def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
     """A trainer of the size, at step 0, whose run is under `folder`."""
     run_dir = folder / size.name.replace(" ", "")
-    loaded = load(
+    loaded = load_config(
         None,
         [
             *size.overrides,
@@ -124,7 +124,7 @@ def trainer_of(size: Size, folder: Path, quick: bool) -> Trainer:
             "checkpoint.keep_last=1",
         ],
     )
-    prepare_data(loaded, 1, lambda _: None)
+    prepare_run_data(loaded, 1, lambda _: None)
     prepared = preflight(loaded, 1)
     run_dir.mkdir()
     world = World(0, 0, 1, torch.device("cpu"), "none")

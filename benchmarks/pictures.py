@@ -26,7 +26,7 @@ from instar.extensions.board.report import report_html
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.figure import picture
 from instar.logs.query.labels import RunLabels, change_labels
-from instar.logs.read.record import read
+from instar.logs.read.record import read_record
 from instar.record.rundir import RunDir, runs_in
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
@@ -79,7 +79,7 @@ def report(browser: Browser, name: str, scene: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         scene(Path("runs"))
         path = Path(place, "report.html")
-        path.write_text(report_html([read(runs_in(Path("runs"))[-1])]), encoding="utf-8")
+        path.write_text(report_html([read_record(runs_in(Path("runs"))[-1])]), encoding="utf-8")
         with watched(browser, width=1200, height=1000) as seen:
             seen.page.goto(path.as_uri())
             drawn(seen.page)
@@ -99,7 +99,7 @@ def keep(name: str, png: bytes) -> None:
 def plot(name: str, scene: Callable[[Path], object], wanted: ChartRequest) -> None:
     with tempfile.TemporaryDirectory() as folder:
         scene(Path(folder))
-        records = [read(RunDir(path)) for path in sorted(Path(folder).iterdir())]
+        records = [read_record(RunDir(path)) for path in sorted(Path(folder).iterdir())]
         (PICTURES / f"{name}.svg").write_bytes(picture(compose(records, wanted), "svg"))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.distributed.world import World
 from instar.run.start.preflight import preflight
 from instar.run.start.rank_consistency import resolve_precision
@@ -140,7 +140,7 @@ def resolved(asked: Sequence[str], folder: Path, quick: bool) -> str:
     """What `auto` chooses in this process."""
     # those of `trainer_of`
     data = [f"data.path={folder / 'tokens'}", f"data.max_bytes={100_000 if quick else 2_000_000}"]
-    loaded = load(None, [*asked, *data, "precision=auto", "device=cpu"])
+    loaded = load_config(None, [*asked, *data, "precision=auto", "device=cpu"])
     here = World(0, 0, 1, torch.device("cpu"), "none")
     return resolve_precision(preflight(loaded, 1), here)[0].config.precision
 

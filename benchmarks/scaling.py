@@ -31,9 +31,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.data.text.corpus import STDLIB, open_corpus
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.record.events import Train, read_events
 from report import Case, case, options, parser, publish
 
@@ -211,8 +211,8 @@ def overrides(size: Size, way: Way, extra: Sequence[str], folder: Path) -> list[
     ]
     if way.data == "tokens":
         base += [f"data.max_bytes={max_bytes}"]
-        loaded = load(None, base)
-        prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+        loaded = load_config(None, base)
+        prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
     else:
         source, held_out = arrow_text(folder, max_bytes)
         base += [f"data.source={source}", f"data.val_source={held_out}"]

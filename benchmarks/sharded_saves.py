@@ -38,7 +38,7 @@ from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig, ParallelConfig
 from instar.distributed.shards import held, own
-from instar.distributed.world import World, join
+from instar.distributed.world import World, join_group
 from instar.run.optim.optimizer import copy_tensors
 from instar.run.output.save import Saver, Snapshot
 from report import Options, case, options, parser
@@ -59,7 +59,7 @@ def main() -> None:
     parsed = made.parse_args()
     chosen = options(parsed)
     if parsed.place is not None:
-        with join(ParallelConfig(timeout_s=600), "cpu") as world:
+        with join_group(ParallelConfig(timeout_s=600), "cpu") as world:
             Ranks(world, parsed.place, chosen.quick).measure()
         return
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:

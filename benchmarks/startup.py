@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contenders import text_of
-from instar.config.load import load
-from instar.data.text.prepare import prepare
+from instar.config.load import load_config
+from instar.data.text.prepare import prepare_dataset
 from instar.record.events import Train, read_events
 from instar.run.start.preflight import preflight
 from report import Case, case, options, parser, publish
@@ -82,8 +82,8 @@ def main() -> None:
             f"data.max_bytes={200_000 if quick else 1_000_000}",
             f"record.out_dir={folder / 'runs'}",
         ]
-        loaded = load(None, data)
-        prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+        loaded = load_config(None, data)
+        prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
         (folder / "run.yaml").write_text("name: timed\n", encoding="utf-8")
         cases = [
             *commands(folder, data, 1 if quick else 3 * repeats),
@@ -168,7 +168,7 @@ def instar(*words: str) -> list[str]:
 
 def bare_loop(overrides: Sequence[str], steps: int) -> list[str]:
     """`bare.py` with the same model, tokens and batch."""
-    prepared = preflight(load(None, overrides), 1)
+    prepared = preflight(load_config(None, overrides), 1)
     shard = text_of(prepared).opened.path / "train-00000.safetensors"
     shape = json.dumps(prepared.spec.architecture.to_dict())
     script = Path(__file__).with_name("bare.py")

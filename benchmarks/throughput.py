@@ -28,8 +28,8 @@ from typing import IO, Any
 
 import torch
 
-from instar.config.load import load
-from instar.data.text.prepare import prepare
+from instar.config.load import load_config
+from instar.data.text.prepare import prepare_dataset
 from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
 from instar.record.system import measure_peak_flops
@@ -207,8 +207,8 @@ def present(quick: bool) -> list[str]:
 def text_for(folder: Path, size: int) -> tuple[str, ...]:
     """Overrides that name `size` bytes of the standard library's source, made into tokens."""
     overrides = (f"data.path={folder / 'tokens'}", f"data.max_bytes={size}")
-    loaded = load(None, overrides)
-    prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+    loaded = load_config(None, overrides)
+    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
     return overrides
 
 
@@ -216,7 +216,7 @@ def measure(
     size: Size, overrides: Sequence[str], names: Sequence[str], threads: int | None
 ) -> list[Case]:
     """Speeds, Instar's ratios to the others, and its share of the peak."""
-    prepared = preflight(load(None, overrides), 1)
+    prepared = preflight(load_config(None, overrides), 1)
     arch, config = prepared.spec.architecture, prepared.config
     precision = torch.bfloat16 if config.precision == "bf16" else torch.float32
     peak = measure_peak_flops(config.device, precision)

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instar.config.load import load
-from instar.data.text.prepare import prepare
+from instar.config.load import load_config
+from instar.data.text.prepare import prepare_dataset
 from instar.record.events import Eval, read_events
 from instar.run.start.preflight import preflight
 from instar.schedule.checks import load_checked
@@ -169,8 +169,8 @@ def main() -> None:
 def text_for(folder: Path, size: int) -> tuple[str, ...]:
     """Overrides that name characters of the standard library's source, made into tokens."""
     overrides = ("data.tokenizer=char", f"data.max_bytes={size}", f"data.path={folder / 'tokens'}")
-    loaded = load(None, overrides)
-    prepare(loaded.config.data, loaded.config.seed, say=lambda _: None)
+    loaded = load_config(None, overrides)
+    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda _: None)
     return overrides
 
 
@@ -240,7 +240,7 @@ def run_instar(
     if done.returncode:
         sys.exit(f"{NAMES[name]} failed:\n{done.stderr}")
     events = read_events(run_dir / "events.jsonl")
-    precision = load(str(run_dir / "run.yaml")).config.precision
+    precision = load_config(str(run_dir / "run.yaml")).config.precision
     return Reached(
         tuple((e.time - begun, e.loss) for e in events if isinstance(e, Eval)), precision
     )

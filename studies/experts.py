@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from growth import RECIPE
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.sections import Operation
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.growth.operators import plan
 from instar.models.cost import flops_per_token
 from instar.record.events import OperationEvent, read_events
@@ -97,8 +97,8 @@ def settings(effort: Effort, work: Path) -> tuple[str, ...]:
         f"learning_rate.warmup_iters={effort.before // 8}",
         f"eval.eval_iters={effort.eval_batches}",
     )
-    loaded = load(None, base)
-    prepare(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded = load_config(None, base)
+    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
     return base
 
 

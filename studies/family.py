@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from curves import MOST as BEYOND
 from curves import Point, fitted, interval
 from growth import EIGHT, TINY, prepared
-from instar.config.load import load
+from instar.config.load import load_config
 from report import Case, case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
 from study import WARMUP, Arm, Run, Shape, flops_per_step, segments
@@ -92,7 +92,7 @@ def settings(effort: Effort, seed: int) -> tuple[str, ...]:
 
 def members(effort: Effort, base: Sequence[str]) -> list[Member]:
     """The sizes that the preset makes, the largest last."""
-    config = load(None, (*base, *settings(effort, 0), f"train.until={effort.steps}it")).config
+    config = load_config(None, (*base, *settings(effort, 0), f"train.until={effort.steps}it")).config
     found = []
     for entry in config.schedule:
         if entry.name == "branch":

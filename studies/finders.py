@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.distributed.world import World
 from instar.extensions.lab.find.learning_rate import BUDGET, search_rate
 from instar.extensions.lab.find.training import final_loss, opened, shorten_config
-from instar.run.start.preflight import Prepared, preflight, prepare_data
+from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from report import Case, case, options, parser, publish
 
 WORLD = World(0, 0, 1, torch.device("cpu"), "none")
@@ -92,11 +92,11 @@ def models(folder: Path, effort: Effort) -> list[Model]:
 
 def compared(model: Model, effort: Effort) -> list[Case]:
     """The finder's rate against the grid's."""
-    loaded = load(
+    loaded = load_config(
         None,
         [*model.overrides, f"train.until=[{effort.steps}it]", f"optimizer.lr={model.start}"],
     )
-    prepare_data(loaded, 1, print)
+    prepare_run_data(loaded, 1, print)
     prepared = preflight(loaded, 1, new=False)
 
     def loss(lr: float, steps: int) -> float:

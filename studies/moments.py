@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from growth import RECIPE, SOURCE
-from instar.config.load import load
-from instar.data.text.prepare import prepare
+from instar.config.load import load_config
+from instar.data.text.prepare import prepare_dataset
 from instar.record.events import Eval, OperationEvent, read_events
 from report import Case, case, options, publish
 from segments import Segment, Workshop, place_of, study_parser
@@ -111,8 +111,8 @@ def settings(effort: Effort, work: Path) -> tuple[str, ...]:
         f"learning_rate.warmup_iters={effort.before // 6}",
         f"eval.eval_iters={effort.eval_batches}",
     )
-    loaded = load(None, base)
-    prepare(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded = load_config(None, base)
+    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
     return base
 
 

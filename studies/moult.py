@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from curves import Point, fitted, interval
-from instar.config.load import load
-from instar.data.text.prepare import prepare
+from instar.config.load import load_config
+from instar.data.text.prepare import prepare_dataset
 from instar.models.shape import count_parameters
 from report import Case, case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
@@ -186,8 +186,8 @@ def settings(effort: Effort, corpus: Corpus, place: Path) -> tuple[str, ...]:
         f"data.source={source}",
         f"data.path={place / 'tokens'}",
     )
-    loaded = load(None, base)
-    prepare(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded = load_config(None, base)
+    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
     return base
 
 

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from instar.extensions.lab.pilot import pilot
-from instar.config.load import load
-from instar.data.text.prepare import prepare
+from instar.config.load import load_config
+from instar.data.text.prepare import prepare_dataset
 from instar.schedule.forecast import checked_forecast
 from instar.extensions.lab.saving import ExpectedSaving, predicted, spending
 from instar.tasks.task import spec_class
@@ -159,8 +159,8 @@ def settings(effort: Effort, optimizer: str, seed: int, work: Path) -> tuple[str
         f"seed={seed}",
         "data.seed=2",
     )
-    loaded = load(None, base)
-    prepare(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
+    loaded = load_config(None, base)
+    prepare_dataset(loaded.config.data, loaded.config.seed, say=lambda text: print(text, file=sys.stderr))
     return base
 
 
@@ -178,7 +178,7 @@ def foretold(
     ).pilot
     savings = {}
     for schedule in effort.unseen:
-        loaded = load(None, [*given, *schedule.settings()])
+        loaded = load_config(None, [*given, *schedule.settings()])
         spec = spec_class(loaded.config.task).open(loaded, 1)
         spent = spending(checked_forecast(loaded, spec, 1))
         savings[schedule.name] = predicted(found, spent, source=trial)

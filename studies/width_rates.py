@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from instar.config.load import load
-from instar.distributed.world import join
+from instar.config.load import load_config
+from instar.distributed.world import join_group
 from instar.extensions.lab.find.training import final_loss, prepared_alone
 from report import Case, case, options, parser, publish
 
@@ -121,10 +121,10 @@ def settings(effort: Effort, folder: Path, width: int, follows: bool, seed: int)
 
 def losses(keys: tuple[str, ...], effort: Effort) -> Losses:
     """Train at every rate."""
-    loaded = load(None, keys)
+    loaded = load_config(None, keys)
     prepared = prepared_alone(loaded, lambda text: print(text, file=sys.stderr))
     found = {}
-    with join(loaded.config.parallel, loaded.config.device) as world:
+    with join_group(loaded.config.parallel, loaded.config.device) as world:
         for rate in effort.rates:
             optimizer = prepared.config.optimizer.model_copy(update={"lr": rate})
             config = prepared.config.model_copy(update={"optimizer": optimizer})

@@ -12,7 +12,7 @@ import click
 
 from instar.cli.config import schema_rows
 from instar.cli.main import instar
-from instar.config.fields import ROOTS, root_of, sections
+from instar.config.fields import ROOTS, root_of, section_types
 
 Row = Sequence[str]
 
@@ -74,7 +74,7 @@ def config() -> str:
     for task in ROOTS:
         rows = [row for row in schema_rows(root_of(task)) if row not in known]
         known.update(rows)
-        for section in sections(root_of(task)):
+        for section in section_types(root_of(task)):
             inside = [row for row in rows if row[0].rpartition(".")[0] == section]
             if inside:
                 of = f" of task `{task}`" if task != next(iter(ROOTS)) else ""

@@ -28,8 +28,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from columns import Column, Way, column
 from instar.config.language import LanguageConfig
-from instar.config.load import load
-from instar.data.text.prepare import prepare
+from instar.config.load import load_config
+from instar.data.text.prepare import prepare_dataset
 from instar.data.text.shards import open_dataset
 from report import Case, Options, case, options, publish
 from segments import Result, Workshop, place_of, study_parser
@@ -285,9 +285,9 @@ def prepared(work: Path, vocabulary: int, quick: bool) -> tuple[str, ...]:
         f"data.val_fraction={held_out}",
         f"data.path={work.absolute() / 'tokens'}",
     )
-    config = load(None, (*RECIPE, *data)).config
+    config = load_config(None, (*RECIPE, *data)).config
     assert isinstance(config, LanguageConfig)
-    prepare(config.data, config.seed, say=lambda text: print(text, file=sys.stderr))
+    prepare_dataset(config.data, config.seed, say=lambda text: print(text, file=sys.stderr))
     return (*RECIPE, *data)
 
 

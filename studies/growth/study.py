@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from instar.config.language import LanguageConfig
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
@@ -36,7 +36,7 @@ class Shape:
 
     def architecture(self, layers: int) -> Architecture:
         """One of the sizes, as `settings` asks for it."""
-        config = load(None, (*self.settings(), f"model.n_layer={layers}")).config
+        config = load_config(None, (*self.settings(), f"model.n_layer={layers}")).config
         assert isinstance(config, LanguageConfig)
         return resolve_architecture(config.model, self.vocabulary)
 

@@ -151,7 +151,7 @@ def test_a_name_that_is_not_utf8_hides_no_run(
 
 
 def test_the_dashboard_lists_all_runs_whatever_one_is_called(odd: Path) -> None:
-    catalog = Catalog(odd / "runs", app.row, app.unseen)
+    catalog = Catalog(odd / "runs", app.catalog_row, app.unread_row)
     catalog.refresh()
     rows, _ = catalog.since(0)
     assert json.dumps(rows).encode()
@@ -168,6 +168,6 @@ def test_a_run_that_cannot_be_told_leaves_the_others_in_the_list(odd: Path) -> N
             raise ValueError("odd")
         return {"state": "finished"}
 
-    catalog = Catalog(odd / "runs", look, app.unseen)  # type: ignore[arg-type]
+    catalog = Catalog(odd / "runs", look, app.unread_row)  # type: ignore[arg-type]
     catalog.refresh()
     assert sorted(row["state"] for row in catalog.since(0)[0]) == ["finished", "unread"]

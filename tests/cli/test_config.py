@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from instar.cli.main import main
-from instar.config.load import load
+from instar.config.load import load_config
 
 Captured = pytest.CaptureFixture[str]
 
@@ -24,7 +24,7 @@ def test_show_prints_a_config_that_loads_equal(cfg: str, tmp_path: Path, capsys:
     assert main(["config", "show", cfg, "--set", "seed=3"]) == 0
     shown = tmp_path / "shown.yaml"
     shown.write_text(capsys.readouterr().out)
-    assert load(str(shown)).config == load(cfg, ["seed=3"]).config
+    assert load_config(str(shown)).config == load_config(cfg, ["seed=3"]).config
 
 
 def test_show_without_a_file_prints_the_defaults(capsys: Captured) -> None:

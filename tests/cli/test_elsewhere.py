@@ -10,7 +10,7 @@ import pytest
 
 from instar.api import resume
 from instar.record.rundir import RunDir
-from instar.record.start_folder import START_FILE, absolute, base_of, note_start, read_start
+from instar.record.start_folder import START_FILE, absolute, note_start, paths_folder, read_start
 
 Typed = Callable[..., str]
 
@@ -123,15 +123,15 @@ def test_the_folder_is_the_one_whose_files_are_there(
     assert known is not None
     assert (known.folder, known.relative) == (str(project), "../..")
     paths = {"data.path": "data/x", "task": "tasks:Mine", "data.source": "/absolute"}
-    assert base_of(run, paths) == here  # nothing is anywhere
+    assert paths_folder(run, paths) == here  # nothing is anywhere
     (project / "tasks.py").touch()
-    assert base_of(run, paths) == project
+    assert paths_folder(run, paths) == project
     (here / "tasks.py").touch()
     (here / "data" / "x").mkdir(parents=True)
-    assert base_of(run, paths) == here
-    assert base_of(run, {"data.path": str(project)}) == here  # absolute paths hold anywhere
+    assert paths_folder(run, paths) == here
+    assert paths_folder(run, {"data.path": str(project)}) == here  # absolute paths hold anywhere
     (run.path / START_FILE).write_text("damaged")
-    assert base_of(run, paths) == here
+    assert paths_folder(run, paths) == here
     assert absolute(("data.path=data/x", "data.path=gone", "train.clip=1")) == (
         f"data.path={here / 'data' / 'x'}",
         "data.path=gone",

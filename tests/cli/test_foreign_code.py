@@ -24,7 +24,7 @@ from written_runs import place, writing
 from instar.checkpoint.manifest import Facts
 from instar.checkpoint.store import publish_checkpoint
 from instar.cli.main import instar as commands
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.user_code import TRUST_VARIABLE, Untrusted, module_files
 from instar.extensions.board import app
 from instar.extensions.board.catalog import Catalog
@@ -197,7 +197,7 @@ def test_what_the_dashboard_tells_of_a_foreign_run_imports_nothing(
 ) -> None:
     there, mark = theirs
     monkeypatch.chdir(there)
-    catalog = Catalog(there, app.row, app.unseen)
+    catalog = Catalog(there, app.catalog_row, app.unread_row)
     catalog.refresh()
     run = catalog.find("a")
     assert run is not None
@@ -267,7 +267,7 @@ def test_another_users_code_is_not_run_unasked(
     module.write_text(CANARY.format(mark=str(mark)))
     owned.add({"config": path, "folder": tmp_path, "module": module}[whose])
     with pytest.raises(Untrusted) as raised:
-        load("own.yaml")
+        load_config("own.yaml")
     assert "--trust-code" in str(raised.value)
     assert "54321" in str(raised.value)
     assert not mark.exists()
@@ -286,10 +286,10 @@ def test_another_users_config_sends_a_run_nowhere_unasked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = config(tmp_path, PLACES[key])
-    load("own.yaml", checks=())
+    load_config("own.yaml", checks=())
     owned.add(path)
     with pytest.raises(Untrusted, match=f"{key} says where the run is sent") as raised:
-        load("own.yaml", checks=())
+        load_config("own.yaml", checks=())
     assert "SECRET" not in str(raised.value)
     for own in (
         f"{key}=null",
@@ -298,15 +298,15 @@ def test_another_users_config_sends_a_run_nowhere_unasked(
         f"{key}=http://mine.org/",
     ):
         if key.startswith(own.partition("=")[0]):
-            load("own.yaml", [own], checks=())
+            load_config("own.yaml", [own], checks=())
     monkeypatch.setenv(TRUST_VARIABLE, "1")
-    load("own.yaml", checks=())
+    load_config("own.yaml", checks=())
 
 
 def test_a_foreign_config_without_code_needs_no_trust(tmp_path: Path, owned: set[Path]) -> None:
     path = config(tmp_path, "train: {batch_size: 3}")
     owned.add(path)
-    assert load(str(path)).config.train.batch_size == 3
+    assert load_config(str(path)).config.train.batch_size == 3
 
 
 def test_a_package_is_followed_to_the_module_without_import(

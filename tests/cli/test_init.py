@@ -5,7 +5,7 @@ import pytest
 
 from instar.cli.main import main
 from instar.config import STARTERS, names_in
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import checked_forecast
 from instar.tasks.task import spec_class
@@ -22,12 +22,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_init_writes_gpt_yaml_and_names_the_next_command(here: Path, capsys: Captured) -> None:
     assert main(["init"]) == 0
     assert capsys.readouterr() == ("", "wrote gpt.yaml   next: instar train gpt.yaml\n")
-    assert load(str(here / "gpt.yaml")).config.data.tokenizer == "bpe"
+    assert load_config(str(here / "gpt.yaml")).config.data.tokenizer == "bpe"
 
 
 def test_init_writes_where_it_is_told(here: Path) -> None:
     assert main(["init", "gpt", "small.yaml", "--preset", "llama"]) == 0
-    config = load(str(here / "small.yaml")).config
+    config = load_config(str(here / "small.yaml")).config
     assert config.preset == ("llama",)
     assert config.model.norm == "rmsnorm"
 
@@ -64,7 +64,7 @@ def test_init_overwrites_nothing_unless_forced(here: Path, capsys: Captured) -> 
     assert "gpt.yaml: the file already exists; --force overwrites it" in capsys.readouterr().err
     assert file.read_text() == "name: mine\n"
     assert main(["init", "gpt", "--force"]) == 0
-    assert load(str(file)).config.name == "gpt"
+    assert load_config(str(file)).config.name == "gpt"
 
 
 @pytest.mark.parametrize(

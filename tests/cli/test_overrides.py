@@ -14,7 +14,7 @@ from forks import INSTAR, Forks
 
 from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
-from instar.config.fields import PLACES, differing
+from instar.config.fields import PLACES, differing_keys
 from instar.config.fields import values as values_of
 from instar.logs.query.config import config_lines, config_values
 from instar.record.rundir import RunDir
@@ -155,7 +155,7 @@ def test_what_reads_a_run_says_what_is_in_force_at_its_latest_checkpoint(
     typed("resume", "run", "--until", "9it", "--set", "train.clip=0.5")
     values, faults = config_values([RunDir(run.parent / "before"), RunDir(run)])
     assert not faults
-    told = differing(values)
+    told = differing_keys(values)
     assert told["train.clip"] == (1.0, 0.5)
     assert told["train.until"] == (["8it"], ["9it"])
     lines = {line.key: line for line in config_lines(RunDir(run))}

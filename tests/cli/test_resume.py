@@ -16,7 +16,7 @@ from forks import Forks
 
 from instar.checkpoint.manifest import encode_manifest, read_manifest
 from instar.config.fields import values
-from instar.config.load import load
+from instar.config.load import load_config
 
 Typed = Callable[..., str]
 
@@ -105,7 +105,7 @@ def test_a_section_emptied_at_a_resume_has_its_defaults_from_then_on(
 
 
 def test_a_source_may_be_spelled_in_another_way(typed: Typed, run: Path) -> None:
-    source = values(load(str(run / "run.yaml")).config)["data.source"]
+    source = values(load_config(str(run / "run.yaml")).config)["data.source"]
     spelled = run.parent / str(source)
     (run.parent / "link.txt").symlink_to(spelled)
     for until, path in ((9, spelled), (10, "link.txt")):

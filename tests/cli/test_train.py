@@ -16,9 +16,9 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
-from instar.logs.read.cache import load as load_columns
+from instar.logs.read.cache import load_columns
 from instar.processes.identity import ProcessName
-from instar.record.events import Warn, encode
+from instar.record.events import Warn, encode_event
 from instar.record.rundir import RunDir, check_run_dir, create_run_dir
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
@@ -57,7 +57,7 @@ def test_a_run_with_a_long_record_leaves_its_columns(instar: Instar, place: Path
     run = RunDir(place / "run")
     assert not (run.path / "columns").exists()
     with run.events.open("ab") as file:
-        file.writelines(encode(Warn(message="x" * 1000), 1.0, 1) for _ in range(1100))
+        file.writelines(encode_event(Warn(message="x" * 1000), 1.0, 1) for _ in range(1100))
     instar("resume", "run", "--until", "8it")
     columns = load_columns(run.events, run.path / "columns", portable=True)
     assert columns is not None

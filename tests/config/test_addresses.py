@@ -10,9 +10,9 @@ import pytest
 
 from instar.cli.main import instar, main
 from instar.config.errors import ConfigError
-from instar.config.fields import keys, root_of
+from instar.config.fields import root_of, schema_keys
 from instar.config.files import OPTIONS, WEB, check_words
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.extensions.fleet.load import load_fleet
 from instar.record.rundir import find_run
 
@@ -32,7 +32,7 @@ NO_PATHS = {
 
 
 def text_keys(task: str) -> list[str]:
-    table = keys(root_of(task))
+    table = schema_keys(root_of(task))
     names = [name for name, field in table.items() if "str" in str(field.annotation)]
     return [n for n in names if "Literal" not in str(table[n].annotation) and not n.startswith(WEB)]
 
@@ -51,7 +51,7 @@ def nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_key_of_a_path_refuses_addresses(task: str, key: str) -> None:
     for address in ("s3://bucket/x", "file:///tmp/x", "GS://b"):
         with pytest.raises(ConfigError) as refused:
-            load(None, [f"task={task}", f"{key}={address}"])
+            load_config(None, [f"task={task}", f"{key}={address}"])
         problems = [str(problem) for problem in refused.value.problems]
         says = f"{key}: {address} is an address, not a path"
         assert key in NO_PATHS or any(says in problem for problem in problems), problems
@@ -63,7 +63,7 @@ def test_paths_within_lists_are_refused_at_their_place() -> None:
         "schedule:\n  - {name: change_vocab, value: {tokenizer: 's3://t'}, when: {at_step: 1}}\n"
     )
     with pytest.raises(ConfigError) as refused:
-        load("run.yaml")
+        load_config("run.yaml")
     said = [str(problem).split("\n")[0] for problem in refused.value.problems]
     assert any(text.startswith("run.yaml:4:16: data.mixture: s3://b/c is an add") for text in said)
     assert any("schedule: s3://t is an address" in text for text in said)
@@ -71,17 +71,17 @@ def test_paths_within_lists_are_refused_at_their_place() -> None:
 
 @pytest.mark.parametrize("path", ["s3://bucket/run.yaml", "file:///run.yaml"])
 def test_configs_schedules_fleets_and_runs_are_no_addresses(path: str) -> None:
-    for read in (load, load_fleet, find_run):
+    for read in (load_config, load_fleet, find_run):
         with pytest.raises(ConfigError, match="is an address, not a path"):
             read(path)
     with pytest.raises(ConfigError, match=r"schedule: .* is an address, not a path"):
-        load(None, [f"schedule={path}"])
+        load_config(None, [f"schedule={path}"])
 
 
 def test_web_addresses_of_trackers_and_alerts_stay() -> None:
     webhook = "record.alerts.webhook=https://example.org/x"
-    assert load(None, [webhook]).config.record.alerts.webhook
-    prompt = load(None, ["record.sample_prompt='https://a'"]).config.record
+    assert load_config(None, [webhook]).config.record.alerts.webhook
+    prompt = load_config(None, ["record.sample_prompt='https://a'"]).config.record
     assert prompt.sample_prompt == "https://a"
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigError
-from instar.config.fields import ROOTS, choices, json_schema, keys, root_of
-from instar.config.load import load
+from instar.config.fields import ROOTS, choices, json_schema, root_of, schema_keys
+from instar.config.load import load_config
 from instar.config.sections import LARGEST
 
 BEYOND = 10**15
@@ -47,7 +47,7 @@ def numeric_keys() -> list[tuple[str, str]]:
     found = []
     for task in ROOTS:
         root = root_of(task)
-        for key in keys(root):
+        for key in schema_keys(root):
             kinds = [each.get("type") for each in choices(root, tuple(key.split(".")))]
             if {"integer", "number"} & set(kinds) and key not in ("seed", "data.seed"):
                 found.append((task, key))
@@ -59,7 +59,7 @@ def test_a_number_beyond_its_bound_is_a_mistake_that_names_key_and_bound(
     task: str, key: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        load(None, [f"task={task}", f"{key}={BEYOND}"])
+        load_config(None, [f"task={task}", f"{key}={BEYOND}"])
     (problem,) = (each for each in raised.value.problems if each.key == key)
     assert str(BEYOND) in problem.message
     assert "at most" in problem.message or "less than" in problem.message
@@ -79,7 +79,7 @@ def test_a_number_beyond_its_bound_is_a_mistake_that_names_key_and_bound(
 )
 def test_what_no_machine_can_do_is_refused(given: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load(None, [given])
+        load_config(None, [given])
     assert "at most" in str(raised.value)
 
 
@@ -90,4 +90,4 @@ def test_budgets_are_bounded_too(text: str) -> None:
 
 
 def test_the_largest_number_is_accepted() -> None:
-    assert load(None, [f"eval.eval_interval={LARGEST}"]).config.eval.eval_interval == LARGEST
+    assert load_config(None, [f"eval.eval_interval={LARGEST}"]).config.eval.eval_interval == LARGEST

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.config.document import Document, parse, show
+from instar.config.document import Document, parse, value_text
 from instar.config.errors import SourceLocation
 
 
@@ -108,7 +108,7 @@ def test_a_long_line_is_cut_around_the_caret() -> None:
 
 def test_an_excerpt_carries_no_control_characters() -> None:
     assert "\x1b" not in SourceLocation("x", 1, 1, "a\x1b[31mb").excerpt()
-    assert "\x1b" not in show("\x1b[31m")
+    assert "\x1b" not in value_text("\x1b[31m")
 
 
 def test_a_source_of_one_text_is_named_as_a_whole() -> None:

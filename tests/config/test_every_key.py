@@ -11,8 +11,16 @@ import pytest
 from cases import shortened
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.fields import ROOTS, choices, default, keys, root_of, sections, values
-from instar.config.load import Loaded, load
+from instar.config.fields import (
+    ROOTS,
+    choices,
+    default,
+    root_of,
+    schema_keys,
+    section_types,
+    values,
+)
+from instar.config.load import Loaded, load_config
 from instar.config.origins import SET, in_yaml, lines_of, yaml_of
 from instar.config.schema import RunConfig
 from instar.extensions.fleet.load import load_fleet
@@ -58,7 +66,7 @@ def other(root: type[RunConfig], key: str) -> Any:
     """A valid value of a key that is not its default."""
     if key in OTHER:
         return OTHER[key]
-    usual = default(keys(root)[key])
+    usual = default(schema_keys(root)[key])
     for node in choices(root, tuple(key.split("."))):
         low = node.get("minimum", node.get("exclusiveMinimum", 0))
         item = node.get("items", {})
@@ -79,7 +87,7 @@ def other(root: type[RunConfig], key: str) -> Any:
 def loaded(root: type[RunConfig], path: Path | None, *overrides: str) -> Loaded:
     named = [task for task in ROOTS if root_of(task) is root]
     task = named[0] if named else root.model_fields["task"].default
-    return load(path and str(path), [f"task={task}", *overrides], checks=())
+    return load_config(path and str(path), [f"task={task}", *overrides], checks=())
 
 
 def outcome(root: type[RunConfig], override: str) -> Loaded | list[ConfigProblem]:
@@ -119,7 +127,7 @@ def wrong(root: type[RunConfig], key: str) -> Any:
 
 
 def test_a_key_is_applied_or_refused_whatever_it_is_set_to(root: type[RunConfig]) -> None:
-    for key, field in keys(root).items():
+    for key, field in schema_keys(root).items():
         if key == "task":
             continue
         usual, kinds = default(field), {n.get("type") for n in choices(root, tuple(key.split(".")))}
@@ -149,22 +157,24 @@ def test_an_emptied_section_has_its_defaults_whatever_the_file_says(
     root: type[RunConfig], empty: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "all.yaml"
-    given = {key: other(root, key) for key in keys(root) if key not in ("task", "preset", "sizes")}
+    given = {
+        key: other(root, key) for key in schema_keys(root) if key not in ("task", "preset", "sizes")
+    }
     path.write_text(yaml_of(given), encoding="utf-8")
     before = values(loaded(root, path).config)
     assert all(holds(before[key], value) for key, value in given.items())
-    for section in filter(None, sections(root)):
+    for section in filter(None, section_types(root)):
         config = loaded(root, path, f"{section}={empty}")
         for key, value in values(config.config).items():
             if key.startswith(f"{section}."):
-                assert value == default(keys(root)[key]), (section, key)
+                assert value == default(schema_keys(root)[key]), (section, key)
                 assert origin_in_run_yaml(config, key) == SET
             else:
                 assert value == before[key], (section, key)
 
 
 def test_a_section_given_anything_else_is_refused_by_name(root: type[RunConfig]) -> None:
-    for section in filter(None, sections(root)):
+    for section in filter(None, section_types(root)):
         for value in ("3", "word", "[1]", "true"):
             with pytest.raises(ConfigError, match=f"{section} is a section of 'key: value' lines"):
                 loaded(root, None, f"{section}={value}")
@@ -175,14 +185,15 @@ def test_braces_empty_a_section_also_over_a_preset_and_a_section_without_lines_d
 ) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("preset: plain\noptimizer: {}\nlearning_rate:\n", encoding="utf-8")
-    config = load(str(path))
+    config = load_config(str(path))
     assert config.config.optimizer.lr == 1e-3
     assert config.origins["optimizer.lr"] == f"{path}:2:1"
     assert config.origins["learning_rate.shape"] == "preset plain"
     assert (
-        load(str(path), ["preset=plain", "learning_rate={}"]).origins["learning_rate.shape"] == SET
+        load_config(str(path), ["preset=plain", "learning_rate={}"]).origins["learning_rate.shape"]
+        == SET
     )
-    set_again = load(str(path), ["optimizer=null", "optimizer.lr=3e-4"])
+    set_again = load_config(str(path), ["optimizer=null", "optimizer.lr=3e-4"])
     assert (set_again.config.optimizer.lr, set_again.config.optimizer.beta2) == (3e-4, 0.95)
 
 
@@ -193,7 +204,7 @@ def test_a_key_inside_a_section_that_may_be_left_out_keeps_those_beside_it(tmp_p
     )
 
     def wandb(*overrides: str) -> Any:
-        return load(str(path), overrides).config.record.trackers.wandb
+        return load_config(str(path), overrides).config.record.trackers.wandb
 
     inside = wandb("record.trackers.wandb.mode=offline")
     assert (inside.project, inside.mode) == ("mine", "offline")

@@ -2,11 +2,11 @@ from instar.config.fields import (
     choices,
     default,
     editor_schema,
-    flat,
-    keys,
+    flatten_config,
     nested,
     schedule_keys,
-    sections,
+    schema_keys,
+    section_types,
     values,
 )
 from instar.config.graph import GraphConfig
@@ -15,22 +15,24 @@ from instar.config.suggestions import ALIASES, PATTERNS, expected
 
 
 def test_nested_sections_are_found() -> None:
-    assert list(sections(LanguageConfig))[:2] == ["", "model"]
-    assert "parallel.ddp" in sections(LanguageConfig)
+    assert list(section_types(LanguageConfig))[:2] == ["", "model"]
+    assert "parallel.ddp" in section_types(LanguageConfig)
 
 
 def test_keys_hold_values_not_sections() -> None:
-    assert "model.n_head" in keys(LanguageConfig)
-    assert "parallel.ddp.static_graph" in keys(LanguageConfig)
-    assert not set(keys(LanguageConfig)) & set(sections(LanguageConfig))
+    assert "model.n_head" in schema_keys(LanguageConfig)
+    assert "parallel.ddp.static_graph" in schema_keys(LanguageConfig)
+    assert not set(schema_keys(LanguageConfig)) & set(section_types(LanguageConfig))
 
 
 def test_every_key_is_described() -> None:
-    assert [key for key, field in keys(LanguageConfig).items() if not field.description] == []
+    assert [
+        key for key, field in schema_keys(LanguageConfig).items() if not field.description
+    ] == []
 
 
 def test_every_key_can_be_put_into_words() -> None:
-    for key in keys(LanguageConfig):
+    for key in schema_keys(LanguageConfig):
         said = expected(LanguageConfig, tuple(key.split(".")))
         assert said, key
         assert "something else" not in said, key
@@ -57,12 +59,12 @@ def test_values_are_those_of_json() -> None:
         {"schedule": [{"name": "change_lr", "value": 2, "how": 3}]}
     )
     assert values(config)["schedule"] == [{"name": "change_lr", "value": 2, "how": 3}]
-    assert list(values(config)) == list(keys(LanguageConfig))
+    assert list(values(config)) == list(schema_keys(LanguageConfig))
 
 
 def test_nested_data_is_flattened_to_its_keys_and_back() -> None:
     tree = {"seed": 1, "parallel": {"ddp": {"static_graph": True}, "devices": [0, 1]}}
-    paths = dict(flat(LanguageConfig, tree))
+    paths = dict(flatten_config(LanguageConfig, tree))
     assert list(paths) == [("seed",), ("parallel", "devices"), ("parallel", "ddp", "static_graph")]
     assert nested(paths) == tree
 
@@ -70,7 +72,7 @@ def test_nested_data_is_flattened_to_its_keys_and_back() -> None:
 def test_every_pattern_of_the_schema_has_words() -> None:
     patterns = {
         str(node["pattern"])
-        for key in keys(LanguageConfig)
+        for key in schema_keys(LanguageConfig)
         for node in choices(LanguageConfig, tuple(key.split(".")))
         if "pattern" in node
     }
@@ -79,13 +81,15 @@ def test_every_pattern_of_the_schema_has_words() -> None:
 
 def test_defaults_are_those_of_an_empty_config() -> None:
     config = LanguageConfig.model_validate({})
-    defaults = {key: default(field) for key, field in keys(LanguageConfig).items()}
+    defaults = {key: default(field) for key, field in schema_keys(LanguageConfig).items()}
     assert defaults == values(config)
 
 
 def test_what_other_trainers_call_it_leads_to_keys_that_exist() -> None:
     roots = (LanguageConfig, GraphConfig)
-    assert set(ALIASES) <= {key for root in roots for key in (*keys(root), *sections(root))}
+    assert set(ALIASES) <= {
+        key for root in roots for key in (*schema_keys(root), *section_types(root))
+    }
 
 
 def test_the_editors_schema_takes_what_the_reader_takes() -> None:

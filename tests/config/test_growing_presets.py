@@ -18,10 +18,10 @@ from instar.config.presets.growing import (
     FAMILY,
     GROWN_AT,
     MOULT,
-    conflicts,
     expansion,
-    shares,
+    preset_conflicts,
     sizes,
+    stage_starts,
 )
 from instar.schedule.checks import load_checked
 
@@ -69,7 +69,7 @@ def test_growth_ends_with_the_final_shape_before_the_rate_decays(
     preset: str, layers: int, steps: int
 ) -> None:
     given_config = config(preset, layers, f"{steps}it")
-    if list(conflicts(given_config)):
+    if list(preset_conflicts(given_config)):
         assert layers < 2 or all(layers % n for n in (2, 3))
         return
     made = expansion(given_config)
@@ -89,9 +89,9 @@ def test_growth_ends_with_the_final_shape_before_the_rate_decays(
 
 
 def test_growths_are_spread_evenly_up_to_the_last() -> None:
-    assert shares(2) == (0.7,)
-    assert shares(3) == (0.35, 0.7)
-    assert all(math.isclose(b - a, 0.7 / 5) for a, b in pairwise((0.0, *shares(6))))
+    assert stage_starts(2) == (0.7,)
+    assert stage_starts(3) == (0.35, 0.7)
+    assert all(math.isclose(b - a, 0.7 / 5) for a, b in pairwise((0.0, *stage_starts(6))))
 
 
 @pytest.mark.parametrize(

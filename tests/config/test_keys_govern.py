@@ -15,10 +15,10 @@ from governed import GOVERNED
 from torch import nn
 
 from instar.api import train
-from instar.config.fields import ROOTS, keys, root_of
+from instar.config.fields import ROOTS, root_of, schema_keys
 from instar.config.graph import GraphConfig
 from instar.config.language import LanguageConfig
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.data.order import order_of
 from instar.distributed import parallel
 from instar.distributed.world import World
@@ -34,7 +34,7 @@ Change = tuple[str, tuple[str, ...]]
 
 
 def config_of(*overrides: str) -> Any:
-    return load(None, overrides, checks=()).config
+    return load_config(None, overrides, checks=()).config
 
 
 def gpt(config: Any) -> Any:
@@ -297,7 +297,7 @@ def by_function() -> set[str]:
 
 
 def every_key() -> list[str]:
-    return list(dict.fromkeys(key for task in ROOTS for key in keys(root_of(task))))
+    return list(dict.fromkeys(key for task in ROOTS for key in schema_keys(root_of(task))))
 
 
 def test_what_each_key_governs_is_seen_to_change() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.language import DataConfig, data_checks, data_rank_checks
-from instar.config.load import load
+from instar.config.load import load_config
 
 ROWS = {"kind": "rows", "source": "rows.parquet"}
 STREAM = {"kind": "stream", "source": "rows.parquet", "val_source": "held_out.jsonl"}
@@ -205,7 +205,7 @@ def test_all_are_told_at_once_each_at_its_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("data:\n  kind: stream\n  source: rows.parquet\n  order: blocks\n")
     with pytest.raises(ConfigError) as caught:
-        load(str(path))
+        load_config(str(path))
     places = [problem.where for problem in caught.value.problems]
     assert places == [f"{path}:2:9", f"{path}:4:10"]
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from instar.config import CONFIG_VARIABLE, PRESETS, names_in
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.fields import keys, sections
+from instar.config.fields import schema_keys, section_types
 from instar.config.language import LanguageConfig
-from instar.config.load import from_launcher, load, unpacked
+from instar.config.load import from_launcher, load_config, unpacked
 from instar.config.origins import lines_of
 
 
@@ -21,9 +21,9 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_nothing_given_is_all_defaults() -> None:
-    loaded = load(None)
+    loaded = load_config(None)
     assert loaded.config == LanguageConfig.model_validate({})
-    assert set(loaded.origins) == set(keys(LanguageConfig))
+    assert set(loaded.origins) == set(schema_keys(LanguageConfig))
     assert set(loaded.origins.values()) == {"default"}
 
 
@@ -31,7 +31,7 @@ def test_each_layer_lies_over_the_one_before(tmp_path: Path) -> None:
     path = written(
         tmp_path, "preset: [gpt2, llama]\nmodel:\n  bias: true\n  n_layer: 2\n  n_head: 2\n"
     )
-    loaded = load(path, ["model.n_layer=6", "model.n_layer=8"])
+    loaded = load_config(path, ["model.n_layer=6", "model.n_layer=8"])
     model, origins = loaded.config.model, loaded.origins
     assert (model.n_embd, origins["model.n_embd"]) == (128, "default")
     assert (model.norm, origins["model.norm"]) == ("rmsnorm", "preset llama")
@@ -41,7 +41,7 @@ def test_each_layer_lies_over_the_one_before(tmp_path: Path) -> None:
 
 
 def test_an_option_can_choose_the_preset(tmp_path: Path) -> None:
-    loaded = load(written(tmp_path, "preset: llama\n"), ["preset=gpt2"])
+    loaded = load_config(written(tmp_path, "preset: llama\n"), ["preset=gpt2"])
     assert loaded.config.model.norm == "layernorm"
     assert loaded.origins["model.norm"] == "preset gpt2"
 
@@ -60,7 +60,7 @@ def test_an_option_can_choose_the_preset(tmp_path: Path) -> None:
     ],
 )
 def test_options_are_yaml(option: str, value: object) -> None:
-    config = load(None, [option]).config
+    config = load_config(None, [option]).config
     given = {
         "optimizer.lr": config.optimizer.lr,
         "train.until": config.train.until,
@@ -75,18 +75,18 @@ def test_options_are_yaml(option: str, value: object) -> None:
 
 def test_an_empty_section_is_all_defaults(tmp_path: Path) -> None:
     assert (
-        load(written(tmp_path, "name: a\nmodel:\ndata:\n")).config.model
+        load_config(written(tmp_path, "name: a\nmodel:\ndata:\n")).config.model
         == LanguageConfig.model_validate({}).model
     )
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
-    assert load(written(tmp_path, "\ufeffname: a\n")).config.name == "a"
+    assert load_config(written(tmp_path, "\ufeffname: a\n")).config.name == "a"
 
 
 def test_a_later_check_points_at_the_line(tmp_path: Path) -> None:
     path = written(tmp_path, "model:\n  vocab_size: 1000\ntrain:\n  until: [1kit, 1ep]\n")
-    loaded = load(path, ["data.vocab_size=9"])
+    loaded = load_config(path, ["data.vocab_size=9"])
     problem = loaded.problem("model.vocab_size", "the shards have 2048 tokens", hint="leave it out")
     assert str(problem) == (
         f"{path}:2:15: the shards have 2048 tokens; leave it out\n"
@@ -102,7 +102,7 @@ def test_a_later_check_points_at_the_line(tmp_path: Path) -> None:
 def test_a_config_is_handed_to_another_process_whole(tmp_path: Path) -> None:
     operation = "{name: change_lr, value: .5, when: {at_step: 7}}"
     path = written(tmp_path, f"preset: llama\ntrain: {{until: 8it}}\nschedule:\n- {operation}\n")
-    loaded = load(path, ["model.n_layer=2"])
+    loaded = load_config(path, ["model.n_layer=2"])
     again = unpacked(loaded.packed())
     assert again.config == loaded.config
     assert again.to_yaml() == loaded.to_yaml()
@@ -119,7 +119,7 @@ def test_a_config_is_handed_to_another_process_whole(tmp_path: Path) -> None:
 def test_what_a_launcher_hands_over_is_taken_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(load(None, ["seed=3"]).packed())
+    (tmp_path / "config.json").write_text(load_config(None, ["seed=3"]).packed())
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "config.json"))
     taken = from_launcher()
     assert taken is not None
@@ -128,22 +128,22 @@ def test_what_a_launcher_hands_over_is_taken_once(
 
 
 def test_a_value_of_a_preset_points_at_the_preset() -> None:
-    problem = load(None, ["preset=llama"]).problem("model.norm", "x")
+    problem = load_config(None, ["preset=llama"]).problem("model.norm", "x")
     assert (problem.where, problem.excerpt) == ("preset llama", "")
 
 
 def test_a_clash_points_at_what_the_user_wrote_rather_than_at_a_preset(tmp_path: Path) -> None:
     path = written(tmp_path, "preset: llama\nmodel:\n  n_head: 4\n  n_embd: 12\n")
     with pytest.raises(ConfigError, match=r"grow\.yaml:4:11: rope turns pairs"):
-        load(path)
+        load_config(path)
 
 
 def test_the_resolved_config_is_read_back_equal(tmp_path: Path) -> None:
     source = written(tmp_path, "preset: llama\ndata:\n  source: 'a b/*.txt'\n")
-    loaded = load(source, ["optimizer.lr=3e-6", "train.ema=0.999", "data.text_field='#: x'"])
+    loaded = load_config(source, ["optimizer.lr=3e-6", "train.ema=0.999", "data.text_field='#: x'"])
     copy = tmp_path / "run.yaml"
     copy.write_text(loaded.to_yaml(), encoding="utf-8")
-    again = load(str(copy))
+    again = load_config(str(copy))
     assert again.config == loaded.config
     assert "default" not in again.origins.values()
 
@@ -154,7 +154,7 @@ def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
 
     path = written(tmp_path, "model:\n  n_hed: 3\n  n_layer: 2\n")
     with pytest.raises(ConfigError) as caught:
-        load(path, [], [check])
+        load_config(path, [], [check])
     assert [problem.message for problem in caught.value.problems] == [
         "unknown key 'n_hed' in model",
         "2 is too few",
@@ -163,7 +163,7 @@ def test_checks_of_higher_rooms_are_told_with_all_else(tmp_path: Path) -> None:
 
 
 def test_the_resolved_config_tells_each_origin(tmp_path: Path) -> None:
-    text = load(written(tmp_path, "preset: llama\nseed: 3\n"), ["model.n_layer=2"]).to_yaml()
+    text = load_config(written(tmp_path, "preset: llama\nseed: 3\n"), ["model.n_layer=2"]).to_yaml()
     ends = {line.split(":")[0].strip(): line.split("# ")[-1] for line in text.splitlines() if line}
     assert {line.key: line.origin for line in lines_of(text)}[
         "seed"
@@ -171,29 +171,31 @@ def test_the_resolved_config_tells_each_origin(tmp_path: Path) -> None:
     assert ends["norm"] == "preset llama"
     assert ends["n_layer"] == "--set"
     assert ends["device"] == "default"
-    assert "#" not in load(None).to_yaml(origin=False).replace("\n# ", "").replace("  # ", "")
+    assert "#" not in load_config(None).to_yaml(origin=False).replace("\n# ", "").replace(
+        "  # ", ""
+    )
 
 
 @pytest.mark.parametrize("name", names_in(PRESETS))
 def test_a_preset_is_valid_by_itself_and_described(name: str) -> None:
-    loaded = load(None, [f"preset={name}"])
+    loaded = load_config(None, [f"preset={name}"])
     assert f"preset {name}" in loaded.origins.values()
     assert (PRESETS / f"{name}.yaml").read_text().startswith("# ")
 
 
 def test_presets_of_architecture() -> None:
-    llama = load(None, ["preset=llama"]).config.model
+    llama = load_config(None, ["preset=llama"]).config.model
     assert (llama.norm, llama.activation, llama.positions) == ("rmsnorm", "swiglu", "rope")
     assert (llama.bias, llama.tied) == (False, False)
-    gpt2 = load(None, ["preset=gpt2"]).config.model
+    gpt2 = load_config(None, ["preset=gpt2"]).config.model
     assert (gpt2.norm, gpt2.activation, gpt2.positions) == ("layernorm", "gelu", "learned")
     assert (gpt2.bias, gpt2.tied) == (True, True)
 
 
 WORDS = st.sampled_from(
     [
-        *[key.rpartition(".")[2] for key in keys(LanguageConfig)],
-        *[section.rpartition(".")[2] for section in sections(LanguageConfig) if section],
+        *[key.rpartition(".")[2] for key in schema_keys(LanguageConfig)],
+        *[section.rpartition(".")[2] for section in section_types(LanguageConfig) if section],
         *["0", "-3", "3e-4", ".nan", "0x1f", "null", "~", "true", "yes", "2000it", "llama", "rope"],
         *["'", '"', "[", "]", "{", "}", ",", "&a ", "*a", "<<: *a", "!!int ", "!x ", "|", "? ", "%Y"],
         *["\t", "#", "---", "...", "\x00", "\x85", "\u2028", "\ufeff", "é", "\\U0011FFFF", "@", "`"],
@@ -214,7 +216,7 @@ def test_junk_is_a_config_or_a_config_error_and_nothing_else(
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     for file, options in ((str(path), []), (None, [option]), (None, [f"train.until={option}"])):
         try:
-            outcome: LanguageConfig | str = load(file, options).config
+            outcome: LanguageConfig | str = load_config(file, options).config
         except ConfigError as error:
             outcome = str(error)
         assert isinstance(outcome, LanguageConfig) or "Nothing was started." in outcome
@@ -224,8 +226,8 @@ def test_loading_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     path = written(tmp_path, "preset: llama\nmodel:\n  n_head: 2\n")
     code = (
         "import sys\n"
-        "from instar.config.load import load\n"
-        f"load({path!r}, ['seed=1']).to_yaml()\n"
+        "from instar.config.load import load_config\n"
+        f"load_config({path!r}, ['seed=1']).to_yaml()\n"
         "print([name for name in ('torch', 'numpy', 'rich', 'click') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ import pytest
 from cases import shortened
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.load import load
+from instar.config.load import load_config
 
 # text, line:column, message, hint (parts of them)
 BROKEN = [
@@ -99,7 +99,7 @@ BROKEN = [
 
 def problems_of(path: Path | str | None, *overrides: str) -> tuple[ConfigProblem, ...]:
     with pytest.raises(ConfigError) as caught:
-        load(None if path is None else str(path), overrides)
+        load_config(None if path is None else str(path), overrides)
     return caught.value.problems
 
 
@@ -142,7 +142,7 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> N
         "  warmup_iters: 200\n"
     )
     with pytest.raises(ConfigError) as caught:
-        load(str(path), ["model.nrom=rmsnorm", "train.until=[9parsecs]"])
+        load_config(str(path), ["model.nrom=rmsnorm", "train.until=[9parsecs]"])
     assert str(caught.value).replace(str(path), "grow.yaml") == (
         "grow.yaml:4:3: unknown key 'n_hed' in model; did you mean 'n_head'?\n"
         "  4 |   n_hed: 12\n"

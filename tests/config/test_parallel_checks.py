@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from instar.config.load import load
 def test_what_cannot_be_is_told_with_its_place(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "a.yaml").write_text(text + "\n")
     with pytest.raises(ConfigError) as told:
-        load(str(tmp_path / "a.yaml"))
+        load_config(str(tmp_path / "a.yaml"))
     assert said in str(told.value)
     assert "a.yaml:" in str(told.value)
 
@@ -36,6 +36,6 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         "parallel: {world_size: 3, devices: [3, 4, 5], ddp: {find_unused_parameters: true}}\n"
     )
-    config = load(str(tmp_path / "a.yaml")).config
+    config = load_config(str(tmp_path / "a.yaml")).config
     assert config.parallel.devices == (3, 4, 5)
     assert config.parallel.ddp.find_unused_parameters

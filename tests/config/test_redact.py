@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from instar.config.errors import HIDDEN, ConfigError, redacted
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.origins import lines_of, redacted_lines, redacted_value
 
 SETS = [
@@ -25,12 +25,12 @@ def shown(text: str) -> str:
 
 
 def test_a_resolved_config_is_shown_without_secrets() -> None:
-    text = shown(load(None, SETS, checks=()).to_yaml())
+    text = shown(load_config(None, SETS, checks=()).to_yaml())
     assert "SECRET" not in text
     assert text.count(HIDDEN) >= 6
     for kept in ("name: shown", "data.example.org/a.txt", "part=7", "divergence: 0.2", "n_layer"):
         assert kept in text
-    lines = lines_of(load(None, [], checks=()).to_yaml())
+    lines = lines_of(load_config(None, [], checks=()).to_yaml())
     assert redacted_lines(lines) == lines
 
 
@@ -85,7 +85,7 @@ def test_a_mistake_in_a_secret_is_named_without_it(text: str, tmp_path: Path) ->
     file = tmp_path / "run.yaml"
     file.write_text(f"{text}\n")
     with pytest.raises(ConfigError) as raised:
-        load(str(file), (), checks=())
+        load_config(str(file), (), checks=())
     assert BAD[text] in str(raised.value)
     assert "SECRET" not in str(raised.value)
 
@@ -94,7 +94,7 @@ def test_an_option_with_a_secret_is_named_without_it() -> None:
     for option in SETS[:4]:
         key = option.partition("=")[0]
         with pytest.raises(ConfigError, match=f"--set {key}: ") as raised:
-            load(None, [f"{key}={{a: SECRET}}"], checks=())
+            load_config(None, [f"{key}={{a: SECRET}}"], checks=())
         assert "SECRET" not in str(raised.value)
 
 
@@ -102,4 +102,4 @@ def test_a_line_without_secrets_is_shown_where_it_is_wrong(tmp_path: Path) -> No
     file = tmp_path / "run.yaml"
     file.write_text("model: {n_layer: many}\n")
     with pytest.raises(ConfigError, match=r"1 \| model: {n_layer: many}"):
-        load(str(file), (), checks=())
+        load_config(str(file), (), checks=())

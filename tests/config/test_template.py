@@ -9,11 +9,11 @@ from instar.cli.config import starter
 from instar.config import PRESETS, STARTERS, names_in
 from instar.config.document import parse
 from instar.config.errors import ConfigError
-from instar.config.fields import ROOTS, keys
+from instar.config.fields import ROOTS, schema_keys
 from instar.config.graph import GraphConfig, HeadConfig
 from instar.config.language import LanguageConfig
-from instar.config.load import load
-from instar.config.origins import in_yaml, plain
+from instar.config.load import load_config
+from instar.config.origins import in_yaml, plain_text
 from instar.config.presets.growing import DIVISORS
 from instar.config.schema import RunConfig, Watch
 
@@ -82,7 +82,7 @@ def test_the_template_loads_and_shows_the_values_in_force(
     path, full = tmp_path / "gpt.yaml", tmp_path / "full.yaml"
     path.write_text(text, encoding="utf-8")
     full.write_text(uncommented(text), encoding="utf-8")
-    loaded, all_set = load(str(path)), load(str(full))
+    loaded, all_set = load_config(str(path)), load_config(str(full))
     assert all_set.config == loaded.config
     assert "default" not in all_set.origins.values()
 
@@ -90,7 +90,7 @@ def test_the_template_loads_and_shows_the_values_in_force(
 def test_the_template_is_a_small_gpt_on_the_built_in_corpus(tmp_path: Path) -> None:
     path = tmp_path / "gpt.yaml"
     path.write_text(starter("gpt", str(path)), encoding="utf-8")
-    config = load(str(path)).config
+    config = load_config(str(path)).config
     model, data = config.model, config.data
     assert (model.n_layer, model.n_head, model.n_embd, model.context) == (4, 4, 128, 128)
     assert (data.source, data.tokenizer, data.vocab_size) == ("stdlib", "bpe", 2048)
@@ -100,7 +100,7 @@ def test_the_template_is_a_small_gpt_on_the_built_in_corpus(tmp_path: Path) -> N
 def test_the_template_leaves_to_a_preset_what_the_preset_sets(tmp_path: Path) -> None:
     path = tmp_path / "gpt.yaml"
     path.write_text(starter("gpt", str(path), ["llama", "plain"]), encoding="utf-8")
-    loaded = load(str(path))
+    loaded = load_config(str(path))
     assert loaded.config.preset == ("llama", "plain")
     assert loaded.origins["model.norm"] == "preset plain"
     assert loaded.origins["optimizer.lr"] == "preset plain"
@@ -111,7 +111,7 @@ def test_the_template_of_growth_has_a_schedule_line_by_line(tmp_path: Path) -> N
     text = starter("growth", "growth.yaml")
     path = tmp_path / "growth.yaml"
     path.write_text(text, encoding="utf-8")
-    names = [each.name for each in load(str(path)).config.schedule]
+    names = [each.name for each in load_config(str(path)).config.schedule]
     assert names == ["insert_layers", "widen_mlp", "change_lr"]
     assert [line for line in text.splitlines() if line.startswith("  - {name: change_lr,")]
 
@@ -128,7 +128,7 @@ def test_every_key_stands_in_the_template_with_its_description(
 ) -> None:
     text = starter(kind, "a.yaml")
     said = told(text)
-    for key, field in keys(root).items():
+    for key, field in schema_keys(root).items():
         assert re.search(rf"^ *#?{key.rpartition('.')[2]}:( |$)", text, re.MULTILINE), key
         assert field.description
         assert field.description in said
@@ -152,9 +152,9 @@ def test_heads_and_rules_are_written_a_line_each_and_read_back_equal(tmp_path: P
     assert lines[lines.index("  rules:") + 1].startswith("    - {metric: manifold/accuracy,")
     path, written = tmp_path / "graph.yaml", tmp_path / "run.yaml"
     path.write_text("\n".join(lines), encoding="utf-8")
-    loaded = load(str(path))
+    loaded = load_config(str(path))
     written.write_text(loaded.to_yaml(), encoding="utf-8")
-    assert load(str(written)).config == loaded.config
+    assert load_config(str(written)).config == loaded.config
     assert [head.name for head in loaded.config.model.heads] == [
         "manifold",
         "dimension",
@@ -181,9 +181,9 @@ def test_the_template_names_the_next_commands_whatever_the_path() -> None:
 
 
 def test_a_table_quotes_only_texts_that_look_like_other_values() -> None:
-    assert plain("imgs:Img") == "imgs:Img"
-    assert plain(["a: b", "#c"]) == "[a: b, #c]"
+    assert plain_text("imgs:Img") == "imgs:Img"
+    assert plain_text(["a: b", "#c"]) == "[a: b, #c]"
     for text in ("null", "~", "True", "1e-3", "-.5", ".inf", ".nan", "[1]", "{a", "", " a", "a\nb"):
-        assert plain(text) == in_yaml(text)
-        assert plain(text)[0] in "\"'", text
-    assert (plain(None), plain(1e-3), plain(True)) == ("null", in_yaml(1e-3), "true")
+        assert plain_text(text) == in_yaml(text)
+        assert plain_text(text)[0] in "\"'", text
+    assert (plain_text(None), plain_text(1e-3), plain_text(True)) == ("null", in_yaml(1e-3), "true")

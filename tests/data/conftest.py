@@ -9,7 +9,7 @@ import pytest
 from splits import split_of
 
 from instar.config.language import DataConfig
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.data.text.shards import TokenSplit
 
 MakeSplit = Callable[..., TokenSplit]
@@ -33,4 +33,4 @@ def dataset_folder(tmp_path: Path) -> Path:
     """A small prepared data set of bytes."""
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a text\n" for number in range(200)))
-    return prepare(DataConfig(source=str(text)), seed=1, path=tmp_path / "prepared")
+    return prepare_dataset(DataConfig(source=str(text)), seed=1, path=tmp_path / "prepared")

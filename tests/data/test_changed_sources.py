@@ -16,10 +16,10 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text import provenance
-from instar.data.text.dataset import missing, open_data, prepare_data
+from instar.data.text.dataset import create_dataset_files, missing, open_data
 from instar.data.text.foreign.chat_template import PLAIN
 from instar.data.text.origin import default_path
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.data.text.shards import open_dataset
 from instar.data.text.tokenizer import train_bpe
 from instar.data.text.verify import verify_tokens
@@ -88,10 +88,10 @@ def test_a_new_run_is_refused_and_told_what_changed(
     change: Callable[[], object], says: str, path: str | None
 ) -> None:
     data = DataConfig(source="texts", val_source="held.txt", path=path)
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     assert missing(data, 1) == []
     change()
-    for start in (prepare_data, missing):
+    for start in (create_dataset_files, missing):
         with pytest.raises(ConfigError, match=says) as refused:
             start(data, 1)
         (problem,) = refused.value.problems
@@ -103,13 +103,13 @@ def test_a_new_run_is_refused_and_told_what_changed(
 @pytest.mark.parametrize("change", [change for change, _ in CHANGES])
 def test_they_are_prepared_anew_beside_what_earlier_runs_use(change: Callable[[], object]) -> None:
     data = DataConfig(source="texts", val_source="held.txt")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     before, first = open_data(data, 1), default_path(data, 1)
     change()
     anew = data.model_copy(update={"if_changed": "prepare"})
     said: list[str] = []
     assert [str(path) for path in missing(anew, 1, said.append)] == [f"{first}.2"]
-    prepare_data(anew, 1, say=said.append)
+    create_dataset_files(anew, 1, say=said.append)
     assert "have changed" in said[0]
     after = open_data(data, 1)
     assert str(after.path) == default_path(data, 1) == f"{first}.2"
@@ -121,36 +121,36 @@ def test_they_are_prepared_anew_beside_what_earlier_runs_use(change: Callable[[]
 
 def test_what_was_prepared_is_kept_on_demand_and_said() -> None:
     data = DataConfig(source="texts")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     before = open_data(data, 1).fingerprint
     add()
     said: list[str] = []
-    prepare_data(data.model_copy(update={"if_changed": "keep"}), 1, say=said.append)
+    create_dataset_files(data.model_copy(update={"if_changed": "keep"}), 1, say=said.append)
     assert "note: the files of data.source texts have changed (new: c.txt)" in said[0]
     assert open_data(data, 1).fingerprint == before
 
 
 def test_the_same_text_is_no_change_and_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataConfig(source="texts/*.txt", path="set")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     os.utime("texts/a.txt", (1, 1))
     shutil.copy("texts/b.txt", "copy")
     Path("copy").replace("texts/b.txt")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
 
     def never(*_: Any) -> Any:
         raise AssertionError("a file was read again")
 
     monkeypatch.setattr(provenance, "_recorded", never)
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
 
 
 def test_a_source_that_is_gone_is_mentioned() -> None:
     data = DataConfig(source="texts", path="set")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     shutil.rmtree("texts")
     said: list[str] = []
-    prepare_data(data, 1, say=said.append)
+    create_dataset_files(data, 1, say=said.append)
     assert said == ["note: data.source texts is not there; the tokens in set are used"]
 
 
@@ -163,28 +163,28 @@ def test_a_file_that_is_written_to_meanwhile_is_refused(monkeypatch: pytest.Monk
     real = provenance.survey
     monkeypatch.setattr("instar.data.text.prepare.survey", survey)
     with pytest.raises(ConfigError, match=r"b\.txt changed while it was prepared"):
-        prepare(DataConfig(source="texts", path="set"), 1)
+        prepare_dataset(DataConfig(source="texts", path="set"), 1)
     assert not Path("set").exists()
 
 
 def test_the_standard_library_of_another_python_is_another_source() -> None:
     data = DataConfig(max_bytes=2000, path="set")
-    record = prepare(data, 1) / "dataset.json"
+    record = prepare_dataset(data, 1) / "dataset.json"
     made = json.loads(record.read_text())
     made["source"]["python"] = "3.4.1"
     record.unlink()
     record.write_text(json.dumps(made))
     with pytest.raises(ConfigError, match=r"of Python 3\.\d+\.\d+, not of 3\.4\.1 any more"):
-        prepare(data, 1)
+        prepare_dataset(data, 1)
 
 
 def test_held_out_text_of_a_stream_is_compared() -> None:
     pq.write_table(pa.table({"text": ["a row of text"] * 90}), "rows.parquet")
     data = DataConfig(kind="stream", source="rows.parquet", val_source="held.txt", path="set")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     rewrite_held()
     with pytest.raises(ConfigError, match=r"data\.val_source held\.txt have changed"):
-        prepare_data(data, 1)
+        create_dataset_files(data, 1)
 
 
 def test_rows_decide_where_files_have_other_columns() -> None:
@@ -195,12 +195,12 @@ def test_rows_decide_where_files_have_other_columns() -> None:
     texts = [f"row {number} of text" for number in range(90)]
     write({"text": texts, "n": [1] * 90})
     data = DataConfig(kind="rows", source="rows", path="set")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     write({"text": texts, "n": [2] * 90})
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     write({"text": texts[::-1], "n": [2] * 90})
     with pytest.raises(ConfigError, match=r"data\.source rows have changed \(changed: a\.parquet"):
-        prepare_data(data, 1)
+        create_dataset_files(data, 1)
 
 
 def conversation_set(tokenizer: Path) -> DataConfig:
@@ -221,8 +221,8 @@ def test_conversations_are_compared_with_their_template(tmp_path: Path, change: 
     tokenizer = tmp_path / "model"
     data = conversation_set(tokenizer)
     line = Path("chats.jsonl").read_text().splitlines()[0]
-    prepare_data(data, 1)
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
+    create_dataset_files(data, 1)
     if change == "lines":
         Path("chats.jsonl").write_text(f"{line}\n" * 80)
     elif change == "template":
@@ -236,7 +236,7 @@ def test_conversations_are_compared_with_their_template(tmp_path: Path, change: 
         r"data\.source chats\.jsonl have changed" if change == "lines" else "chat template or its"
     )
     with pytest.raises(ConfigError, match=says):
-        prepare_data(data, 1)
+        create_dataset_files(data, 1)
 
 
 @pytest.mark.parametrize("name", ["train-00000.safetensors", "marks/train-00000.safetensors"])
@@ -244,13 +244,16 @@ def test_damaged_conversations_and_marks_are_found_whatever_their_times_say(
     tmp_path: Path, name: str
 ) -> None:
     data = conversation_set(tmp_path / "model")
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     file = Path("set", name)
     status, content = file.stat(), bytearray(file.read_bytes())
     content[-2] ^= 1
     file.chmod(0o644)
     file.write_bytes(content)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    for check in (lambda: prepare_data(data, 1), lambda: verify_tokens(open_dataset("set"))):
+    for check in (
+        lambda: create_dataset_files(data, 1),
+        lambda: verify_tokens(open_dataset("set")),
+    ):
         with pytest.raises(ConfigError, match=rf"set/{name}: the tokens are not those that were"):
             check()

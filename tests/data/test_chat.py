@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.source import IGNORED
-from instar.data.text.dataset import lost_conversations, open_data, prepare_data
+from instar.data.text.dataset import create_dataset_files, lost_conversations, open_data
 from instar.data.text.foreign.chat_template import PLAIN
-from instar.data.text.tokenizer import load_tokenizer, train_bpe
+from instar.data.text.tokenizer import load_saved_tokenizer, train_bpe
 
 CHATML = (
     "{% for m in messages %}{{ '<|im|>' + m['role'] + '\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -71,7 +71,7 @@ def theirs(
 @pytest.mark.parametrize("packing", [False, True])
 def test_tokens_and_targets_are_those_of_transformers(place: Path, packing: bool) -> None:
     data = config(place, packing=packing)
-    prepare_data(data, 7)
+    create_dataset_files(data, 7)
     opened = open_data(data, 7)
     pairs = {tuple(ids): mask for ids, mask in (theirs(place, PLAIN, chat(n)) for n in range(40))}
     splits = {name: opened.held_out(name, CONTEXT) for name in ("val", "test")}
@@ -104,9 +104,9 @@ def test_tokens_and_targets_are_those_of_transformers(place: Path, packing: bool
 def test_a_template_without_generation_marks_what_the_assistant_adds(place: Path) -> None:
     (place / "model/chat_template.jinja").write_text(CHATML)
     named = config(place, tokenizer=str(place / "model"))  # by its folder
-    prepare_data(named, 7)
+    create_dataset_files(named, 7)
     opened = open_data(named, 7)
-    tokenizer = load_tokenizer(place / "model")
+    tokenizer = load_saved_tokenizer(place / "model")
     batch = opened.held_out("val", CONTEXT).read(np.arange(1))
     wanted = batch["targets"][0]
     said = tokenizer.decode(wanted[wanted != IGNORED].tolist())
@@ -156,7 +156,7 @@ def test_a_line_that_is_no_conversation_is_refused(place: Path, case: str) -> No
     with (place / "chats.jsonl").open("a") as file:
         file.write(line + "\n")
     with pytest.raises(ConfigError, match=message):
-        prepare_data(config(place), 7)
+        create_dataset_files(config(place), 7)
     assert not (place / "tokens").exists()
 
 
@@ -169,7 +169,7 @@ def test_a_template_that_cannot_be_masked_or_escapes_is_refused(place: Path) -> 
     ):
         file.write_text(template)
         with pytest.raises(ConfigError, match=message):
-            prepare_data(config(place, chat_template=str(file)), 7)
+            create_dataset_files(config(place, chat_template=str(file)), 7)
         assert not (place / "tokens").exists()
 
 
@@ -189,10 +189,10 @@ def prepared(place: Path, template: str, *rows: object, **more: object) -> tuple
     (place / "chats.jsonl").write_text("\n".join([json.dumps(row) for row in rows] * 20))
     said: list[str] = []
     data = config(place, chat_template=str(place / "own.jinja"), **more)
-    prepare_data(data, 7, say=said.append)
+    create_dataset_files(data, 7, say=said.append)
     opened = open_data(data, 7)
     source = opened.train(CONTEXT, 7)[0]
-    tokenizer = load_tokenizer(place / "model")
+    tokenizer = load_saved_tokenizer(place / "model")
     batch = source.read(np.arange(len(rows)))
     targets = [row[row != IGNORED].tolist() for row in batch["targets"]]
     return "|".join(map(tokenizer.decode, targets)), said
@@ -313,7 +313,7 @@ def test_conversations_that_a_context_leaves_out_are_counted(place: Path) -> Non
     late = {"messages": [{"role": "user", "content": "so " * 40}, *chat(1)[1:2]]}
     (place / "chats.jsonl").write_text("\n".join(map(json.dumps, [long, late] * 20)))
     data = config(place)
-    prepare_data(data, 7)
+    create_dataset_files(data, 7)
     whole = sum(theirs(place, PLAIN, long["messages"])[1])
     for remark in lost_conversations(data, 7, 40):
         counts = [int(n.replace(",", "")) for n in re.findall(r"\b\d[\d,]*", remark)]
@@ -350,17 +350,17 @@ def test_conversations_that_leak_between_splits_are_counted_and_one_key_removes_
     rows = [{"messages": chat(number % 20), "id": number} for number in range(80)]
     (place / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said: list[str] = []
-    prepare_data(config(place), 7, say=said.append)
+    create_dataset_files(config(place), 7, say=said.append)
     (leaks,) = [text for text in said if "of val are trained on too, word for word" in text]
     assert "conversations" in leaks
     said = []
     once = config(place, path=str(place / "once"), drop_duplicates=True)
-    prepare_data(once, 7, say=said.append)
+    create_dataset_files(once, 7, say=said.append)
     assert "left out 60 of 80 conversations, which are there before" in said
     assert not any("trained on too" in text for text in said)
     opened = open_data(once, 7).dataset
     texts = [
-        load_tokenizer(place / "model").decode(
+        load_saved_tokenizer(place / "model").decode(
             opened.split(name).read(0, len(opened.split(name))).tolist()
         )
         for name in ("train", "val", "test")
@@ -374,10 +374,10 @@ def test_conversations_of_val_source_are_not_trained_on(place: Path) -> None:
     )
     held = {"val_source": str(place / "held.jsonl"), "test_fraction": 0.0}
     said: list[str] = []
-    prepare_data(config(place, **held), 7, say=said.append)
+    create_dataset_files(config(place, **held), 7, say=said.append)
     assert any("10 of 30 conversations of val are trained on too" in text for text in said)
     said = []
-    prepare_data(
+    create_dataset_files(
         config(place, **held, path=str(place / "once"), drop_duplicates=True), 7, say=said.append
     )
     assert "left out 10 of 40 conversations, which are there before or held out" in said

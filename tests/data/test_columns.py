@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import columns, same
 
-from instar.data.columns import Columns, Ragged, cut, difference, join, leaves, nbytes, pick, stack
+from instar.data.columns import (
+    Columns,
+    Ragged,
+    cut,
+    difference,
+    join_columns,
+    leaves,
+    nbytes,
+    pick,
+    stack,
+)
 
 ids = st.lists(st.integers(0, 30), min_size=1, max_size=8)
 
@@ -24,7 +34,7 @@ def read(*indices: int) -> Columns:
 def test_parts_joined_are_what_was_cut(ids: list[int], data: st.DataObject) -> None:
     whole = read(*ids)
     at = data.draw(st.integers(0, len(ids)))
-    assert same(join([cut(whole, 0, at), cut(whole, at, len(ids))]), whole)
+    assert same(join_columns([cut(whole, 0, at), cut(whole, at, len(ids))]), whole)
 
 
 @settings(deadline=None, max_examples=60)
@@ -34,7 +44,7 @@ def test_parts_stacked_apart_are_joined_as_if_stacked_at_once(
 ) -> None:
     cuts = sorted({0, len(ids), *data.draw(st.lists(st.integers(0, len(ids)), max_size=3))})
     parts = [read(*ids[begin:end]) for begin, end in itertools.pairwise(cuts)]
-    assert same(join(parts), read(*ids))
+    assert same(join_columns(parts), read(*ids))
 
 
 @settings(deadline=None, max_examples=60)
@@ -54,7 +64,7 @@ def test_any_columns_are_cut_picked_and_joined_without_loss(
     whole = data.draw(columns(samples))
     at = data.draw(st.integers(0, samples))
     first, second = cut(whole, 0, at), cut(whole, at, samples)
-    assert same(join([first, second]), whole)
+    assert same(join_columns([first, second]), whole)
     backwards = np.arange(samples)[::-1]
     assert same(pick(pick(whole, backwards), backwards), whole)
     assert nbytes(first) <= nbytes(whole) + 8 * len(list(leaves(whole)))
@@ -125,6 +135,6 @@ def test_parts_that_cannot_be_joined_are_named(other: Columns, found: str) -> No
     assert difference(one, other) == found
     if found:
         with pytest.raises(ValueError, match="part 1 has"):
-            join([one, other])
+            join_columns([one, other])
     else:
-        join([one, other])
+        join_columns([one, other])

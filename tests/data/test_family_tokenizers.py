@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text.chat import TARGET, encoded
-from instar.data.text.dataset import open_data, prepare_data
+from instar.data.text.dataset import create_dataset_files, open_data
 from instar.data.text.foreign.chat_template import template_beside
 from instar.data.text.streams.items import open_items
 from instar.data.text.streams.samples import DocumentStream, TokenLanes
 from instar.data.text.tokenizer import (
     BPETokenizer,
-    load_tokenizer,
+    load_saved_tokenizer,
     prompt_tokens,
     separator_of,
     tokenizer_files,
@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_text_becomes_the_tokens_of_transformers(folders: Path, kind: str) -> None:
     theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
-    ours = load_tokenizer(folders / kind)
+    ours = load_saved_tokenizer(folders / kind)
     for text in TEXTS:
         ids = theirs(text)["input_ids"]
         assert ours.encode(text).tolist() == ids
@@ -63,7 +63,7 @@ def test_documents_have_what_surrounds_a_text_on_every_road(
     folder = str(folders / kind)
     data = DataConfig(source=str(source), tokenizer=folder, path=str(tmp_path / "tokens"))
     told: list[str] = []
-    prepare_data(data, 7, say=told.append)
+    create_dataset_files(data, 7, say=told.append)
     layout = LAYOUTS[kind]
     around = [layout.bos, "…", layout.eos] if layout.adds_bos else ["…", layout.eos]
     assert told[-1].endswith(f"; documents {' '.join(filter(None, around))}")
@@ -75,7 +75,7 @@ def test_documents_have_what_surrounds_a_text_on_every_road(
     assert prepared[: len(documents[0])] in documents
     assert abs(sum(map(len, chosen)) - len(prepared)) < 2 * len(documents[0])  # one is cut
 
-    kept = load_tokenizer(tmp_path / "tokens")
+    kept = load_saved_tokenizer(tmp_path / "tokens")
     assert kept.encode("a").tolist() == theirs("a")["input_ids"]
     streamed = data.model_copy(update={"kind": "stream"})
     stream = DocumentStream(TokenLanes(open_items(streamed), kept, ids=False), 64)
@@ -91,18 +91,18 @@ def test_data_of_another_end_or_beginning_are_not_reused(tmp_path: Path) -> None
     (tmp_path / "a.txt").write_text("the words of the many\n" * 200)
     given = {"source": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path / "model")}
     data = DataConfig.model_validate(given | {"path": str(tmp_path / "tokens")})
-    prepare_data(data, 7)
-    prepare_data(data, 7)
+    create_dataset_files(data, 7)
+    create_dataset_files(data, 7)
     file = tmp_path / "model/tokenizer_config.json"
     said = file.read_text()
     file.write_text(said.replace('"<eos>"', '"<end_of_turn>"'))
     with pytest.raises(ConfigError, match="is not the tokenizer that made the data set"):
-        prepare_data(data, 7)
+        create_dataset_files(data, 7)
     file.write_text(said)
     tokenizer.post_processor = None
     tokenizer.save(str(tmp_path / "model/tokenizer.json"))
     with pytest.raises(ConfigError, match="is not the tokenizer that made the data set"):
-        prepare_data(data, 7)
+        create_dataset_files(data, 7)
 
 
 SAID = {
@@ -129,7 +129,7 @@ def test_the_end_of_a_document_is_what_a_file_says(
     (tmp_path / "tokenizer.json").write_bytes((folders / "gemma2/tokenizer.json").read_bytes())
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert load_tokenizer(tmp_path).end_token == end
+    assert load_saved_tokenizer(tmp_path).end_token == end
 
 
 def test_an_end_that_only_the_model_says_is_kept_with_the_data(
@@ -139,11 +139,11 @@ def test_an_end_that_only_the_model_says_is_kept_with_the_data(
     (tmp_path / "tokenizer.json").write_bytes((folders / "gemma2/tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_saved_tokenizer(tmp_path)
     (tmp_path / "config.json").unlink()
     for name, content in tokenizer_files(tokenizer).items():
         (tmp_path / name).write_bytes(content)
-    kept = load_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
+    kept = load_saved_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
     assert kept.end_token == "<eos>"
 
 
@@ -168,7 +168,7 @@ def test_where_nothing_says_the_end_it_is_not_guessed(
     (tmp_path / "tokenizer.json").write_bytes((folders / "gemma2/tokenizer.json").read_bytes())
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_saved_tokenizer(tmp_path)
     assert isinstance(tokenizer, BPETokenizer)
     assert tokenizer.end_token is None
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_ends_texts_itself_needs_no_other_end(
     around["special_tokens"]["<eos>"] = {"id": "<eos>", "ids": [1], "tokens": ["<eos>"]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = load_saved_tokenizer(tmp_path)
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("words").tolist() == theirs("words")["input_ids"]
     assert tokenizer.encode("words")[-1] == 1 != prompt_tokens(tokenizer, "words")[-1]
@@ -198,7 +198,7 @@ def test_what_else_a_post_processor_does_is_refused(folders: Path, tmp_path: Pat
     saved["post_processor"]["single"].append({"Sequence": {"id": "A", "type_id": 1}})
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match="does not surround a text with tokens"):
-        load_tokenizer(tmp_path)
+        load_saved_tokenizer(tmp_path)
 
 
 def conversation(chance: random.Random, *, system: bool) -> list[dict[str, str]]:
@@ -234,7 +234,7 @@ def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
     # where a post-processor trims offsets, transformers loses what begins or ends with whitespace
     theirs.backend_tokenizer.post_processor = None
     (tmp_path / "marked.jinja").write_text(marked := marked_template(kind))
-    ours = load_tokenizer(folders / kind)
+    ours = load_saved_tokenizer(folders / kind)
     assert isinstance(ours, BPETokenizer)
     template = template_beside(folders / kind, ours, tmp_path / "marked.jinja")
     for messages in conversations(kind):
@@ -251,7 +251,7 @@ def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
 def test_an_answer_is_trained_as_it_is_generated(folders: Path, kind: str) -> None:
     """By the model's own template: after the prompt that transformers gives, and as it renders the answer."""
     theirs: Any = AutoTokenizer.from_pretrained(folders / kind)
-    ours = load_tokenizer(folders / kind)
+    ours = load_saved_tokenizer(folders / kind)
     template = template_beside(folders / kind, ours)
     several = 0
     for messages in conversations(kind):
@@ -281,7 +281,7 @@ def test_a_sampled_answer_ends_with_the_token_that_ends_one(
     prompt = theirs.apply_chat_template(
         [{"role": "user", "content": "so?"}], tokenize=False, add_generation_prompt=True
     )
-    ours = load_tokenizer(folders / kind)
+    ours = load_saved_tokenizer(folders / kind)
     assert template_beside(folders / kind, ours).opened("so?") == (prompt, end)
 
 
@@ -316,4 +316,4 @@ def test_what_a_config_says_is_added_counts_as_in_transformers(
         (tmp_path / "config.json").write_bytes((folders / family / "config.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path).encode("words").tolist() == theirs("words")["input_ids"]
+    assert load_saved_tokenizer(tmp_path).encode("words").tolist() == theirs("words")["input_ids"]

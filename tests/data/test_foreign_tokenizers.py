@@ -14,10 +14,15 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data.text.dataset import prepare_data
+from instar.data.text.dataset import create_dataset_files
 from instar.data.text.foreign import engine, worker
 from instar.data.text.foreign.engine import Limited, Local, is_harmless
-from instar.data.text.tokenizer import BPETokenizer, from_json, load_tokenizer, train_bpe
+from instar.data.text.tokenizer import (
+    BPETokenizer,
+    load_saved_tokenizer,
+    parse_tokenizer,
+    train_bpe,
+)
 from instar.processes.child import GONE, process_state
 
 TEXT = "so good a word, naïve 再见 ✓\n" * 200
@@ -89,7 +94,7 @@ def test_what_a_file_does_to_the_library_is_an_error_in_one_line(
 
 
 def use(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_saved_tokenizer(folder)
     tokenizer.encode(TEXT)
     tokenizer.decode([OWN["model"]["vocab"]["a"]] * 3)
 
@@ -98,7 +103,7 @@ def test_what_takes_too_long_is_ended_and_its_tokenizer_goes_on() -> None:
     one = Limited(saved(**AFFECTED), limit_s=1)
     with pytest.raises(ConfigError, match="cannot be used to encode text: it takes more than 1 s"):
         one.encode([TEXT * 3000])
-    assert one.decode([65, 66]) == from_json(saved()).decode([65, 66])
+    assert one.decode([65, 66]) == parse_tokenizer(saved()).decode([65, 66])
 
 
 def test_a_request_has_a_gibibyte_at_most() -> None:
@@ -117,7 +122,7 @@ def test_preparing_data_names_the_fault(tmp_path: Path) -> None:
         source=str(tmp_path / "a.txt"), tokenizer=str(tmp_path), path=str(tmp_path / "tokens")
     )
     with pytest.raises(ConfigError, match="the tokenizer cannot be used to encode text"):
-        prepare_data(data, 7)
+        create_dataset_files(data, 7)
     assert not (tmp_path / "tokens").exists()
 
 
@@ -146,7 +151,7 @@ def test_only_files_of_known_parts_are_run_in_this_process() -> None:
 
 
 def test_both_engines_are_alike() -> None:
-    here, apart = from_json(saved()), from_json(saved(**AFFECTED))
+    here, apart = parse_tokenizer(saved()), parse_tokenizer(saved(**AFFECTED))
     assert isinstance(here, BPETokenizer)
     assert isinstance(apart, BPETokenizer)
     assert (type(here.engine), type(apart.engine)) == (Local, Limited)
@@ -162,7 +167,7 @@ def test_both_engines_are_alike() -> None:
 
 
 def test_many_texts_are_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = from_json(saved(**AFFECTED))
+    tokenizer = parse_tokenizer(saved(**AFFECTED))
     texts = [f"{n} words " * (n % 5) for n in range(40)]
     expected = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
     monkeypatch.setattr(engine, "_REQUEST_BYTES", 50)
@@ -175,7 +180,7 @@ def test_a_process_that_is_gone_is_started_anew_and_ends_with_its_tokenizer() ->
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ConfigError, match="its process was killed by SIGKILL"):
         one.decode([1])
-    assert one.decode([65]) == from_json(saved()).decode([65])
+    assert one.decode([65]) == parse_tokenizer(saved()).decode([65])
     pid = one.process.pid
     del one
     gc.collect()
@@ -187,7 +192,7 @@ def test_signals_to_the_whole_job_leave_the_tokenizer_to_its_run() -> None:
     pid = one.process.pid
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, number)
-    assert one.decode([65]) == from_json(saved()).decode([65])
+    assert one.decode([65]) == parse_tokenizer(saved()).decode([65])
     assert one.process.pid == pid
 
 

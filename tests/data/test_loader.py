@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from instar.data.loader import BLOCK_S, StepBatch
 from instar.data.order import Int64Array, Order, Sequential, Shuffled, make_order
-from instar.data.plan import StepPlan, micro_slices, plan_step, shares
+from instar.data.plan import StepPlan, divide_step, micro_slices, plan_step
 from instar.data.source import TokenWindows
 
 
@@ -45,7 +45,7 @@ def test_a_step_never_crosses_the_end_of_an_epoch() -> None:
 @settings(deadline=None)
 @given(count=st.integers(1, 100), start=st.integers(0, 1000), world=st.integers(1, 17))
 def test_ranks_share_a_step_evenly_and_without_gaps(count: int, start: int, world: int) -> None:
-    places = shares(StepPlan(start, 0, start, count), world)
+    places = divide_step(StepPlan(start, 0, start, count), world)
     assert len(places) == world
     assert [at for one in places for at in one] == list(range(count))
     sizes = [len(one) for one in places]

@@ -16,7 +16,7 @@ from instar.data.source import (
     PartOrder,
     TokenWindows,
     mixture_order,
-    shares,
+    mixture_shares,
 )
 
 seeds = st.integers(0, 2**63 - 1)
@@ -95,7 +95,7 @@ def test_shares_are_exact_and_each_part_comes_in_its_own_order(
     origin = np.searchsorted(firsts, drawn, side="right") - 1
     for begin in range(0, drawn.size - PERIOD + 1, PERIOD):
         counts = np.bincount(origin[begin : begin + PERIOD], minlength=len(sizes))
-        assert counts.tolist() == shares(weights)
+        assert counts.tolist() == mixture_shares(weights)
     for number, part in enumerate(order.parts):
         mine = drawn[origin == number] - firsts[number]
         size = sizes[number]
@@ -145,7 +145,7 @@ def test_without_weights_each_sample_comes_once() -> None:
 
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
 def test_shares_follow_the_weights(weights: list[float]) -> None:
-    found = shares(weights)
+    found = mixture_shares(weights)
     assert sum(found) == PERIOD
     assert min(found) >= 1
     quotas = np.array(weights) / sum(weights) * PERIOD
@@ -154,16 +154,16 @@ def test_shares_follow_the_weights(weights: list[float]) -> None:
 
 
 def test_shares_of_known_weights() -> None:
-    assert shares([1, 1, 2]) == [256, 256, 512]
-    assert shares([0.7, 0.3]) == [717, 307]
-    assert shares([1, 1, 1]) == [342, 341, 341]
-    assert shares([1e-9, 1, 1]) == [1, 512, 511]
+    assert mixture_shares([1, 1, 2]) == [256, 256, 512]
+    assert mixture_shares([0.7, 0.3]) == [717, 307]
+    assert mixture_shares([1, 1, 1]) == [342, 341, 341]
+    assert mixture_shares([1e-9, 1, 1]) == [1, 512, 511]
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [-1.0], [1.0] * (PERIOD + 1)])
 def test_weights_without_meaning_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="needs 1 to 1024 weights above 0"):
-        shares(weights)
+        mixture_shares(weights)
 
 
 def test_the_order_never_changes_between_versions() -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from instar.config.errors import ConfigError, InstarError
 from instar.config.language import DataConfig
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.data.split import divide_samples
 from instar.data.text.corpus import open_corpus
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.data.text.shards import open_dataset
-from instar.data.text.tokenizer import load_tokenizer, named_tokenizer
+from instar.data.text.tokenizer import load_saved_tokenizer, named_tokenizer
 from instar.models.hf.folder import import_folder
 
 SOON_S = 10.0
@@ -58,7 +58,7 @@ KINDS = {"pipe": pipe, "device": device, "folder": folder}
 def dataset(place: Path) -> Path:
     (place / "text.txt").write_text("some text to be tokens " * 99)
     data = DataConfig(source=str(place / "text.txt"), path=str(place / "tokens"))
-    prepare(data, 0)
+    prepare_dataset(data, 0)
     return place / "tokens"
 
 
@@ -80,7 +80,7 @@ def odd_record(place: Path, make: Callable[[Path], Path]) -> None:
 
 def odd_tokenizer(place: Path, make: Callable[[Path], Path]) -> None:
     make(place / "tokenizer.json")
-    load_tokenizer(place)
+    load_saved_tokenizer(place)
 
 
 def odd_named_tokenizer(place: Path, make: Callable[[Path], Path]) -> None:
@@ -88,11 +88,11 @@ def odd_named_tokenizer(place: Path, make: Callable[[Path], Path]) -> None:
 
 
 def odd_config(place: Path, make: Callable[[Path], Path]) -> None:
-    load(str(make(place / "run.yaml")))
+    load_config(str(make(place / "run.yaml")))
 
 
 def odd_schedule(place: Path, make: Callable[[Path], Path]) -> None:
-    load(None, [f"schedule={make(place / 'grow.yaml')}"])
+    load_config(None, [f"schedule={make(place / 'grow.yaml')}"])
 
 
 def odd_source(place: Path, make: Callable[[Path], Path]) -> None:
@@ -133,4 +133,4 @@ def test_what_is_no_regular_file_is_told_at_once(
 
 def test_a_named_pipe_is_called_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a regular file"):
-        load(str(pipe(tmp_path / "run.yaml")))
+        load_config(str(pipe(tmp_path / "run.yaml")))

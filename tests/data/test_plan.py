@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from instar.data.arrays import InMemorySource
 from instar.data.loader import LocalReader, ReadRequest, StepKey
 from instar.data.order import make_order
-from instar.data.plan import balanced
+from instar.data.plan import balance_costs
 from instar.data.source import CostedSource
 
 COSTS = st.lists(st.integers(0, 10_000), max_size=80)
@@ -17,7 +17,7 @@ COSTS = st.lists(st.integers(0, 10_000), max_size=80)
 
 @given(COSTS, st.integers(1, 9))
 def test_every_sample_has_one_place_and_slices_are_even(costs: list[int], slices: int) -> None:
-    places = balanced(np.array(costs, dtype=np.int64), slices)
+    places = balance_costs(np.array(costs, dtype=np.int64), slices)
     assert sorted(np.concatenate(places).tolist()) == list(range(len(costs)))
     counts = [len(one) for one in places]
     assert max(counts) - min(counts) <= 1
@@ -29,14 +29,16 @@ def test_work_differs_by_one_sample_at_most(costs: list[int], slices: int) -> No
     """Within the turns that are whole, and by one more where the last is not."""
     work = [
         sum(costs[place] for place in one)
-        for one in balanced(np.array(costs, dtype=np.int64), slices)
+        for one in balance_costs(np.array(costs, dtype=np.int64), slices)
     ]
     assert max(work) - min(work) <= 2 * max(costs, default=0)
 
 
 def test_graphs_of_many_sizes_are_nearly_the_same_work() -> None:
     drawn = np.random.default_rng(0).integers(64, 257, (200, 64))
-    spread = [np.ptp([row[one].sum() for one in balanced(row, 2)]) / row.sum() for row in drawn]
+    spread = [
+        np.ptp([row[one].sum() for one in balance_costs(row, 2)]) / row.sum() for row in drawn
+    ]
     contiguous = [abs(int(row[:32].sum() - row[32:].sum())) / row.sum() for row in drawn]
     assert np.median(spread) < 0.002 < 0.02 < np.median(contiguous)
 
@@ -45,7 +47,7 @@ def test_a_reader_shares_by_work_and_loses_nothing() -> None:
     costs = np.arange(40) ** 2
     source = CostedSource(InMemorySource({"x": np.arange(40)}), costs)
     order = make_order("shuffled", 40, seed=3)
-    request = ReadRequest(0, StepKey(0, 24, 12), ahead=False)
+    request = ReadRequest(0, StepKey(0, 24, 12), read_ahead=False)
     seen = []
     for rank in range(3):
         reader = LocalReader(source, order, 3, range(rank, rank + 1), "a rank")

@@ -17,14 +17,14 @@ from instar.config.language import DataConfig
 from instar.data.split import divide
 from instar.data.text import prepare as preparing
 from instar.data.text.origin import default_path
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.data.text.shards import TokenDataset, open_dataset
-from instar.data.text.tokenizer import load_tokenizer, train_bpe, train_char
+from instar.data.text.tokenizer import load_saved_tokenizer, train_bpe, train_char
 from instar.data.text.verify import verify_tokens
 
 
 def ensure_dataset(data: DataConfig, seed: int) -> TokenDataset:
-    return open_dataset(prepare(data, seed))
+    return open_dataset(prepare_dataset(data, seed))
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def texts_of(folder: Path) -> dict[str, str]:
-    dataset, tokenizer = open_dataset(folder), load_tokenizer(folder)
+    dataset, tokenizer = open_dataset(folder), load_saved_tokenizer(folder)
     return {
         name: tokenizer.decode(split.read(0, len(split)).tolist())
         for name, split in dataset.splits.items()
@@ -52,7 +52,7 @@ def test_documents_are_split_whole_and_kept_apart(
     data = DataConfig(
         source=str(rows), tokenizer=tokenizer, vocab_size=300, val_fraction=0.2, test_fraction=0.1
     )
-    folder = prepare(data, seed=5, path=tmp_path / "set")
+    folder = prepare_dataset(data, seed=5, path=tmp_path / "set")
     words = {name: text.split(separator) for name, text in texts_of(folder).items()}
     assert {name: len(found) for name, found in words.items()} == {
         "train": 70,
@@ -68,7 +68,7 @@ def test_documents_are_split_whole_and_kept_apart(
 def test_the_seed_alone_decides_who_is_held_out(tmp_path: Path, rows: Path) -> None:
     data = DataConfig(source=str(rows))
     held_out = [
-        texts_of(prepare(data, seed, tmp_path / name))["val"]
+        texts_of(prepare_dataset(data, seed, tmp_path / name))["val"]
         for seed, name in ((1, "a"), (1, "b"), (2, "c"))
     ]
     assert held_out[0] == held_out[1] != held_out[2]
@@ -79,7 +79,7 @@ def test_one_document_is_split_by_position(tmp_path: Path) -> None:
     text = "".join(f"{number:04d}\n" for number in range(1000))
     (tmp_path / "one.txt").write_text(text)
     data = DataConfig(source=str(tmp_path / "one.txt"), val_fraction=0.1, test_fraction=0.2)
-    assert texts_of(prepare(data, 1, tmp_path / "set")) == {
+    assert texts_of(prepare_dataset(data, 1, tmp_path / "set")) == {
         "train": text[:3500],
         "val": text[3500:4000],
         "test": text[4000:],
@@ -87,7 +87,7 @@ def test_one_document_is_split_by_position(tmp_path: Path) -> None:
 
 
 def test_without_a_test_fraction_there_is_no_test_split(tmp_path: Path, rows: Path) -> None:
-    folder = prepare(DataConfig(source=str(rows), test_fraction=0.0), 1, tmp_path / "set")
+    folder = prepare_dataset(DataConfig(source=str(rows), test_fraction=0.0), 1, tmp_path / "set")
     assert list(open_dataset(folder).splits) == ["train", "val"]
 
 
@@ -129,7 +129,7 @@ def test_splits_have_nearly_the_sizes_asked_for(
 
 def test_max_bytes_takes_whole_documents_from_all_over(tmp_path: Path, rows: Path) -> None:
     data = DataConfig(source=str(rows), max_bytes=7 * 30 + 3, val_fraction=0.2)
-    words = " ".join(texts_of(prepare(data, 1, tmp_path / "set")).values()).split()
+    words = " ".join(texts_of(prepare_dataset(data, 1, tmp_path / "set")).values()).split()
     numbers = sorted(int(word[4:]) for word in words if len(word) == 7)
     assert len(numbers) == 30
     assert numbers[0] < 25
@@ -141,9 +141,9 @@ def test_bpe_is_trained_on_no_more_than_a_sample(
     tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = DataConfig(source=str(rows), tokenizer="bpe", vocab_size=400)
-    prepare(data, 1, tmp_path / "whole")
+    prepare_dataset(data, 1, tmp_path / "whole")
     monkeypatch.setattr(preparing, "_BPE_SAMPLE_BYTES", 7)
-    prepare(data, 1, tmp_path / "sampled")
+    prepare_dataset(data, 1, tmp_path / "sampled")
     whole, sampled = (open_dataset(tmp_path / name) for name in ("whole", "sampled"))
     assert 257 < sampled.vocab_size < whole.vocab_size
 
@@ -153,7 +153,7 @@ def test_held_out_characters_are_unknown(tmp_path: Path) -> None:
     data = DataConfig(
         source=str(tmp_path / "one.txt"), tokenizer="char", val_fraction=0.1, test_fraction=0.05
     )
-    texts = texts_of(prepare(data, 1, tmp_path / "set"))
+    texts = texts_of(prepare_dataset(data, 1, tmp_path / "set"))
     assert "<unk>" in texts["val"]
     assert "<unk>" not in texts["train"]
 
@@ -181,7 +181,7 @@ def test_a_set_made_otherwise_is_refused_by_name(
     tmp_path: Path, rows: Path, change: dict[str, Any], says: str
 ) -> None:
     data = DataConfig(source=str(rows), path=str(tmp_path / "set"))
-    prepare(data, 1)
+    prepare_dataset(data, 1)
     with pytest.raises(ConfigError, match=says):
         ensure_dataset(data.model_copy(update=change), 1)
 
@@ -194,7 +194,9 @@ def test_a_path_may_be_spelled_in_another_way(
         Path(folder).mkdir()
     for name in ("a.txt", "held.txt"):
         Path("texts", name).write_text("some text\n" * 50)
-    trained = prepare(DataConfig(source="texts/a.txt", tokenizer="bpe", vocab_size=260), 1, "tok")
+    trained = prepare_dataset(
+        DataConfig(source="texts/a.txt", tokenizer="bpe", vocab_size=260), 1, "tok"
+    )
     Path("link").symlink_to("texts")
     fields = {"source": "texts/a.txt", "val_source": "texts/held.txt", "tokenizer": str(trained)}
     first = ensure_dataset(DataConfig(**fields, path=str(tmp_path / "set")), 1)
@@ -225,20 +227,20 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, rows: Path) 
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "thesis.tex").write_text("precious")
     with pytest.raises(ConfigError, match="is not a data set"):
-        prepare(DataConfig(source=str(rows)), 1, tmp_path / "set")
+        prepare_dataset(DataConfig(source=str(rows)), 1, tmp_path / "set")
     assert [path.name for path in (tmp_path / "set").iterdir()] == ["thesis.tex"]
 
 
 def test_an_empty_folder_may_be_used(tmp_path: Path, rows: Path) -> None:
     (tmp_path / "set").mkdir()
-    folder = prepare(DataConfig(source=str(rows)), 1, tmp_path / "set")
+    folder = prepare_dataset(DataConfig(source=str(rows)), 1, tmp_path / "set")
     assert "train" in open_dataset(folder).splits
 
 
 def test_a_text_too_short_to_split_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0123456789")
     with pytest.raises(ConfigError, match=r"too short: its val split would have [01] tokens"):
-        prepare(DataConfig(source=str(tmp_path / "a.txt")), 1, tmp_path / "set")
+        prepare_dataset(DataConfig(source=str(tmp_path / "a.txt")), 1, tmp_path / "set")
     assert not (tmp_path / "set").exists()
 
 
@@ -274,11 +276,11 @@ def test_what_does_not_count_does_not_change_the_folder() -> None:
 def test_two_processes_at_once_end_with_one_valid_set(tmp_path: Path, rows: Path) -> None:
     program = (
         "import sys; from instar.config.language import DataConfig\n"
-        "from instar.data.text.prepare import prepare\n"
+        "from instar.data.text.prepare import prepare_dataset\n"
         "from instar.data.text.shards import open_dataset\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "data = DataConfig(source=sys.argv[1], path=sys.argv[2])\n"
-        "print(open_dataset(prepare(data, 1)).fingerprint)\n"
+        "print(open_dataset(prepare_dataset(data, 1)).fingerprint)\n"
         "assert 'torch' not in sys.modules\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -306,7 +308,7 @@ def test_a_saved_tokenizer_is_used_as_it_is(tmp_path: Path, rows: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "tokenizer.json").write_text(saved.to_json())
     data = DataConfig(source=str(rows), tokenizer=str(tmp_path / "mine"), vocab_size=9999)
-    folder = prepare(data, 1, tmp_path / "set")
+    folder = prepare_dataset(data, 1, tmp_path / "set")
     dataset = open_dataset(folder)
     assert dataset.tokenizer_fingerprint == saved.fingerprint
     assert dataset.vocab_size == saved.vocab_size
@@ -321,10 +323,10 @@ def test_a_tokenizer_that_changed_since_is_refused_and_one_that_is_gone_is_not(
     file = tmp_path / "mine.json"
     file.write_text(train_char(["word0123456789"]).to_json())
     data = DataConfig(source=str(rows), tokenizer=str(file), path=str(tmp_path / "set"))
-    prepare(data, 1)
+    prepare_dataset(data, 1)
     file.write_text(train_char(["word"]).to_json())
     with pytest.raises(ConfigError, match=r"mine\.json is not the tokenizer that made"):
-        prepare(data, 1)
+        prepare_dataset(data, 1)
     file.unlink()
     assert ensure_dataset(data, 1).tokenizer == "char"
 
@@ -332,7 +334,7 @@ def test_a_tokenizer_that_changed_since_is_refused_and_one_that_is_gone_is_not(
 def test_a_tokenizer_that_is_not_there_is_said_before_anything_is_read(tmp_path: Path) -> None:
     data = DataConfig(source="nothing", tokenizer="gpt2")
     with pytest.raises(ConfigError, match="no tokenizer: 'gpt2'"):
-        prepare(data, 1, tmp_path / "set")
+        prepare_dataset(data, 1, tmp_path / "set")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +349,7 @@ def test_what_is_held_out_may_have_a_source_of_its_own(
     data = DataConfig(source=str(rows), val_source=str(other), val_fraction=val, test_fraction=test)
     words = {
         name: text.split("\n")
-        for name, text in texts_of(prepare(data, 5, tmp_path / "set")).items()
+        for name, text in texts_of(prepare_dataset(data, 5, tmp_path / "set")).items()
     }
     assert words.pop("train") == [f"word{n:03d}" for n in range(100)]
     assert [len(found) for found in words.values()] == sizes
@@ -357,17 +359,17 @@ def test_what_is_held_out_may_have_a_source_of_its_own(
 
 def test_a_set_with_another_val_source_is_refused_by_name(tmp_path: Path, rows: Path) -> None:
     data = DataConfig(source=str(rows), val_source=str(rows), path=str(tmp_path / "set"))
-    prepare(data, 1)
+    prepare_dataset(data, 1)
     for val_source in (None, "other.txt"):
         with pytest.raises(ConfigError, match=r"val_source='.*rows\.jsonl', not "):
-            prepare(data.model_copy(update={"val_source": val_source}), 1)
+            prepare_dataset(data.model_copy(update={"val_source": val_source}), 1)
 
 
 def test_a_val_source_too_short_is_named(tmp_path: Path, rows: Path) -> None:
     (tmp_path / "val.txt").write_text("x")
     data = DataConfig(source=str(rows), val_source=str(tmp_path / "val.txt"), test_fraction=0.0)
     with pytest.raises(ConfigError, match=r"data\.val_source: .*val\.txt is too short: its val"):
-        prepare(data, 1, tmp_path / "set")
+        prepare_dataset(data, 1, tmp_path / "set")
 
 
 def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
@@ -387,7 +389,7 @@ def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
             val_source=str(tmp_path / "a.txt"),
             tokenizer=str(tmp_path / "bpe.json"),
         )
-        dataset = open_dataset(prepare(data, 1, tmp_path / f"set-{name}"))
+        dataset = open_dataset(prepare_dataset(data, 1, tmp_path / f"set-{name}"))
         found.append(dataset.split("train").read(0, len(dataset.split("train"))).tolist())
     assert found[0] == found[1]
     assert saved.decode(found[0]) == text
@@ -406,16 +408,16 @@ def test_documents_that_leak_between_splits_are_counted_and_one_key_removes_them
     copies = [f"text number {number % 50:03} of many" for number in range(200)]
     data = DataConfig(kind=kind, source=str(write_texts(tmp_path, copies)), val_fraction=0.1)
     said: list[str] = []
-    prepare(data, 1, tmp_path / "all", said.append)
+    prepare_dataset(data, 1, tmp_path / "all", said.append)
     assert any(" of val are trained on too, word for word; data.drop_dup" in text for text in said)
     said = []
     once = data.model_copy(update={"drop_duplicates": True})
-    folder = prepare(once, 1, tmp_path / "once", said.append)
+    folder = prepare_dataset(once, 1, tmp_path / "once", said.append)
     assert said[0] == "left out 150 of 200 documents, which are there before"
     assert not any("trained on too" in text for text in said)
     assert sorted("\n".join(texts_of(folder).values()).split("\n")) == sorted(set(copies))
     with pytest.raises(ConfigError, match="drop_duplicates=True, not False"):
-        prepare(data, 1, folder)
+        prepare_dataset(data, 1, folder)
 
 
 def test_what_val_source_holds_out_is_not_trained_on(tmp_path: Path) -> None:
@@ -424,11 +426,11 @@ def test_what_val_source_holds_out_is_not_trained_on(tmp_path: Path) -> None:
     held = write_texts(tmp_path / "held", [f"text number {number}" for number in range(30, 60)])
     said: list[str] = []
     data = DataConfig(source=str(source), val_source=str(held), test_fraction=0)
-    prepare(data, 1, tmp_path / "all", said.append)
+    prepare_dataset(data, 1, tmp_path / "all", said.append)
     assert any("warning: 10 of 30 documents of val are trained on too" in text for text in said)
     said = []
     once = data.model_copy(update={"drop_duplicates": True})
-    folder = prepare(once, 1, tmp_path / "once", said.append)
+    folder = prepare_dataset(once, 1, tmp_path / "once", said.append)
     assert said[0] == "left out 10 of 40 documents, which are there before or held out"
     assert texts_of(folder)["train"].split("\n") == [
         f"text number {number}" for number in range(30)
@@ -440,7 +442,9 @@ def test_of_few_files_each_is_held_out_from(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / "texts" / f"{name}.txt").write_text(name * 1000)
     said: list[str] = []
-    folder = prepare(DataConfig(source=str(tmp_path / "texts")), 1, tmp_path / "set", said.append)
+    folder = prepare_dataset(
+        DataConfig(source=str(tmp_path / "texts")), 1, tmp_path / "set", said.append
+    )
     assert (
         "3 documents are too few or too unequal to hold out whole ones: the end of each" in said[0]
     )
@@ -459,7 +463,9 @@ def test_files_about_a_data_set_are_left_out_by_name(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "hub" / "linked").symlink_to(tmp_path / "elsewhere")
     said: list[str] = []
-    folder = prepare(DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "set", said.append)
+    folder = prepare_dataset(
+        DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "set", said.append
+    )
     assert said[0].endswith(
         "hub: LICENSE.txt, README.md, dataset_infos.json, metadata.csv, linked/ (a link) and 1 more"
     )
@@ -468,5 +474,5 @@ def test_files_about_a_data_set_are_left_out_by_name(tmp_path: Path) -> None:
     (rows / "texts.jsonl").rename(tmp_path / "hub" / "notes.txt")
     (tmp_path / "hub" / "dataset_infos.json").unlink()
     said = []
-    prepare(DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "text", said.append)
+    prepare_dataset(DataConfig(source=str(tmp_path / "hub")), 1, tmp_path / "text", said.append)
     assert "README.md" not in said[0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.data.split import whole
+from instar.data.split import whole_documents
 from instar.data.text.rows import (
     check_ids,
     content_fingerprint,
@@ -51,7 +51,7 @@ def test_ids_are_those_of_the_rows_however_arrow_keeps_them(
     width = column.type.value_type.bit_width // 8
     assert id_bytes(column).tolist() == [width * len(row) for row in rows]
     chosen = [number for number in range(len(rows)) if data.draw(st.booleans())]
-    parts = whole(np.array(chosen, dtype=np.int64), id_bytes(column))
+    parts = whole_documents(np.array(chosen, dtype=np.int64), id_bytes(column))
     found = [(number, ids.tolist()) for number, ids in id_pieces(column, parts)]
     assert found == [(place, rows[number]) for place, number in enumerate(chosen)]
 

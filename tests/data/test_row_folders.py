@@ -18,7 +18,7 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text.hf import load_rows, load_stream
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.data.text.streams.items import open_items
 
 
@@ -190,5 +190,5 @@ def test_files_that_are_in_no_split_are_named(tmp_path: Path) -> None:
         (folder / name).write_text('{"text": "some text"}\n' * 40)
     (folder / "notes.txt").write_text("text")
     said: list[str] = []
-    prepare(DataConfig(kind="rows", source=str(folder)), 1, tmp_path / "set", said.append)
+    prepare_dataset(DataConfig(kind="rows", source=str(folder)), 1, tmp_path / "set", said.append)
     assert f"left out of {folder}: more.jsonl, notes.txt" in said

@@ -23,12 +23,12 @@ from instar.config.language import DataConfig
 from instar.data.source import TokenWindows
 from instar.data.text import prepare as module
 from instar.data.text import shards
-from instar.data.text.dataset import TokenData, missing, open_data, prepare_data
+from instar.data.text.dataset import TokenData, create_dataset_files, missing, open_data
 from instar.data.text.origin import default_path
-from instar.data.text.prepare import prepare
-from instar.data.text.rows import open_rows, read_index
+from instar.data.text.prepare import prepare_dataset
+from instar.data.text.rows import open_rows, read_row_index
 from instar.data.text.shards import TokenDataset, open_dataset
-from instar.data.text.tokenizer import load_tokenizer, train_bpe
+from instar.data.text.tokenizer import load_saved_tokenizer, train_bpe
 
 TEXTS = [
     f"Document {number}: "
@@ -47,12 +47,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ensure_rows(data: DataConfig, seed: int) -> TokenDataset:
-    return open_rows(prepare(data, seed))
+    return open_rows(prepare_dataset(data, seed))
 
 
 def chosen(rows: TokenDataset) -> list[int]:
     """The rows of the training split."""
-    return read_index(rows.path, rows.tokenizer_fingerprint).chosen.tolist()
+    return read_row_index(rows.path, rows.tokenizer_fingerprint).chosen.tolist()
 
 
 def write(kind: str, folder: Path, columns: dict[str, Any]) -> str:
@@ -88,7 +88,9 @@ def other_shards(folder: Path, data: DataConfig) -> TokenDataset:
     if not data.source.endswith(".text"):
         source = write("jsonl", folder, {"text": TEXTS})
         data = data.model_copy(update={"source": source})
-    return open_dataset(prepare(data.model_copy(update={"kind": "tokens"}), 3, folder / "shards"))
+    return open_dataset(
+        prepare_dataset(data.model_copy(update={"kind": "tokens"}), 3, folder / "shards")
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
@@ -122,7 +124,7 @@ def test_packed_ids_are_the_token_shards_of_the_same_documents(tmp_path: Path, k
         tokenizer=str(tmp_path / "bpe.json"),
         val_source=str(tmp_path / "val.txt"),
     )
-    other = open_dataset(prepare(texts, 3, tmp_path / "shards"))
+    other = open_dataset(prepare_dataset(texts, 3, tmp_path / "shards"))
     ids = [[*bpe.encode(text).tolist(), bpe.end_id] if text else [] for text in TEXTS]
     held_out = [bpe.encode("held out " * 50).tolist()]
     (tmp_path / "v").mkdir()
@@ -183,7 +185,7 @@ def test_training_needs_the_shards_alone(
     Path(config.source).unlink()
     shutil.rmtree(tmp_path / "cache")
     said: list[str] = []
-    assert windows(open_rows(prepare(config, 3, say=said.append)), "train") == before
+    assert windows(open_rows(prepare_dataset(config, 3, say=said.append)), "train") == before
     assert "rows.jsonl is not there; the tokens in" in said[0]
 
     def never(*_: Any) -> Any:
@@ -227,7 +229,7 @@ def test_a_folder_of_an_earlier_version_gets_its_tokens(tmp_path: Path, field: s
     of_an_earlier_version(before.path)
     assert missing(data, 3) == [before.path]
     said: list[str] = []
-    after = open_rows(prepare(data, 3, say=said.append))
+    after = open_rows(prepare_dataset(data, 3, say=said.append))
     assert "tokenising the training split" in said[0]
     assert after.fingerprint == before.fingerprint
     assert windows(after, "train") == windows(before, "train")
@@ -236,7 +238,7 @@ def test_a_folder_of_an_earlier_version_gets_its_tokens(tmp_path: Path, field: s
     write("parquet", tmp_path, {name: rows[::-1] for name, rows in columns.items()})
     os.utime(data.source, (1, 1))
     with pytest.raises(ConfigError, match=r"are not those that .*set was made from"):
-        prepare(data, 3)
+        prepare_dataset(data, 3)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_checkpoints_know_rows_by_the_same_fingerprint_in_every_version(
     tmp_path: Path, kind: str, fingerprint: str
 ) -> None:
     data = ways.config(ways.make_rows(tmp_path), kind, path=str(tmp_path / "set"))
-    prepare_data(data, ways.SEED)
+    create_dataset_files(data, ways.SEED)
     assert open_data(data, ways.SEED).fingerprint == fingerprint
 
 
@@ -286,11 +288,11 @@ def test_other_rows_are_refused(
         path=str(tmp_path / "set"),
         tokens_field=field,
     )
-    prepare(data, 3)
+    prepare_dataset(data, 3)
     write("parquet", tmp_path, {name: change(rows) for name, rows in columns.items()})
     os.utime(data.source, (1, 1))
     with pytest.raises(ConfigError, match=r"have changed .*since .*set was prepared"):
-        prepare(data, 3)
+        prepare_dataset(data, 3)
 
 
 def test_the_fingerprint_tells_rows_tokenizer_and_seed(tmp_path: Path, config: DataConfig) -> None:
@@ -306,7 +308,7 @@ def test_the_fingerprint_tells_rows_tokenizer_and_seed(tmp_path: Path, config: D
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "foreign"])
 def test_a_damaged_index_is_named(config: DataConfig, damage: str) -> None:
-    file = prepare(config, 3) / "index-train.safetensors"
+    file = prepare_dataset(config, 3) / "index-train.safetensors"
     content = bytearray(file.read_bytes())
     file.unlink()
     if damage == "truncated":
@@ -321,7 +323,7 @@ def test_a_damaged_index_is_named(config: DataConfig, damage: str) -> None:
 
 
 def test_a_folder_made_otherwise_is_refused(config: DataConfig) -> None:
-    prepare(config, 3)
+    prepare_dataset(config, 3)
     for change, says in (
         ({"kind": "tokens"}, "kind='rows', not 'tokens'"),
         ({"text_field": "body"}, "text_field='text', not 'body'"),
@@ -329,14 +331,14 @@ def test_a_folder_made_otherwise_is_refused(config: DataConfig) -> None:
         ({"val_source": "x.txt"}, "val_source=None, not 'x.txt'"),
     ):
         with pytest.raises(ConfigError, match=says):
-            prepare(config.model_copy(update=change), 3)
+            prepare_dataset(config.model_copy(update=change), 3)
 
 
 def test_too_few_documents_to_hold_some_out_ask_for_a_val_source(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("only one document " * 20)
     data = DataConfig(kind="rows", source=str(tmp_path / "one.txt"), path=str(tmp_path / "set"))
     with pytest.raises(ConfigError, match=r"data\.val_source: .* too few or too unequal"):
-        prepare(data, 3)
+        prepare_dataset(data, 3)
     assert not (tmp_path / "set").exists()
     data = data.model_copy(update={"val_source": data.source})
     rows = ensure_rows(data, 3)
@@ -358,13 +360,13 @@ def test_what_cannot_be_prepared_is_said(tmp_path: Path, change: dict[str, Any],
     columns = {"text": ["a"] * 5, "ids": [[1], [2], [3], [999], [5]], "blank": [""] * 5}
     data = DataConfig(kind="rows", source=write("parquet", tmp_path, columns))
     with pytest.raises(ConfigError, match=says):
-        prepare(data.model_copy(update=change), 3, tmp_path / "set")
+        prepare_dataset(data.model_copy(update=change), 3, tmp_path / "set")
     assert not (tmp_path / "set").exists()
 
 
 def test_what_is_prepared_is_said(config: DataConfig) -> None:
     said: list[str] = []
-    prepare(config, 3, say=said.append)
+    prepare_dataset(config, 3, say=said.append)
     assert "79 documents" in said[0]
     assert said[-1].startswith("tokens: train ")
 
@@ -384,7 +386,7 @@ def test_documents_are_samples_without_packing(config: DataConfig) -> None:
     rows = ensure_rows(config, 3)
     data = config.model_copy(update={"packing": False})
     samples, _ = TokenData(data, rows, 3).samples(32, 3)
-    tokenizer = load_tokenizer(rows.path)
+    tokenizer = load_saved_tokenizer(rows.path)
     assert len(samples) == len(chosen(rows))
     batch: Any = samples.read(np.arange(len(samples)))
     for row, number in enumerate(chosen(rows)):
@@ -409,10 +411,10 @@ def test_no_rank_needs_torch_to_open_rows(tmp_path: Path) -> None:
     source = write("saved", tmp_path, {"text": TEXTS})
     program = (
         "import sys; from instar.config.language import DataConfig\n"
-        "from instar.data.text.prepare import prepare\n"
+        "from instar.data.text.prepare import prepare_dataset\n"
         "from instar.data.text.rows import open_rows\n"
         "data = DataConfig(kind='rows', source=sys.argv[1], path=sys.argv[2])\n"
-        "prepare(data, 1)\n"
+        "prepare_dataset(data, 1)\n"
         "open_rows(sys.argv[2]).split('train').read(0, 100)\n"
         "assert 'torch' not in sys.modules\n"
     )

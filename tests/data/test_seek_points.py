@@ -140,7 +140,7 @@ class Counting(ByteTokenizer):
 def test_items_of_a_function_are_skipped_without_tokenizing_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instar.data.text.streams.index.load_tokenizer", lambda _: Counting())
+    monkeypatch.setattr("instar.data.text.streams.index.load_saved_tokenizer", lambda _: Counting())
     data = stream(folder, kind="python", source=f"{__name__}:texts")
     whole = read(data, folder, 0, WHOLE)
     before = encoded

@@ -15,7 +15,7 @@ from samples import same
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig, Size
 from instar.data.order import Int64Array
-from instar.data.plan import at, plan_step, shares
+from instar.data.plan import divide_step, plan_step, samples_at
 from instar.data.source import close
 from instar.data.split import HELD_OUT, SampleSet, Subset, check_division, divide_samples
 from instar.data.workers import WorkerSource
@@ -120,8 +120,8 @@ def trained_on(samples: SampleSet, world: int, batch: int, seed: int) -> list[in
     while cursor < size:
         plan = plan_step(cursor, size, batch)
         ids = of_epoch[plan.start : plan.start + plan.count]
-        for places in shares(plan, world):
-            seen += source.read(at(ids, places), plan.epoch)["number"].tolist()
+        for places in divide_step(plan, world):
+            seen += source.read(samples_at(ids, places), plan.epoch)["number"].tolist()
         cursor += plan.count
     assert cursor == size
     return seen

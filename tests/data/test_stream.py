@@ -17,7 +17,7 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.columns import Ragged
 from instar.data.source import IGNORED, TokenWindows
-from instar.data.text.prepare import prepare
+from instar.data.text.prepare import prepare_dataset
 from instar.data.text.shards import open_dataset
 from instar.data.text.streams.items import Items
 from instar.data.text.streams.reader import Chunk, HostedLanes, LaneReader, StreamUnfit
@@ -30,7 +30,7 @@ from instar.data.text.streams.samples import (
 )
 from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
 from instar.data.text.streams.source import LaneOrder, LaneSamples, OpenStreamSource, StreamSource
-from instar.data.text.tokenizer import END, ByteTokenizer, load_tokenizer, train_bpe
+from instar.data.text.tokenizer import END, ByteTokenizer, load_saved_tokenizer, train_bpe
 
 Lengths = tuple[int, ...]
 lengths_of_lanes = st.lists(st.integers(0, 25), min_size=1, max_size=4).map(tuple)
@@ -173,9 +173,9 @@ def test_a_packed_lane_gives_the_windows_of_prepared_token_shards(
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"".join(msgspec.json.encode({"text": one}) + b"\n" for one in text))
     data = DataConfig(source=str(file), tokenizer=tokenizer, vocab_size=280)
-    folder = prepare(data, seed=1, path=tmp_path / "prepared")
+    folder = prepare_dataset(data, seed=1, path=tmp_path / "prepared")
     dataset = open_dataset(folder)
-    made = load_tokenizer(folder)
+    made = load_saved_tokenizer(folder)
     split = dataset.split("train")
     whole = made.decode(split.read(0, len(split)).tolist())
     documents = whole.split("\n" if made.end_id is None else END)

@@ -18,10 +18,10 @@ from instar.data.text.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
     Tokenizer,
-    from_json,
     in_pieces,
-    load_tokenizer,
+    load_saved_tokenizer,
     named_tokenizer,
+    parse_tokenizer,
     separator_of,
     train_bpe,
     train_char,
@@ -133,7 +133,7 @@ def test_bpe_needs_room_for_all_bytes(vocab_size: int) -> None:
 @pytest.mark.parametrize("tokenizer", all_kinds(), ids=lambda one: one.kind)
 def test_a_saved_tokenizer_loads_as_it_was(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    loaded = load_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
+    loaded = load_saved_tokenizer(tmp_path, fingerprint=tokenizer.fingerprint)
     assert loaded.kind == tokenizer.kind
     assert loaded.vocab_size == tokenizer.vocab_size
     assert loaded.end_id == tokenizer.end_id
@@ -147,7 +147,7 @@ def test_bpe_is_saved_as_the_tokenizers_library_does() -> None:
 def test_another_tokenizer_than_expected_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(ByteTokenizer().to_json())
     with pytest.raises(ConfigError, match="not the tokenizer that made the tokens"):
-        load_tokenizer(tmp_path, fingerprint=BPE.fingerprint)
+        load_saved_tokenizer(tmp_path, fingerprint=BPE.fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -166,18 +166,18 @@ def test_another_tokenizer_than_expected_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path, saved: str) -> None:
     (tmp_path / "tokenizer.json").write_text(saved, encoding="utf-8")
     with pytest.raises(ConfigError, match="not a saved tokenizer"):
-        load_tokenizer(tmp_path)
+        load_saved_tokenizer(tmp_path)
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"\x80\x04\x95")
     with pytest.raises(ConfigError, match="not a saved tokenizer"):
-        load_tokenizer(tmp_path)
+        load_saved_tokenizer(tmp_path)
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json: there is no tokenizer here"):
-        load_tokenizer(tmp_path)
+        load_saved_tokenizer(tmp_path)
 
 
 def test_distinct_tokenizers_have_distinct_fingerprints() -> None:
@@ -197,7 +197,7 @@ def foreign(*ends: str) -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("ends", [["<|endoftext|>"], ["<s>", "</s>"], ["<pad>", END], []])
 def test_no_name_of_a_token_is_taken_for_the_end_of_a_document(ends: list[str]) -> None:
-    tokenizer = from_json(foreign(*ends).to_str())
+    tokenizer = parse_tokenizer(foreign(*ends).to_str())
     assert tokenizer.end_id is None
     assert tokenizer.vocab_size == 4 + len(ends)
     assert tokenizer.encode("abc").tolist() == [3, 2]
@@ -213,7 +213,7 @@ def test_no_name_of_a_token_is_taken_for_the_end_of_a_document(ends: list[str]) 
 def test_ids_may_have_gaps() -> None:
     saved = json.loads(foreign().to_str())
     saved["model"]["vocab"]["ab"] = 9
-    tokenizer = from_json(json.dumps(saved))
+    tokenizer = parse_tokenizer(json.dumps(saved))
     assert tokenizer.encode("ab").tolist() == [9]
     assert tokenizer.vocab_size == 10
 
@@ -223,7 +223,7 @@ def test_a_text_is_encoded_whole_whatever_the_file_says_of_truncation() -> None:
     model.enable_truncation(2)
     model.enable_padding(pad_id=4, pad_token="<pad>")
     texts = ["abcabc", "a"]
-    encoded = from_json(model.to_str()).encode_batch(texts)
+    encoded = parse_tokenizer(model.to_str()).encode_batch(texts)
     assert [ids.tolist() for ids in encoded] == [[3, 2, 3, 2], [0]]
 
 

@@ -19,10 +19,10 @@ import zstandard
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data.split import whole
+from instar.data.split import whole_documents
 from instar.data.text.chat import conversations
 from instar.data.text.corpus import open_corpus
-from instar.data.text.dataset import prepare_data
+from instar.data.text.dataset import create_dataset_files
 from instar.data.text.documents import Documents
 from instar.data.text.hf import column_of, load_rows
 from instar.data.text.streams.items import open_items
@@ -88,7 +88,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
 
 def tokens(source: str) -> list[str]:
     corpus = open_corpus(source, "text")
-    every = whole(np.arange(len(corpus.sizes)), corpus.sizes)
+    every = whole_documents(np.arange(len(corpus.sizes)), corpus.sizes)
     return ["".join(pieces) for pieces in corpus.texts(every)]
 
 
@@ -185,7 +185,7 @@ def test_a_stream_with_an_empty_shard_is_counted_for_ranks(tmp_path: Path) -> No
         lanes=2,
     )
     said: list[str] = []
-    prepare_data(data, 1, world_size=2, say=said.append)
+    create_dataset_files(data, 1, world_size=2, say=said.append)
     count = len("\n".join(TEXTS).encode())
     assert said[-1] == f"counted: {count - 1:,} tokens"  # without a separator between the lanes
 

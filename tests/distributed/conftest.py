@@ -23,7 +23,7 @@ PRELUDE = """
 import json, os
 from pathlib import Path
 from instar.config.schema import DDPConfig, ParallelConfig
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 
 def answer(**facts):
     Path(os.environ["ANSWER"]).write_text(json.dumps(facts))

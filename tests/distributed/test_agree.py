@@ -31,7 +31,7 @@ from instar.config.errors import ConfigError
 from instar.distributed.agree import *
 from instar.distributed.agree import Json
 
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     r, last = world.rank, world.size - 1
     facts = {"size": world.size}
 

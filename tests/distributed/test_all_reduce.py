@@ -99,7 +99,7 @@ LENGTH = {LENGTH}
 {inspect.getsource(summands)}
 {inspect.getsource(tree_sum)}
 {inspect.getsource(numbers)}
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     def own(things):
         each = len(things) // world.size
         return things[world.rank * each : (world.rank + 1) * each]
@@ -132,7 +132,7 @@ import os
 from instar.distributed.all_reduce import DeterministicAllReduce
 import torch
 
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     tree = DeterministicAllReduce(world, 4, 1000, torch.float32)
     for _ in range(2):
         tree.add(tree.leaf())

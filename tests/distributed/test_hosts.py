@@ -18,8 +18,8 @@ PROGRAM = """
 import os, psutil
 from instar.config.schema import ParallelConfig
 from instar.distributed.agree import gather
-from instar.distributed.world import join
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+from instar.distributed.world import join_group
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     print(os.environ["GLOO_SOCKET_IFNAME"], gather(world, world.rank), flush=True)
     tcp = psutil.Process().net_connections("tcp")
     print("listens at", {one.laddr.ip for one in tcp if one.status == "LISTEN"}, flush=True)
@@ -30,8 +30,8 @@ STEPPING = """
 import itertools, time
 from instar.config.schema import ParallelConfig
 from instar.distributed.agree import gather
-from instar.distributed.world import join
-with join(ParallelConfig(timeout_s=60, silence_s=2), "cpu") as world:
+from instar.distributed.world import join_group
+with join_group(ParallelConfig(timeout_s=60, silence_s=2), "cpu") as world:
     known = time.monotonic() + 1
     for step in itertools.count():
         time.sleep(0.004)

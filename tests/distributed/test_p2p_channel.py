@@ -23,7 +23,7 @@ SIZES = "SIZES = [0, 1, 1000, 0, (64 << 20) + 17, 3]\n"
 BOTH_WAYS = """
 import threading
 
-with join(ParallelConfig(timeout_s=60), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
     parcels = P2PChannel(world)
     found = []
 
@@ -59,7 +59,7 @@ DYING = """
 import os, time
 from instar.distributed.failure import PeerLost
 
-with join(ParallelConfig(timeout_s=60), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
     parcels = P2PChannel(world)
     begun = time.monotonic()
     error = ""

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from instar.distributed.parallel import copy_from_rank_0, check_replicas_equal, sync, unwrap, wrap
 
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     torch.manual_seed(world.rank)
     unlike = error_of(lambda: copy_from_rank_0(world, nn.Linear(3, 1 + world.rank)))
     model = nn.Linear(3, 1)

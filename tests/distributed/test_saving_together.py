@@ -30,7 +30,7 @@ def saver(world, root, background):
 """
 
 SAVE = """
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, BACKGROUND)
     weight = torch.arange(4.0)
     made.save(snapshot(1, weight, torch.tensor([world.rank])))
@@ -44,7 +44,7 @@ from instar.checkpoint import tensor_file
 from instar.checkpoint.store import load_checkpoint
 from instar.distributed.shards import SavedRows
 tensor_file._FLUSHED_BYTES = 0  # all files are written past the page cache
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, True)
     whole = torch.arange(30_000.0).view(100, 300)
     rows = whole[50 * world.rank : 50 * world.rank + 50].clone()
@@ -71,7 +71,7 @@ with join(ParallelConfig(timeout_s=30), "cpu") as world:
 """
 
 UNCOPIED = """
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, True)
     own = torch.zeros(2, dtype=torch.complex128 if world.rank else torch.float32)
     error = error_of(lambda: made.save(snapshot(1, torch.arange(4.0), own)))
@@ -84,7 +84,7 @@ Path.rglob = lambda self, *a: (path for path in glob(self, *a) if path.name != "
 """
 
 DRIFT = """
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, False)
     weight = torch.arange(4.0) + world.rank
     error = error_of(lambda: made.save(snapshot(1, weight, torch.tensor([world.rank]))))
@@ -135,7 +135,7 @@ def of(named):
         components.setdefault(component, {})[rest] = tensor
     return Snapshot(Counters(step=1), components, {}, {}, [], Facts())
 
-with join(ParallelConfig(timeout_s=60), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
     of(tensors()).check_replicas(world)
     # another order in memory is no difference
     of({name: t.contiguous() if world.rank else t for name, t in tensors().items()}).check_replicas(world)
@@ -157,7 +157,7 @@ with join(ParallelConfig(timeout_s=60), "cpu") as world:
 
 DRIFTED_SHARDS = """
 from instar.distributed.shards import SavedRows
-with join(ParallelConfig(timeout_s=30), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, False)
     shard = world.rank % 2
     rows = torch.arange(4.0)[2 * shard : 2 * shard + 2]

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
-from instar.distributed.shards import own, rows
+from instar.distributed.shards import own, local_row_range
 from instar.run.optim import muon
 
 SHAPES = [(9, 33)] * 5 + [(33, 9)] * 2 + [(2, 40), (16, 16), (1, 5)]
@@ -46,7 +46,7 @@ def trained(spread, iteration, dtype):
         optimizer.step()
     return [(p.detach(), optimizer.state[p]["momentum_buffer"]) for p in made]
 
-with join(ParallelConfig(timeout_s=60), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
     shape = (world.size // SHARDS, SHARDS)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))["shard"]
     equal, most = True, []
@@ -57,7 +57,7 @@ with join(ParallelConfig(timeout_s=60), "cpu") as world:
         most.append(max(held, default=0))
         for pair, sharded in zip(wanted, found):
             for one, other in zip(pair, sharded):
-                first, last = rows(other)
+                first, last = local_row_range(other)
                 equal &= torch.equal(one[first:last], own(other))
     answer(equal=equal, most=max(most))
 """
@@ -114,7 +114,7 @@ def trained(world, **fsdp):
     made += [own(p.grad) for p in strategy.parameters.values()]
     return [outside, *made], evaluated, sent
 
-with join(ParallelConfig(timeout_s=60), "cpu") as world:
+with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
     found, *_ = trained(world)
     rounded, *traffic = trained(world, gather="bfloat16")
     offloaded, *_ = trained(world, offload=True)
@@ -140,7 +140,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from instar.config.language import ModelConfig
 from instar.config.schema import RunConfig
-from instar.distributed.shards import own, rows
+from instar.distributed.shards import own, local_row_range
 from instar.distributed.world import World
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
@@ -171,9 +171,9 @@ for parallel, optimizer in (
     for made in build_optimizers(held, config.optimizer):
         made.step()
     for name, parameter in held.items():
-        first, last = rows(parameter)
+        first, last = local_row_range(parameter)
         shards = parameter.device_mesh.size()
-        every = [rows(parameter, shard) for shard in range(shards)]
+        every = [local_row_range(parameter, shard) for shard in range(shards)]
         whole = [row for start, stop in every for row in range(start, stop)]
         as_told = tuple(own(parameter).shape) == (last - first, *parameter.shape[1:])
         if not as_told or (first, last) not in every or whole != list(range(parameter.shape[0])):

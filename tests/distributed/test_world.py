@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from instar.config.errors import ConfigError
 from instar.config.schema import ParallelConfig
-from instar.distributed.world import RunFailed, join
+from instar.distributed.world import RunFailed, join_group
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_one_process_needs_no_group() -> None:
-    with join(ParallelConfig(), "cpu") as world:
+    with join_group(ParallelConfig(), "cpu") as world:
         assert (world.rank, world.size, world.backend, world.is_main) == (0, 1, "none", True)
         assert not dist.is_initialized()
 
@@ -31,7 +31,7 @@ def test_one_process_needs_no_group() -> None:
 def test_a_device_that_is_not_there_is_named() -> None:
     with (
         pytest.raises(ConfigError, match="cuda:99 does not exist"),
-        join(ParallelConfig(), "cuda:99"),
+        join_group(ParallelConfig(), "cuda:99"),
     ):
         pass
 
@@ -40,7 +40,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
 def test_one_device_cannot_serve_two_ranks() -> None:
     with (
         pytest.raises(ConfigError, match="2 ranks run on this host"),
-        join(ParallelConfig(), "cuda:0"),
+        join_group(ParallelConfig(), "cuda:0"),
     ):
         pass
 
@@ -49,7 +49,7 @@ def test_every_rank_misses_a_device_that_only_the_last_needs(
     two_ranks: pytest.MonkeyPatch,
 ) -> None:
     two_ranks.setenv("INSTAR_DEVICES", "0,99")
-    with pytest.raises(ConfigError, match="does not exist"), join(ParallelConfig(), "cuda"):
+    with pytest.raises(ConfigError, match="does not exist"), join_group(ParallelConfig(), "cuda"):
         pass
 
 
@@ -57,7 +57,7 @@ def test_devices_are_indices(two_ranks: pytest.MonkeyPatch) -> None:
     two_ranks.setenv("INSTAR_DEVICES", "0,first")
     with (
         pytest.raises(ConfigError, match="indices such as 0,1"),
-        join(ParallelConfig(), "cuda"),
+        join_group(ParallelConfig(), "cuda"),
     ):
         pass
 
@@ -66,7 +66,7 @@ def test_devices_are_indices(two_ranks: pytest.MonkeyPatch) -> None:
 def test_nccl_needs_a_gpu() -> None:
     with (
         pytest.raises(ConfigError, match="nccl needs GPUs"),
-        join(ParallelConfig(backend="nccl"), "cpu"),
+        join_group(ParallelConfig(backend="nccl"), "cpu"),
     ):
         pass
 
@@ -79,7 +79,7 @@ def test_a_taken_port_is_named(two_ranks: pytest.MonkeyPatch) -> None:
         two_ranks.setenv("MASTER_PORT", str(port))
         with (
             pytest.raises(ConfigError, match=f"MASTER_PORT: port {port} of 127.0.0.1 is in use"),
-            join(ParallelConfig(), "cpu"),
+            join_group(ParallelConfig(), "cpu"),
         ):
             pass
 
@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named(two_ranks: pytest.MonkeyPatch) -> No
     two_ranks.setenv("MASTER_PORT", "0")
     with (
         pytest.raises(RunFailed, match="rank 1 of 2 did not join"),
-        join(ParallelConfig(timeout_s=0.2), "cpu"),
+        join_group(ParallelConfig(timeout_s=0.2), "cpu"),
     ):
         pass
 
@@ -99,7 +99,7 @@ from instar.distributed.signals import exit_now
 
 before, hook = dict(os.environ), sys.excepthook
 try:
-    with join(ParallelConfig(timeout_s=60), "cpu") as world:
+    with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
         store = dist.distributed_c10d._get_default_store()
         facts = {"rank": world.rank, "size": world.size, "backend": world.backend,
                  "gloo": os.environ["GLOO_SOCKET_IFNAME"]}

@@ -11,8 +11,8 @@ import click
 import pytest
 
 from instar.cli.main import instar
-from instar.config.fields import LANGUAGE, PlainConfig, keys, root_of, sections
-from instar.config.load import load
+from instar.config.fields import LANGUAGE, PlainConfig, root_of, schema_keys, section_types
+from instar.config.load import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs/coming-from.md").read_text("utf-8")
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
@@ -38,10 +38,10 @@ def test_a_command_that_is_named_is_accepted(line: str) -> None:
 @pytest.mark.parametrize("entry", [each for each in NAMED if not each.startswith("instar ")])
 def test_a_key_that_is_named_exists_and_takes_the_value(entry: str) -> None:
     key, given, value = entry.partition(": ")
-    known = {**keys(root_of(LANGUAGE)), **sections(root_of(LANGUAGE))}
+    known = {**schema_keys(root_of(LANGUAGE)), **section_types(root_of(LANGUAGE))}
     if key in known and given:
-        load(None, [f"{key}={value}"])
-    assert key in {*known, *keys(PlainConfig)}
+        load_config(None, [f"{key}={value}"])
+    assert key in {*known, *schema_keys(PlainConfig)}
 
 
 def test_the_page_names_many() -> None:

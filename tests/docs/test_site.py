@@ -12,7 +12,7 @@ from forks import Forks
 
 import instar.api
 from instar.cli.main import COMMANDS
-from instar.config.fields import LANGUAGE, keys, root_of
+from instar.config.fields import LANGUAGE, root_of, schema_keys
 from instar.extensions import extend_commands
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_every_page_is_on_the_site_and_in_its_search(site: Path) -> None:
 
 def test_the_reference_has_every_command_and_key(site: Path) -> None:
     config = (site / "docs/reference/config.html").read_text("utf-8")
-    for key in keys(root_of(LANGUAGE)):
+    for key in schema_keys(root_of(LANGUAGE)):
         assert f'<span class="pre">{key.rpartition(".")[2]}</span>' in config, key
     commands = (site / "docs/reference/commands.html").read_text("utf-8")
     for name in extend_commands(COMMANDS):

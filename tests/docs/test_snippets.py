@@ -12,7 +12,7 @@ import pytest
 import tree
 from forks import Forks, forks_for_grpo
 
-from instar.config.load import load
+from instar.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -172,7 +172,7 @@ def test_a_common_task_takes_at_most_two_commands_or_an_edit(tmp_path: Path) -> 
         assert len(edited.splitlines()) <= 2, task
     for _, task in edits:
         (tmp_path / "edited.yaml").write_text(task)
-        load(str(tmp_path / "edited.yaml"))
+        load_config(str(tmp_path / "edited.yaml"))
 
 
 def test_every_make_target_that_is_named_exists() -> None:

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from forks import INSTAR, Forks, children_as_ranks
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.schedule.checks import load_checked
 
 FOLDER = Path(__file__).parents[2] / "examples/causal_sets"
@@ -80,13 +80,13 @@ def test_the_trial_ends_early_with_the_same_bits_on_one_rank_and_on_two(
 def test_the_growing_network_ends_in_the_shape_of_the_other(tmp_path: Path, forks: Forks) -> None:
     schedule = [
         entry.model_dump(mode="json") | {"when": {"at_step": 2 * number}}
-        for number, entry in enumerate(load(str(GROWTH)).config.schedule, 1)
+        for number, entry in enumerate(load_config(str(GROWTH)).config.schedule, 1)
     ]
     options = [f"schedule={json.dumps(schedule)}", "train.until=8it", "eval.eval_epochs=null"]
     events = train(GROWTH, tmp_path / "growth", forks, 1, *options, "eval.eval_interval=4")
     grown = [event for event in events if event["kind"] == "operation"]
     assert [event["name"] for event in grown] == ["widen", "insert_layers", "widen"]
-    model = load(str(TRIAL)).config.model
+    model = load_config(str(TRIAL)).config.model
     last = grown[-1]["architecture"]
     assert (last["layers"], last["width"]) == (model.n_layer, model.width)
     assert last["mlp"] == 2 * model.width

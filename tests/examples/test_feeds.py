@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from forks import INSTAR, Forks, children_as_ranks
 
-from instar.config.load import load
+from instar.config.load import load_config
 
 FOLDER = Path(__file__).parents[2] / "examples/feeds"
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(name: str, place: Path, forks: Forks, *more: str) -> list[dict[str, Any]]:
     """Run a config, only shorter, in as many ranks as it says; its events."""
-    config = load(str(CONFIGS[name])).config
+    config = load_config(str(CONFIGS[name])).config
     run = config.record.run_dir or f"runs/{name}"
     overrides = [*SHORT, f"record.run_dir={run}", *more]
     words = [word for text in overrides for word in ("--set", text)]
@@ -91,7 +91,7 @@ def test_a_run_goes_on_where_it_was_saved(place: Path, forks: Forks) -> None:
 
 
 def test_the_second_of_the_pair_is_the_first_to_a_later_end() -> None:
-    first, second = (load(str(CONFIGS[name])).config for name in PAIR)
+    first, second = (load_config(str(CONFIGS[name])).config for name in PAIR)
     assert (first.train.until, second.train.until) == (("500it",), ("1000it",))
     assert second.resume == "auto"
     changed = {"name": first.name, "train": first.train, "resume": first.resume}
@@ -103,4 +103,4 @@ def test_the_page_has_every_config_with_its_command() -> None:
     assert sorted(COMMAND.findall(page.replace("`", "\n"))) == [*CONFIGS]
     for name, path in CONFIGS.items():
         assert COMMAND.findall(path.read_text("utf-8")) == [name]
-        assert (load(str(path)).config.parallel.world_size or 1) == RANKS.get(name, 2)
+        assert (load_config(str(path)).config.parallel.world_size or 1) == RANKS.get(name, 2)

@@ -28,7 +28,7 @@ from instar.distributed.signals import StopSignal
 from instar.record import system
 from instar.record.events import Skip, Train, read_events
 from instar.record.rundir import find_run
-from instar.run.origin.load import load_config
+from instar.run.origin.load import load_run_config
 from instar.run.origin.resume import Resume
 from instar.run.step.hooks import HookContext
 from instar.run.worker import run
@@ -115,7 +115,7 @@ def recorded(run_dir: Path) -> list[float]:
 def resume(run_dir: Path, *overrides: str) -> list[float]:
     found = Resume(find_run(str(run_dir)), fresh=True)
     with StopSignal() as signal, RankLog(0) as log:
-        run(load_config(str(found.run.config), overrides), log, signal, found)
+        run(load_run_config(str(found.run.config), overrides), log, signal, found)
     return recorded(run_dir)
 
 

@@ -16,9 +16,9 @@ import torch
 
 from instar.api.training import train
 from instar.checkpoint.store import load_checkpoint
-from instar.config.load import load as load_config
-from instar.extensions.delta.chain import find, links
-from instar.extensions.delta.chain import load as load_link
+from instar.config.load import load_config
+from instar.extensions.delta.chain import find_link, links
+from instar.extensions.delta.chain import load_state as load_link
 from instar.run.start.preflight import preflight
 from instar.run.step.hooks import HookContext
 
@@ -119,7 +119,7 @@ def test_deltas_hold_the_weights_of_the_checkpoints_of_their_steps(
         saved = load_checkpoint(tmp_path / "saved" / "checkpoints" / f"step-{step}").tensors(
             "model"
         )
-        stored = load_link(folder, find(links(folder), step=step).number)
+        stored = load_link(folder, find_link(links(folder), step=step).number)
         assert all(torch.equal(stored[name], weight) for name, weight in saved.items())
 
 

@@ -16,11 +16,11 @@ from read_alike import same
 from records import lines, make_run, make_runs
 
 from instar.logs.read import cache
-from instar.logs.read.record import RunRecord, read, read_many
+from instar.logs.read.record import RunRecord, read_record, read_records
 from instar.logs.read.scan import scan
 from instar.logs.read.sidecar import cache_folder, read_checked, write_checked
 from instar.logs.read.summary_cache import cached_summary
-from instar.record.events import Eval, RecordError, RunStarted, Stop, Train, encode
+from instar.record.events import Eval, RecordError, RunStarted, Stop, Train, encode_event
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 
@@ -48,7 +48,7 @@ def cache_of(run: RunDir) -> Path:
 def without_cache(run: RunDir) -> RunRecord:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
-        found = read(run)
+        found = read_record(run)
         series = {metric: found.series(metric) for metric in found.metrics}
     return RunRecord(run, found.events, series, found.faults, found.end)
 
@@ -69,16 +69,16 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_large_record_is_parsed_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = without_cache(run)
     counted = parsed(monkeypatch)
-    same(read(run), plain)
+    same(read_record(run), plain)
     assert sum(counted) == run.events.stat().st_size
     counted.clear()
-    same(read(run), plain)
+    same(read_record(run), plain)
     assert sum(counted) == 0
 
 
 def test_a_small_record_has_no_cache(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 50)
-    read(run)
+    read_record(run)
     cached_summary(run)
     assert not cache_of(run).exists()
 
@@ -93,30 +93,31 @@ def test_of_a_record_that_grew_only_the_rest_is_parsed(
             file.write(b"".join(LINES[:size]))
         if number == 0:
             os.truncate(run.events, len(b"".join(LINES[:size])))
-        read(run)
-        same(read(run), without_cache(run))
+        read_record(run)
+        same(read_record(run), without_cache(run))
     counted.clear()
-    grown = encode(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3)
+    grown = encode_event(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3)
     with run.events.open("ab") as file:
         file.write(grown)
-    record = read(run)
+    record = read_record(run)
     assert len(grown) <= sum(counted) < cache.SMALL_BYTES
     assert record.series("new").step.tolist() == [6001]
     assert record.series("loss").step[-1] == 6001
 
 
 def test_a_metric_that_comes_late_and_one_that_stops_are_added_to_the_cache(tmp_path: Path) -> None:
-    early = tuple(encode(Train(step=s, loss=1.0, lr=0.1), 1.0, 1) for s in range(8000))
+    early = tuple(encode_event(Train(step=s, loss=1.0, lr=0.1), 1.0, 1) for s in range(8000))
     late = tuple(
-        encode(Train(step=s, loss=1.0, extra={"late": s / 2}), 1.0, 1) for s in range(8000, 16000)
+        encode_event(Train(step=s, loss=1.0, extra={"late": s / 2}), 1.0, 1)
+        for s in range(8000, 16000)
     )
     run = written(tmp_path / "run", early)
-    read(run)
+    read_record(run)
     with run.events.open("ab") as file:
-        file.writelines((*late, encode(Eval(step=16000, split="val", loss=1.0), 1.0, 1)))
-    same(read(run), without_cache(run))
-    record = read(run)
-    assert cache.held_bytes(run.events, cache_of(run)) == record.end
+        file.writelines((*late, encode_event(Eval(step=16000, split="val", loss=1.0), 1.0, 1)))
+    same(read_record(run), without_cache(run))
+    record = read_record(run)
+    assert cache.cached_bytes(run.events, cache_of(run)) == record.end
     assert record.series("late").step.tolist() == list(range(8000, 16000))
     assert record.series("lr").step.tolist() == list(range(8000))
 
@@ -146,12 +147,12 @@ def edit(run: RunDir) -> None:
 def test_a_record_that_was_changed_is_read_anew(
     change: Callable[[RunDir], None], run: RunDir
 ) -> None:
-    read(run)
+    read_record(run)
     cached_summary(run)
     change(run)
     plain = without_cache(run)
-    same(read(run), plain)
-    same(read(run), plain)
+    same(read_record(run), plain)
+    same(read_record(run), plain)
     assert cached_summary(run).step == plain.series("loss").current().step[-1]
 
 
@@ -160,9 +161,9 @@ def test_faults_and_what_was_superseded_come_from_the_cache_too(tmp_path: Path) 
     for place in range(100, 4000, 300):
         damaged[place] = b"\0" * 20 + b"\n"
     run = written(tmp_path / "run", tuple(damaged))
-    first = read(run)
+    first = read_record(run)
     assert len(first.faults) == 6
-    same(read(run), first)
+    same(read_record(run), first)
     loss = first.series("loss")
     assert 0 < loss.kept.sum() < len(loss)
 
@@ -170,7 +171,7 @@ def test_faults_and_what_was_superseded_come_from_the_cache_too(tmp_path: Path) 
 def test_a_damaged_cache_is_made_anew(run: RunDir) -> None:
     plain = without_cache(run)
     draw = random.Random(7)
-    read(run)
+    read_record(run)
     cached_summary(run)
     for name in ("columns.json", "summary.json", "events.jsonl", "0-step", "0-0", "1-segment"):
         for damage in ("flip", "cut", "remove", "empty", "extend"):
@@ -183,20 +184,20 @@ def test_a_damaged_cache_is_made_anew(run: RunDir) -> None:
                 data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
                 kept = {"cut": data[: len(data) // 2], "empty": b"", "extend": data + data}
                 path.write_bytes(kept.get(damage, data))
-            same(read(run), plain)
-            same(read(run), plain)
+            same(read_record(run), plain)
+            same(read_record(run), plain)
             assert cached_summary(run).step == 6000
 
 
 def test_a_cache_that_breaks_between_two_looks_is_no_harm(run: RunDir) -> None:
-    read(run)
-    record = read(run)
+    read_record(run)
+    record = read_record(run)
     loss = record.series("loss")
     for path in cache_of(run).rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     with run.events.open("ab") as file:
-        file.write(encode(Train(step=6001, loss=2.0, grad_norm=1.0), 1.0, 3))
+        file.write(encode_event(Train(step=6001, loss=2.0, grad_norm=1.0), 1.0, 3))
     norm = record.series("grad_norm")
     assert np.array_equal(norm.step[: len(loss)], loss.step)
     assert len(norm.current()) == norm.kept.sum()
@@ -223,8 +224,8 @@ def test_without_a_cache_folder_of_ones_own_nothing_is_kept(
             place.mkdir()
             monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
     assert cache_folder(run) is None
-    assert len(read(run).series("loss")) > 6000
-    assert len(read_many([run, run])) == 2
+    assert len(read_record(run).series("loss")) > 6000
+    assert len(read_records([run, run])) == 2
     assert cached_summary(run).step == 6000
     assert not any(mine.iterdir())
 
@@ -236,15 +237,15 @@ def test_nothing_is_written_into_a_run_that_is_read(run: RunDir) -> None:
     for name in ("lock", "columns.json", "summary.json", "columns-01234567"):
         (run.path / "cache" / name).symlink_to(mine)
     before = {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")}
-    read(run)
+    read_record(run)
     cached_summary(run)
-    read_many([run])
+    read_records([run])
     assert {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")} == before
     assert mine.read_text() == "export PATH"
 
 
 def test_the_cache_is_for_its_user_alone(run: RunDir) -> None:
-    read(run)
+    read_record(run)
     cached_summary(run)
     top = cache_of(run).parent.parent
     there = [top, *top.rglob("*")]
@@ -254,40 +255,40 @@ def test_the_cache_is_for_its_user_alone(run: RunDir) -> None:
 
 def test_links_among_the_files_of_a_cache_are_not_followed(run: RunDir, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
-    read(run)
+    read_record(run)
     for path in [path for path in cache_of(run).rglob("*") if path.is_file()]:
         content = path.read_bytes()
         mine.write_bytes(content)
         path.unlink()
         path.symlink_to(mine)
         with run.events.open("ab") as file:
-            file.write(encode(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3))
+            file.write(encode_event(Train(step=6001, loss=2.0, extra={"new": 3.0}), 1.0, 3))
             file.write(b" " * cache.SMALL_BYTES + b"\n")
-        same(read(run), without_cache(run))
+        same(read_record(run), without_cache(run))
         assert mine.read_bytes() == content
 
 
 @pytest.mark.parametrize("name", ["../../mine", "/etc/mine", "0-step/../../../mine", ""])
 def test_names_in_a_cache_lead_nowhere_else(run: RunDir, name: str) -> None:
-    read(run)
+    read_record(run)
     path = cache_of(run) / "columns.json"
     index = msgspec.json.decode(read_checked(path))
     index["tables"]["train"]["axes"]["step"]["name"] = name
     write_checked(path, msgspec.json.encode(index))
-    assert cache.load(run.events, cache_of(run)) is None
+    assert cache.load_columns(run.events, cache_of(run)) is None
     index["folder"] = name
     write_checked(path, msgspec.json.encode(index))
-    assert cache.load(run.events, cache_of(run)) is None
-    same(read(run), without_cache(run))
+    assert cache.load_columns(run.events, cache_of(run)) is None
+    same(read_record(run), without_cache(run))
 
 
 def test_sizes_in_a_cache_are_no_more_than_its_files_have(run: RunDir) -> None:
-    read(run)
+    read_record(run)
     path = cache_of(run) / "columns.json"
     index = msgspec.json.decode(read_checked(path))
     index["tables"]["train"]["axes"]["step"]["parts"][0][0] = 1 << 50
     write_checked(path, msgspec.json.encode(index))
-    same(read(run), without_cache(run))
+    same(read_record(run), without_cache(run))
 
 
 def test_what_was_used_least_recently_leaves_a_full_cache(
@@ -296,13 +297,13 @@ def test_what_was_used_least_recently_leaves_a_full_cache(
     monkeypatch.setenv("INSTAR_CACHE_DIR", str(tmp_path / "place"))
     runs = [written(tmp_path / name, LINES) for name in "abc"]
     for age, run in zip((30, 10, 20), runs, strict=True):
-        read(run)
+        read_record(run)
         os.utime(cache_of(run), (time.time() - age, time.time() - age))
     one = sum(path.stat().st_size for path in cache_of(runs[0]).rglob("*"))
     monkeypatch.setattr("instar.logs.read.sidecar.MOST_BYTES", int(3.5 * one))
-    read(runs[0])
+    read_record(runs[0])
     last = written(tmp_path / "last", LINES)
-    read(last)
+    read_record(last)
     assert [cache_of(run).exists() for run in (*runs, last)] == [True, True, False, True]
 
 
@@ -310,20 +311,20 @@ def test_readers_and_a_writer_at_once_each_see_a_beginning_of_the_record(tmp_pat
     run = written(tmp_path / "run", LINES[:1000])
     reader = (
         "import sys; from pathlib import Path\n"
-        "from instar.logs.read.record import read; from instar.record.rundir import RunDir\n"
+        "from instar.logs.read.record import read_record; from instar.record.rundir import RunDir\n"
         "run = RunDir(Path(sys.argv[1])); seen = 0\n"
         "while seen < 30000:\n"
-        "    loss = read(run).series('loss'); steps = loss.current().step\n"
+        "    loss = read_record(run).series('loss'); steps = loss.current().step\n"
         "    assert (steps == range(1, len(steps) + 1)).all(), steps\n"
         "    assert (loss.value == loss.step / 2).all()\n"
         "    assert len(steps) >= seen; seen = len(steps)\n"
     )
-    first = encode(RunStarted(run_id="r"), 1.0, 1)
+    first = encode_event(RunStarted(run_id="r"), 1.0, 1)
     run.events.write_bytes(first)
     readers = [subprocess.Popen([sys.executable, "-c", reader, run.path]) for _ in range(2)]
     with run.events.open("ab", buffering=0) as file:
         for step in range(1, 30001):
-            file.write(encode(Train(step=step, loss=step / 2), 1.0, 1))
+            file.write(encode_event(Train(step=step, loss=step / 2), 1.0, 1))
     assert [process.wait(60) for process in readers] == [0, 0]
 
 
@@ -334,15 +335,15 @@ def test_many_records_are_read_by_all_cores_as_by_one(
     plain = [without_cache(run) for n, run in enumerate(runs)]
     monkeypatch.setattr("instar.logs.read.cache.PARALLEL_BYTES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    for record, expected in zip(read_many(runs), plain, strict=True):
+    for record, expected in zip(read_records(runs), plain, strict=True):
         same(record, expected)
-    assert all(cache.held_bytes(run.events, cache_of(run)) for run in runs)
+    assert all(cache.cached_bytes(run.events, cache_of(run)) for run in runs)
 
 
 def test_of_many_records_one_that_is_none_is_named(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "one", 10), RunDir(tmp_path / "none")]
     with pytest.raises(RecordError, match="none"):
-        read_many(runs)
+        read_records(runs)
 
 
 def test_a_glance_tells_what_a_list_needs(tmp_path: Path) -> None:
@@ -377,7 +378,7 @@ def test_a_glance_at_a_part_and_at_the_rest_is_a_glance_at_the_whole(tmp_path: P
     assert (cache_of(run) / "summary.json").exists()
     for field in ("step", "tokens", "loss", "val", "best", "best_step", "kind", "seen"):
         assert getattr(cached_summary(run), field) == getattr(whole, field)
-    record = read(run)
+    record = read_record(run)
     val = record.series("val/loss").current()
     assert whole.best == val.value.min()
     assert whole.best_step == val.step[val.value.argmin()]
@@ -395,8 +396,8 @@ def test_a_glance_at_what_is_no_record_says_so(content: bytes | None, tmp_path: 
 def test_one_metric_takes_its_own_columns_and_no_others(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read(run)
-    held = cache.load(run.events, cache_of(run))
+    read_record(run)
+    held = cache.load_columns(run.events, cache_of(run))
     assert held is not None
     table = held.tables["train"]
     assert len(table.axes) + len(table.metrics) > 10
@@ -410,5 +411,5 @@ def test_one_metric_takes_its_own_columns_and_no_others(
     monkeypatch.setattr(cache, "_read", counted)
     assert "lr" in table.metrics
     assert not opened
-    assert len(read(run).series("loss").value) > 5000
+    assert len(read_record(run).series("loss").value) > 5000
     assert 1 <= len(opened) <= 4, opened

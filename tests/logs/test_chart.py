@@ -14,7 +14,7 @@ from instar.logs.plot.axes import decades, round_places, tick_texts
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.transforms import band, smooth
 from instar.logs.query.alignment import axis_named, place_on
-from instar.logs.query.groups import grouped, names
+from instar.logs.query.groups import grouped, run_labels
 from instar.logs.read.record import AXES
 from instar.record.events import Alert, Failed, RunStarted
 
@@ -149,11 +149,11 @@ def test_runs_are_called_by_what_tells_them_apart(tmp_path):
     other, bare = run("other-ccccc", seed=1, n_mlp=64), run("demo-ddddd")
     wide = run("demo-eeeee", seed=1, n_mlp=96)
 
-    assert names([one]) == ["demo"]
-    assert names([one, other]) == ["demo", "other"]
-    assert names([one, two]) == ["demo seed=1", "demo seed=2"]
-    assert names([one, wide]) == ["demo n_mlp=64", "demo n_mlp=96"]
-    assert names([one, two, bare])[2] == "demo seed=none n_mlp=none"
+    assert run_labels([one]) == ["demo"]
+    assert run_labels([one, other]) == ["demo", "other"]
+    assert run_labels([one, two]) == ["demo seed=1", "demo seed=2"]
+    assert run_labels([one, wide]) == ["demo n_mlp=64", "demo n_mlp=96"]
+    assert run_labels([one, two, bare])[2] == "demo seed=none n_mlp=none"
     assert grouped([one, two, wide], "seed") == {"demo n_mlp=64": [0, 1], "demo n_mlp=96": [2]}
     derived = write_run(tmp_path / "demo-fffff", [], "name: demo\nmodel:\n  n_mlp: 64  # derived\n")
     said = write_run(tmp_path / "demo-ggggg", [], "name: demo\nmodel:\n  n_mlp: 96  # --set\n")

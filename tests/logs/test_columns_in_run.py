@@ -14,9 +14,9 @@ from read_alike import same
 from records import make_run
 
 from instar.logs.read import cache, record, scan
-from instar.logs.read.record import RunRecord, read, read_many
+from instar.logs.read.record import RunRecord, read_record, read_records
 from instar.logs.read.sidecar import cache_folder, read_checked, write_checked
-from instar.record.events import Train, encode
+from instar.record.events import Train, encode_event
 from instar.record.rundir import RunDir
 
 STEPS = 6000
@@ -34,7 +34,7 @@ def scanned(run: RunDir) -> RunRecord:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
         patch.setattr(cache, "COLUMNS", "none")
-        found = read(run)
+        found = read_record(run)
         series = {metric: found.series(metric) for metric in found.metrics}
     return RunRecord(run, found.events, series, found.faults, found.end)
 
@@ -57,16 +57,16 @@ def parsed_bytes(run: RunDir, monkeypatch: pytest.MonkeyPatch, *, own_cache: boo
         patch.setattr(scan, "scan", counting)
         patch.setattr(cache, "scan", counting)
         patch.setattr(record, "scan", counting)
-        read(run).series("loss")
+        read_record(run).series("loss")
     return sum(counted)
 
 
 def test_the_first_look_parses_no_line(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = scanned(run)
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     assert parsed_bytes(run, monkeypatch) == 0
-    same(read(run), plain)
-    same(read_many([run, run])[1], plain)
+    same(read_record(run), plain)
+    same(read_records([run, run])[1], plain)
     folder = cache_folder(run)
     assert folder is not None
     assert not (folder / "columns.json").exists()
@@ -75,33 +75,33 @@ def test_the_first_look_parses_no_line(run: RunDir, monkeypatch: pytest.MonkeyPa
 def test_columns_go_with_a_run_that_is_copied(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     shutil.copytree(run.path, tmp_path / "copy")
     assert parsed_bytes(RunDir(tmp_path / "copy"), monkeypatch) == 0
-    same(read(RunDir(tmp_path / "copy")), scanned(run))
+    same(read_record(RunDir(tmp_path / "copy")), scanned(run))
 
 
 def test_a_record_that_grows_is_added_to_its_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [encode(Train(step=n, loss=1 / (n + 1), lr=0.1), 1.0, 1) for n in range(30_000)]
+    lines = [encode_event(Train(step=n, loss=1 / (n + 1), lr=0.1), 1.0, 1) for n in range(30_000)]
     run = RunDir(tmp_path)
     run.events.write_bytes(b"".join(lines[:20]))
-    with cache.columns_kept(run, every_s=1e-3):
+    with cache.columns_written(run, every_s=1e-3):
         for begin in range(20, len(lines), 3000):
             with run.events.open("ab") as file:
                 file.writelines(lines[begin : begin + 3000])
     assert parsed_bytes(run, monkeypatch) == 0
-    same(read(run), scanned(run))
+    same(read_record(run), scanned(run))
     with run.events.open("ab") as file:
-        file.write(encode(Train(step=30_000, loss=2.0), 1.0, 1) + b'{"v":1,"kind":"tr')
+        file.write(encode_event(Train(step=30_000, loss=2.0), 1.0, 1) + b'{"v":1,"kind":"tr')
     assert 0 < parsed_bytes(run, monkeypatch) < 1000
-    assert read(run).series("loss").value[-1] == 2.0
+    assert read_record(run).series("loss").value[-1] == 2.0
 
 
 def test_a_small_record_has_no_columns(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 50)
-    with cache.columns_kept(run):
+    with cache.columns_written(run):
         pass
     assert not (run.path / cache.COLUMNS).exists()
 
@@ -152,7 +152,7 @@ def linked_column(run: RunDir) -> None:
 
 def of_another_record(run: RunDir) -> None:
     other = make_run(run.path.parent / "other", STEPS + 1, 5)
-    cache.extend(other, finished=True)
+    cache.extend_columns(other, finished=True)
     shutil.rmtree(columns(run))
     shutil.copytree(columns(other), columns(run))
 
@@ -201,10 +201,10 @@ WRONG: dict[str, Callable[[RunDir], None]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_columns_that_do_not_belong_to_the_record_are_ignored(run: RunDir, wrong: str) -> None:
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     WRONG[wrong](run)
     plain = scanned(run)
-    same(read(run), plain)
+    same(read_record(run), plain)
     assert not plain.faults
 
 
@@ -212,41 +212,41 @@ def test_columns_that_do_not_belong_to_the_record_are_ignored(run: RunDir, wrong
 def test_a_damaged_column_has_the_record_scanned_once_by_each_reader(
     run: RunDir, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     flip(run, name)
     plain = scanned(run)
-    same(read(run), plain)
+    same(read_record(run), plain)
     assert parsed_bytes(run, monkeypatch, own_cache=True) == 0
-    same(read(run), plain)
+    same(read_record(run), plain)
     folder = cache_folder(run)
     assert folder is not None
     for path in folder.rglob(name):  # and the reader's own: the record still holds
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    same(read(run), plain)
-    same(read(run), plain)
+    same(read_record(run), plain)
+    same(read_record(run), plain)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_run_that_goes_on_makes_wrong_columns_anew(run: RunDir, wrong: str) -> None:
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     WRONG[wrong](run)
-    grown = encode(Train(step=STEPS + 1, loss=2.0), 1.0, 9)
-    with cache.columns_kept(run), run.events.open("ab") as file:
+    grown = encode_event(Train(step=STEPS + 1, loss=2.0), 1.0, 9)
+    with cache.columns_written(run), run.events.open("ab") as file:
         if wrong == "record cut":  # as a recorder does that opens it
             data = run.events.read_bytes()
             file.truncate(data.rindex(b"\n") + 1)
         file.write(grown)
-    same(read(run), scanned(run))
+    same(read_record(run), scanned(run))
 
 
 def test_a_tables_name_that_the_record_has_not_is_an_error_with_a_name(run: RunDir) -> None:
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     index_with(lambda index: index["tables"].update(other=index["tables"]["train"]))(run)  # type: ignore[attr-defined, index]
-    assert np.array_equal(read(run).series("loss").value, scanned(run).series("loss").value)
+    assert np.array_equal(read_record(run).series("loss").value, scanned(run).series("loss").value)
 
 
 def test_columns_are_readable_by_whom_the_record_is(run: RunDir) -> None:
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     umask = os.umask(0)
     os.umask(umask)
     for path in columns(run).rglob("*"):
@@ -256,7 +256,7 @@ def test_columns_are_readable_by_whom_the_record_is(run: RunDir) -> None:
 
 
 def test_reading_writes_nothing_into_the_run(run: RunDir) -> None:
-    cache.extend(run, finished=True)
+    cache.extend_columns(run, finished=True)
     before = {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")}
-    read(run).series("loss")
+    read_record(run).series("loss")
     assert {path: path.lstat().st_mtime_ns for path in run.path.rglob("*")} == before

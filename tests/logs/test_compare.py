@@ -26,17 +26,17 @@ from instar.logs.query.alignment import (
     saving,
     values_at,
 )
-from instar.logs.query.compare import Comparison, compare, to_json
-from instar.logs.query.groups import RunGroup, group_runs, names
-from instar.logs.read.record import read
-from instar.logs.text.comparison import markdown, text
+from instar.logs.query.compare import Comparison, compare_groups, comparison_to_json
+from instar.logs.query.groups import RunGroup, group_runs, run_labels
+from instar.logs.read.record import read_record
+from instar.logs.text.comparison import comparison_markdown, comparison_text
 from instar.record.rundir import RunDir
 
 
 def side_by_side(*runs: RunDir, by: Any = "run", **more: Any) -> Comparison:
     sides, faults = group_runs(runs, by)
     assert faults == []
-    return compare(sides, [read(run) for run in runs], **more)
+    return compare_groups(sides, [read_record(run) for run in runs], **more)
 
 
 def means(comparison: Comparison, metric: str) -> list[list[float | None]]:
@@ -105,7 +105,7 @@ def test_a_run_that_diverged_is_not_taken_for_one_that_has_not_come_so_far(tmp_p
     lost = written(tmp_path / "lost", {10: 4.0, 20: math.nan})
     short = written(tmp_path / "short", {10: 4.0})
     found = side_by_side(lost, short, places=[AxisValue("step", 10), AxisValue("step", 20)])
-    lines = [line.split() for line in text(found)]
+    lines = [line.split() for line in comparison_text(found)]
     assert ["lost", "4.0000", "nan"] in lines
     assert ["short", "4.0000", "-"] in lines
 
@@ -130,7 +130,7 @@ def test_runs_alike_but_for_the_seed_are_one_group(tmp_path: Path) -> None:
     assert cell.error == pytest.approx(3**-0.5)
     assert found.config["optimizer.lr"] == (0.1, 0.2)
     assert "seed" not in found.config
-    assert any("3.0000 ±1.0000" in line for line in text(found))
+    assert any("3.0000 ±1.0000" in line for line in comparison_text(found))
 
 
 def test_runs_of_one_name_are_one_group(tmp_path: Path) -> None:
@@ -155,12 +155,12 @@ def test_a_config_that_cannot_be_read_does_not_keep_curves_from_being_compared(
     sides, faults = group_runs(two)
     assert len(faults) == 1
     assert str(two[1].config) in faults[0]
-    found = compare(sides, [read(run) for run in two])
+    found = compare_groups(sides, [read_record(run) for run in two])
     assert means(found, "loss")[1][-1] == 2.0
     assert found.config == {}
 
 
-@pytest.mark.parametrize("format_", [text, markdown])
+@pytest.mark.parametrize("format_", [comparison_text, comparison_markdown])
 def test_reaching_a_loss_is_told_as_a_sentence(two: tuple[RunDir, RunDir], format_: Any) -> None:
     found = side_by_side(*two, target=2.5)
     said = "\n".join(format_(found))
@@ -177,7 +177,7 @@ def test_reaching_a_loss_is_told_as_a_sentence(two: tuple[RunDir, RunDir], forma
 
 def test_a_loss_that_is_not_reached_is_told(two: tuple[RunDir, RunDir]) -> None:
     found = side_by_side(*two, target=1.0)
-    said = "\n".join(text(found))
+    said = "\n".join(comparison_text(found))
     assert said.count("not reached") == 2
     assert "fast and slow cannot be compared: slow and fast do not reach it" in said
     assert said.count("fewer") == 0
@@ -227,11 +227,11 @@ def test_arms_without_a_common_seed_are_compared_by_their_means() -> None:
 
 def test_a_value_that_is_lost_again_is_told(tmp_path: Path) -> None:
     run = written(tmp_path / "run", {1: 1.0}, {10: 4.0, 20: 2.0, 30: 3.5, 40: 2.0})
-    found = at_loss(read(run).series("val/loss"), 3.0)
+    found = at_loss(read_record(run).series("val/loss"), 3.0)
     assert found is not None
     assert (found.at["step"], found.left_at_step, found.from_the_start) == (15.0, 30, False)
-    assert at_loss(read(run).series("val/loss"), 1.0) is None
-    first = at_loss(read(run).series("val/loss"), 5.0)
+    assert at_loss(read_record(run).series("val/loss"), 1.0) is None
+    first = at_loss(read_record(run).series("val/loss"), 5.0)
     assert first is not None
     assert (first.at["step"], first.from_the_start) == (10.0, True)
 
@@ -251,7 +251,7 @@ def test_a_value_that_is_reached_in_a_decay_is_told(tmp_path: Path) -> None:
         ((reached,), _) = found.to_loss.reached
         assert reached is not None
         shares[target] = reached.decays_for
-        told = [line for line in text(found) if "while its learning rate falls" in line]
+        told = [line for line in comparison_text(found) if "while its learning rate falls" in line]
         assert len(told) == (target == 3.0)
     # at the stable rate, 20 of 70 steps before the end, and at the end
     assert shares == {5.0: 0.0, 3.0: pytest.approx(2 / 7), 1.0: 0.0}
@@ -262,14 +262,14 @@ def test_accuracies_are_reached_from_below(tmp_path: Path) -> None:
         writer.start()
         for step, accuracy in ((10, 0.2), (20, 0.6), (30, 0.9)):
             writer.val(step, 1.0, extra={"accuracy": accuracy})
-    found = at_loss(read(writer.run).series("val/accuracy"), 0.5)
+    found = at_loss(read_record(writer.run).series("val/accuracy"), 0.5)
     assert found is not None
     assert found.at["step"] == pytest.approx(17.5)
 
 
 def test_json_says_all_of_it_by_name(two: tuple[RunDir, RunDir]) -> None:
     found = side_by_side(*two, target=2.5)
-    said = json.loads(json.dumps(to_json(found), allow_nan=False))
+    said = json.loads(json.dumps(comparison_to_json(found), allow_nan=False))
     assert set(said) == {"arms", "warnings", "places", "metrics", "config", "to_loss"}
     assert said["warnings"] == []
     assert said["metrics"]["loss"]["fast"][-1]["mean"] == 2.0
@@ -286,7 +286,7 @@ def test_metrics_are_chosen_by_name_and_pattern(two: tuple[RunDir, RunDir]) -> N
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_text_keeps_to_its_width(two: tuple[RunDir, RunDir], width: int) -> None:
-    assert max(map(len, text(side_by_side(*two, target=2.5), width))) <= width
+    assert max(map(len, comparison_text(side_by_side(*two, target=2.5), width))) <= width
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_long_value_does_not_stand_whole_in_a_name(tmp_path: Path) -> None:
         written(tmp_path / f"run{n}" / "same", {1: 1.0}, config={"schedule": text})
         for n, text in enumerate((one, two))
     ]
-    assert names(runs) == ["same schedule=1 operation", "same schedule=2 operations"]
+    assert run_labels(runs) == ["same schedule=1 operation", "same schedule=2 operations"]
 
 
 @pytest.mark.parametrize("others", [1, 4])
@@ -373,12 +373,12 @@ def test_a_long_value_stands_in_a_short_form_in_the_table_of_differences(
         for n, schedule in enumerate(schedules)
     ]
     found = side_by_side(*runs)
-    for lines in (text(found), markdown(found)):
+    for lines in (comparison_text(found), comparison_markdown(found)):
         said = "\n".join(lines)
         assert "change_lr" not in said
         assert said.count("2 operations") == others + 1
         assert said.count("2 operations, differs") == others
-    whole = to_json(found)["config"]["schedule"]
+    whole = comparison_to_json(found)["config"]["schedule"]
     assert [op["value"] for op in whole["run-1"]] == [0.6, 0.5]
 
 
@@ -391,7 +391,7 @@ def test_a_loss_on_other_data_is_not_looked_for(tmp_path: Path, key: str) -> Non
     ]
     sides, _ = group_runs(runs)
     with pytest.raises(ConfigError, match=name):
-        compare(sides, [read(run) for run in runs], target=2.0)
+        compare_groups(sides, [read_record(run) for run in runs], target=2.0)
 
 
 SAME_HELD_OUT = {"data.val_source": "held-out.txt"}
@@ -416,13 +416,13 @@ def test_losses_on_different_data_stand_under_a_warning(
         written(tmp_path / "b-two", {1: 3.0, 2: 1.0}, {1: 3.0, 2: 1.0}, config=one | other),
     ]
     found = side_by_side(*runs)
-    page = report_html([read(run) for run in runs])
-    plain, marked = "\n".join(text(found)), "\n".join(markdown(found))
+    page = report_html([read_record(run) for run in runs])
+    plain, marked = "\n".join(comparison_text(found)), "\n".join(comparison_markdown(found))
     if not keys:
         assert found.warnings == ()
         assert "not comparable" not in plain + marked + page
         return
-    (warning,) = to_json(found)["warnings"]
+    (warning,) = comparison_to_json(found)["warnings"]
     assert f"the runs differ in {keys}: their {losses}" in warning
     assert plain.index("warning") < plain.index(warning) < plain.index("val/loss")
     assert warning in marked

@@ -11,11 +11,11 @@ from shown_runs import started, steps, write
 
 from instar.cli.main import main
 from instar.extensions.board.report import report_html
-from instar.logs.query.family import family_of
-from instar.logs.query.runs import list_runs, to_json
+from instar.logs.query.family import run_tree
+from instar.logs.query.runs import list_rows, row_to_json
 from instar.logs.query.summary import summarize
-from instar.logs.read.record import read
-from instar.logs.text.summary import markdown, page
+from instar.logs.read.record import read_record
+from instar.logs.text.summary import page, summary_markdown
 from instar.record.events import Branched
 from instar.record.rundir import RunDir, runs_in
 
@@ -42,27 +42,27 @@ def folder(tmp_path: Path) -> Path:
 def test_a_family_is_a_tree(folder: Path) -> None:
     for name in ("trunk", "trunk.large", "trunk.small.tiny"):
         assert [
-            (each.name, each.depth, each.branched_at) for each in family_of(RunDir(folder / name))
+            (each.name, each.depth, each.branched_at) for each in run_tree(RunDir(folder / name))
         ] == [
             ("trunk", 0, None),
             ("trunk.small", 1, 10),
             ("trunk.small.tiny", 2, 15),
             ("trunk.large", 1, 30),
         ]
-    assert family_of(RunDir(folder / "other")) == ()
+    assert run_tree(RunDir(folder / "other")) == ()
 
 
 def test_a_branch_that_has_not_begun_is_stopped_and_can_be_resumed(folder: Path) -> None:
-    found = {row.summary.run.path.name: row for row in list_runs(runs_in(folder))}
+    found = {row.summary.run.path.name: row for row in list_rows(runs_in(folder))}
     status = found["trunk.large"].status
     assert (status.state, status.reason) == ("stopped", "a branch that has not begun")
     assert status.go_on == f"instar resume {folder / 'trunk.large'}"
-    assert to_json(found["trunk.large"])["branch_of"] == {
+    assert row_to_json(found["trunk.large"])["branch_of"] == {
         "run": "trunk",
         "step": 30,
         "name": "large",
     }
-    assert "branch_of" not in to_json(found["trunk"])
+    assert "branch_of" not in row_to_json(found["trunk"])
 
 
 def test_lists_show_the_tree(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,12 +75,14 @@ def test_lists_show_the_tree(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_pages_show_the_tree(folder: Path) -> None:
-    record = read(RunDir(folder / "trunk.small"))
+    record = read_record(RunDir(folder / "trunk.small"))
     summary = summarize(record)
     lines = page(summary, 100)
     at = lines.index("family")
     assert [line.split("  ")[1] for line in lines[at + 2 : at + 4]] == ["trunk", "└ trunk.small"]
-    assert any(line.startswith("| └ trunk.small | step 10 | ") for line in markdown([summary]))
+    assert any(
+        line.startswith("| └ trunk.small | step 10 | ") for line in summary_markdown([summary])
+    )
     html = report_html([record])
     assert json.dumps("└ trunk.small")[1:-1] in html or "└ trunk.small" in html
     assert '"title":"Family"' in html.replace('": "', '":"')
@@ -99,5 +101,5 @@ def test_pages_show_the_tree(folder: Path) -> None:
 def test_a_record_alone_makes_no_family(tmp_path: Path, parent: str, name: str, path: str) -> None:
     write(tmp_path / "other", [(started(), 1), *steps(1, 10)])
     run = branch(tmp_path, parent, name, 10, path=path)
-    assert [each.name for each in family_of(run)] == (["gone.small"] if parent == "gone" else [])
-    assert family_of(RunDir(tmp_path / "other")) == ()
+    assert [each.name for each in run_tree(run)] == (["gone.small"] if parent == "gone" else [])
+    assert run_tree(RunDir(tmp_path / "other")) == ()

@@ -17,7 +17,7 @@ import torch
 from instar.checkpoint.line import line_of_start, write_line
 from instar.checkpoint.manifest import Facts, file_entry, identify, read_manifest
 from instar.checkpoint.store import publish_checkpoint
-from instar.logs.query.final_test import final_test
+from instar.logs.query.final_test import read_final_test
 from instar.record.rundir import RunDir
 
 
@@ -50,14 +50,14 @@ def tested(tmp_path: Path) -> RunDir:
 
 
 def notes(run: RunDir) -> tuple[str, ...]:
-    found = final_test(run)
+    found = read_final_test(run)
     assert found is not None
     return found.notes
 
 
 def test_nothing_is_said_of_a_test_of_what_is_there(tested: RunDir) -> None:
     assert notes(tested) == ()
-    found = final_test(tested)
+    found = read_final_test(tested)
     assert found is not None
     assert len(found.scatters) == 1
 
@@ -77,7 +77,7 @@ def test_a_test_of_a_branch_that_was_left_is_said_to_be_one(tested: RunDir) -> N
 
 def test_predictions_of_other_weights_are_not_shown(tested: RunDir) -> None:
     predict(tested.path, 2.0)
-    found = final_test(tested)
+    found = read_final_test(tested)
     assert found is not None
     assert found.scatters == ()
     assert found.notes == ("test/predictions.parquet is not of the test of test/result.json.",)

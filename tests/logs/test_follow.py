@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from instar.logs.query.tail import Follower
-from instar.record.events import Event, Train, Warn, encode
+from instar.record.events import Event, Train, Warn, encode_event
 from instar.record.recorder import Recorder
 
 
 def line(step: int) -> bytes:
-    return encode(Train(step=step, loss=1.0 / step), now=float(step), segment=1)
+    return encode_event(Train(step=step, loss=1.0 / step), now=float(step), segment=1)
 
 
 def steps(events: list[Event]) -> list[int]:

@@ -10,7 +10,7 @@ from figures import times
 
 from instar.extensions.delta.events import Delta
 from instar.logs.query.tail import Follower
-from instar.logs.read.record import AXES, RunRecord, read
+from instar.logs.read.record import AXES, RunRecord, read_record
 from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import (
     Alert,
@@ -26,7 +26,7 @@ from instar.record.events import (
     Stop,
     Train,
     Warn,
-    encode,
+    encode_event,
 )
 from instar.record.rundir import RunDir
 
@@ -52,7 +52,7 @@ OTHER = [
     RunFinished(step=8, loss=1.0),
 ]
 RECORD = [
-    encode(event, 1.7e9 + number, segment)
+    encode_event(event, 1.7e9 + number, segment)
     for segment, start in ((1, 0), (2, 2))
     for number, event in enumerate(
         [
@@ -118,7 +118,7 @@ MUTATIONS: tuple[Mutation, ...] = (flip, cut, splice, swap, token, token, noise)
 
 def read_or_refused(run: RunDir) -> RunRecord | RecordError:
     try:
-        return read(run)
+        return read_record(run)
     except RecordError as error:
         return error
 

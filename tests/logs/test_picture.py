@@ -20,7 +20,7 @@ from instar.logs.plot.chart import short_names
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.figure import draw, picture
 from instar.logs.plot.style import RC
-from instar.logs.read.record import RunRecord, read
+from instar.logs.read.record import RunRecord, read_record
 from instar.record.events import OperationEvent, RunStarted
 from instar.record.rundir import runs_in
 
@@ -105,9 +105,9 @@ def test_another_process_draws_the_same_svg(tmp_path):
     record = read_run(tmp_path / "demo-abcde", falling())
     code = (
         "import sys; from pathlib import Path; from instar.record.rundir import RunDir;"
-        "from instar.logs.read.record import read; from instar.logs.plot.compose import *;"
+        "from instar.logs.read.record import read_record; from instar.logs.plot.compose import *;"
         "from instar.logs.plot.figure import picture;"
-        "chart = compose([read(RunDir(Path(sys.argv[1])))], ChartRequest());"
+        "chart = compose([read_record(RunDir(Path(sys.argv[1])))], ChartRequest());"
         "sys.stdout.buffer.write(picture(chart, 'svg'))"
     )
     told = subprocess.run(
@@ -160,7 +160,7 @@ def test_what_was_superseded_is_faint(tmp_path):
 
 def test_the_legend_is_below_its_curves_with_short_names(tmp_path):
     SCENES["eight"](tmp_path)
-    records = [read(run) for run in runs_in(tmp_path)][:6]
+    records = [read_record(run) for run in runs_in(tmp_path)][:6]
     figure = drawn(records, panels=(("loss", "val/loss"), ("grad_norm", "lr")), lr=True)
 
     for axes in (figure.axes[0], figure.axes[1]):
@@ -204,7 +204,7 @@ def test_a_single_point_is_seen(tmp_path):
 
 
 def test_a_hundred_runs_are_drawn_within_seconds(tmp_path):
-    records = [read(run) for run in make_runs(tmp_path, 100, 300)]
+    records = [read_record(run) for run in make_runs(tmp_path, 100, 300)]
 
     start = time.perf_counter()
     chart = compose(records, ChartRequest(weight=0.9))

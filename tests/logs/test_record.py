@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from records import lines, make_run
 
 from instar.config.errors import ConfigError
-from instar.logs.read.lineage import Lineage
-from instar.logs.read.record import RunRecord, read
+from instar.logs.read.lineage import SegmentTree
+from instar.logs.read.record import RunRecord, read_record
 from instar.record.events import (
     Eval,
     Event,
@@ -24,7 +24,7 @@ from instar.record.events import (
     Train,
     Unrecognised,
     Warn,
-    encode,
+    encode_event,
     read_events,
 )
 from instar.record.recorder import Recorder
@@ -32,7 +32,7 @@ from instar.record.rundir import RunDir
 
 
 def line(event: Event, segment: int = 1) -> bytes:
-    return encode(event, now=1.5, segment=segment)
+    return encode_event(event, now=1.5, segment=segment)
 
 
 def train(step: int, loss: float = 1.0) -> bytes:
@@ -42,7 +42,7 @@ def train(step: int, loss: float = 1.0) -> bytes:
 def reading(folder: Path, *parts: bytes) -> RunRecord:
     run = RunDir(folder)
     run.events.write_bytes(b"".join(parts))
-    return read(run)
+    return read_record(run)
 
 
 def steps(record: RunRecord, metric: str = "loss") -> list[int]:
@@ -52,7 +52,7 @@ def steps(record: RunRecord, metric: str = "loss") -> list[int]:
 def test_made_lines_have_the_form_that_is_written(tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", 40, rewinds=1)
     events = list(read_events(run.events))
-    written = b"".join(encode(event, event.time, event.segment) for event in events)
+    written = b"".join(encode_event(event, event.time, event.segment) for event in events)
     assert written == run.events.read_bytes()
 
 
@@ -65,7 +65,7 @@ def test_every_metric_is_a_column_with_its_axes(tmp_path: Path) -> None:
         recorder.write(Eval(step=11, split="val", loss=2.5, standard_error=0.1, extra={"acc": 0.7}))
         recorder.write(Layers(step=11, grad_norm={"head": 1.0}, update_ratio={"head": 1e-3}))
         recorder.write(Stop(step=11, reason="done"))
-    record = read(RunDir(tmp_path))
+    record = read_record(RunDir(tmp_path))
     assert record.metrics == (
         *("loss", "lr", "scale", "other"),
         *("val/loss", "val/loss:error", "val/acc", "grad_norm/head", "update_ratio/head"),
@@ -203,14 +203,14 @@ def test_a_file_without_any_event_is_refused_with_what_it_looks_like(
 
 def test_a_record_that_is_not_there_or_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="No such file"):
-        read(RunDir(tmp_path))
+        read_record(RunDir(tmp_path))
     (tmp_path / "events.jsonl").mkdir()
     with pytest.raises(RecordError, match="directory"):
-        read(RunDir(tmp_path))
+        read_record(RunDir(tmp_path))
 
 
 def test_clocks_that_jump_back_change_nothing(tmp_path: Path) -> None:
-    parts = [encode(Train(step=s, loss=1.0), now=100.0 - s, segment=1) for s in range(5)]
+    parts = [encode_event(Train(step=s, loss=1.0), now=100.0 - s, segment=1) for s in range(5)]
     assert steps(reading(tmp_path, *parts)) == [0, 1, 2, 3, 4]
 
 
@@ -314,12 +314,12 @@ def test_one_curve_descends_from_the_newest_segment(
 
 
 def test_a_lineage_without_anything_limits_nothing() -> None:
-    assert Lineage().limits() == {}
+    assert SegmentTree().limits() == {}
 
 
 def test_spikes_and_rewinds_of_a_made_run_are_there(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines(2000, 3, spikes=4, rewinds=3)))
-    loss = read(RunDir(tmp_path)).series("loss").current()
+    loss = read_record(RunDir(tmp_path)).series("loss").current()
     assert loss.step.tolist() == list(range(1, 2001))
     assert (loss.value > 50).sum() == 4
 

@@ -18,8 +18,8 @@ from forks import Forks
 from starlette.testclient import TestClient
 from tiny_run import CONFIG, TEXT, Place, codes, events, said
 
-from instar.extensions.board.app import dashboard
-from instar.logs.read.record import AXES, read
+from instar.extensions.board.app import dashboard_app
+from instar.logs.read.record import AXES, read_record
 from instar.record.rundir import RunDir
 
 GROWS = (
@@ -113,7 +113,7 @@ def test_the_story_is_what_was_meant(run: Resumed) -> None:
 
 
 def test_every_curve_is_one_and_rises_on_every_axis(run: Resumed) -> None:
-    record = read(RunDir(run.path))
+    record = read_record(RunDir(run.path))
     for metric in record.metrics:
         series = record.series(metric)
         current = series.current()
@@ -240,7 +240,7 @@ def test_the_report(run: Resumed) -> None:
 
 
 def test_the_dashboard(run: Resumed) -> None:
-    with TestClient(dashboard(run.path.parent), base_url="http://127.0.0.1") as client:
+    with TestClient(dashboard_app(run.path.parent), base_url="http://127.0.0.1") as client:
 
         def ask(path: str) -> Any:
             return client.get(path).raise_for_status().json()

@@ -18,7 +18,7 @@ from records import lines
 from instar.extensions.delta.events import Delta
 from instar.logs.read import scan as scanning
 from instar.logs.read.columns import ABSENT, MetricTable
-from instar.logs.read.record import AXES, read
+from instar.logs.read.record import AXES, read_record
 from instar.logs.read.scan import MAX_FAULTS, Content, pieces, scan
 from instar.processes import pool
 from instar.record.events import (
@@ -31,8 +31,8 @@ from instar.record.events import (
     Saved,
     Train,
     Warn,
-    decode,
-    encode,
+    decode_event,
+    encode_event,
     metrics,
 )
 from instar.record.rundir import RunDir
@@ -50,7 +50,7 @@ def one_by_one(text: bytes) -> Expected:
         if not line.strip():
             continue
         try:
-            event = decode(line)
+            event = decode_event(line)
         except NOT_AN_EVENT:
             faults.append(number)
             continue
@@ -203,7 +203,7 @@ LOST = [
 @st.composite
 def foreign(draw: st.DrawFn) -> bytes:
     """A step as another program, or a mistaken one, might write it."""
-    line = json.loads(encode(draw(trains), 1.0, 1))
+    line = json.loads(encode_event(draw(trains), 1.0, 1))
     for key in draw(st.lists(st.sampled_from([*line]), max_size=2)):
         line[key] = draw(st.sampled_from(NUMBERS))
     keys = draw(st.permutations(list(line))) if draw(st.booleans()) else list(line)
@@ -213,7 +213,7 @@ def foreign(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    line = bytearray(encode(draw(trains | others), 1.0, 1)[:-1])
+    line = bytearray(encode_event(draw(trains | others), 1.0, 1)[:-1])
     place = draw(st.integers(0, len(line) - 1))
     match draw(st.integers(0, 2)):
         case 0:
@@ -226,7 +226,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 written = st.builds(
-    lambda event, time, segment: encode(event, time, segment)[:-1],
+    lambda event, time, segment: encode_event(event, time, segment)[:-1],
     trains | trains | others,
     st.floats(0, 2e11),
     st.integers(1, 3),
@@ -279,8 +279,8 @@ def test_bytes_of_a_real_record_changed_at_random_are_read_as_line_by_line(tmp_p
 def test_a_metric_that_was_measured_as_nan_is_there(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     steps = [Train(step=s, loss=1.0, lr=math.nan if s == 3 else None) for s in range(1, 6)]
-    path.write_bytes(b"".join(encode(step, 1.0, 1) for step in steps))
-    lr = read(RunDir(tmp_path)).series("lr")
+    path.write_bytes(b"".join(encode_event(step, 1.0, 1) for step in steps))
+    lr = read_record(RunDir(tmp_path)).series("lr")
     assert lr.step.tolist() == [3]
     assert np.isnan(lr.value).all()
 
@@ -291,14 +291,18 @@ def test_a_record_with_more_places_for_numbers_than_it_could_fill_is_refused(
     monkeypatch.setattr("instar.logs.read.scan.CELLS", 1 << 16)
     monkeypatch.setattr("instar.logs.read.cache.CELLS", 1 << 16)
     path = tmp_path / "events.jsonl"
-    wide = encode(Train(step=0, loss=1.0, extra={f"m{n}": 1.0 for n in range(500)}), 1.0, 1)
-    path.write_bytes(wide + b"".join(encode(Train(step=n, loss=1.0), 1.0, 1) for n in range(20)))
+    wide = encode_event(Train(step=0, loss=1.0, extra={f"m{n}": 1.0 for n in range(500)}), 1.0, 1)
+    path.write_bytes(
+        wide + b"".join(encode_event(Train(step=n, loss=1.0), 1.0, 1) for n in range(20))
+    )
     assert len(scan(path).tables["train"].metrics) == 501
-    many = [encode(Train(step=n, loss=1.0, extra={f"m{n}": 1.0}), 1.0, 1) for n in range(5000)]
+    many = [
+        encode_event(Train(step=n, loss=1.0, extra={f"m{n}": 1.0}), 1.0, 1) for n in range(5000)
+    ]
     path.write_bytes(b"".join(many))
     with pytest.raises(RecordError, match=r"metrics of [\d,]+ measurements are more"):
         scan(path)
-    later = [encode(Train(step=n, loss=1.0), 1.0, 1) for n in range(5000)]
+    later = [encode_event(Train(step=n, loss=1.0), 1.0, 1) for n in range(5000)]
     path.write_bytes(wide + b"".join(later))
     with pytest.raises(RecordError, match=r"metrics of [\d,]+ measurements are more"):
         scan(path)

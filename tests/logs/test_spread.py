@@ -14,12 +14,12 @@ from records import lines, make_run
 
 from instar.logs.read import cache
 from instar.logs.read import scan as scanning
-from instar.logs.read.record import RunRecord, read
+from instar.logs.read.record import RunRecord, read_record
 from instar.logs.read.scan import MAX_FAULTS, pieces, scan
 from instar.logs.read.sidecar import cache_folder
 from instar.processes import pool
 from instar.processes.pool import Workers
-from instar.record.events import RecordError, Train, encode
+from instar.record.events import RecordError, Train, encode_event
 from instar.record.rundir import RunDir
 
 
@@ -47,9 +47,9 @@ def cache_of(run: RunDir) -> Path:
 def alone(run: RunDir) -> RunRecord:
     """As one process reads it that looks at one line after another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "content", lambda run: scan(run.events))
-        patch.setattr("instar.logs.read.scan.decode_lines", not_at_once)
-        return read(run)
+        patch.setattr(cache, "read_content", lambda run: scan(run.events))
+        patch.setattr("instar.logs.read.scan.decode_measurements", not_at_once)
+        return read_record(run)
 
 
 def not_at_once(_: bytes) -> list[Any]:
@@ -60,26 +60,26 @@ def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
     expected = alone(long)
     assert len(expected.faults) == MAX_FAULTS + 1
     assert not expected.series("loss").kept.all()
-    same(read(long), expected)
-    assert cache.held_bytes(long.events, cache_of(long)) == expected.end
-    same(read(long), expected)
+    same(read_record(long), expected)
+    assert cache.cached_bytes(long.events, cache_of(long)) == expected.end
+    same(read_record(long), expected)
 
 
 def test_processes_go_on_behind_what_the_cache_holds(long: RunDir) -> None:
     whole = long.events.read_bytes()
     long.events.write_bytes(whole[: len(whole) // 3])
-    read(long)
+    read_record(long)
     with long.events.open("ab") as file:
         file.write(whole[len(whole) // 3 :])
-    same(read(long), alone(long))
-    assert cache.held_bytes(long.events, cache_of(long)) > len(whole) - 1000
+    same(read_record(long), alone(long))
+    assert cache.cached_bytes(long.events, cache_of(long)) > len(whole) - 1000
 
 
 def test_processes_read_a_long_record_that_cannot_be_cached(
     long: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSTAR_CACHE_DIR", "/proc/no-cache")
-    same(read(long), alone(long))
+    same(read_record(long), alone(long))
 
 
 def test_without_its_helpers_a_process_reads_all_by_itself(
@@ -95,14 +95,14 @@ def test_without_its_helpers_a_process_reads_all_by_itself(
             return answer
 
     monkeypatch.setattr(pool, "Workers", Lost)
-    same(read(long), alone(long))
+    same(read_record(long), alone(long))
 
     def refused(*_: object) -> None:
         raise BlockingIOError("no more processes")
 
-    cache.discard(cache_of(long))
+    cache.discard_columns(cache_of(long))
     monkeypatch.setattr(pool, "Workers", refused)
-    same(read(long), alone(long))
+    same(read_record(long), alone(long))
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -123,22 +123,22 @@ def test_a_record_that_is_replaced_meanwhile_is_read_anew(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Workers", Replacing)
-        found = read(long)
+        found = read_record(long)
     same(found, alone(long))
-    same(read(long), alone(long))
+    same(read_record(long), alone(long))
 
 
 def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
     class Growing(Workers):
         def call(self, worker: int, method: str, *args: Any) -> Future[Any]:
             with long.events.open("ab") as file:
-                file.write(b'"more"}\n' + encode(Train(step=args[0], loss=1.0), 1.0, 3))
+                file.write(b'"more"}\n' + encode_event(Train(step=args[0], loss=1.0), 1.0, 3))
             return super().call(worker, method, *args)
 
     before = long.events.stat().st_size
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Workers", Growing)
-        found = read(long)
+        found = read_record(long)
     assert found.end == long.events.stat().st_size > before
     same(found, alone(long))
 

@@ -6,11 +6,11 @@ import pytest
 from shown_runs import LARGE, SMALL, place, started, steps, told_run, widened, write
 
 from instar.logs.query.stages import last_place, place_at, stages
-from instar.logs.read.record import read
+from instar.logs.read.record import read_record
 
 
 def test_a_stage_ends_where_the_shape_changes(tmp_path: Path) -> None:
-    first, second = stages(read(told_run(tmp_path / "told")))
+    first, second = stages(read_record(told_run(tmp_path / "told")))
     assert (first.from_step, first.to_step, second.from_step, second.to_step) == (0, 20, 20, 40)
     assert (first.parameters, second.parameters) == (20_000, 24_096)
     assert (dict(first.architecture), dict(second.architecture)) == (SMALL, LARGE)
@@ -20,7 +20,7 @@ def test_a_stage_ends_where_the_shape_changes(tmp_path: Path) -> None:
 
 
 def test_stages_add_up_to_the_run(tmp_path: Path) -> None:
-    found = stages(read(told_run(tmp_path / "told")))
+    found = stages(read_record(told_run(tmp_path / "told")))
     whole = place(40, 2)
     assert sum(stage.steps for stage in found) == 40
     assert sum(stage.tokens for stage in found) == whole["tokens"]
@@ -30,7 +30,7 @@ def test_stages_add_up_to_the_run(tmp_path: Path) -> None:
 
 
 def test_the_losses_are_the_last_ones_that_count(tmp_path: Path) -> None:
-    first, second = stages(read(told_run(tmp_path / "told")))
+    first, second = stages(read_record(told_run(tmp_path / "told")))
     assert first.loss == pytest.approx(2 + 4 / 3)
     assert first.val_loss == pytest.approx(2.125 + 4 / 3)
     assert second.loss == pytest.approx(2 + 4 / 5)
@@ -40,18 +40,18 @@ def test_the_losses_are_the_last_ones_that_count(tmp_path: Path) -> None:
 def test_a_growth_that_was_superseded_begins_no_stage(tmp_path: Path) -> None:
     lines = [(started(), 1), *steps(1, 20), (widened(20), 1), *steps(21, 25)]
     run = write(tmp_path / "back", [*lines, (started(2, 10), 2), *steps(11, 30, 2)])
-    (only,) = stages(read(run))
+    (only,) = stages(read_record(run))
     assert (only.from_step, only.to_step, only.parameters) == (0, 30, 20_000)
 
 
 def test_a_run_that_has_not_trained_yet_has_an_empty_stage(tmp_path: Path) -> None:
-    (only,) = stages(read(write(tmp_path / "new", [(started(), 1)])))
+    (only,) = stages(read_record(write(tmp_path / "new", [(started(), 1)])))
     assert (only.steps, only.tokens, only.loss) == (0, 0, None)
 
 
 def test_places_between_train_lines_are_interpolated(tmp_path: Path) -> None:
     lines = [(started(), 1), *steps(10, 10), *steps(20, 20)]
-    record = read(write(tmp_path / "sparse", lines))
+    record = read_record(write(tmp_path / "sparse", lines))
     assert place_at(record, 15)["tokens"] == 128 * 15
     assert place_at(record, 5)["tokens"] == 128 * 5
     assert last_place(record)["step"] == 20

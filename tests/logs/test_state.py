@@ -13,7 +13,7 @@ import pytest
 from written_runs import BEGAN, Writer, writing
 
 from instar.logs.query.state import NO_REASON, QUIET_S, RunStatus, last_error, run_status
-from instar.logs.read.record import read
+from instar.logs.read.record import read_record
 from instar.processes.identity import this_process
 from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop
 from instar.record.recorder import Recorder
@@ -21,7 +21,7 @@ from instar.record.rundir import RunDir, hold
 
 
 def status(run: RunDir, now: float = BEGAN + 1e6) -> RunStatus:
-    record = read(run)
+    record = read_record(run)
     return run_status(run, [logged.event for logged in record.events], BEGAN + 10, now)
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_runs import BEGAN, place, writing, written
 
-from instar.logs.query.summary import MetricValue, Summary, summarize, to_json
-from instar.logs.read.record import direction, read
-from instar.logs.text.summary import markdown, metric_text, one_lines, page
+from instar.logs.query.summary import MetricValue, Summary, summarize, summary_to_json
+from instar.logs.read.record import direction, read_record
+from instar.logs.text.summary import metric_value_text, one_lines, page, summary_markdown
 from instar.record.events import (
     Alert,
     Eval,
@@ -27,13 +27,13 @@ from instar.record.events import (
     Stop,
     Train,
     Warn,
-    encode,
+    encode_event,
 )
 from instar.record.rundir import RunDir
 
 
 def summary_of(folder: Path) -> Summary:
-    return summarize(read(RunDir(folder)), now=BEGAN + 1e6)
+    return summarize(read_record(RunDir(folder)), now=BEGAN + 1e6)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_values_that_are_no_numbers_are_last_but_never_best(tmp_path: Path) -> N
     found = summary_of(run.path)
     assert found.best["val/loss"] == MetricValue(3.0, 1, error=0.01)
     assert math.isnan(found.last["loss"].value)
-    said = json.loads(json.dumps(to_json(found), allow_nan=False))
+    said = json.loads(json.dumps(summary_to_json(found), allow_nan=False))
     assert said["last"]["loss"] == {"value": "NaN", "step": 2, "error": None}
     assert said["last"]["val/loss"]["value"] == "-Infinity"
 
@@ -163,13 +163,13 @@ def test_whatever_was_measured_it_is_summarized(
 ) -> None:
     run = RunDir(tmp_path_factory.getbasetemp() / "odd")
     run.path.mkdir(exist_ok=True)
-    lines = [encode(event, BEGAN, 1) for event in (RunStarted(run_id="x"), *events)]
+    lines = [encode_event(event, BEGAN, 1) for event in (RunStarted(run_id="x"), *events)]
     run.events.write_bytes(b"".join(lines))
-    found = summarize(read(run), now=BEGAN)
-    json.dumps(to_json(found), allow_nan=False)
+    found = summarize(read_record(run), now=BEGAN)
+    json.dumps(summary_to_json(found), allow_nan=False)
     assert page(found, 80)
     assert one_lines([found])
-    assert markdown([found])
+    assert summary_markdown([found])
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_what_is_better_is_told_by_the_name(metric: str, better: str | None) -> 
     ],
 )
 def test_values_are_told_in_their_own_manner(name: str, value: float | None, text: str) -> None:
-    assert metric_text(name, value) == text
+    assert metric_value_text(name, value) == text
 
 
 def test_lines_of_several_runs_have_the_same_fields(tmp_path: Path, grown: Summary) -> None:
@@ -248,7 +248,7 @@ def test_a_page_keeps_to_its_width(grown: Summary, width: int) -> None:
 
 
 def test_markdown_has_sections_for_one_run_and_a_table_for_several(grown: Summary) -> None:
-    lines = markdown([grown])
+    lines = summary_markdown([grown])
     assert lines[0] == "# grow-abcde"
     assert [line for line in lines if line.startswith("##")] == [
         "## Metrics",
@@ -257,7 +257,7 @@ def test_markdown_has_sections_for_one_run_and_a_table_for_several(grown: Summar
         "## Warnings",
     ]
     assert "| val/loss | 3.5000 ±0.4000 | 4 | 3.0000 | 2 |" in lines
-    table = markdown([grown, grown])
+    table = summary_markdown([grown, grown])
     assert {line.count("|") for line in table} == {11}
     assert len(table) == 4
 

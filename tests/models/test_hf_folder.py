@@ -29,11 +29,11 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.cli.main import main
 from instar.config.language import ModelConfig
-from instar.config.load import load as load_config
+from instar.config.load import load_config
 from instar.data.text.tokenizer import (
     ByteTokenizer,
     Tokenizer,
-    load_tokenizer,
+    load_saved_tokenizer,
     train_bpe,
     train_char,
 )
@@ -244,7 +244,7 @@ def test_the_tokenizer_goes_along_and_comes_back(tmp_path: Path, tokenizer: Toke
     assert fast.eos_token_id == tokenizer.end_id
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "hf").config.eos_token_id == tokenizer.end_id
     back = import_folder(tmp_path / "hf", tmp_path / "again")
-    assert load_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
+    assert load_saved_tokenizer(tmp_path / "again").fingerprint == tokenizer.fingerprint
     assert load_checkpoint(back).manifest.tokenizer == tokenizer.fingerprint
     data = load_config(str(tmp_path / "again/run.yaml")).config.data
     own = tmp_path / "again/tokenizer.json"

@@ -13,7 +13,7 @@ from samples import same
 
 from instar.config.errors import ConfigError
 from instar.data.arrays import open_arrays
-from instar.data.columns import Columns, Ragged, cut, join
+from instar.data.columns import Columns, Ragged, cut, join_columns
 from instar.recipes.causal_sets.generate import (
     Relation,
     causal_relation,
@@ -145,7 +145,7 @@ def test_a_set_follows_from_its_number_however_it_is_made(
     options = SMALL.model_copy(update={"relations": relations})
     edges = [0, *sorted(cuts), 12]
     parts = [causal_sets(options, seed, a, b) for a, b in itertools.pairwise(edges)]
-    assert same(join(parts), causal_sets(options, seed, 0, 12))
+    assert same(join_columns(parts), causal_sets(options, seed, 0, 12))
 
 
 def relation_of(sets: Columns, number: int) -> Relation:

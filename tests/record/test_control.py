@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.record.control import Inbox, ask
+from instar.record.control import Inbox, send_request
 
 
 def commands(inbox: Inbox) -> list[str]:
@@ -14,7 +14,7 @@ def test_a_request_is_there_until_it_is_answered(tmp_path: Path) -> None:
     folder = tmp_path / "control"
     inbox = Inbox(folder)
     assert commands(inbox) == []
-    request = ask(folder, "save")
+    request = send_request(folder, "save")
     assert commands(inbox) == ["save"]
     assert not request.answered()
     assert inbox.is_requested("save")
@@ -25,8 +25,8 @@ def test_a_request_is_there_until_it_is_answered(tmp_path: Path) -> None:
 
 def test_an_answer_is_to_requests_of_its_kind(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
-    stop = ask(inbox.folder, "stop")
-    saves = [ask(inbox.folder, "save") for _ in range(2)]
+    stop = send_request(inbox.folder, "stop")
+    saves = [send_request(inbox.folder, "save") for _ in range(2)]
     assert inbox.is_requested("save")
     assert inbox.is_requested("stop")
     inbox.answer("save")
@@ -37,23 +37,23 @@ def test_an_answer_is_to_requests_of_its_kind(tmp_path: Path) -> None:
 
 def test_a_request_within_the_grain_of_the_disks_clock_is_seen(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
-    ask(inbox.folder, "save")
+    send_request(inbox.folder, "save")
     date = inbox.folder.stat().st_mtime_ns
     inbox.requests()
-    ask(inbox.folder, "stop")
+    send_request(inbox.folder, "stop")
     os.utime(inbox.folder, ns=(date, date))
     assert sorted(commands(inbox)) == ["save", "stop"]
 
 
 def test_a_request_taken_back_is_not_seen(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
-    ask(inbox.folder, "stop").withdraw()
+    send_request(inbox.folder, "stop").withdraw()
     assert commands(inbox) == []
 
 
 def test_other_files_are_nobodys_requests(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
-    ask(inbox.folder, "save")
+    send_request(inbox.folder, "save")
     for name in ("x.tmp", "rm -rf", ".save", "save"):
         (inbox.folder / name).touch()
     assert commands(inbox) == ["save"]
@@ -61,9 +61,9 @@ def test_other_files_are_nobodys_requests(tmp_path: Path) -> None:
 
 def test_an_answer_is_not_to_requests_that_came_after_it_was_begun(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "control")
-    first = ask(inbox.folder, "save")
+    first = send_request(inbox.folder, "save")
     assert inbox.is_requested("save")
-    second = ask(inbox.folder, "save")
+    second = send_request(inbox.folder, "save")
     inbox.answer("save")
     assert first.answered()
     assert not second.answered()
@@ -79,7 +79,7 @@ def test_a_request_that_cannot_be_removed_is_answered_once(
     inbox.answer("save")
     assert not inbox.is_requested("save")
     assert "cannot be removed" in caplog.text
-    ask(inbox.folder, "save")
+    send_request(inbox.folder, "save")
     assert inbox.is_requested("save")
 
 
@@ -98,7 +98,7 @@ def test_the_folder_of_requests_is_open_to_whom_the_runs_folder_is(tmp_path: Pat
     tmp_path.chmod(0o770)
     before = os.umask(0o077)
     try:
-        ask(tmp_path / "control", "save")
+        send_request(tmp_path / "control", "save")
     finally:
         os.umask(before)
     assert (tmp_path / "control").stat().st_mode & 0o777 == 0o770
@@ -120,6 +120,6 @@ def test_no_request_is_put_into_what_a_control_folder_leads_to(tmp_path: Path) -
     mine.mkdir(0o700)
     (tmp_path / "control").symlink_to(mine)
     with pytest.raises(OSError, match=r"symbolic|directory"):
-        ask(tmp_path / "control", "stop")
+        send_request(tmp_path / "control", "stop")
     assert not [*mine.iterdir()]
     assert mine.stat().st_mode & 0o777 == 0o700

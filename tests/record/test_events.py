@@ -23,8 +23,8 @@ from instar.record.events import (
     Train,
     Unrecognised,
     Warn,
-    decode,
-    encode,
+    decode_event,
+    encode_event,
     from_words,
     read_events,
     to_words,
@@ -62,18 +62,18 @@ def same(one: object, other: object) -> bool:
 @pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
 def test_every_kind_comes_back_as_it_was_written(event: Event) -> None:
     expected = msgspec.structs.replace(event, time=1.5, segment=3)
-    assert decode(encode(event, now=1.5, segment=3)) == expected
+    assert decode_event(encode_event(event, now=1.5, segment=3)) == expected
 
 
 def test_a_line_is_one_json_object_with_version_and_kind_first() -> None:
-    line = encode(ONE_OF_EACH[1], now=1.0, segment=1)
+    line = encode_event(ONE_OF_EACH[1], now=1.0, segment=1)
     assert line.startswith(b'{"v":1,"kind":"train","time":1.0,"segment":1,"step":10')
     assert line.endswith(b"}\n")
     assert line.count(b"\n") == 1
 
 
 def test_a_newline_in_a_message_stays_within_its_line() -> None:
-    assert encode(Warn(message="one\ntwo"), 0, 0).count(b"\n") == 1
+    assert encode_event(Warn(message="one\ntwo"), 0, 0).count(b"\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -82,21 +82,21 @@ def test_a_newline_in_a_message_stays_within_its_line() -> None:
 def test_a_non_finite_number_is_a_word_in_the_file_and_a_number_again(
     number: float, word: str
 ) -> None:
-    line = encode(Train(step=1, loss=number, grad_norm=number, extra={"x": number}), 0, 0)
+    line = encode_event(Train(step=1, loss=number, grad_norm=number, extra={"x": number}), 0, 0)
     said = json.loads(line, parse_constant=pytest.fail)
     assert (said["loss"], said["grad_norm"], said["extra"]["x"]) == (word, word, word)
-    event = decode(line)
+    event = decode_event(line)
     assert isinstance(event, Train)
     assert same([event.loss, event.grad_norm, event.extra["x"]], [number] * 3)
 
 
 def test_a_message_that_says_nan_stays_a_message() -> None:
-    assert decode(encode(Warn(message="NaN"), 0, 0)) == Warn(message="NaN")
+    assert decode_event(encode_event(Warn(message="NaN"), 0, 0)) == Warn(message="NaN")
 
 
 @given(free_form)
 def test_free_form_values_survive(value: object) -> None:
-    event = decode(encode(OperationEvent(step=1, name="x", value=value), 0, 0))
+    event = decode_event(encode_event(OperationEvent(step=1, name="x", value=value), 0, 0))
     assert isinstance(event, OperationEvent)
     assert same(event.value, value)
     assert same(from_words(to_words(value)), value)
@@ -104,14 +104,14 @@ def test_free_form_values_survive(value: object) -> None:
 
 @given(st.text(st.characters()))
 def test_any_text_can_be_recorded(text: str) -> None:
-    event = decode(encode(Warn(message=text), 0, 0))
+    event = decode_event(encode_event(Warn(message=text), 0, 0))
     assert isinstance(event, Warn)
     assert event.message == text.encode("utf-8", "backslashreplace").decode()
 
 
 def test_numpy_scalars_are_numbers() -> None:
-    line = encode(Train(step=np.int64(3), loss=np.float32("nan"), lr=np.float64(0.5)), 0, 0)
-    event = decode(line)
+    line = encode_event(Train(step=np.int64(3), loss=np.float32("nan"), lr=np.float64(0.5)), 0, 0)
+    event = decode_event(line)
     assert isinstance(event, Train)
     assert same((event.step, event.loss, event.lr), (3, math.nan, 0.5))
 
@@ -128,7 +128,7 @@ def write(path: Path, *lines: bytes) -> Path:
     return path
 
 
-GOOD = encode(Train(step=1, loss=1.0), 0, 1)
+GOOD = encode_event(Train(step=1, loss=1.0), 0, 1)
 
 
 def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, broken: bytes, rea
 
 def test_a_kind_of_a_newer_instar_is_handed_on() -> None:
     line = b'{"v":1,"kind":"verdict","time":5.0,"segment":2,"step":7,"ratio":"Infinity"}\n'
-    event = decode(line)
+    event = decode_event(line)
     assert event == Unrecognised(
         name="verdict",
         fields={"v": 1, "kind": "verdict", "step": 7, "ratio": math.inf},
@@ -175,7 +175,7 @@ def test_a_kind_of_a_newer_instar_is_handed_on() -> None:
 
 
 def test_a_field_of_a_newer_instar_is_ignored() -> None:
-    assert decode(b'{"v":1,"kind":"train","step":1,"loss":2,"mood":"good"}') == Train(
+    assert decode_event(b'{"v":1,"kind":"train","step":1,"loss":2,"mood":"good"}') == Train(
         step=1, loss=2
     )
 
@@ -186,7 +186,7 @@ def test_a_record_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_damaged_records_are_read_or_refused_by_line(tmp_path: Path) -> None:
-    whole = b"".join(encode(event, 0, 1) for event in ONE_OF_EACH)
+    whole = b"".join(encode_event(event, 0, 1) for event in ONE_OF_EACH)
     chance, read, refused = random.Random(7), 0, 0
     path = tmp_path / "events.jsonl"
     for _ in range(10_000):

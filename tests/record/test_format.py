@@ -9,13 +9,13 @@ from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, 
 from instar.record.format import (
     confusion_lines,
     duration,
+    encodable_as,
     eval_line,
     finished_lines,
     header_line,
     loss,
     operation_lines,
     percent,
-    printable,
     saved_line,
     scientific,
     si,
@@ -184,12 +184,12 @@ def test_an_early_end_says_how_to_go_on() -> None:
 
 def test_what_a_stream_cannot_say_is_spelt() -> None:
     text = "4×H200  val 3.41 → 3.40  max|Δlogit| ±1  ✓ Größe"
-    assert printable(text, "utf-8") == text
-    assert printable(text, "ascii") == (
+    assert encodable_as(text, "utf-8") == text
+    assert encodable_as(text, "ascii") == (
         "4xH200  val 3.41 -> 3.40  max|dlogit| +-1  ok Gr\\u00f6\\u00dfe"
     )
-    assert printable("→", None) == "->"
-    assert printable("→", "no-such-encoding") == "->"
+    assert encodable_as("→", None) == "->"
+    assert encodable_as("→", "no-such-encoding") == "->"
 
 
 def test_confusions_are_a_table() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from instar.record import progress as module
 from instar.record.console import PlainScreen
-from instar.record.format import printable, progress_line
+from instar.record.format import encodable_as, progress_line
 from instar.record.progress import Display, folder_bytes, progress, showing, tracked
 
 GIB = 1 << 30
@@ -107,7 +107,7 @@ def test_a_line_fits_its_terminal(width: int) -> None:
             line = progress_line(doing, done, 2 * GIB, "B", 9.0, width)
             assert len(line) < width
             assert "%" in line
-    assert printable(progress_line("a", 1, 2, "B", 9.0, 80), "ascii").isascii()
+    assert encodable_as(progress_line("a", 1, 2, "B", 9.0, 80), "ascii").isascii()
 
 
 def test_a_loop_that_an_exception_leaves_is_shown_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from instar.checkpoint.manifest import read_manifest
 from instar.config.errors import ConfigError
 from instar.record.events import Branched, Event, OperationEvent, RunStarted, read_events
 from instar.record.rundir import RunDir, hold
-from instar.run.start.preflight import preflight, prepare_data
+from instar.run.start.preflight import preflight, prepare_run_data
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import forecast
 from instar.schedule.render import render
@@ -55,7 +55,7 @@ def cfg(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a trunk whose rate is constant, without a schedule; its data set is there."""
     path = tmp_path_factory.mktemp("branches") / "run.yaml"
     path.write_text(CONFIG.format(corpus=corpus, steps=STEPS), encoding="utf-8")
-    prepare_data(load_checked(str(path)), 1, lambda _: None)
+    prepare_run_data(load_checked(str(path)), 1, lambda _: None)
     return path
 
 

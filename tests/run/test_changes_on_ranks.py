@@ -16,7 +16,7 @@ from instar.checkpoint.store import load_checkpoint
 from instar.config.load import Loaded
 from instar.config.sections import Operation as Change
 from instar.record.events import Eval, OperationEvent, Train, read_events
-from instar.run.offline import grow
+from instar.run.offline import grow_checkpoint
 
 SCHEDULE = [
     {"name": "change_lr", "value": 1.5, "trigger_loss": 99.0, "max_wait_iters": 50},
@@ -140,7 +140,7 @@ def test_a_live_run_and_its_checkpoint_grow_into_the_same(
         path.write_text(loaded.to_yaml(origin=False), encoding="utf-8")
         run_ranks(2, tmp_path, "train", path, "--set", f"record.run_dir={tmp_path / kind}")
         saved[kind] = load_checkpoint(tmp_path / kind / "checkpoints" / "step-6")
-    grow(saved["plain"], tmp_path / "offline", operations)
+    grow_checkpoint(saved["plain"], tmp_path / "offline", operations)
     offline = load_checkpoint(latest_checkpoint(tmp_path / "offline"))
     assert offline.manifest.architecture == saved["live"].manifest.architecture
     for component in ("model", "optimizer", "ema"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from instar.config.fields import from_values
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.models.architecture import mask_of
 from instar.run.changes.scheduled import stages_ahead
 from instar.run.start.compile_stages import compile_stages
@@ -112,7 +112,7 @@ def test_stages_are_those_that_the_schedule_will_make(trainer: Make) -> None:
 def test_a_config_with_the_key_of_earlier_versions_loads(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("compile: true\ncompile_ahead: auto\n")
-    config = load(str(file)).config
+    config = load_config(str(file)).config
     assert config.compile
     saved = {"compile": True, "compile_ahead": "auto"}
     assert from_values(type(config), saved).compile

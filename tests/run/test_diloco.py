@@ -20,7 +20,7 @@ from forks import INSTAR, children_as_ranks
 
 from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.distributed.world import World
 from instar.record.format import bytes_text
 from instar.run.parallel.diloco import DiLoCo
@@ -383,7 +383,7 @@ def test_a_model_that_communicates_in_its_forward_pass_is_refused() -> None:
     world = World(0, 0, 1, torch.device("cpu"), "none")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
     with pytest.raises(ValueError, match="SyncBatchNorm communicates"):
-        DiLoCo(load(None, [*DILOCO]).config, world, model)
+        DiLoCo(load_config(None, [*DILOCO]).config, world, model)
 
 
 def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() -> None:
@@ -395,7 +395,7 @@ def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() ->
     ]
     keys += ["parallel.fsdp.offload=true", "device=cuda"]
     with pytest.raises(ConfigError) as told:
-        load(None, [*DILOCO, *keys])
+        load_config(None, [*DILOCO, *keys])
     text = str(told.value)
     for said in (
         "reproducible: elastic",
@@ -409,7 +409,7 @@ def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() ->
     noisy = "schedule=[{name: change_batch_size, value: 4, when: {noise_scale: {above: 1.0}}}]"
     with pytest.raises(ConfigError, match="use another strategy than diloco"):
         load_checked(None, [*DILOCO, noisy])
-    load(None, [*DILOCO, "checkpoint.delta.every=10"])
+    load_config(None, [*DILOCO, "checkpoint.delta.every=10"])
 
 
 def test_the_forecast_says_what_is_kept_and_what_is_sent(place: tiny_run.Place) -> None:

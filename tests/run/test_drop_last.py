@@ -13,7 +13,7 @@ from tiny_run import Place, codes, events, said, weights
 from instar.checkpoint.store import load_checkpoint
 from instar.cli.main import main
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.distributed.world import World
 from instar.run.start.preflight import preflight
 from instar.run.start.smoke_test_step import run_trial
@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 def tried(*keys: str, ranks: int = 1) -> list[str]:
     import torch
 
-    loaded = load("run.yaml", [*NORMED, "precision=fp32", *keys])
+    loaded = load_config("run.yaml", [*NORMED, "precision=fp32", *keys])
     return run_trial(preflight(loaded, ranks), World(0, 0, ranks, torch.device("cpu"), "gloo"))
 
 
@@ -100,7 +100,7 @@ def steps_of(run_dir: Path) -> list[tuple[int, float]]:
 @shortened("ranks", [2, 1], first=1)
 def test_whole_steps_only_also_after_a_resume_anywhere(place: Place, ranks: int) -> None:
     keys = (*NORMED, "task=science:Halves", "data.drop_last=true", "train.batch_size=10")
-    predicted = preflight(load("run.yaml", keys), ranks).forecast.early
+    predicted = preflight(load_config("run.yaml", keys), ranks).forecast.early
     children = place.train(place.path / "whole", *keys, ranks=ranks)
     assert codes(children) == [0] * ranks, said(children)
     wanted = steps_of(place.path / "whole")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from instar.checkpoint.listing import list_checkpoints, pointer_target
 from instar.checkpoint.manifest import read_manifest
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.record.events import Eval, read_events
 from instar.run.loop.checkpointing import best_is_now, state_json
 from instar.run.start.restore import restore_state
@@ -25,7 +25,7 @@ from instar.run.trainer import Trainer
 def judge(**sections: Any) -> MetricTracker:
     """The rules of a run of `science.Halves`: loss (min), accuracy (max), doubt (min)."""
     return MetricTracker(
-        load(
+        load_config(
             None, ["task=science:Halves", *(f"{k}={json.dumps(v)}" for k, v in sections.items())]
         ).config
     )
@@ -49,7 +49,7 @@ def test_pointers_say_whose_best_they_are() -> None:
     both = judge(checkpoint={"best_of": ["accuracy", "loss"]})
     assert both.pointers == {"accuracy": "best", "loss": "best-loss"}
     graph = MetricTracker(
-        load(None, ["task=graph", 'checkpoint.best_of=["loss", "manifold/accuracy"]']).config
+        load_config(None, ["task=graph", 'checkpoint.best_of=["loss", "manifold/accuracy"]']).config
     )
     assert graph.pointers == {"loss": "best", "manifold/accuracy": "best-manifold%2Faccuracy"}
 

@@ -22,7 +22,7 @@ from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import Checkpoint, load_checkpoint, publish_checkpoint
 from instar.config.errors import ConfigError
-from instar.config.load import load as load_config
+from instar.config.load import load_config
 from instar.config.sections import Operation
 from instar.growth import operators
 from instar.growth.apply import Role, apply, moments_mode
@@ -31,7 +31,7 @@ from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.gpt import GPT
 from instar.record.atomic import WriteError
 from instar.run import offline
-from instar.run.offline import grow
+from instar.run.offline import grow_checkpoint
 from instar.schedule.operations import history_from_json
 
 SEED, STEP, CURSOR = 7, 20, 320
@@ -111,7 +111,7 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
 def test_every_file_is_that_of_a_model_grown_in_memory(settings: list[str], tmp_path: Path) -> None:
     source = saved(tmp_path / "run", settings)
 
-    made = load_checkpoint(grow(source, tmp_path / "out", EVERYTHING).path)
+    made = load_checkpoint(grow_checkpoint(source, tmp_path / "out", EVERYTHING).path)
 
     wanted = grown_in_memory(source, EVERYTHING)
     assert made.manifest.architecture == wanted["architecture"]
@@ -126,7 +126,9 @@ def test_every_file_is_that_of_a_model_grown_in_memory(settings: list[str], tmp_
 def test_what_has_no_part_in_growth_stays_as_it_was(tmp_path: Path) -> None:
     source = saved(tmp_path / "run")
 
-    made = load_checkpoint(grow(source, tmp_path / "out", [Operation("widen_mlp", 256)]).path)
+    made = load_checkpoint(
+        grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256)]).path
+    )
 
     assert made.state == source.state
     for name in ("rng/rank-0.safetensors",):
@@ -139,7 +141,9 @@ def test_what_has_no_part_in_growth_stays_as_it_was(tmp_path: Path) -> None:
 def test_an_operation_that_changes_the_function_forgets_its_loss(tmp_path: Path) -> None:
     source = saved(tmp_path / "run")
 
-    made = load_checkpoint(grow(source, tmp_path / "out", [Operation("stack_layers", 2)]).path)
+    made = load_checkpoint(
+        grow_checkpoint(source, tmp_path / "out", [Operation("stack_layers", 2)]).path
+    )
 
     assert made.manifest.loss is None
     assert made.state["evaluated_at"] == -1
@@ -148,7 +152,7 @@ def test_an_operation_that_changes_the_function_forgets_its_loss(tmp_path: Path)
 def test_operations_become_history_in_their_order(tmp_path: Path) -> None:
     source = saved(tmp_path / "run")
 
-    made = load_checkpoint(grow(source, tmp_path / "out", EVERYTHING[:2]).path)
+    made = load_checkpoint(grow_checkpoint(source, tmp_path / "out", EVERYTHING[:2]).path)
 
     history = history_from_json(made.manifest.history)
     assert [change.operation for change in history] == list(EVERYTHING[:2])
@@ -159,10 +163,10 @@ def test_operations_become_history_in_their_order(tmp_path: Path) -> None:
 
 def test_growing_twice_is_growing_by_both_at_once(tmp_path: Path) -> None:
     source = saved(tmp_path / "run")
-    at_once = grow(source, tmp_path / "at-once", EVERYTHING).path
+    at_once = grow_checkpoint(source, tmp_path / "at-once", EVERYTHING).path
 
-    first = grow(source, tmp_path / "first", EVERYTHING[:4]).path
-    second = grow(load_checkpoint(first), tmp_path / "second", EVERYTHING[4:]).path
+    first = grow_checkpoint(source, tmp_path / "first", EVERYTHING[:4]).path
+    second = grow_checkpoint(load_checkpoint(first), tmp_path / "second", EVERYTHING[4:]).path
 
     for file in ("model", "ema", "optimizer"):
         name = f"{file}.safetensors"
@@ -173,21 +177,25 @@ def test_a_mask_opens_from_the_step_of_the_checkpoint_on(tmp_path: Path) -> None
     source = saved(tmp_path / "run")
     masked = Operation("insert_layers", 1, {"mask": 10})
 
-    made = grow(source, tmp_path / "out", [masked], check=True)
+    made = grow_checkpoint(source, tmp_path / "out", [masked], check=True)
 
     mask = load_checkpoint(made.path).manifest.architecture["mask"]
     assert (mask["begin"], mask["steps"]) == (STEP, 10)
     assert made.proof is not None
     assert made.proof.label == "exact"
     with pytest.raises(ConfigError, match=f"until step {STEP + 10}"):
-        grow(load_checkpoint(made.path), tmp_path / "again", [Operation("widen_mlp", 256)])
+        grow_checkpoint(
+            load_checkpoint(made.path), tmp_path / "again", [Operation("widen_mlp", 256)]
+        )
 
 
 def test_labels_are_proven_and_add_up(tmp_path: Path) -> None:
     source = saved(tmp_path / "run", LLAMA)
-    exact = grow(source, tmp_path / "exact", EVERYTHING[:7], check=True).proof
-    bounded = grow(source, tmp_path / "bounded", [EVERYTHING[0], EVERYTHING[-1]], check=True).proof
-    lossy = grow(source, tmp_path / "lossy", EVERYTHING, check=True).proof
+    exact = grow_checkpoint(source, tmp_path / "exact", EVERYTHING[:7], check=True).proof
+    bounded = grow_checkpoint(
+        source, tmp_path / "bounded", [EVERYTHING[0], EVERYTHING[-1]], check=True
+    ).proof
+    lossy = grow_checkpoint(source, tmp_path / "lossy", EVERYTHING, check=True).proof
 
     assert exact is not None
     assert bounded is not None
@@ -200,7 +208,7 @@ def test_weights_that_prove_nothing_make_nothing(tmp_path: Path) -> None:
     source = saved(tmp_path / "run", spoilt=True)
 
     with pytest.raises(CheckpointError, match="not finite"):
-        grow(source, tmp_path / "out", [Operation("widen_mlp", 256)], check=True)
+        grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256)], check=True)
 
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -224,10 +232,10 @@ def test_a_file_that_was_written_wrongly_makes_nothing(
 
     monkeypatch.setattr(offline, "write_tensors", damaged)
     with pytest.raises(NotProven, match=r"blocks\.3\.mlp\.down\.weight.* is not the tensor"):
-        grow(source, tmp_path / "out", stack, check=True)
+        grow_checkpoint(source, tmp_path / "out", stack, check=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     monkeypatch.undo()
-    grow(source, tmp_path / "out", stack, check=True)
+    grow_checkpoint(source, tmp_path / "out", stack, check=True)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +252,7 @@ def test_an_impossible_operation_makes_nothing(
     source = saved(tmp_path / "run")
 
     with pytest.raises(ConfigError, match=said):
-        grow(source, tmp_path / "out", [Operation("widen_mlp", 256), operation])
+        grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256), operation])
 
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -255,7 +263,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out/mine").write_text("mine")
 
     with pytest.raises(WriteError, match="not empty, it holds mine"):
-        grow(source, tmp_path / "out", [Operation("widen_mlp", 256)])
+        grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256)])
 
 
 def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -263,7 +271,7 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run/run.yaml").write_text("model: {n_layer: 3, vocab_size: 50}\n")
 
     with pytest.raises(CheckpointError, match="another architecture"):
-        grow(source, tmp_path / "out", [Operation("widen_mlp", 256)])
+        grow_checkpoint(source, tmp_path / "out", [Operation("widen_mlp", 256)])
 
 
 MEMORY = """
@@ -273,7 +281,7 @@ import torch
 from instar.checkpoint.listing import latest_intact
 from instar.config.sections import Operation
 from instar.run import offline
-from instar.run.offline import grow
+from instar.run.offline import grow_checkpoint
 
 def own_bytes():
     status = Path("/proc/self/status").read_text().splitlines()
@@ -281,7 +289,7 @@ def own_bytes():
 
 torch.set_num_threads(1)
 source, _ = latest_intact(Path("run"))
-grow(source, Path("warm-up"), [Operation("set_lr", 1e-3)])
+grow_checkpoint(source, Path("warm-up"), [Operation("set_lr", 1e-3)])
 before, peak, done = own_bytes(), 0, threading.Event()
 
 def watch():
@@ -292,7 +300,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 operations = [Operation("widen_mlp", "x2"), Operation("insert_layers", 16, {"where": "even"})]
-grow(source, Path("out"), operations)
+grow_checkpoint(source, Path("out"), operations)
 done.set()
 watcher.join()
 print(json.dumps(max(peak, own_bytes()) - before))
@@ -323,12 +331,12 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
 
 def test_adapters_that_cannot_learn_are_told_of(tmp_path: Path) -> None:
     adapt = Operation("set_lora_rank", {"target": "mlp", "rank": 3})
-    adapted = grow(saved(tmp_path / "run"), tmp_path / "adapted", [adapt])
+    adapted = grow_checkpoint(saved(tmp_path / "run"), tmp_path / "adapted", [adapt])
     assert adapted.warning == ""
     source = load_checkpoint(adapted.path)
     file = source.path / "model.safetensors"
     weights = load_file(file)
     weights["blocks.0.mlp.up.lora_a"][1:] = 0.0  # as B is
     file.write_bytes(save(weights))
-    made = grow(source, tmp_path / "out", [Operation("insert_layers", 1)])
+    made = grow_checkpoint(source, tmp_path / "out", [Operation("insert_layers", 1)])
     assert made.warning.startswith("2 ranks of adapters (blocks.0.mlp.up) are zero in both factors")

@@ -12,7 +12,7 @@ from started import run_ranks
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import read_manifest
 from instar.record.events import OperationEvent, read_events
-from instar.run.start.preflight import prepare_data
+from instar.run.start.preflight import prepare_run_data
 from instar.schedule.checks import load_checked
 
 STEPS = 24
@@ -36,7 +36,7 @@ record: {{sample_tokens: 0, report: false, log_interval: 1}}
 def cfg(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("growing") / "run.yaml"
     path.write_text(CONFIG.format(corpus=corpus, steps=STEPS), encoding="utf-8")
-    prepare_data(load_checked(str(path)), 1, lambda _: None)
+    prepare_run_data(load_checked(str(path)), 1, lambda _: None)
     return path
 
 

@@ -19,8 +19,8 @@ from tiny_run import Place, codes, events, said
 
 from instar.data.split import divide_samples
 from instar.distributed.world import World
-from instar.extensions.board.sections import sections
-from instar.logs.read.record import read
+from instar.extensions.board.sections import page_sections
+from instar.logs.read.record import read_record
 from instar.record.media import read_image, to_png
 from instar.record.rundir import RunDir
 from instar.tasks.logged import Logged, log, recording, to_pixels, to_table, weighted
@@ -101,9 +101,9 @@ def test_the_first_image_and_table_of_a_record_are_kept(place: Place) -> None:
     assert re.search(r"image gray/../x \(train\): 2 . 4, media/train-1-", said(children))
     assert 'table worst (val): 2 rows, the first {"number": ' in said(children)
 
-    record = read(RunDir(run_dir))
+    record = read_record(RunDir(run_dir))
     assert "val/seen" in record.metrics
-    found = {each.get("title"): each for each in sections("results", record)}
+    found = {each.get("title"): each for each in page_sections("results", record)}
     assert found["Images"]["items"][0]["src"].startswith("data:image/png;base64,")
     last = max(e["step"] for e in events(run_dir, "table") if e["split"] == "val")
     assert found[f"worst (val), step {last}"]["heads"] == ["number", "loss"]

@@ -14,8 +14,8 @@ import tiny_run
 from cases import shortened
 from forks import children_as_ranks
 
-from instar.config.load import load
-from instar.run.start.preflight import preflight, prepare_data
+from instar.config.load import load_config
+from instar.run.start.preflight import preflight, prepare_run_data
 from instar.schedule.forecast import Stage
 from instar.schedule.memory import RankMemory, Strategy
 
@@ -66,8 +66,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     def measure(way: tuple[Strategy, int]) -> Measured:
         strategy, ranks = way
         keys = [*text, *WAYS[way]]
-        loaded = load(str(place / "run.yaml"), keys)
-        prepare_data(loaded, 1, lambda _: None)
+        loaded = load_config(str(place / "run.yaml"), keys)
+        prepare_run_data(loaded, 1, lambda _: None)
         argv = (str(place), name := f"{strategy}-{ranks}", keys)
         children = children_as_ranks(science.forks(), ranks, "peaks:run", *argv, place=place)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)

@@ -20,7 +20,7 @@ from instar.checkpoint.inspect import read_header
 from instar.checkpoint.store import Checkpoint, load_checkpoint
 from instar.cli.checkpoints.describe import parameter_count
 from instar.config.errors import ConfigError
-from instar.config.load import load as load_config
+from instar.config.load import load_config
 from instar.growth import proof
 from instar.run.start.preflight import preflight
 from instar.run.start.restore import load_model_state

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny_run import codes, events, said, weights
 
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.distributed.world import World
 from instar.run.optim.optimizer import set_learning_rate, task_optimizers
 from instar.run.start.preflight import preflight
@@ -61,7 +61,7 @@ def test_its_state_grows_and_a_resumed_run_on_two_ranks_is_the_same(tmp_path: Pa
 
 
 def test_rates_keep_their_ratio_to_the_configs() -> None:
-    loaded = load(None, settings("Grouped", "optimizer.name=sgd"))
+    loaded = load_config(None, settings("Grouped", "optimizer.name=sgd"))
     prepared = preflight(loaded, 1)
     task = prepared.spec.task(prepared.config)
     (optimizer,) = task_optimizers(task, task.build(), prepared.config.optimizer)
@@ -93,7 +93,7 @@ def test_rates_follow_the_width_only_of_a_model_with_one_and_under_known_optimiz
 
 
 def _refused(message: str, task: str, *keys: str) -> None:
-    prepared = preflight(load(None, settings(task, *keys)), 1)
+    prepared = preflight(load_config(None, settings(task, *keys)), 1)
     with pytest.raises(ConfigError) as caught:
         run_trial(prepared, World(0, 0, 1, torch.device("cpu"), "none"))
     assert message in str(caught.value)

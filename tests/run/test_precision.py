@@ -16,7 +16,7 @@ import torch
 from cases import shortened
 from forks import children_as_ranks, forks
 
-from instar.config.load import Loaded, load
+from instar.config.load import Loaded, load_config
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 from instar.models.cost import bf16_pays
@@ -129,7 +129,7 @@ def test_the_gain_is_measured_with_one_thread_and_leaves_them_as_they_were() -> 
 
 
 def test_other_tasks_keep_fp32_unless_told(prepared: Callable[..., Prepared]) -> None:
-    assert load(None, ["task=graph"]).config.precision == "auto"
+    assert load_config(None, ["task=graph"]).config.precision == "auto"
     spec = prepared().spec
     assert "task language" in TaskSpec.fp32_reason(spec, "cuda")
     assert not spec.fp32_reason("cuda")
@@ -138,7 +138,7 @@ def test_other_tasks_keep_fp32_unless_told(prepared: Callable[..., Prepared]) ->
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("precision: bf16\n")
     going_on = Resume(RunDir(tmp_path), has_user_config=True)
-    resumed = continuation(going_on, load(None, ["precision=auto"]), None)
+    resumed = continuation(going_on, load_config(None, ["precision=auto"]), None)
     assert resumed.loaded.config.precision == "bf16"
     assert not resumed.changed
 
@@ -161,10 +161,10 @@ def test_all_ranks_must_have_units(tmp_path: Path, older: int, expected: str) ->
         else ".* no bf16 units.* .rank 1.$"
     )
     assert re.search(rf"^precision: {expected} +# auto: {reason}", text, re.MULTILINE)
-    assert load(str(place.path / "run" / "run.yaml")).config.precision == expected
+    assert load_config(str(place.path / "run" / "run.yaml")).config.precision == expected
     # resumed by one rank without units, it keeps its precision, and warns where that is slow
     assert tiny_run.codes(place.resume(Path("run"), "--until", "4it")) == [0]
-    assert load(str(place.path / "run" / "run.yaml")).config.precision == expected
+    assert load_config(str(place.path / "run" / "run.yaml")).config.precision == expected
     told = warnings(place.path / "run" / "events.jsonl")
     assert any("bf16 on a processor without" in text for text in told) == (expected == "bf16")
 

@@ -10,7 +10,7 @@ import pytest
 import science
 
 from instar.config.errors import ConfigError
-from instar.config.load import Loaded, load
+from instar.config.load import Loaded, load_config
 from instar.data.text.origin import parameters
 from instar.run.start.preflight import check_memory, preflight
 
@@ -73,7 +73,7 @@ def test_samples_are_divided_by_the_seed_of_the_data(
     monkeypatch.chdir(tmp_path)
     ways = (["seed=1"], ["seed=2"], ["seed=1", "data.seed=7"], ["seed=2", "data.seed=7"])
     prints = [
-        preflight(load("run.yaml", way), 1).spec.data.fingerprint  # type: ignore[attr-defined]
+        preflight(load_config("run.yaml", way), 1).spec.data.fingerprint  # type: ignore[attr-defined]
         for way in ways
     ]
     assert prints[0] != prints[1]
@@ -131,7 +131,7 @@ def test_a_truncated_shard(config: Config, corpus: Path, tmp_path: Path) -> None
     shard = tmp_path / "tokens" / "train-00000.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-7])
-    loaded = load(None, _elsewhere(config(), tmp_path / "tokens"))
+    loaded = load_config(None, _elsewhere(config(), tmp_path / "tokens"))
     said = refused(loaded)
     assert "train-00000.safetensors" in said
     assert f"{len(content) - 7:,}" in said or str(len(content) - 7) in said
@@ -140,7 +140,9 @@ def test_a_truncated_shard(config: Config, corpus: Path, tmp_path: Path) -> None
 def test_a_foreign_shard(config: Config, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(corpus / "tokens", tmp_path / "tokens")
     (tmp_path / "tokens" / "val-00000.safetensors").write_bytes(b"GGUF" + bytes(100))
-    assert "val-00000.safetensors" in refused(load(None, _elsewhere(config(), tmp_path / "tokens")))
+    assert "val-00000.safetensors" in refused(
+        load_config(None, _elsewhere(config(), tmp_path / "tokens"))
+    )
 
 
 def _elsewhere(loaded: Loaded, path: Path) -> list[str]:

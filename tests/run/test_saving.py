@@ -22,7 +22,7 @@ from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig
 from instar.config.sections import Operation
 from instar.distributed.world import RunFailed
-from instar.record.control import ask
+from instar.record.control import send_request
 from instar.record.events import Saved, Warn, read_events
 from instar.run.loop.checkpointing import intervals, snapshot
 from instar.run.output.save import MAX_FAILURES
@@ -245,7 +245,7 @@ def test_rank_0s_clock_says_when_minutes_have_passed(trainer: Make) -> None:
 def test_a_person_may_ask_for_it_and_has_it_when_the_request_is_gone(trainer: Make) -> None:
     run = trainer()
     assert run.parts.sync.inbox is not None
-    request = ask(run.parts.sync.inbox.folder, "save")
+    request = send_request(run.parts.sync.inbox.folder, "save")
     run.step()
     assert not request.answered()
     save_when_due(run)

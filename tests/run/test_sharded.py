@@ -18,7 +18,7 @@ from torch import nn
 
 from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
-from instar.config.load import Loaded, load
+from instar.config.load import Loaded, load_config
 from instar.distributed.world import World
 from instar.record.format import bytes_text
 from instar.run.parallel.sharded import blocks, check_groups
@@ -202,14 +202,14 @@ def test_a_task_may_refuse_to_be_sharded(tmp_path: Path) -> None:
     text = (tmp_path / "run.yaml").read_text() + "parallel: {strategy: fsdp}\n"
     lines = text.replace("science:Halves", "science:Whole").splitlines()
     (tmp_path / "run.yaml").write_text("\n".join(lines) + "\n")
-    loaded = load(str(tmp_path / "run.yaml"), ["train.batch_size=2"])
+    loaded = load_config(str(tmp_path / "run.yaml"), ["train.batch_size=2"])
     with pytest.raises(ConfigError) as caught:
         preflight(loaded, 4)
     said = str(caught.value)
     assert f"run.yaml:{len(lines)}" in said
     assert "refuses parallel.strategy fsdp: it looks at all rows of a weight" in said
     assert "leaves some of 4 ranks" in said
-    preflight(load(str(tmp_path / "run.yaml"), ["parallel.strategy=ddp"]), 4)
+    preflight(load_config(str(tmp_path / "run.yaml"), ["parallel.strategy=ddp"]), 4)
 
 
 SCHEDULE = """schedule=[

@@ -15,7 +15,7 @@ from cases import shortened
 from tiny_run import Place, codes, events, said, weights
 
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.data import user_source
 from instar.distributed.world import World
 from instar.run.start.preflight import preflight
@@ -33,7 +33,7 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     monkeypatch.chdir(tmp_path)
 
     def attempted(task: str, *overrides: str, ranks: int = 1) -> list[str]:
-        loaded = load("run.yaml", [f"task={task}", "precision=fp32", *overrides])
+        loaded = load_config("run.yaml", [f"task={task}", "precision=fp32", *overrides])
         prepared = preflight(loaded, ranks)
         return run_trial(prepared, World(0, 0, ranks, torch.device("cpu"), "gloo"))
 
@@ -129,7 +129,7 @@ def test_another_batch_size_of_a_loader_is_a_warning(
     monkeypatch.chdir(place.path)
     for size in (5, 8):
         overrides = ["task=mistaken:Batched", f"train.batch_size={size}", "test.at_end=false"]
-        warned = "".join(preflight(load("run.yaml", overrides), 1).warnings)
+        warned = "".join(preflight(load_config("run.yaml", overrides), 1).warnings)
         assert ("not the batch_size 5 of the DataLoader" in warned) == (size == 8)
 
 

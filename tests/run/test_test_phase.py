@@ -21,7 +21,7 @@ from tiny_run import Place, codes, events, said
 
 from instar.data.split import divide_samples
 from instar.logs.query.summary import summarize
-from instar.logs.read.record import read
+from instar.logs.read.record import read_record
 from instar.logs.text.summary import best_held_out
 from instar.record.events import Eval, RunFinished, read_events
 from instar.record.format import eval_line, finished_lines
@@ -126,7 +126,7 @@ def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Pla
     assert not only_loss.best
     assert "best loss" in eval_line(only_loss)
 
-    summary = summarize(read(RunDir(run_dir)))
+    summary = summarize(read_record(RunDir(run_dir)))
     name, value = best_held_out(summary) or ("", None)
     assert name == "val/accuracy"
     assert value is not None

@@ -19,7 +19,7 @@ from instar.config.schema import SamplesConfig
 from instar.data.arrays import InMemorySource
 from instar.data.source import WeightedSource
 from instar.data.targets import TokenTargets
-from instar.data.text.dataset import open_data, prepare_data, unread_targets
+from instar.data.text.dataset import create_dataset_files, open_data, unread_targets
 from instar.data.text.tokenizer import train_bpe
 from instar.data.user_sets import sample_set
 from instar.run.state.gradient_stats import part_of
@@ -154,7 +154,7 @@ def test_the_mean_targets_of_a_sample_are_those_of_an_epoch_or_said_to_be_a_boun
     tmp_path: Path, kind: str
 ) -> None:
     data = ways.config(ways.make_rows(tmp_path), kind, path=str(tmp_path / "set"))
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     opened, context = open_data(data, 1), ways.CONTEXT
     count = opened.targets(context)
     if opened.train_samples(context) is None:
@@ -181,7 +181,7 @@ def test_of_conversations_the_assistant_s_tokens_are_counted(tmp_path: Path) -> 
         tokenizer=str(tmp_path / "tokenizer.json"),
         packing=False,
     )
-    prepare_data(data, 1)
+    create_dataset_files(data, 1)
     opened = open_data(data, 1)
     source, _ = opened.train(64, 1)
     targets = source.read(np.arange(len(source)))["targets"]

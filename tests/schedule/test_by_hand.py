@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from instar.config.budget import Counters
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.sections import Operation
 from instar.models.architecture import resolve_architecture
 from instar.run.output.operation_text import changed_text, differences
@@ -92,7 +92,7 @@ def test_entries_with_a_trigger_loss_wait_for_the_evaluation_after_another_opera
 
 def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[str, int]]:
     """Names and steps, where every evaluation gives what the curve says."""
-    config = load(
+    config = load_config(
         None,
         [
             f"schedule={schedule_text}",
@@ -124,7 +124,7 @@ def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[
 
 def test_what_the_operations_come_to() -> None:
     """The settings after all five, each as multiplied by hand."""
-    config = load(
+    config = load_config(
         None,
         [
             f"schedule={LONG}",
@@ -164,7 +164,7 @@ def test_a_warm_up_and_the_decay_s_end_are_multiplied_by_the_factor(
 ) -> None:
     """By hand: each count times the product of the factors, rounded down."""
     shape = [f"learning_rate.warmup_iters={warmup}", f"learning_rate.lr_decay_iters={end}"]
-    config = load(None, shape).config
+    config = load_config(None, shape).config
     state = initial_state(config, resolve_architecture(config.model, 256))
     for factor in factors:
         state = carried_out(state, Operation("change_warmup_iters", factor), 3)
@@ -172,7 +172,9 @@ def test_a_warm_up_and_the_decay_s_end_are_multiplied_by_the_factor(
     assert (settings.warmup_iters, settings.lr_decay_iters) == expected
 
 
-CONFIG_5_40 = load(None, ["learning_rate.warmup_iters=5", "learning_rate.lr_decay_iters=40"]).config
+CONFIG_5_40 = load_config(
+    None, ["learning_rate.warmup_iters=5", "learning_rate.lr_decay_iters=40"]
+).config
 
 
 def test_a_warm_up_that_was_set_is_what_later_factors_multiply() -> None:
@@ -200,7 +202,9 @@ def test_an_operation_shows_what_it_changed_and_not_how_that_is_computed() -> No
 
 
 def test_factors_of_the_warm_up_end_before_floating_point_does() -> None:
-    config = load(None, ["learning_rate.warmup_iters=0", "learning_rate.shape=constant"]).config
+    config = load_config(
+        None, ["learning_rate.warmup_iters=0", "learning_rate.shape=constant"]
+    ).config
     state = initial_state(config, resolve_architecture(config.model, 256))
     state = carried_out(state, Operation("change_warmup_iters", 1e12), 3)
     with pytest.raises(ValueError, match="product of all factors"):

@@ -10,14 +10,14 @@ from sized import sized
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.schema import OptimizerConfig, TrainConfig
 from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
 from instar.record.format import bytes_text, scientific, si
 from instar.schedule.forecast import Forecast, ScheduleError, checked_forecast, forecast
 from instar.schedule.render import render
-from instar.tasks.language import resolved
+from instar.tasks.language import described_shape
 
 
 def foretold(world_size: int = 1, samples: int | None = 1000, **settings: object) -> Forecast:
@@ -255,14 +255,14 @@ def test_without_data_everything_but_epochs_is_known() -> None:
 def test_a_mistake_points_at_its_line(tmp_path: Path) -> None:
     path = tmp_path / "grow.yaml"
     path.write_text("schedule:\n  - {name: widen_mlp, value: 8, max_wait_iters: 9}\n")
-    loaded = load(str(path))
+    loaded = load_config(str(path))
     assert isinstance(loaded.config, LanguageConfig)
     with pytest.raises(ConfigError) as caught:
         checked_forecast(loaded, sized(loaded.config, None, 256), 1)
     (problem,) = caught.value.problems
     assert problem.where == f"{path}:2:30"
     with pytest.raises(ConfigError, match="too few for a tokenizer"):
-        resolved(load(None, ["model.vocab_size=9"]), 256)
+        described_shape(load_config(None, ["model.vocab_size=9"]), 256)
 
 
 def test_what_stays_is_not_told_again() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from instar.cli.main import main
 from instar.config.schema import ParallelConfig
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 from instar.run.loop import validation
 from instar.run.parallel import collectives
 from instar.run.step.hooks import HookContext
@@ -103,7 +103,7 @@ SHAPES = (3,), (2, 2), (), (7, 1), (5,)
 def checks_means(bits: str) -> int:
     """The mean of normal numbers, in messages of about six elements; 0: it is right."""
     collectives.BUCKET = 6
-    with join(ParallelConfig(), "cpu") as world:
+    with join_group(ParallelConfig(), "cpu") as world:
         everyones = [_drawn(rank) for rank in range(world.size)]
         sent = getattr(torch, bits)
         means = collectives.mean_over_ranks(world, everyones[world.rank], sent)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.chain import append, links, load, verify
+from instar.extensions.delta.chain import append, links, load_state, verify_chain
 
 State = dict[str, Tensor]
 
@@ -83,7 +83,7 @@ def save_for_ever(folder: str, acknowledged: str) -> None:
     chain = Path(folder)
     with Path(acknowledged).open("ab", buffering=0) as file:
         last = links(chain)[-1].step
-        base = load(chain) if os.getpid() % 2 else None
+        base = load_state(chain) if os.getpid() % 2 else None
         for step in itertools.count(last + 1):
             state = weights(step)
             append(chain, step, state, base)
@@ -100,7 +100,7 @@ def save_with_too_little_room(folder: str, room_bytes: int) -> int:
     step = links(chain)[-1].step
     told = ""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = load(chain)
+    before = load_state(chain)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
     try:
         append(chain, step + 1, weights(step + 1), before)
@@ -108,8 +108,8 @@ def save_with_too_little_room(folder: str, room_bytes: int) -> int:
         told = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    after_it = [link.step for link in verify(chain)]
+    after_it = [link.step for link in verify_chain(chain)]
     if told:
         append(chain, step + 1, weights(step + 1), before)
-    print(json.dumps({"told": told, "last": after_it[-1], "then": verify(chain)[-1].step}))
+    print(json.dumps({"told": told, "last": after_it[-1], "then": verify_chain(chain)[-1].step}))
     return 0

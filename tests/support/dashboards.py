@@ -15,7 +15,7 @@ from forks import forks
 
 from instar.extensions.board import catalog
 from instar.extensions.board import stream as live
-from instar.extensions.board.server import Ending, bind, configured
+from instar.extensions.board.server import Ending, bind, server_config
 from instar.extensions.fleet.view import site
 from instar.extensions.fleet.view.site import FleetCatalog
 from instar.record.events import Eval, OperationEvent, RunStarted, Train
@@ -53,7 +53,7 @@ def served(folder: Path) -> Iterator[str]:
     """The address of one in a thread of this process, which looks at the runs more often."""
     ending = Ending()
     address = bind("127.0.0.1", 0, None)
-    config = configured(folder, address, ending, FleetCatalog)
+    config = server_config(folder, address, ending, FleetCatalog)
     server = uvicorn.Server(config)
     with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as bound:
         patch.setattr(catalog, "FRESH_S", 0.1)

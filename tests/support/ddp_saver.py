@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from instar.checkpoint.store import publish_checkpoint
 from instar.config.schema import DDPConfig, ParallelConfig
 from instar.distributed.parallel import unwrap, wrap
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 
 
 def train_and_save(root: Path, arch: Architecture) -> None:
-    with join(ParallelConfig(timeout_s=60), "cpu") as world:
+    with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
         model = GPT(arch)
         model.init_weights(0)
         wrapped = wrap(model, world, DDPConfig())

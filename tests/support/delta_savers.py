@@ -13,7 +13,7 @@ from savers import fill_disk, limit_files, mount_small_disk
 from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.chain import links, load, verify
+from instar.extensions.delta.chain import links, load_state, verify_chain
 from instar.extensions.delta.writer import DeltaWriter
 
 ROWS = 1 << 18
@@ -35,7 +35,7 @@ def weights(step: int) -> dict[str, Tensor]:
 
 def holds(folder: Path, number: int, step: int) -> bool:
     """Whether a link holds the weights of a step, bit for bit."""
-    stored, expected = load(folder, number), weights(step)
+    stored, expected = load_state(folder, number), weights(step)
     return stored.keys() == expected.keys() and all(
         torch.equal(stored[name].view(torch.int16), expected[name].view(torch.int16))
         for name in expected
@@ -71,10 +71,10 @@ def save_with_too_little_room(root: str, room_bytes: int, kind: str) -> int:
     with limit_files(room_bytes) if kind == "limit" else fill_disk(disk, room_bytes):
         told += _saved(folder, range(2, 40))
     during = links(folder)
-    verify(folder)
+    verify_chain(folder)
     whole = all(holds(folder, link.number, link.step) for link in during)
     then = _saved(folder, range(during[-1].step, during[-1].step + 3))
-    verify(folder)
+    verify_chain(folder)
     last = links(folder)[-1]
     facts = {
         "told": told,

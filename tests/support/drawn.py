@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from instar.logs.read.record import RunRecord, read
-from instar.record.events import Eval, Event, OperationEvent, RunStarted, Saved, Train, encode
+from instar.logs.read.record import RunRecord, read_record
+from instar.record.events import Eval, Event, OperationEvent, RunStarted, Saved, Train, encode_event
 from instar.record.rundir import RunDir
 
 BEGAN = 1_795_300_000.0
@@ -38,11 +38,11 @@ def write_run(path: Path, events: Iterable[Event | tuple[int, Event]], config: s
     run = RunDir(path)
     first = RunStarted(run_id="drawn", model="2L/128d", parameters=803456)
     with run.events.open("wb") as file:
-        file.write(encode(first, BEGAN, 1))
+        file.write(encode_event(first, BEGAN, 1))
         for event in events:
             segment, what = event if isinstance(event, tuple) else (1, event)
             file.write(
-                encode(what, BEGAN + getattr(what, "step", 0) + 500 * (segment - 1), segment)
+                encode_event(what, BEGAN + getattr(what, "step", 0) + 500 * (segment - 1), segment)
             )
     if config:
         run.config.write_text(config)
@@ -52,7 +52,7 @@ def write_run(path: Path, events: Iterable[Event | tuple[int, Event]], config: s
 def read_run(
     path: Path, events: Iterable[Event | tuple[int, Event]], config: str = ""
 ) -> RunRecord:
-    return read(write_run(path, events, config))
+    return read_record(write_run(path, events, config))
 
 
 def falling(steps: int = 100, high: float = 6.0) -> list[Event]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from instar.data.text.tokenizer import Tokenizer, load_tokenizer
+from instar.data.text.tokenizer import Tokenizer, load_saved_tokenizer
 from instar.growth import grow
 from instar.models.gpt import GPT, load_gpt
 from instar.models.sampling import generate
@@ -84,7 +84,7 @@ def export_all(place: Path) -> dict[str, Exported]:
         run = place / f"{preset}-run"
         model = load_gpt(run / "checkpoints" / "step-60")
         assert model.arch.n_layer == 3
-        found[preset] = Exported(place / preset, model, load_tokenizer(run))
+        found[preset] = Exported(place / preset, model, load_saved_tokenizer(run))
     model = AutoModelForCausalLM.from_pretrained(place / "llama")
     for name, value in {"widen_mlp": "x2", "widen_hidden": "x2", "insert_layers": 1}.items():
         grow(model, name, value)

@@ -28,7 +28,7 @@ from instar.data.order import Int64Array, Order
 from instar.data.source import Source
 from instar.growth import proof
 from instar.record import atomic, recorder, system
-from instar.record.control import ask
+from instar.record.control import send_request
 from instar.run.start import check, opening, rank_consistency
 from instar.run.state import sync_point
 from instar.run.trainer import Trainer
@@ -385,7 +385,7 @@ def stop_is_withdrawn(argv: Sequence[str]) -> int:
 
     def asked() -> None:
         (folder,) = Path().glob("*/checkpoints")
-        ask(folder.with_name("control"), "stop")
+        send_request(folder.with_name("control"), "stop")
 
     if is_rank(0):
         before_step(FAILING_STEP, asked)

@@ -381,11 +381,11 @@ def _import(modules: Sequence[str]) -> None:
 def _make_what_runs_make_once() -> None:
     """Each run would take a second for these: how values are written in YAML, and the report. How
     fast the processor is, it measures by small products: a fifth of a second less."""
-    from instar.config.load import load
+    from instar.config.load import load_config
     from instar.extensions.board import report  # noqa: F401
     from instar.record import system
 
-    load(None, []).to_yaml()
+    load_config(None, []).to_yaml()
     system._CPU_SIDES = (64,)
 
 

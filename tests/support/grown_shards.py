@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from instar.distributed.shards import whole
+from instar.distributed.shards import full_tensor
 from instar.growth import GrowthError, grow, prepare, proof
 from instar.growth.live import growing
 from instar.growth.proof import TOLERANCE
@@ -36,9 +36,9 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     """All parameters and states, whole."""
     found = {}
     for name, parameter in model.named_parameters():
-        found[name] = whole(parameter)
+        found[name] = full_tensor(parameter)
         for field, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{field}"] = whole(value)
+            found[f"{name}/{field}"] = full_tensor(value)
     return found
 
 
@@ -146,7 +146,7 @@ def run(kind: str, *operations: str) -> None:
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
         assert averages.keys() == averages_alone.keys()
         for name, tensor in averages_alone.items():
-            assert torch.equal(whole(averages[name]), tensor), name
+            assert torch.equal(full_tensor(averages[name]), tensor), name
     for (name, mine), other in zip(sharded.named_parameters(), alone.parameters(), strict=True):
         assert isinstance(mine, DTensor), name
         assert mine.device_mesh == mesh

@@ -15,12 +15,12 @@ from torch import UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.rank_log import RankLog
 from instar.distributed.shards import own
 from instar.distributed.signals import StopSignal
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 from instar.growth.engine import prepare
 from instar.growth.proof import Proof
 from instar.record.console import silent_console
@@ -28,7 +28,7 @@ from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
 from instar.run.changes.scheduled import carry_out
 from instar.run.start.build import RunOutputs, build_trainer
-from instar.run.start.preflight import preflight, prepare_data
+from instar.run.start.preflight import preflight, prepare_run_data
 from instar.run.step.stepper import Stepper
 from instar.run.trainer import Trainer
 
@@ -109,12 +109,12 @@ class LiveBytes(TorchDispatchMode):
 def run(folder: str, name: str, keys: Sequence[str]) -> int:
     """The body of a rank: builds a run, takes two steps, grows the model as its schedule says, and
     writes its bytes."""
-    loaded = load(str(Path(folder, "run.yaml")), [*keys, f"record.run_dir={folder}/{name}"])
+    loaded = load_config(str(Path(folder, "run.yaml")), [*keys, f"record.run_dir={folder}/{name}"])
     torch.set_num_threads(1)
-    with join(loaded.config.parallel, "cpu") as world:
+    with join_group(loaded.config.parallel, "cpu") as world:
         with raise_on_all_ranks(world, "preparing data"):
             if world.is_main:
-                prepare_data(loaded, world.size, lambda _: None)
+                prepare_run_data(loaded, world.size, lambda _: None)
         prepared = preflight(loaded, world.size)
         Path(folder, name).mkdir(exist_ok=True)
         rest = silent_console(), RankLog(world.rank), RunDir(Path(folder, name))

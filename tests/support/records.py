@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, encode
+from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, encode_event
 from instar.record.rundir import RunDir
 
 START = 1_795_300_000.0
@@ -44,15 +44,15 @@ def lines(
     at = {int(step) for step in rng.choice(np.arange(1, steps + 1), min(spikes, steps), False)}
     stops = [steps * (part + 1) // (rewinds + 1) for part in range(rewinds)]
     begin, segment = 0, 1
-    yield encode(_started(0, None), START, 1)
+    yield encode_event(_started(0, None), START, 1)
     for stop in [*stops, steps]:
         yield from _segment(begin, stop, every, segment, rng, at)
         if stop < steps or segment <= rewinds:
             begin = max(0, (stop - every) // every * every)
             segment += 1
             name = f"step-{begin}" if begin else None
-            yield encode(_started(begin, name), START + stop + segment, segment)
-    yield encode(
+            yield encode_event(_started(begin, name), START + stop + segment, segment)
+    yield encode_event(
         RunFinished(loss=3.0, tokens_per_s=16351.3, **_place(steps)), START + 2 * steps, segment
     )
 
@@ -83,10 +83,12 @@ def _segment(
         yield _json.encode(line) + b"\n"
         if step % every == 0:
             now, place = START + step + segment, _place(step)
-            yield encode(Eval(split="val", loss=loss + 0.1, **place), now, segment)
+            yield encode_event(Eval(split="val", loss=loss + 0.1, **place), now, segment)
             if step // every % 4 == 2:
-                yield encode(OperationEvent(name="change_lr", value=0.5, **place), now, segment)
-            yield encode(Saved(path=f"checkpoints/step-{step}", **place), now, segment)
+                yield encode_event(
+                    OperationEvent(name="change_lr", value=0.5, **place), now, segment
+                )
+            yield encode_event(Saved(path=f"checkpoints/step-{step}", **place), now, segment)
 
 
 def _place(step: int) -> dict[str, int | float]:

@@ -19,7 +19,7 @@ from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import Checkpoint, Tensors, publish_checkpoint
 from instar.config.schema import ParallelConfig
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 
 SAVE_LIMIT_S = 20.0
 """after which ranks give up one that has not come"""
@@ -62,7 +62,7 @@ def save_for_ever(root: str, first_step: int, acknowledged: str) -> None:
 
 def save_in_parts_for_ever(root: str, first_step: int, acknowledged: str) -> None:
     """As one of several ranks, which have some rows of each tensor; rank 0 acknowledges."""
-    with join(ParallelConfig(timeout_s=SAVE_LIMIT_S), "cpu") as world:
+    with join_group(ParallelConfig(timeout_s=SAVE_LIMIT_S), "cpu") as world:
         for step in itertools.count(first_step):
             whole = components(step)
             parts: dict[str, Tensors] = {

@@ -20,7 +20,7 @@ from instar.record.events import (
     Saved,
     Stop,
     Train,
-    encode,
+    encode_event,
 )
 from instar.record.rundir import RunDir
 
@@ -55,7 +55,7 @@ def write(folder: Path, name: str, lines: Lines, config: str, began: float = STA
     with run.events.open("wb") as file:
         for event, segment in lines:
             at = began + getattr(event, "wall_s", 0.0) + (segment - 1)
-            file.write(encode(event, at, segment))
+            file.write(encode_event(event, at, segment))
     return run
 
 

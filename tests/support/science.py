@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from instar.checkpoint.manifest import CheckpointId, identify
 from instar.cli.main import main
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.schema import ParallelConfig
 from instar.custom import Batch, CustomTask, Field, SamplesConfig, Section, Shape, Table
 from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns, stack
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
-from instar.distributed.world import World, join
+from instar.distributed.world import World, join_group
 from instar.record import atomic
 from instar.record.console import silent_console
 from instar.record.events import Eval, read_events
@@ -302,7 +302,7 @@ def evaluated(world: World, columns: Columns, batch_size: int, unit: int = 1) ->
 
 def evaluate_all(folder: str, cases: Sequence[tuple[int, int, int]]) -> int:
     """The body of a rank that evaluates so many samples by so many at once, in units of so many."""
-    with join(ParallelConfig(), "cpu") as world:
+    with join_group(ParallelConfig(), "cpu") as world:
         told = [repr(evaluated(world, tallied(n), size, unit).metrics) for n, size, unit in cases]
         Path(folder, f"w{world.size}-{world.rank}").write_text("\n".join(told))
     return 0
@@ -313,7 +313,7 @@ def trainer(run_dir: Path, *overrides: str) -> Iterator[Trainer]:
     """`run.yaml` in this process, as the only rank."""
     run_dir.mkdir()
     text = [*overrides, f"record.run_dir={run_dir / 'run'}"]
-    loaded = load(str(run_dir.parent / "run.yaml"), text)
+    loaded = load_config(str(run_dir.parent / "run.yaml"), text)
     world = World(0, 0, 1, torch.device("cpu"), "none")
     with closing(Recorder(run_dir / "events.jsonl")) as sink:
         made = build_trainer(

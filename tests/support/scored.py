@@ -23,7 +23,7 @@ from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns
 from instar.data.split import divide_samples
 from instar.distributed.signals import StopSignal
-from instar.distributed.world import World, join
+from instar.distributed.world import World, join_group
 from instar.run.state.sync_point import SyncPoint
 from instar.run.step.evaluate import EvaluationOptions, evaluate_source
 from instar.tasks.task import Measured, Tally
@@ -119,7 +119,7 @@ def score(world: World, samples: int, batch_size: int, nan: bool = False) -> dic
 
 def score_all(folder: str, cases: Sequence[tuple[int, int, bool]]) -> int:
     """The body of a rank."""
-    with join(ParallelConfig(), "cpu") as world:
+    with join_group(ParallelConfig(), "cpu") as world:
         told = [score(world, *case) for case in cases]
         Path(folder, f"w{world.size}-{world.rank}").write_text(json.dumps(told))
     return 0

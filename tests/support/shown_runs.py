@@ -21,7 +21,7 @@ from instar.record.events import (
     Stop,
     Train,
     Warn,
-    encode,
+    encode_event,
 )
 from instar.record.rundir import RunDir
 
@@ -51,7 +51,7 @@ def write(path: Path, lines: Sequence[tuple[Event, int]], config: str = "name: t
     with run.events.open("wb") as file:
         for event, segment in lines:
             at = START + getattr(event, "wall_s", 0.0) + 60.0 * (segment - 1)
-            file.write(encode(event, at, segment))
+            file.write(encode_event(event, at, segment))
     return run
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from instar.config.load import Loaded, load
+from instar.config.load import Loaded, load_config
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
@@ -20,7 +20,7 @@ from instar.record.console import silent_console
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.run.start.build import RunOutputs, build_trainer
-from instar.run.start.preflight import Prepared, preflight, prepare_data
+from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from instar.run.trainer import Trainer
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
@@ -58,7 +58,7 @@ def config_in(corpus: Path) -> Callable[..., Loaded]:
     its data set is there."""
 
     def loaded(folder: Path, *overrides: str) -> Loaded:
-        found = load(
+        found = load_config(
             None,
             [
                 *TINY,
@@ -68,7 +68,7 @@ def config_in(corpus: Path) -> Callable[..., Loaded]:
                 *overrides,
             ],
         )
-        prepare_data(found, 1, lambda _: None)
+        prepare_run_data(found, 1, lambda _: None)
         return found
 
     return loaded

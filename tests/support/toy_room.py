@@ -258,11 +258,11 @@ def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, i
     )
     from instar.distributed.failure import Interrupted
     from instar.distributed.signals import training_started
-    from instar.distributed.world import join, recall, remember
+    from instar.distributed.world import join_group, recall, remember
 
     _write(room.folder / f"coming-{log.rank}", "")
     config = ParallelConfig(silence_s=room.silence_s, timeout_s=room.timeout_s)
-    with join(config, "cpu") as world:
+    with join_group(config, "cpu") as world:
         log.open(room.folder)
         found = agree(world, recall("run_dir") if world.is_main else None)
         if world.is_main and found is None:

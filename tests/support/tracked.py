@@ -47,14 +47,14 @@ def write(tool: str, folder: Path, first: int, last: int, *, wait: bool = False)
     )
     from instar.record.recorder import Recorder
     from instar.record.trackers import sink as sinks
-    from instar.record.trackers.configured import configured
+    from instar.record.trackers.configured import configured_trackers
     from instar.record.trackers.tracker import TrackedRun
 
     sinks.FLUSH_EVERY_S = 0.1
     config = TrackersConfig.model_validate({tool: settings(tool, folder)})
     sink = sinks.TrackerSink(
         Recorder(folder / "events.jsonl"),
-        configured(config),
+        configured_trackers(config),
         TrackedRun.live(folder, CONFIG),
         lambda message: print(message, file=sys.stderr),
         queue_events=100_000,
@@ -81,11 +81,11 @@ def write_media(tool: str, folder: Path) -> None:
     from instar.config.sections import TrackersConfig
     from instar.record.events import ImageEvent, RunFinished, RunStarted, TableEvent
     from instar.record.media import save_image
-    from instar.record.trackers.configured import configured
+    from instar.record.trackers.configured import configured_trackers
     from instar.record.trackers.tracker import TrackedRun
 
     path = save_image(folder, "val", 7, np.zeros((2, 3, 3), dtype=np.uint8))
-    (tracker,) = configured(TrackersConfig.model_validate({tool: settings(tool, folder)}))
+    (tracker,) = configured_trackers(TrackersConfig.model_validate({tool: settings(tool, folder)}))
     tracker.start(TrackedRun.live(folder, CONFIG))
     tracker.take(RunStarted(run_id="ab3cd", time=1.0))
     tracker.take(

@@ -19,7 +19,7 @@ from feeds import dispatched_feeds, local_feed
 
 from instar.config.language import DataConfig
 from instar.data.loader import Prefetcher, StepBatch
-from instar.data.text.dataset import open_data, prepare_data
+from instar.data.text.dataset import create_dataset_files, open_data
 
 SEED = 5
 CONTEXT = 16
@@ -90,7 +90,7 @@ class Way:
 def feeds(data: DataConfig, way: Way) -> Iterator[tuple[list[Prefetcher], int]]:
     """The feeds of all ranks, and how many samples an epoch has."""
     data = data.model_copy(update={"strategy": way.strategy, "workers": way.workers})
-    prepare_data(data, SEED, way.ranks)
+    create_dataset_files(data, SEED, way.ranks)
     made: list[Prefetcher] = []
     try:
         if way.strategy == "dispatched" and way.ranks > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.record.events import Eval, Placed, RunFinished, RunStarted, Saved, Stop, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -84,7 +84,7 @@ def writing(folder: Path, config: Mapping[str, object] | None = None) -> Iterato
         sets = [
             f"{key}={value}" for key, value in ({"name": "written"} | dict(config or {})).items()
         ]
-        run.config.write_text(load(None, sets, checks=()).to_yaml())
+        run.config.write_text(load_config(None, sets, checks=()).to_yaml())
     with Recorder(run.events, clock=lambda: writer.now) as recorder:
         writer = Writer(run, recorder)
         yield writer

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from foreign import TINY
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.run.step.stepper import to_device
 from instar.tasks.task import Batch, Task, spec_class
 
 
 def opened(name: str) -> tuple[Task, Batch]:
     """A task, and eight of its held-out samples."""
-    loaded = load(None, [f"task={name}", "data.val=20"])
+    loaded = load_config(None, [f"task={name}", "data.val=20"])
     task = spec_class(name).open(loaded, 1).task(loaded.config)
     return task, to_device(task.held_out("val").read(np.arange(8)), torch.device("cpu"))
 
@@ -37,7 +37,7 @@ def test_metrics_keep_the_digits_of_float64_and_of_counts() -> None:
 
 
 def test_the_forecast_counts_optimizer_and_moving_average() -> None:
-    loaded = load(None, ["task=science:Halves", "data.val=20", "train.ema=0.9"])
+    loaded = load_config(None, ["task=science:Halves", "data.val=20", "train.ema=0.9"])
     spec = spec_class("science:Halves").open(loaded, 1)
     memory = spec.memory(spec.architecture, 1, 8, "cpu")
     assert memory["ema"] == memory["weights"] == memory["optimizer"] / 2

@@ -13,7 +13,7 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.fields import values
 from instar.config.graph import GraphConfig, GraphModelConfig
-from instar.config.load import Loaded, load
+from instar.config.load import Loaded, load_config
 from instar.data.arrays import write_arrays
 from instar.data.columns import Columns, Ragged
 from instar.models.graph_shape import GraphShape, resolve_graph
@@ -43,7 +43,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def config(source: Path | str, *options: str) -> Loaded:
-    return load(None, ["task=graph", f"data.source={source}", KIND, *options])
+    return load_config(None, ["task=graph", f"data.source={source}", KIND, *options])
 
 
 def test_graphs_are_split_and_looked_at(stored: Path) -> None:
@@ -121,7 +121,7 @@ def test_causal_sets_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "data.causal_sets.min_points=8",
         "data.causal_sets.max_points=12",
     )
-    loaded = load(None, ["task=graph", *few])
+    loaded = load_config(None, ["task=graph", *few])
     said: list[str] = []
     guess = GraphSpec.assume(loaded, said.append)
     assert "causal_sets stand in for them" in said[0]
@@ -136,8 +136,8 @@ def test_causal_sets_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_nothing_of_it_needs_torch(stored: Path) -> None:
     program = (
-        "import sys; from instar.config.load import load; from instar.run.start.preflight import preflight\n"
-        f"preflight(load(None, ['task=graph', 'data.source={stored}', '{KIND}',"
+        "import sys; from instar.config.load import load_config; from instar.run.start.preflight import preflight\n"
+        f"preflight(load_config(None, ['task=graph', 'data.source={stored}', '{KIND}',"
         " 'train.until=[2it]', 'record.run_dir=none']), 1)\n"
         "assert 'torch' not in sys.modules"
     )

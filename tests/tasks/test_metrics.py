@@ -19,7 +19,7 @@ from science import evaluations, pointed, result, still_since
 from tiny_run import codes, events, said
 
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.data.columns import Columns
 from instar.distributed.world import World
 from instar.run.start.preflight import preflight
@@ -136,7 +136,7 @@ def test_mistakes_are_named_before_the_run(
 ) -> None:
     science.place(tmp_path)
     monkeypatch.chdir(tmp_path)
-    loaded = load(
+    loaded = load_config(
         "run.yaml", [f"task=scored:{task}", "precision=fp32", "checkpoint.best_of=[loss]"]
     )
     with pytest.raises(ConfigError) as caught:

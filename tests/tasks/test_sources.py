@@ -10,7 +10,7 @@ import science
 from tiny_run import Place, events, said
 
 from instar.tasks.basis import incomparable
-from instar.tasks.sources import source_files
+from instar.tasks.sources import task_files
 
 FILES = {
     "task.py": "import json, numpy, helper\nfrom parts import layers\ndef late():\n    import later\nraise SystemExit",
@@ -36,15 +36,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_files_are_those_that_the_module_imports_from_its_folder(here: Path) -> None:
-    names = {name for name, _ in source_files("task:Task")}
+    names = {name for name, _ in task_files("task:Task")}
     assert names == {name for name in FILES if "unrelated" not in name}
     assert {"helper.py", "parts/__init__.py", "parts/layers.py"} <= {
-        name for name, _ in source_files("parts.layers:Task")
+        name for name, _ in task_files("parts.layers:Task")
     }
-    assert source_files("language") == source_files("json:Task") == source_files("none:Task") == ()
+    assert task_files("language") == task_files("json:Task") == task_files("none:Task") == ()
     assert "task" not in sys.modules
     (here / "task.py").write_text("import helper")
-    assert {name for name, _ in source_files("task:Task")} == {
+    assert {name for name, _ in task_files("task:Task")} == {
         "task.py",
         "helper.py",
         "deep/inner.py",

@@ -19,11 +19,11 @@ from shapes import llama
 
 from instar.checkpoint.inspect import TensorEntry, encode_header
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.chain import append, links, load, verify
+from instar.extensions.delta.chain import append, links, load_state, verify_chain
 from instar.extensions.delta.format import pair
 from instar.extensions.delta.format.state import state_hash
 from instar.extensions.delta.format.tensors import to_bits
-from instar.extensions.delta.upkeep import gc
+from instar.extensions.delta.upkeep import remove_states
 from instar.models.gpt import GPT
 
 KILLS = figures.times(5, 200)
@@ -53,18 +53,18 @@ def test_a_chain_whose_writer_is_killed_is_whole_to_its_last_acknowledged_state(
         saver.signal(signal.SIGKILL)
         assert saver.finish() == -signal.SIGKILL
         try:
-            found = verify(chain)
+            found = verify_chain(chain)
         except CheckpointError as error:
             broken.append(str(error))
             break
         last = found[-1]
         if last.step < acknowledged(told):
             lost.append(f"{last} is before {acknowledged(told)}")
-        if not chains.same(load(chain), chains.weights(last.step)):
+        if not chains.same(load_state(chain), chains.weights(last.step)):
             broken.append(f"{last} does not hold what was saved")
         if last.number - before.number != last.step - before.step:
             unnumbered.append(f"{before} to {last}")
-        gc(chain, last.number)
+        remove_states(chain, last.number)
     figures.write(
         "delta-killed",
         [
@@ -91,7 +91,7 @@ def test_every_state_of_a_training_is_rebuilt_bit_for_bit(
         append(tmp_path, step, state, before)
         before = state
         saved.append({name: tensor.clone() for name, tensor in state.items()})
-    chain = verify(tmp_path)
+    chain = verify_chain(tmp_path)
     wrong = [
         link.number
         for link, state in zip(chain, saved, strict=True)
@@ -100,7 +100,7 @@ def test_every_state_of_a_training_is_rebuilt_bit_for_bit(
     wrong += [
         number
         for number in range(0, LINKS + 1, max(1, LINKS // 20))
-        if not chains.same(load(tmp_path, number), saved[number])
+        if not chains.same(load_state(tmp_path, number), saved[number])
     ]
     word = str(dtype).removeprefix("torch.")
     figures.write(
@@ -140,7 +140,7 @@ def test_every_flipped_bit_is_found_and_its_file_named(tmp_path: Path) -> None:
         damaged[at] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
         try:
-            verify(tmp_path)
+            verify_chain(tmp_path)
         except CheckpointError as error:
             if path.name not in str(error):
                 unnamed.append(f"{path.name} at {at}: {error}")
@@ -188,10 +188,10 @@ def test_a_tensor_may_have_more_than_two_to_the_31_elements(tmp_path: Path) -> N
             for place in changed:
                 file.seek(len(header) + place)
                 file.write(b"\1")
-    footer = pair.create(old, new, link)
+    footer = pair.create_file(old, new, link)
     assert footer.changed == len(set(places))
     assert link.stat().st_size < 10_000
-    pair.apply(old, link, out)
+    pair.apply_file(old, link, out)
     found = np.memmap(out, np.uint8, "r")[-LARGE:]
     assert [bool(found[place]) for place in places] == [True] * len(places)
     out.unlink()

@@ -15,7 +15,7 @@ import pytest
 from forks import Child, Forks
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.chain import links, verify
+from instar.extensions.delta.chain import links, verify_chain
 
 KILLS = figures.times(12, 200)
 PER_CHAIN = 20
@@ -97,7 +97,7 @@ def acknowledged(told: Path) -> list[tuple[int, int]]:
 def faults(folder: Path, known: int) -> list[str]:
     """What is wrong with the links after the first `known`, and with the files of all."""
     try:
-        verify(folder)
+        verify_chain(folder)
         return [
             f"{link.file} does not hold the weights of step {link.step}"
             for link in links(folder)[known:]

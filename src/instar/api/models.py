@@ -216,9 +216,9 @@ def _folder(checkpoint: Source) -> Path:
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    from instar.data.text.tokenizer import load_tokenizer
+    from instar.data.text.tokenizer import load_saved_tokenizer
 
-    return load_tokenizer(path.absolute().parent.parent)
+    return load_saved_tokenizer(path.absolute().parent.parent)
 
 
 def _opened(path: Path, tokenizer: Tokenizer, message: str) -> tuple[list[int], list[str]]:

@@ -74,9 +74,9 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """Return what `instar logs summary --json` prints: state, best and last values, times, …"""
-        from instar.logs.query.summary import summarize, to_json
+        from instar.logs.query.summary import summarize, summary_to_json
 
-        return to_json(summarize(self.record))
+        return summary_to_json(summarize(self.record))
 
     def config(self) -> dict[str, Any]:
         """Return the values in force at the latest checkpoint by dotted key; secrets are redacted.
@@ -111,9 +111,9 @@ def load_run(
         RecordError: its record cannot be read.
     """
     from instar.logs.query.runs import find_runs
-    from instar.logs.read.record import read
+    from instar.logs.read.record import read_record
 
-    return Run(read(find_runs([os.fspath(run)], Path(folder))[-1]))
+    return Run(read_record(find_runs([os.fspath(run)], Path(folder))[-1]))
 
 
 def list_runs(
@@ -133,12 +133,12 @@ def list_runs(
     Raises:
         ConfigError: there is no such state.
     """
-    from instar.logs.query.runs import list_runs as rows_of
-    from instar.logs.query.runs import to_json
+    from instar.logs.query.runs import list_rows as rows_of
+    from instar.logs.query.runs import row_to_json
     from instar.record.rundir import runs_in
 
     rows = rows_of(runs_in(Path(folder)), state=state, name=name, last=last)
-    return [to_json(row) for row in rows]
+    return [row_to_json(row) for row in rows]
 
 
 def compare(
@@ -162,7 +162,7 @@ def compare(
         RecordError: a record cannot be read.
     """
     from instar.logs.query.alignment import axis_named, parse_place
-    from instar.logs.query.compare import compare as compared
+    from instar.logs.query.compare import compare_groups as compared
     from instar.logs.query.groups import group_runs
 
     if isinstance(runs, str | os.PathLike | Run):

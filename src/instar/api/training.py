@@ -66,14 +66,14 @@ def train(
 
     share_cores(os.environ)
     with environment(_variables(rank, world_size, port)), StopSignal() as signal:
-        from instar.run.origin.load import load_config
+        from instar.run.origin.load import load_run_config
         from instar.run.start.build import as_before
         from instar.run.worker import run
 
         with as_before():
             if rank is not None:
                 _share_threads()
-            loaded = load_config(*_file_and_overrides(config, overrides))
+            loaded = load_run_config(*_file_and_overrides(config, overrides))
             with RankLog(placement(os.environ).rank) as log:
                 return run(loaded, log, signal, hooks=hooks)
 
@@ -138,12 +138,12 @@ def resume(
         CheckpointError: there is no such checkpoint, or it is damaged.
         RunFailed, Interrupted: see `launch`.
     """
-    from instar.distributed.launch import say
+    from instar.distributed.launch import print_stderr
     from instar.record.rundir import find_run
     from instar.record.start_folder import begun_in
     from instar.run.origin.resume import Resume, named_checkpoint
 
-    run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, say)
+    run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, print_stderr)
     resumed = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
     named_checkpoint(resumed)
     with chdir(base):
@@ -193,10 +193,10 @@ def _launch(
     devices: Sequence[int] | None,
     max_restarts: int,
 ) -> Path:
-    from instar.distributed.launch import run_ranks, say
-    from instar.run.origin.load import load_config
+    from instar.distributed.launch import print_stderr, run_ranks
+    from instar.run.origin.load import load_run_config
 
-    loaded = load_config(config, overrides)
+    loaded = load_run_config(config, overrides)
     place = placement(os.environ)
     if place.is_set:
         raise ConfigError.one(
@@ -205,7 +205,7 @@ def _launch(
             hint="call instar.api.train in each",
         )
     count = resolve_ranks(loaded.config.parallel, place, world_size, devices)
-    preflight_launch(loaded, count.ranks, resume, say, devices)
+    preflight_launch(loaded, count.ranks, resume, print_stderr, devices)
     argv = [] if config is None or resume is not None else [config]
     argv += [word for text in overrides for word in ("--set", text)]
     argv += [] if resume is None else resume.words()
@@ -263,7 +263,7 @@ def preflight_launch(
     from instar.data.text.origin import NOTE
     from instar.run.origin.init_weights import starting_weights
     from instar.run.origin.resume import automatic, choose_checkpoint, continuation
-    from instar.run.start.preflight import check_memory, preflight, prepare_data
+    from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
     resume = resume or automatic(loaded.config)
     checkpoint = None
@@ -277,7 +277,7 @@ def preflight_launch(
 
         device_of(loaded.config.device, Placement(size=ranks, local_size=ranks), devices)
     # rank 0 compares the sources again, and says what has changed
-    prepare_data(loaded, ranks, lambda text: None if text.startswith(NOTE) else say(text))
+    prepare_run_data(loaded, ranks, lambda text: None if text.startswith(NOTE) else say(text))
     prepared = preflight(loaded, ranks, new=resume is None)
     check_memory(loaded, prepared.forecast, loaded.config.device, ranks_here=ranks)
     if checkpoint is None:

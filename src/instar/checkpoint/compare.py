@@ -25,7 +25,7 @@ from instar.checkpoint.manifest import (
     read_json,
     read_manifest,
 )
-from instar.config.fields import differing
+from instar.config.fields import differing_keys
 from instar.record.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -62,10 +62,12 @@ def compare_facts(a: Path, b: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
     """
     in_a, in_b = read_manifest(a), read_manifest(b)
     return {
-        "architecture": differing([in_a.architecture, in_b.architecture]),
-        "history": differing([_history_by_number(in_a.history), _history_by_number(in_b.history)]),
-        "saved": differing([_save_facts(in_a), _save_facts(in_b)]),
-        "state": differing([read_json(folder / STATE) for folder in (a, b)]),
+        "architecture": differing_keys([in_a.architecture, in_b.architecture]),
+        "history": differing_keys(
+            [_history_by_number(in_a.history), _history_by_number(in_b.history)]
+        ),
+        "saved": differing_keys([_save_facts(in_a), _save_facts(in_b)]),
+        "state": differing_keys([read_json(folder / STATE) for folder in (a, b)]),
     }
 
 

@@ -206,11 +206,11 @@ class ComponentReader:
 
         A tensor of another shape than `like` is returned whole.
         """
-        from instar.distributed.shards import as_sharded, is_sharded, rows
+        from instar.distributed.shards import as_sharded, is_sharded, local_row_range
 
         if like is None or not is_sharded(like) or self.layout.entries[name].shape != like.shape:
             return self(name)
-        return as_sharded(self.rows(name, *rows(like)).to(like.device), like)
+        return as_sharded(self.rows(name, *local_row_range(like)).to(like.device), like)
 
     def _pieces(self, name: str) -> tuple[Piece, ...]:
         if name not in self.layout.pieces:

@@ -110,10 +110,10 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
         ConfigError: the presets are for another task.
     """
     from instar.config.document import dotted, parse
-    from instar.config.errors import ConfigError, printable
-    from instar.config.fields import LANGUAGE, flat, keys, root_of, values
-    from instar.config.load import load
-    from instar.config.origins import entry, opening
+    from instar.config.errors import ConfigError, printable_text
+    from instar.config.fields import LANGUAGE, flatten_config, root_of, schema_keys, values
+    from instar.config.load import load_config
+    from instar.config.origins import entry_text, opening
     from instar.config.presets import growing
 
     text = (STARTERS / f"{kind}.yaml").read_text(encoding="utf-8")
@@ -134,16 +134,20 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
         key
         for name, preset in presets.items()
         if (preset_document := parse(preset, name)[0]) is not None
-        for key, _ in flat(root, preset_document.data)
+        for key, _ in flatten_config(root, preset_document.data)
     }
     set_values = {
-        dotted(key): value for key, value in flat(root, document.data) if key not in by_preset
+        dotted(key): value
+        for key, value in flatten_config(root, document.data)
+        if key not in by_preset
     }
     set_values |= {"preset": list(preset_names)} if preset_names else {}
     grows = next((name for name in preset_names if name in growing.DIVISORS), "")
     # with a schedule of its own, a preset that makes one leaves the final shape as it is
     settings = {"schedule": list[Any]()} | set_values
-    config = load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]).config
+    config = load_config(
+        None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    ).config
 
     description = "\n\n".join(
         [
@@ -152,18 +156,18 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
         ]
     )
     of = "" if task == LANGUAGE else f" --task {task}"
-    head = f"{description}\n{_REST}".format(of=of, path=printable(shlex.quote(path)))
+    head = f"{description}\n{_REST}".format(of=of, path=printable_text(shlex.quote(path)))
     lines = [*(f"# {line}".rstrip() for line in head.splitlines()), ""]
     section = ""
     for key, value in values(config).items():
-        field = keys(root)[key]
+        field = schema_keys(root)[key]
         lines += opening(section, section := key.rpartition(".")[0], root)
         indent = "  " * key.count(".")
         lines += _comment(field.description or "", indent)
         for item in get_args(field.annotation):
             for name, inner in getattr(item, "model_fields", {}).items():
                 lines += _comment(f"{name}: {inner.description}", indent, "  ")
-        entry_lines = entry(key, value)
+        entry_lines = entry_text(key, value)
         if key == "schedule" and key not in set_values and grows:
             lines.append(f"# schedule: made by preset {grows}, see --dry-run")
         else:
@@ -222,13 +226,13 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     --json prints the JSON Schema of a config file, which editors use to complete and check.
     """
     from instar.config.errors import ConfigError, nearest
-    from instar.config.fields import config_class, editor_schema, keys, sections
+    from instar.config.fields import editor_schema, schema_keys, section_types, task_config_class
     from instar.config.suggestions import suggest_key
 
-    name, root = section or "", config_class(task, [section or ""])
-    names = list(filter(None, sections(root)))
-    if name not in sections(root) and name not in keys(root):
-        suggestion = suggest_key(root, name) or nearest(name, [*names, *keys(root)])
+    name, root = section or "", task_config_class(task, [section or ""])
+    names = list(filter(None, section_types(root)))
+    if name not in section_types(root) and name not in schema_keys(root):
+        suggestion = suggest_key(root, name) or nearest(name, [*names, *schema_keys(root)])
         hint = f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(names)}"
         raise ConfigError.one(f"unknown section or key '{name}'", hint=hint)
     if as_json:
@@ -241,7 +245,7 @@ def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, s
     """Return key, type, default and meaning of every key of a config class, or of those of the
     section or key `name`."""
     from instar.config.document import dotted
-    from instar.config.fields import default, keys, schedule_keys
+    from instar.config.fields import default, schedule_keys, schema_keys
     from instar.config.origins import in_yaml
     from instar.config.suggestions import expected
 
@@ -252,7 +256,7 @@ def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, s
             in_yaml(default(field)),
             field.description or "",
         )
-        for key, field in keys(root).items()
+        for key, field in schema_keys(root).items()
         if not name or key == name or key.startswith(f"{name}.")
     ]
     if name == "schedule":
@@ -294,7 +298,7 @@ def validate(cfg: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def diff(a: str, b: str, as_json: bool) -> None:
     """List the keys in which the configs A and B differ, defaults and presets included."""
     from instar.config.errors import ConfigError, ConfigProblem
-    from instar.config.fields import differing, values
+    from instar.config.fields import differing_keys, values
     from instar.config.origins import in_yaml
 
     problems: list[ConfigProblem] = []
@@ -306,7 +310,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    differences = differing(read)
+    differences = differing_keys(read)
     if as_json:
         print_json(
             {key: {"a": value_a, "b": value_b} for key, (value_a, value_b) in differences.items()}
@@ -326,11 +330,11 @@ def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     another user, is only read: the class of its task is not imported."""
     from instar.config.user_code import is_trusted
     from instar.record.rundir import RunDir
-    from instar.run.origin.load import load_config
+    from instar.run.origin.load import load_run_config
 
     run = None if cfg is None else RunDir(Path(cfg).parent)
     of_run = run is not None and run.config == Path(cfg or "") and run.holds_parts()
-    return load_config(cfg, overrides, import_task=is_trusted() or not of_run)
+    return load_run_config(cfg, overrides, import_task=is_trusted() or not of_run)
 
 
 def _short_type(words: str) -> str:

@@ -35,7 +35,7 @@ def data() -> None:
     """Prepare and inspect training data."""
 
 
-@data.command()
+@data.command("prepare")
 @click.argument("cfg", required=False)
 @set_option
 @click.option("--source", metavar="TEXT", help="stdlib, or a file, folder or glob.")
@@ -59,7 +59,7 @@ def data() -> None:
 )
 @trust_option
 @json_option
-def prepare(
+def prepare_data(
     cfg: str | None,
     overrides: tuple[str, ...],
     seed: str | None,
@@ -72,7 +72,7 @@ def prepare(
     Prints its folder, one line per part of a mixture. With --json, prints what `inspect --json`
     prints of the data set, as a list if it is a mixture.
     """
-    from instar.run.origin.load import load_config
+    from instar.run.origin.load import load_run_config
 
     settings = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
     options = [
@@ -80,14 +80,14 @@ def prepare(
         for key, value in settings.items()
         if value is not None
     ]
-    loaded = load_config(cfg, [*overrides, *options])
+    loaded = load_run_config(cfg, [*overrides, *options])
     config = loaded.config
 
     from instar.config.language import TextConfig
     from instar.data.text.dataset import folders
-    from instar.run.start.preflight import prepare_data
+    from instar.run.start.preflight import prepare_run_data
 
-    prepare_data(loaded, nproc, lambda line: click.echo(line, err=True))
+    prepare_run_data(loaded, nproc, lambda line: click.echo(line, err=True))
     if not isinstance(config, TextConfig):
         click.echo(config.data.path or "in memory")
         return
@@ -148,7 +148,7 @@ def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
     """Open a folder. Raises ConfigError unless it holds a complete data set."""
     from instar.config.errors import ConfigError
     from instar.data.text.shards import DATASET_FILE, open_dataset
-    from instar.data.text.tokenizer import load_tokenizer
+    from instar.data.text.tokenizer import load_saved_tokenizer
 
     parts = sorted(str(file.parent) for file in Path(path).glob(f"*/{DATASET_FILE}"))
     if parts and not Path(path, DATASET_FILE).exists():
@@ -156,7 +156,7 @@ def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
             "a folder of several data sets", where=path, hint=f"name one: {', '.join(parts)}"
         )
     dataset = open_dataset(path)
-    return dataset, load_tokenizer(path, fingerprint=dataset.tokenizer_fingerprint)
+    return dataset, load_saved_tokenizer(path, fingerprint=dataset.tokenizer_fingerprint)
 
 
 def _kind(dataset: TokenDataset) -> str:

@@ -71,7 +71,7 @@ def events(
     JSON lines of a single run are identical to its record; for several runs, or with
     --superseded, `run` and `superseded` are added.
     """
-    from instar.logs.read.filters import check_kinds, filter_events, kind_of
+    from instar.logs.read.filters import check_kinds, event_kind, filter_events
     from instar.record.events import event_kinds
 
     run_dirs, seen_kinds = selected_runs(runs), set[str]()
@@ -80,7 +80,7 @@ def events(
         for entry in filter_events(
             run, kinds, from_step=from_step, to_step=to_step, superseded=superseded
         ):
-            seen_kinds.add(kind_of(entry.event))
+            seen_kinds.add(event_kind(entry.event))
             yield entry
 
     events_by_run: Each = ((run, filtered(run)) for run in run_dirs)
@@ -196,11 +196,11 @@ def _usage(message: str, hint: str) -> Exception:
 
 
 def _last_steps(record: RunRecord, superseded: bool) -> dict[int, int]:
-    from instar.logs.read.lineage import Lineage
+    from instar.logs.read.lineage import SegmentTree
 
     if superseded:
         return {}
-    lineage = Lineage()
+    lineage = SegmentTree()
     for logged in record.events:
         lineage.take(logged.event)
     return lineage.limits()
@@ -209,12 +209,12 @@ def _last_steps(record: RunRecord, superseded: bool) -> dict[int, int]:
 def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], Written]:
     from instar.config.errors import ConfigError, ConfigProblem
     from instar.config.sections import RecordConfig
-    from instar.record.trackers.configured import missing
-    from instar.record.trackers.sink import replay
+    from instar.record.trackers.configured import missing_libraries
+    from instar.record.trackers.sink import replay_record
     from instar.record.trackers.tracker import TrackedRun
 
     plain = _settings(to, output, {})
-    if problems := missing(RecordConfig(trackers=plain)):
+    if problems := missing_libraries(RecordConfig(trackers=plain)):
         raise ConfigError(
             *(
                 ConfigProblem((), f"--to {to}: {problem.message}", problem.hint)
@@ -226,16 +226,16 @@ def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], 
         config = _config(record)
         tracker = _tracker(_settings(to, output, config))
         run = TrackedRun.replayed(record.run.path, config)
-        events = replay(tracker, run, record.run.events, _last_steps(record, superseded))
+        events = replay_record(tracker, run, record.run.events, _last_steps(record, superseded))
         return _written(record, to, tracker.where, events=events)
 
     return write
 
 
 def _tracker(settings: TrackersConfig) -> Tracker:
-    from instar.record.trackers.configured import configured
+    from instar.record.trackers.configured import configured_trackers
 
-    (tracker,) = configured(settings)
+    (tracker,) = configured_trackers(settings)
     return tracker
 
 
@@ -313,10 +313,10 @@ def _written(record: RunRecord, to: str, where: str, **count: int) -> Written:
 
 
 def _write_jsonl(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
-    from instar.record.trackers.sink import kept_lines
+    from instar.record.trackers.sink import current_lines
 
     count = 0
-    for _, line in kept_lines(record.run.events, _last_steps(record, superseded)):
+    for _, line in current_lines(record.run.events, _last_steps(record, superseded)):
         file.write(line)
         count += 1
     return count

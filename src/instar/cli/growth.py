@@ -99,7 +99,7 @@ def grow(
 
         path = checkpoint_at(where)
 
-        from instar.run.offline import grow as grow_checkpoint
+        from instar.run.offline import grow_checkpoint
 
         result = grow_checkpoint(load_checkpoint(path), out, operations, check=bool(check))
         advice = f"instar resume {shlex.quote(str(out))}"
@@ -197,7 +197,7 @@ def check(
     Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
     epochs are unknown.
     """
-    from instar.run.origin.load import load_config
+    from instar.run.origin.load import load_run_config
     from instar.schedule.checks import without_effect
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
@@ -205,7 +205,7 @@ def check(
 
     if pilot_file is not None:
         refuse_deleted("schedule pilot")
-    loaded = load_config(cfg, (*overrides, schedule_option(file)))
+    loaded = load_run_config(cfg, (*overrides, schedule_option(file)))
     spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
     forecast = checked_forecast(loaded, spec, nproc)
     notes = forecast_notes(forecast, loaded, cfg, {"pilot": pilot_file})

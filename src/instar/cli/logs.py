@@ -93,17 +93,17 @@ def list_(
 
     A DIR may also be a run, a name, or a pattern.
     """
-    from instar.logs.query.runs import faults, list_runs, notes, runs_of, to_json
+    from instar.logs.query.runs import list_rows, row_faults, row_notes, row_to_json, runs_of
 
     runs = runs_of(folders, OUT_DIR)
-    rows = list_runs(runs, state=state, name=name, tag=tag, archived=archived, last=last)
+    rows = list_rows(runs, state=state, name=name, tag=tag, archived=archived, last=last)
     if as_json or form == "json":
-        deliver(as_text([to_json(row) for row in rows]), output, open_it=open_it)
+        deliver(as_text([row_to_json(row) for row in rows]), output, open_it=open_it)
     elif form == "text" and output is None and not open_it:
         _print_rows(rows)
     else:
         deliver(_rows_as_text(rows, form), output, open_it=open_it)
-    for text in (*notes(rows), *faults(rows)):
+    for text in (*row_notes(rows), *row_faults(rows)):
         click.echo(text, err=True)
 
 
@@ -231,12 +231,12 @@ def summary(
     of runs, or `latest`, which is the default. Superseded steps are ignored.
     --format one-line prints one line for each run, always with the same fields.
     """
-    from instar.logs.query.summary import summarize, to_json
+    from instar.logs.query.summary import summarize, summary_to_json
 
     read = read_all(selected_runs(runs, every=every))
     summaries = [summarize(record) for record in read.records]
     if as_json or form == "json":
-        text = as_text([to_json(run_summary) for run_summary in summaries])
+        text = as_text([summary_to_json(run_summary) for run_summary in summaries])
     else:
         text = "\n".join(_summary_lines(summaries, form, terminal_width() or WIDTH))
     deliver(text, output, open_it=open_it)
@@ -244,12 +244,12 @@ def summary(
 
 
 def _summary_lines(summaries: Sequence[Summary], form: str, width: int) -> list[str]:
-    from instar.logs.text.summary import markdown, one_lines, page
+    from instar.logs.text.summary import one_lines, page, summary_markdown
 
     if form == "one-line":
         return one_lines(summaries)
     if form == "md":
-        return markdown(summaries)
+        return summary_markdown(summaries)
     pages = [page(run_summary, width) for run_summary in summaries]
     return [line for number, lines in enumerate(pages) for line in ["", *lines][number == 0 :]]
 
@@ -315,10 +315,10 @@ def compare(
     """
     from instar.config.errors import ConfigError
     from instar.logs.query.alignment import axis_named, parse_place
-    from instar.logs.query.compare import compare as compared
-    from instar.logs.query.compare import to_json
+    from instar.logs.query.compare import compare_groups as compared
+    from instar.logs.query.compare import comparison_to_json
     from instar.logs.query.groups import group_runs, notes_on_data
-    from instar.logs.text.comparison import markdown, text
+    from instar.logs.text.comparison import comparison_markdown, comparison_text
 
     axis = axis_named(axis)
     at = [parse_place(place) for place in places]
@@ -342,10 +342,12 @@ def compare(
         target_metric=target_metric,
     )
     if as_json or form == "json":
-        output_text = as_text(to_json(result))
+        output_text = as_text(comparison_to_json(result))
     else:
         output_text = "\n".join(
-            markdown(result) if form == "md" else text(result, terminal_width())
+            comparison_markdown(result)
+            if form == "md"
+            else comparison_text(result, terminal_width())
         )
     deliver(output_text, output, open_it=open_it)
     return read.report_faults()
@@ -393,7 +395,7 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
 
 
 def _tail_events(run: RunDir, count: int, follow: bool) -> None:
-    from instar.logs.query.tail import follow as added
+    from instar.logs.query.tail import follow_record as added
     from instar.logs.query.tail import last_events, unit_of
     from instar.logs.text.format_event import EventFormatter
 

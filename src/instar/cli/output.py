@@ -222,7 +222,7 @@ def deliver(text: str | Iterable[str], output: str | None, *, open_it: bool = Fa
         raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
     click.echo(f"wrote {path}", err=True)
     if open_it:
-        launch(path)
+        open_file(path)
 
 
 PictureKind = Literal["png", "svg", "pdf"]
@@ -254,7 +254,7 @@ def write_picture(path: Path, content: bytes, option: str) -> None:
         raise ConfigError.one(f"cannot write {path}: {error.strerror}", option) from error
 
 
-def launch(path: Path) -> None:
+def open_file(path: Path) -> None:
     """Open a file with the system's default application.
 
     Raises:
@@ -328,15 +328,15 @@ def read_all(runs: Sequence[RunDir]) -> Read:
     Raises:
         RecordError: none of them can be read.
     """
-    from instar.logs.read.record import read, read_many
+    from instar.logs.read.record import read_record, read_records
     from instar.record.events import RecordError
 
     with suppress(RecordError):
-        return Read(tuple(read_many(runs)), ())
+        return Read(tuple(read_records(runs)), ())
     records, faults = [], []
     for run in runs:
         try:
-            records.append(read(run))
+            records.append(read_record(run))
         except RecordError as error:
             faults.append(str(error))
     if not records:

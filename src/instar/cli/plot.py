@@ -15,7 +15,7 @@ from instar.cli.output import (
     as_text,
     deliver,
     json_format_option,
-    launch,
+    open_file,
     read_all,
     runs_argument,
     selected_groups,
@@ -223,7 +223,7 @@ def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None
         raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
     click.echo(f"wrote {path}", err=True)
     if open_it:
-        launch(path)
+        open_file(path)
 
 
 def _screen(*, to_stdout: bool) -> TerminalSize:

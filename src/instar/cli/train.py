@@ -138,7 +138,7 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     """Return the config, the resume if there is one, and the words for each rank."""
     from instar.config.errors import ConfigError
     from instar.config.load import from_launcher
-    from instar.run.origin.load import load_config
+    from instar.run.origin.load import load_run_config
 
     cfg, overrides = options.cfg, options.all_overrides()
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
@@ -156,7 +156,7 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
         argv = [*argv, *resume.words(), *["--only-test"] * options.only_test]
     argv += ["--profile", f"{options.profile}it"] if options.profile else []
     try:
-        loaded = from_launcher() or load_config(cfg, overrides, resuming=resume is not None)
+        loaded = from_launcher() or load_run_config(cfg, overrides, resuming=resume is not None)
     except ConfigError as error:
         if resume is None or resume.has_user_config:
             raise
@@ -198,7 +198,7 @@ def _launch(
 
 def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> int:
     from instar.distributed.failure import NOTHING_STARTED
-    from instar.distributed.launch import say
+    from instar.distributed.launch import print_stderr
     from instar.distributed.placement import placement
     from instar.distributed.rank_log import run_rank
     from instar.distributed.signals import StopSignal
@@ -207,7 +207,7 @@ def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> 
     def leave() -> None:
         abandon()
         if placement(os.environ).rank == 0:
-            say(NOTHING_STARTED)
+            print_stderr(NOTHING_STARTED)
 
     # before importing torch
     with StopSignal(last=True, before_start=leave) as signal:
@@ -347,7 +347,7 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
     `stop` saves and ends the run as Ctrl-C does; `instar resume` continues it. Requests are files
     in the run's folder, so everyone with write access there can make them.
     """
-    from instar.record.control import ask
+    from instar.record.control import send_request
     from instar.record.lock import lock_owner
     from instar.record.rundir import find_run
 
@@ -361,7 +361,7 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
         )
     latest = run_dir.checkpoints / "latest"
     before = _identity(latest)
-    request = ask(run_dir.control, "save" if command == "save" else "stop")
+    request = send_request(run_dir.control, "save" if command == "save" else "stop")
     deadline = time.monotonic() + timeout
     while not request.answered():
         # a run that cannot delete another user's request still handles it
@@ -415,14 +415,14 @@ def _status(run: RunDir) -> dict[str, Any]:
     """Return the status of a run, from its record, its lock and its logs."""
     from instar.logs.query.state import run_status
     from instar.logs.query.summary import summarize
-    from instar.logs.read.record import read
+    from instar.logs.read.record import read_record
     from instar.record.events import Saved
 
     if not run.events.exists():  # it is preparing its data, or stopped before training
         state = run_status(run, (), 0.0)
         states = {"state": state.state, "reason": state.reason}
         return states | {"process": state.process, "run": str(run.path)}
-    record = read(run)
+    record = read_record(run)
     summary = summarize(record)
     status: dict[str, Any] = {
         key: getattr(summary, key) for key in ("state", "reason", "process", "step", "tokens")

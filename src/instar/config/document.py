@@ -16,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
-from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable, shortened
+from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable_text, shortened
 from instar.config.files import HINT, is_address, message_of, open_regular
 
 MAX_BYTES = 1 << 20
@@ -96,7 +96,7 @@ def parse(
     return Document(data, places, frozenset(reader.unreadable)), reader.problems
 
 
-def read(
+def read_document(
     path: str, start: str, link: SourceLocation | None = None, within: KeyPath = ()
 ) -> tuple[Document | None, list[ConfigProblem]]:
     """Parse a file; None after a problem that prevents it.
@@ -158,10 +158,10 @@ def parse_option(
     return document, problems
 
 
-def merged(below: Any, above: Any) -> Any:
+def merge_data(below: Any, above: Any) -> Any:
     """Return a value over another: mappings are merged key by key, but {} is empty."""
     if isinstance(below, dict) and isinstance(above, dict) and above:
-        return below | {key: merged(below.get(key), value) for key, value in above.items()}
+        return below | {key: merge_data(below.get(key), value) for key, value in above.items()}
     return above
 
 
@@ -173,12 +173,14 @@ def _nested(path: KeyPath, data: Any) -> Any:
 
 def problem_at(place: SourceLocation, message: str, hint: str = "", key: str = "") -> ConfigProblem:
     """Return a problem at a position; terminal escapes in quoted text are made printable."""
-    return ConfigProblem((key,) if key else (), printable(message), printable(hint), place)
+    return ConfigProblem(
+        (key,) if key else (), printable_text(message), printable_text(hint), place
+    )
 
 
-def show(data: Any, limit: int = 60) -> str:
+def value_text(data: Any, limit: int = 60) -> str:
     """Format data as a short text for a message: strings quoted, constants as in YAML."""
-    text = printable(json.dumps(data, ensure_ascii=False, default=str))
+    text = printable_text(json.dumps(data, ensure_ascii=False, default=str))
     return shortened(text, limit)
 
 
@@ -247,7 +249,7 @@ class _Reader:
             if isinstance(node, ScalarNode):
                 return self.scalar(node, place, path)
             if node.tag not in (f"{_TAG}map", f"{_TAG}seq"):
-                self.report(f"tags such as {show(node.tag)} are not understood", place)
+                self.report(f"tags such as {value_text(node.tag)} are not understood", place)
                 raise _Unreadable
             self.open.add(id(node))
             try:
@@ -336,9 +338,9 @@ class _Reader:
         except ValueError:
             pass
         if kind in _KINDS:
-            self.report(f"{name}: {show(text)} cannot be read as {_KINDS[kind]}", place)
+            self.report(f"{name}: {value_text(text)} cannot be read as {_KINDS[kind]}", place)
         else:
-            self.report(f"tags such as {show(node.tag)} are not understood", place)
+            self.report(f"tags such as {value_text(node.tag)} are not understood", place)
         raise _Unreadable
 
     def syntax_problem(self, error: Exception) -> ConfigProblem:

@@ -47,7 +47,7 @@ class SourceLocation:
             return ""
         start = max(0, self.column - SHOWN_COLUMNS // 2) if self.column > SHOWN_COLUMNS else 0
         excerpt = self.text[start : start + SHOWN_COLUMNS]
-        excerpt = "\t".join(map(printable, excerpt.split("\t")))
+        excerpt = "\t".join(map(printable_text, excerpt.split("\t")))
         before = excerpt[: self.column - 1 - start]
         pad = "".join("\t" if char == "\t" else " " * _cells(char) for char in before)
         number = f"{self.line:>3}"
@@ -80,7 +80,7 @@ class ConfigProblem:
         text = str(self.place)
         if text.startswith("--set "):
             text = redacted_option(text)
-        return printable(text)
+        return printable_text(text)
 
     @property
     def excerpt(self) -> str:
@@ -238,7 +238,7 @@ def unfiltered(stream: Any) -> Iterator[None]:
             stream.is_filtered = before
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """Replace unprintable characters, which could control a terminal or end a comment."""
     return "".join(char if char.isprintable() else "�" for char in text)
 

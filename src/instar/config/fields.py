@@ -94,7 +94,7 @@ def plain_root_of(task: str) -> type[RunConfig]:
     return PlainConfig if ":" in task else root_of(task)
 
 
-def config_class(task: str, names: Iterable[str], *, plain: bool = False) -> type[RunConfig]:
+def task_config_class(task: str, names: Iterable[str], *, plain: bool = False) -> type[RunConfig]:
     """Return the config class of a task with the sections of other packages' extensions that a config names.
 
     Args:
@@ -187,7 +187,7 @@ def _task_error(message: str, hint: str = "") -> ConfigError:
 
 
 @cache
-def sections(root: Root) -> dict[str, type[BaseModel]]:
+def section_types(root: Root) -> dict[str, type[BaseModel]]:
     """Return every section by its dotted name, in the schema's order; "" is the top level."""
     sections_by_name: dict[str, type[BaseModel]] = {"": root}
     for name, field in root.model_fields.items():
@@ -203,14 +203,14 @@ def _add_sections(sections_by_name: dict[str, type[BaseModel]], name: str, annot
 
 
 @cache
-def keys(root: Root) -> dict[str, FieldInfo]:
+def schema_keys(root: Root) -> dict[str, FieldInfo]:
     """Return every dotted key that holds a value, in the order of the schema."""
     every = {
         f"{section}.{name}" if section else name: field
-        for section, model in sections(root).items()
+        for section, model in section_types(root).items()
         for name, field in model.model_fields.items()
     }
-    return {key: field for key, field in every.items() if key not in sections(root)}
+    return {key: field for key, field in every.items() if key not in section_types(root)}
 
 
 @cache
@@ -239,10 +239,12 @@ def default(field: FieldInfo) -> Any:
 
 
 def is_section(root: Root, path: KeyPath) -> bool:
-    return "." not in str(path[-1]) and ".".join(map(str, path)) in sections(root)
+    return "." not in str(path[-1]) and ".".join(map(str, path)) in section_types(root)
 
 
-def flat(root: Root, tree: Mapping[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def flatten_config(
+    root: Root, tree: Mapping[str, Any], path: KeyPath = ()
+) -> Iterator[tuple[KeyPath, Any]]:
     """Yield every value in nested data with its path, a section's own before its subsections'.
 
     A non-mapping in place of a section is yielded as a value.
@@ -254,7 +256,7 @@ def flat(root: Root, tree: Mapping[str, Any], path: KeyPath = ()) -> Iterator[tu
         else:
             yield (*path, name), value
     for name in inner:
-        yield from flat(root, tree[name], (*path, name))
+        yield from flatten_config(root, tree[name], (*path, name))
 
 
 def emptied_sections(root: Root, tree: Mapping[str, Any], *, null: bool) -> Iterator[KeyPath]:
@@ -285,7 +287,7 @@ def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
 def values(config: RunConfig) -> dict[str, Any]:
     """Return every dotted key of a config with its value, defaults included, as JSON values."""
     tree = config.model_dump(mode="json")
-    return {".".join(map(str, path)): value for path, value in flat(type(config), tree)}
+    return {".".join(map(str, path)): value for path, value in flatten_config(type(config), tree)}
 
 
 def kept(config: RunConfig) -> dict[str, Any]:
@@ -313,7 +315,7 @@ def from_values(root: type[C], values: Mapping[str, Any]) -> C:
     return root.model_validate_json(json.dumps(tree))
 
 
-def differing(configs: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
+def differing_keys(configs: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
     """Return the keys whose values differ, with the value in each mapping; None if it lacks the
     key.
 
@@ -406,8 +408,8 @@ def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
     """Return `json_schema`, or that of one section or key, extended by what the loader also
     accepts: empty sections, one text for a list of texts, and a path for the schedule."""
     schema = json_schema(root)
-    if not name or name in sections(root):
-        node = sections(root)[name].model_json_schema() if name else schema
+    if not name or name in section_types(root):
+        node = section_types(root)[name].model_json_schema() if name else schema
     else:
         node = schema
         for step in name.split("."):

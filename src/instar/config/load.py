@@ -28,21 +28,21 @@ from instar.config.document import (
     parse,
     parse_option,
     problem_at,
-    read,
-    show,
+    read_document,
+    value_text,
 )
 from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nearest
 from instar.config.fields import (
     FORMER,
     LANGUAGE,
     choices,
-    config_class,
     emptied_sections,
-    flat,
+    flatten_config,
     is_section,
-    keys,
     nested,
     root_of,
+    schema_keys,
+    task_config_class,
     values,
     with_values,
 )
@@ -54,10 +54,10 @@ from instar.config.origins import (
     SET,
     WEIGHTS,
     ConfigEntry,
+    config_text,
     operation_places,
     place_of,
     redacted_value,
-    resolved,
     value_places,
     yaml_of,
 )
@@ -93,7 +93,7 @@ class Loaded:
 
     def to_yaml(self, *, origin: bool = True) -> str:
         """Return the resolved config with the origin of each value; `load` reads it back equal."""
-        return resolved(self.config, self.origins if origin else {})
+        return config_text(self.config, self.origins if origin else {})
 
     def packed(self) -> str:
         """Serialize to JSON text, for `unpacked` in another process."""
@@ -117,10 +117,10 @@ def unpacked(text: str) -> Loaded:
     """Deserialize `Loaded.packed`; nothing is read, merged or checked again."""
     task, values, origins, places = json.loads(text)
     located = {key: SourceLocation(*place) for key, place in places.items()}
-    return Loaded(config_class(task, values).model_validate(values), origins, values, located)
+    return Loaded(task_config_class(task, values).model_validate(values), origins, values, located)
 
 
-def load(
+def load_config(
     path: str | None,
     overrides: Sequence[str] = (),
     checks: Sequence[Check] = (cross_checks,),
@@ -234,13 +234,13 @@ class _Findings:
     ) -> Document | None:
         """Parse a file, see `document.read`; None after a problem that prevents it."""
         self.files.append(path)
-        return self.add(*read(path, start, location, within))
+        return self.add(*read_document(path, start, location, within))
 
     def mark_doubtful(self, root: Root, path: KeyPath) -> None:
         """Mark a key, or all keys of a section, as unreliable."""
         self.doubtful.add(name := dotted(path))
         if is_section(root, path):
-            self.doubtful |= {key for key in keys(root) if key.startswith(f"{name}.")}
+            self.doubtful |= {key for key in schema_keys(root) if key.startswith(f"{name}.")}
 
     def error(self) -> ConfigError:
         """Return all problems by file and by position in it, before those of options."""
@@ -263,7 +263,7 @@ def _read_config(path: str, findings: _Findings) -> Document | None:
     """Return the mapping in a file; None after a problem that prevents it."""
     document = findings.read(path, f"write --set {path}" if "=" in path else START)
     if document is not None and not isinstance(document.data, dict):
-        message = f"a config consists of 'key: value' lines, got {show(document.data)}"
+        message = f"a config consists of 'key: value' lines, got {value_text(document.data)}"
         findings.note(document.place(), message)
         return None
     return document
@@ -277,7 +277,7 @@ def _root(documents: Sequence[Document], findings: _Findings, *, import_task: bo
         task = LANGUAGE
     names = [str(key) for document in documents for key in document.data]
     try:
-        root = config_class(task, names, plain=not import_task)
+        root = task_config_class(task, names, plain=not import_task)
         findings.task = _shown(task)
         return root
     except ConfigError as error:
@@ -305,7 +305,7 @@ def _entries(
     tainted = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
     for path in document.unreadable:
         findings.mark_doubtful(root, path)
-    for path, value in flat(root, document.data):
+    for path, value in flatten_config(root, document.data):
         if path[0] in ("model", "data") and path[0] in findings.doubtful:
             continue  # sections of an unknown task
         if dotted(path) in FORMER:
@@ -318,7 +318,7 @@ def _entries(
         elif value is not None:
             name = dotted(path)
             findings.mark_doubtful(root, path)
-            text = show(redacted_value(name, value))
+            text = value_text(redacted_value(name, value))
             message = f"{name} is a section of 'key: value' lines, got {text}"
             hint = suggestions.section_hint(root, name)
             findings.note(document.place(path), message, hint, f"{name}.")
@@ -343,12 +343,14 @@ def _chosen_presets(
     presets = names_in(PRESETS)
     for index, name in enumerate(requested):
         if name not in presets:
-            findings.doubtful |= keys(root).keys() - {dotted(path) for path in entries}
+            findings.doubtful |= schema_keys(root).keys() - {dotted(path) for path in entries}
             suggestion = nearest(str(name), presets)
             hint = (
                 f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(presets)}"
             )
-            findings.note(entry.place((index,)), f"unknown preset {show(name)}", hint, "preset")
+            findings.note(
+                entry.place((index,)), f"unknown preset {value_text(name)}", hint, "preset"
+            )
             entries.pop(("preset",), None)
     return [name for name in requested if name in presets]
 
@@ -372,7 +374,7 @@ def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Fin
     if document is not None and isinstance(data, dict) and data.keys() == {"model", SCHEDULE}:
         inside, data = (SCHEDULE,), data[SCHEDULE]
     if document is not None and not isinstance(data, list):
-        message = f"a schedule is a list of operations, got {show(data)}"
+        message = f"a schedule is a list of operations, got {value_text(data)}"
         config = isinstance(document.data, dict) and document.data.keys() & RunConfig.model_fields
         hint = "this is a config; " if config else ""
         findings.note(document.place(inside), message, f"{hint}begin each with '- name:'")
@@ -403,7 +405,7 @@ def _grown(
         whole: the schedule's file names the first shape too, so there is nothing left to compute.
     """
     schedule_is_open = schedule_is_open and bool(growing.chosen(config))
-    refused = [] if schedule_is_open else list(growing.conflicts(config))
+    refused = [] if schedule_is_open else list(growing.preset_conflicts(config))
     schedule = layer.get((SCHEDULE,))
     if refused or (schedule is not None and schedule.value == []):
         return config, refused
@@ -422,7 +424,7 @@ def _tree(root: Root, layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, Any]:
         {
             path: [entry.value]
             if isinstance(entry.value, str)
-            and (field := keys(root).get(".".join(map(str, path))))
+            and (field := schema_keys(root).get(".".join(map(str, path))))
             and get_origin(field.annotation) is tuple
             else entry.value
             for path, entry in layer.items()

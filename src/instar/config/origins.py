@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from instar.config.document import Document, KeyPath, dotted, merged, parse
-from instar.config.errors import HIDDEN, SourceLocation, is_secret, printable, redacted
-from instar.config.fields import Root, sections, values
+from instar.config.document import Document, KeyPath, dotted, merge_data, parse
+from instar.config.errors import HIDDEN, SourceLocation, is_secret, printable_text, redacted
+from instar.config.fields import Root, section_types, values
 from instar.config.schema import RunConfig
 
 DEFAULT = "default"
@@ -46,7 +46,7 @@ class ConfigEntry:
 
     def over(self, below: ConfigEntry | None) -> ConfigEntry:
         """Return this entry over that of a layer below; mappings are merged, unless this is empty."""
-        return self if below is None else replace(self, value=merged(below.value, self.value))
+        return self if below is None else replace(self, value=merge_data(below.value, self.value))
 
 
 def operation_places(layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, str]:
@@ -81,7 +81,7 @@ def place_of(places: Mapping[str, SourceLocation], key: str) -> SourceLocation |
     return places.get(key)
 
 
-def resolved(config: RunConfig, origins: Mapping[str, str]) -> str:
+def config_text(config: RunConfig, origins: Mapping[str, str]) -> str:
     """Format every key with its value, and its origin, if given, as a trailing comment; the origin
     of a list item has the key "key[index]"."""
     return yaml_of(values(config), origins, type(config))
@@ -99,9 +99,9 @@ def yaml_of(
     section = ""
     for key, value in values.items():
         lines += opening(section, section := key.rpartition(".")[0], root)
-        for index, line in enumerate(entry(key, value)):
+        for index, line in enumerate(entry_text(key, value)):
             origin = (origins or {}).get(f"{key}[{index - 1}]" if index else key)
-            lines.append(f"{line:<40}  # {printable(origin)}" if origin else line)
+            lines.append(f"{line:<40}  # {printable_text(origin)}" if origin else line)
     return "\n".join(lines) + "\n"
 
 
@@ -114,14 +114,14 @@ def opening(before: str, section: str, root: Root | None = None) -> list[str]:
             continue
         indent, name, home = "  " * depth, names[depth], ".".join(names[:depth])
         if root is not None:
-            model = sections(root)[".".join(names[: depth + 1])]
-            description = model.__doc__ or sections(root)[home].model_fields[name].description
+            model = section_types(root)[".".join(names[: depth + 1])]
+            description = model.__doc__ or section_types(root)[home].model_fields[name].description
             lines += ["", f"{indent}# {(description or name).strip().splitlines()[0]}"]
         lines.append(f"{indent}{name}:")
     return lines
 
 
-def entry(key: str, value: Any) -> list[str]:
+def entry_text(key: str, value: Any) -> list[str]:
     """Format `key: value` as a line of its section; a list of mappings has one line per item."""
     indent, name = "  " * key.count("."), in_yaml(key.rpartition(".")[2])
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -141,10 +141,10 @@ def in_yaml(value: Any) -> str:
     return json.dumps(value)
 
 
-def plain(value: Any) -> str:
+def plain_text(value: Any) -> str:
     """Format a value for a table: as in YAML, but texts without quotes unless they look like another value."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(plain, value))}]"
+        return f"[{', '.join(map(plain_text, value))}]"
     if not isinstance(value, str) or not value.isprintable() or value != value.strip() or not value:
         return in_yaml(value)
     other = re.fullmatch(r"null|~|true|false|[-+]?(\.?\d.*|\.inf)|\.nan", value, re.IGNORECASE)

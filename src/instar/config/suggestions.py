@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from instar.config.budget import meant_number
-from instar.config.document import KeyPath, dotted, odd_space, show
+from instar.config.document import KeyPath, dotted, odd_space, value_text
 from instar.config.errors import is_secret, nearest
-from instar.config.fields import Root, alternatives, choices, default, keys, sections
+from instar.config.fields import Root, alternatives, choices, default, schema_keys, section_types
 from instar.extensions import how_to_install
 
 ALIASES: Mapping[str, str] = {
@@ -96,7 +96,7 @@ def aliases(root: Root) -> dict[str, str]:
     return {
         name: key
         for key, names in ALIASES.items()
-        if key in keys(root) or key in sections(root)
+        if key in schema_keys(root) or key in section_types(root)
         for name in names.split()
     }
 
@@ -104,9 +104,9 @@ def aliases(root: Root) -> dict[str, str]:
 def suggest_key(root: Root, name: str) -> str:
     """Return the dotted key, the first of several, that a name without or with the wrong section
     means; empty if it is ambiguous."""
-    owners = [key for key in keys(root) if name in (key, key.rpartition(".")[2])]
+    owners = [key for key in schema_keys(root) if name in (key, key.rpartition(".")[2])]
     known_aliases = aliases(root).get(name.rpartition(".")[2], "")
-    return owners[0] if owners else known_aliases if known_aliases in keys(root) else ""
+    return owners[0] if owners else known_aliases if known_aliases in schema_keys(root) else ""
 
 
 def section_hint(root: Root, name: str) -> str:
@@ -135,7 +135,7 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     if dotted(path) in RENAMED:
         new_name, hint = RENAMED[dotted(path)]
         return message, hint, new_name
-    if section not in sections(root):  # in an item of a list
+    if section not in section_types(root):  # in an item of a list
         candidates = [
             key for choice in choices(root, path[:-1]) for key in choice.get("properties", ())
         ]
@@ -146,12 +146,12 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
             f"did you mean '{suggestion}'?" if suggestion else f"it has {', '.join(candidates)}",
             "",
         )
-    if "." in name and name in keys(root):
+    if "." in name and name in schema_keys(root):
         home, _, last = name.rpartition(".")
         return message, f"write '{last}:' under '{home}:'", name
-    fields, known_aliases = sections(root)[section].model_fields, aliases(root)
+    fields, known_aliases = section_types(root)[section].model_fields, aliases(root)
     suggestion = known_aliases.get(f"{section}.{name}")
-    for names in (keys(root), sections(root)):
+    for names in (schema_keys(root), section_types(root)):
         owners = [key for key in names if key and key.rpartition(".")[2] == name]
         if suggestion is None and owners:
             homes = [key.rpartition(".")[0] for key in owners]
@@ -161,7 +161,7 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     if suggestion is None and (close := nearest(name, fields)):
         suggestion = f"{section}.{close}" if section else close
     if suggestion is None:
-        elsewhere = {key.rpartition(".")[2]: key for key in keys(root)} | known_aliases
+        elsewhere = {key.rpartition(".")[2]: key for key in schema_keys(root)} | known_aliases
         suggestion = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
     if suggestion is None:
         return message, f"it has {', '.join(fields)}" if len(fields) <= 8 else "", ""
@@ -264,9 +264,9 @@ def wrong_value(root: Root, path: KeyPath, value: Any, kind: str, reason: str) -
         return f"{name} must be {reason or expected(root, path, None)}", ""
     if not choices(root, path) or kind in ("value_error", "assertion_error"):
         reason = reason.removeprefix("Value error, ")
-        return f"{name}: {reason[:1].lower()}{reason[1:]}, got {show(value)}", ""
+        return f"{name}: {reason[:1].lower()}{reason[1:]}, got {value_text(value)}", ""
     hint = _hint(root, name, choices(root, path), value)
-    return f"{name} must be {expected(root, path, value)}, got {show(value)}", hint
+    return f"{name} must be {expected(root, path, value)}, got {value_text(value)}", hint
 
 
 _YES_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
@@ -275,8 +275,10 @@ _YES_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "fals
 def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], value: Any) -> str:
     types = {choice.get("type") for choice in allowed}
     if value is None:
-        instead = default(keys(root)[name]) if name in keys(root) else None
-        return "" if instead is None else f"leave the line out for the default, {show(instead)}"
+        instead = default(schema_keys(root)[name]) if name in schema_keys(root) else None
+        return (
+            "" if instead is None else f"leave the line out for the default, {value_text(instead)}"
+        )
     if isinstance(value, str):
         text, number = value.lower(), _number(value)
         is_number = "number" in types or ("integer" in types and (number or 0) % 1 == 0)
@@ -296,7 +298,7 @@ def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], value: An
             return "did you mean 'cuda'?"
         number = meant_number(value, name)
         if number is not None and ("number" in types or ("integer" in types and number % 1 == 0)):
-            return f"write the number out, {show(number)}"
+            return f"write the number out, {value_text(number)}"
     if name == "device" and type(value) is int:
         return f"write cuda:{value}"
     if name == "schedule":
@@ -307,7 +309,7 @@ def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], value: An
         return f"write {int(value)}"
     has_pattern = any("pattern" in choice for choice in allowed)
     if isinstance(value, bool | int | float) and "string" in types and not has_pattern:
-        return f"put it in quotes to make it text: {show(show(value))}"
+        return f"put it in quotes to make it text: {value_text(value_text(value))}"
     return ""
 
 

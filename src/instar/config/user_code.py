@@ -140,7 +140,7 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
     """
     if is_trusted():
         return
-    from instar.config.document import show
+    from instar.config.document import value_text
 
     code_keys = {key: text for document in documents for key, text in _named(document)}
     problems = []
@@ -152,7 +152,7 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
             problems.append(
                 ConfigProblem(
                     (key,),
-                    f"{key} {show(text)} runs code, and {file} belongs to {owner}",
+                    f"{key} {value_text(text)} runs code, and {file} belongs to {owner}",
                     f"{FLAG} (or {TRUST_VARIABLE}=1) runs it as you",
                     place=path or f"--set {key}",
                 )

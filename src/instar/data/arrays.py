@@ -36,8 +36,10 @@ class InMemorySource:
     def __init__(self, columns: Columns) -> None:
         lengths = {name: len(column) for name, column in leaves(columns)}
         if len(set(lengths.values())) != 1:
-            told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no columns"
-            raise ValueError(f"columns must have the same number of samples, got {told}")
+            length_text = (
+                ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no columns"
+            )
+            raise ValueError(f"columns must have the same number of samples, got {length_text}")
         self.columns = columns
         self._length = next(iter(lengths.values()))
 
@@ -163,9 +165,9 @@ class Arrays:
         with _reading(self.path, name):
             return np.asarray(values.oindex[(rows, *(slice(None),) * (values.ndim - 1))])
 
-    def _lacks(self, kind: str, name: str, there: list[str]) -> ConfigError:
+    def _lacks(self, kind: str, name: str, names: list[str]) -> ConfigError:
         return ConfigError.one(
-            f"there is no {kind} column {name!r}, there are: {', '.join(there) or 'none'}",
+            f"there is no {kind} column {name!r}, there are: {', '.join(names) or 'none'}",
             where=str(self.path),
         )
 
@@ -189,30 +191,32 @@ def write_arrays(folder: str | Path, blocks: Iterable[Columns], about: Mapping[s
         raise ConfigError.one(
             f"{path} already exists", where="data.path", hint="give another folder"
         )
-    with atomic_dir(path, key="data.path", first_wins=True) as aside:
-        group = library.create_group(aside, zarr_format=3)
+    with atomic_dir(path, key="data.path", first_wins=True) as temporary:
+        group = library.create_group(temporary, zarr_format=3)
         writers: dict[str, _ArrayWriter] = {}
         for number, block in enumerate(blocks):
             rows = _arrays_of(block, number, {name: w.count for name, w in writers.items()})
             if not writers:
-                writers = {name: _ArrayWriter(group, name, some) for name, some in rows.items()}
+                writers = {name: _ArrayWriter(group, name, array) for name, array in rows.items()}
             if rows.keys() != writers.keys():
-                found, first = ", ".join(rows), ", ".join(writers)
-                raise ValueError(f"block {number} has {found or 'nothing'}, the first one {first}")
-            for name, some in rows.items():
-                writers[name].append(some, number)
+                block_names, first = ", ".join(rows), ", ".join(writers)
+                raise ValueError(
+                    f"block {number} has {block_names or 'nothing'}, the first one {first}"
+                )
+            for name, array in rows.items():
+                writers[name].append(array, number)
         if not writers:
             raise ValueError("there are no samples to write")
         arrays = {name: writer.close() for name, writer in writers.items()}
         record = ArraysRecord(
             format=ARRAYS_FORMAT,
             arrays=arrays,
-            files=_file_sizes(aside),
+            files=_file_sizes(temporary),
             fingerprint=_whole_fingerprint(arrays),
             about=dict(about),
         )
         group.update_attributes({_ATTRIBUTE: msgspec.to_builtins(record)})
-        _sync(aside)
+        _sync(temporary)
 
 
 def holds_arrays(folder: str | Path) -> bool:
@@ -239,16 +243,16 @@ def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> A
     in_memory = sum(map(_nbytes, record.arrays.values())) <= in_memory_bytes
     values: dict[str, NDArray[Any] | zarr.Array[Any]] = {}
     offsets: dict[str, Int64Array] = {}
-    for name, made in record.arrays.items():
+    for name, entry in record.arrays.items():
         with _reading(path, name):
             array = group[name]
-        if getattr(array, "dtype", None) != made.dtype or array.shape != made.shape:
-            raise _damaged(path, name, "the array is not the one that was written")
+        if getattr(array, "dtype", None) != entry.dtype or array.shape != entry.shape:
+            raise _damage_error(path, name, "the array is not the one that was written")
         of, is_offsets = name.removesuffix(_OFFSETS), name.endswith(_OFFSETS)
         if is_offsets:
-            offsets[of] = _loaded(path, name, array, made)
+            offsets[of] = _load_array(path, name, array, entry)
         else:
-            values[of] = _loaded(path, name, array, made) if in_memory else array
+            values[of] = _load_array(path, name, array, entry) if in_memory else array
     first = next(iter(values))
     samples = len(offsets[first]) - 1 if first in offsets else record.arrays[first].shape[0]
     return Arrays(path, record.fingerprint, record.about, samples, values, offsets)
@@ -278,7 +282,7 @@ class _ArrayWriter:
         )
         self.hash = xxhash.xxh3_128()
         self.count = 0
-        self.written = 0
+        self.rows_written = 0
         self.pending: list[NDArray[Any]] = []
 
     def append(self, rows: NDArray[Any], block: int) -> None:
@@ -290,7 +294,7 @@ class _ArrayWriter:
         self.hash.update(rows.tobytes())
         self.pending.append(rows)
         self.count += len(rows)
-        if self.count - self.written >= self.rows_per_file:
+        if self.count - self.rows_written >= self.rows_per_file:
             self._write(self.count // self.rows_per_file * self.rows_per_file)
 
     def close(self) -> ArrayRecord:
@@ -298,18 +302,20 @@ class _ArrayWriter:
         return ArrayRecord(self.dtype.str, (self.count, *self.tail), self.hash.hexdigest())
 
     def _write(self, end: int) -> None:
-        if end == self.written:
+        if end == self.rows_written:
             return
         rows = np.concatenate(self.pending)
-        some = end - self.written
+        row_count = end - self.rows_written
         self.array.resize((end, *self.tail))
         if rows.size:
-            self.array[self.written : end] = rows[:some]
-        self.pending, self.written = [rows[some:]], end
+            self.array[self.rows_written : end] = rows[:row_count]
+        self.pending, self.rows_written = [rows[row_count:]], end
 
 
-def _arrays_of(block: Columns, number: int, written: Mapping[str, int]) -> dict[str, NDArray[Any]]:
-    """Return a block's arrays by their names in the store; offsets start at the rows `written`."""
+def _arrays_of(
+    block: Columns, number: int, row_counts: Mapping[str, int]
+) -> dict[str, NDArray[Any]]:
+    """Return a block's arrays by their names in the store; offsets start at the rows in `row_counts`."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, column in block.items():
         if isinstance(column, Mapping) or not _NAME.fullmatch(name):
@@ -322,8 +328,8 @@ def _arrays_of(block: Columns, number: int, written: Mapping[str, int]) -> dict[
             raise ValueError(f"block {number} has {name} as {values.dtype}, which is not stored")
         arrays[name] = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
         if isinstance(column, Ragged):
-            ends = np.cumsum(column.sizes, dtype=np.int64) + written.get(name, 0)
-            first = [] if name in written else [0]
+            ends = np.cumsum(column.sizes, dtype=np.int64) + row_counts.get(name, 0)
+            first = [] if name in row_counts else [0]
             arrays[name + _OFFSETS] = np.concatenate([np.array(first, dtype=np.int64), ends])
     counts = {name: len(column) for name, column in block.items()}
     if len(set(counts.values())) > 1:
@@ -339,11 +345,11 @@ def _spread(offsets: Int64Array, samples: Int64Array) -> tuple[Int64Array, Int64
     return rows, ends
 
 
-def _loaded(path: Path, name: str, array: zarr.Array[Any], made: ArrayRecord) -> NDArray[Any]:
+def _load_array(path: Path, name: str, array: zarr.Array[Any], entry: ArrayRecord) -> NDArray[Any]:
     with _reading(path, name):
         values = np.asarray(array[:])
-    if xxhash.xxh3_128_hexdigest(values.tobytes()) != made.fingerprint:
-        raise _damaged(path, name, "the values are not those that were written")
+    if xxhash.xxh3_128_hexdigest(values.tobytes()) != entry.fingerprint:
+        raise _damage_error(path, name, "the values are not those that were written")
     return values
 
 
@@ -373,10 +379,12 @@ def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         file = folder / name
         if not file.is_file():
-            problems.append(_damaged(folder, name, "the file is missing"))
+            problems.append(_damage_error(folder, name, "the file is missing"))
         elif file.stat().st_size != size:
-            found = file.stat().st_size
-            problems.append(_damaged(folder, name, f"{found:,} bytes, {size:,} were written"))
+            size_bytes = file.stat().st_size
+            problems.append(
+                _damage_error(folder, name, f"{size_bytes:,} bytes, {size:,} were written")
+            )
     if problems:
         raise ConfigError(*(problem for error in problems for problem in error.problems))
 
@@ -402,11 +410,13 @@ def _read_record(folder: Path) -> ArraysRecord:
     if record.format != ARRAYS_FORMAT:
         raise ConfigError.one(f"format {record.format!r} is not {ARRAYS_FORMAT!r}", where=str(file))
     if record.fingerprint != _whole_fingerprint(record.arrays):
-        raise _damaged(folder, RECORD_FILE, "the fingerprint is not that of the arrays it lists")
+        raise _damage_error(
+            folder, RECORD_FILE, "the fingerprint is not that of the arrays it lists"
+        )
     return record
 
 
-def _damaged(folder: Path, name: str, what: str) -> ConfigError:
+def _damage_error(folder: Path, name: str, what: str) -> ConfigError:
     return ConfigError.one(
         what, where=str(folder / name), hint="the store is damaged: make it again"
     )
@@ -418,7 +428,7 @@ def _reading(folder: Path, name: str = RECORD_FILE) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise _damaged(folder, name, f"cannot be read: {error}") from error
+        raise _damage_error(folder, name, f"cannot be read: {error}") from error
 
 
 def _library() -> Any:

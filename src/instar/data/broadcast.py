@@ -37,7 +37,7 @@ _FIXED = struct.Struct("<8sQQ")
 _ALIGNMENT = 64
 
 
-def encode(columns: Columns, meta: Mapping[str, Any]) -> Bytes:
+def encode_columns(columns: Columns, meta: Mapping[str, Any]) -> Bytes:
     """Encode columns and JSON metadata into one buffer; every array is copied once.
 
     Raises:
@@ -46,20 +46,20 @@ def encode(columns: Columns, meta: Mapping[str, Any]) -> Bytes:
     arrays: list[NDArray[Any]] = []
     schema = _schema(columns, arrays)
     header = json.dumps({"meta": dict(meta), "columns": schema}, allow_nan=False).encode()
-    at = _aligned(_FIXED.size + len(header))
-    size = at + sum(_aligned(array.nbytes) for array in arrays)
+    at = _align(_FIXED.size + len(header))
+    size = at + sum(_align(array.nbytes) for array in arrays)
     frame = np.empty(size, dtype=np.uint8)
     start = _FIXED.pack(_MAGIC, len(header), xxhash.xxh3_64_intdigest(header)) + header
     frame[:at] = np.frombuffer(start.ljust(at, b"\0"), dtype=np.uint8)
     for array in arrays:
         end = at + array.nbytes
         frame[at:end].view(array.dtype).reshape(array.shape)[...] = array
-        at = _aligned(end)
+        at = _align(end)
         frame[end:at] = 0
     return frame
 
 
-def decode(frame: Any) -> tuple[dict[str, Any], dict[str, Column]]:
+def decode_columns(frame: Any) -> tuple[dict[str, Any], dict[str, Column]]:
     """Decode a frame, given as any buffer, into metadata and columns; arrays are views into it.
 
     Damage within the values is not detected.
@@ -75,7 +75,7 @@ def decode(frame: Any) -> tuple[dict[str, Any], dict[str, Column]]:
     if magic != _MAGIC or len(header) < length or xxhash.xxh3_64_intdigest(header) != digest:
         raise ValueError(f"a frame of {data.size} bytes does not begin as frames do")
     content = json.loads(header)
-    body = _Body(data, _aligned(_FIXED.size + length))
+    body = _Body(data, _align(_FIXED.size + length))
     columns = _columns(content["columns"], body)
     if body.at != data.size:
         raise ValueError(f"a frame of {data.size} bytes should have {body.at}")
@@ -94,7 +94,7 @@ class _Body:
         if end > self.data.size:
             raise ValueError(f"a frame of {self.data.size} bytes ends within its arrays")
         array = self.data[self.at : end].view(dtype).reshape(shape)
-        self.at = _aligned(end)
+        self.at = _align(end)
         return array
 
 
@@ -138,7 +138,7 @@ def _entry(name: str, column: NDArray[Any] | Ragged, arrays: list[NDArray[Any]])
     return entry
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -168,23 +168,23 @@ class BroadcastSender:
 
     Args:
         reader: reads all slices.
-        own: the slices of each rank.
+        slices_of_ranks: the slices of each rank.
         feed: an identifier shared by the prefetchers of all ranks and used by no other.
     """
 
     def __init__(
-        self, reader: Reader, own: Sequence[range], transport: Transport, feed: int
+        self, reader: Reader, slices_of_ranks: Sequence[range], transport: Transport, feed: int
     ) -> None:
-        self._reader, self._own = reader, own
+        self._reader, self._slices_of_ranks = reader, slices_of_ranks
         self._transport, self._feed = transport, feed
 
     def read(self, request: ReadRequest) -> Block:
         try:
             block = self._reader.read(request)
-            parts = [_part(block, own) for own in self._own]
+            parts = [_part(block, slices) for slices in self._slices_of_ranks]
             messages = [pack(part) for part in parts[1:]]
         except Exception as error:  # the others wait for an answer
-            parts = [{request.first: error}] * len(self._own)
+            parts = [{request.first: error}] * len(self._slices_of_ranks)
             messages = [pack(part) for part in parts[1:]]
         for rank, message in enumerate(messages, 1):
             self._transport.send([self._feed, request.serial], message, to=rank)
@@ -193,7 +193,7 @@ class BroadcastSender:
     def close(self) -> None:
         """Tell the other ranks that nothing more is sent."""
         self._reader.close()
-        for rank in range(1, len(self._own)):
+        for rank in range(1, len(self._slices_of_ranks)):
             with suppress(PeerLost):
                 self._transport.send([self._feed, _END], np.empty(0, np.uint8), to=rank)
 
@@ -245,7 +245,7 @@ def pack(block: Block) -> Bytes:
     steps: list[dict[str, Any]] = []
     for key, step in block.items():
         if isinstance(step, Exception):
-            steps.append({"key": list(key), "error": _told(step)})
+            steps.append({"key": list(key), "error": _error_text(step)})
             continue
         micro_batches = []
         for micro in step.micro_batches:
@@ -263,12 +263,12 @@ def pack(block: Block) -> Bytes:
                 "epoch_samples": step.epoch_samples,
             }
         )
-    return encode(arrays, {"steps": steps})
+    return encode_columns(arrays, {"steps": steps})
 
 
 def unpack(message: Bytes) -> Block:
     """Deserialize packed steps; an error becomes a `SourceFailed`."""
-    meta, arrays = decode(message)
+    meta, arrays = decode_columns(message)
     columns = iter(arrays.values())
     return {StepKey(*step["key"]): _step(step, columns) for step in meta["steps"]}
 
@@ -292,16 +292,17 @@ def _step(step: Mapping[str, Any], columns: Any) -> StepBatch | Exception:
     return StepBatch(plan, micro_batches, step["weight"], passes, step["epoch_samples"])
 
 
-def _part(block: Block, own: range) -> Block:
+def _part(block: Block, slices: range) -> Block:
     return {
-        key: step if isinstance(step, Exception) else _own(step, own) for key, step in block.items()
+        key: step if isinstance(step, Exception) else _cut_step(step, slices)
+        for key, step in block.items()
     }
 
 
-def _own(step: StepBatch, own: range) -> StepBatch:
-    mine = tuple(micro for micro in step.micro_batches if micro.rank in own)
-    return replace(step, micro_batches=mine)
+def _cut_step(step: StepBatch, slices: range) -> StepBatch:
+    micro_batches = tuple(micro for micro in step.micro_batches if micro.rank in slices)
+    return replace(step, micro_batches=micro_batches)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

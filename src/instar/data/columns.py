@@ -65,19 +65,19 @@ def leaves(columns: Columns, path: str = "") -> Iterator[tuple[str, NDArray[Any]
             yield f"{path}{name}", column
 
 
-def each(
+def map_columns(
     columns: Columns, do: Callable[[NDArray[Any] | Ragged], NDArray[Any] | Ragged]
 ) -> dict[str, Column]:
     """Apply a function to every array."""
     return {
-        name: each(column, do) if isinstance(column, Mapping) else do(column)
+        name: map_columns(column, do) if isinstance(column, Mapping) else do(column)
         for name, column in columns.items()
     }
 
 
 def cut(columns: Columns, begin: int, end: int) -> dict[str, Column]:
     """Return samples begin … end-1, as views."""
-    return each(columns, lambda column: column[begin:end])
+    return map_columns(columns, lambda column: column[begin:end])
 
 
 def nbytes(columns: Columns) -> int:
@@ -113,38 +113,40 @@ def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> dict[
     }
 
 
-def difference(one: Columns, other: Columns) -> str:
+def difference(first: Columns, other: Columns) -> str:
     """Return why two batches cannot be joined, e.g. "x as int64[*], not float32[*, 3]", or "".
 
     A star is a sample's first axis, which may have any size.
     """
-    theirs, ours = dict(leaves(other)), dict(leaves(one))
-    if theirs.keys() != ours.keys():
-        return f"{', '.join(theirs) or 'nothing'}, not {', '.join(ours) or 'nothing'}"
-    for name, column in theirs.items():
-        if _kind(column) != _kind(ours[name]):
-            return f"{name} as {_kind(column)}, not {_kind(ours[name])}"
+    other_columns, first_columns = dict(leaves(other)), dict(leaves(first))
+    if other_columns.keys() != first_columns.keys():
+        return (
+            f"{', '.join(other_columns) or 'nothing'}, not {', '.join(first_columns) or 'nothing'}"
+        )
+    for name, column in other_columns.items():
+        if _kind(column) != _kind(first_columns[name]):
+            return f"{name} as {_kind(column)}, not {_kind(first_columns[name])}"
     return ""
 
 
-def join(parts: Sequence[Columns]) -> dict[str, Column]:
+def join_columns(parts: Sequence[Columns]) -> dict[str, Column]:
     """Concatenate batches.
 
     Raises:
         ValueError: a part, given by its position, has other columns than the first.
     """
     for number, part in enumerate(parts):
-        if found := difference(parts[0], part):
-            raise ValueError(f"part {number} has {found}")
+        if mismatch := difference(parts[0], part):
+            raise ValueError(f"part {number} has {mismatch}")
     return _join(parts)
 
 
 def pick(columns: Columns, samples: Int64Array) -> dict[str, Column]:
     """Return copies of the given samples, in the given order."""
-    return each(columns, lambda column: _picked(column, samples))
+    return map_columns(columns, lambda column: _pick_column(column, samples))
 
 
-def _picked(column: NDArray[Any] | Ragged, samples: Int64Array) -> NDArray[Any] | Ragged:
+def _pick_column(column: NDArray[Any] | Ragged, samples: Int64Array) -> NDArray[Any] | Ragged:
     if not isinstance(column, Ragged):
         return column[samples]
     sizes = column.sizes[samples]
@@ -164,18 +166,18 @@ def _kind(column: NDArray[Any] | Ragged) -> str:
 
 
 def _join(parts: Sequence[Columns]) -> dict[str, Column]:
-    return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    return {name: _join_column([part[name] for part in parts]) for name in parts[0]}
 
 
-def _joined(columns: Sequence[Any]) -> Column:
+def _join_column(columns: Sequence[Any]) -> Column:
     if isinstance(columns[0], Mapping):
         return _join(columns)
     none_ragged = not any(isinstance(column, Ragged) for column in columns)
     if none_ragged and len({column.shape[1:] for column in columns}) == 1:
         return np.concatenate(columns)
-    ragged = [as_ragged(column) for column in columns]
-    sizes = np.concatenate([column.sizes for column in ragged])
-    values = np.concatenate([column.flat for column in ragged])
+    ragged_columns = [as_ragged(column) for column in columns]
+    sizes = np.concatenate([column.sizes for column in ragged_columns])
+    values = np.concatenate([column.flat for column in ragged_columns])
     return Ragged(values, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
@@ -212,7 +214,7 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     return Ragged(np.concatenate(arrays), np.cumsum(sizes))
 
 
-def plain(name: str, array: NDArray[Any]) -> NDArray[Any]:
+def native_array(name: str, array: NDArray[Any]) -> NDArray[Any]:
     """Return an array of numbers as torch reads it: in this machine's byte order, and without a mask.
 
     Raises:
@@ -237,7 +239,7 @@ def _array(name: str, value: Any, number: int) -> NDArray[Any]:
         array = np.empty(0, dtype=object)
     if array.dtype.kind in NUMBERS:
         try:
-            return plain(name, array)
+            return native_array(name, array)
         except ValueError as error:
             raise ValueError(f"sample {number}: {error}") from None
     hint = ""

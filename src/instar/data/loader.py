@@ -24,11 +24,11 @@ from instar.data.plan import (
     Laned,
     Places,
     StepPlan,
-    at,
-    balanced,
+    balance_costs,
+    divide_step,
     micro_slices,
     plan_step,
-    shares,
+    samples_at,
 )
 from instar.data.source import Source, close, measure_of
 from instar.distributed.failure import exits_fail
@@ -91,14 +91,14 @@ Block = dict[StepKey, StepBatch | Exception]
 
 
 class ReadRequest(NamedTuple):
-    """A request for one step or, if `ahead`, for that step and some that follow it.
+    """A request for one step or, if `read_ahead`, for that step and some that follow it.
 
     `serial` numbers the requests of one prefetcher.
     """
 
     serial: int
     first: StepKey
-    ahead: bool
+    read_ahead: bool
 
 
 class Reader(Protocol):
@@ -126,8 +126,8 @@ class LocalReader:
 
     Args:
         slices: the number of slices per step.
-        own: the slices to read.
-        who: the reader's name, for the note on an error.
+        rank_slices: the slices to read.
+        reader_name: the reader's name, for the note on an error.
         drop_last: see `plan_step`.
     """
 
@@ -136,8 +136,8 @@ class LocalReader:
         source: Source,
         order: Order,
         slices: int,
-        own: range,
-        who: str,
+        rank_slices: range,
+        reader_name: str,
         drop_last: bool = False,
     ) -> None:
         self._source, self._order, self._drop_last = source, order, drop_last
@@ -146,21 +146,21 @@ class LocalReader:
         self._open_ended = order if isinstance(order, OpenEnded) else None
         self._costly = source if isinstance(source, Costly) and slices > 1 else None
         self._measure = measure_of(source)
-        self._slices, self._own = slices, own
-        self._who = who
+        self._slices, self._rank_slices = slices, rank_slices
+        self._reader_name = reader_name
         self._sample_bytes = 1
         self._most_steps = 1
         self._known_ids = -1, 0, np.empty(0, dtype=np.int64)
 
     def read(self, request: ReadRequest) -> Block:
         first = request.first
-        if not request.ahead:
+        if not request.read_ahead:
             return self._steps([first])
         keys = list(self._keys_ahead(first))
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         block = self._steps(keys)
         if len(block) == len(keys):
-            self._size_next_block((time.perf_counter() - begun) / len(keys))
+            self._size_next_block((time.perf_counter() - start_time) / len(keys))
             return block
         # one of the steps failed: return those before it
         block = {}
@@ -177,19 +177,24 @@ class LocalReader:
         """Yield the keys of successive steps, within the epoch and the size of a block."""
         key, samples = first, 0
         plan = self._plan(first)
-        epoch, each = plan.epoch, -(-plan.count * len(self._own) // self._slices)
+        epoch, samples_per_step = (
+            plan.epoch,
+            -(-plan.count * len(self._rank_slices) // self._slices),
+        )
         for _ in range(self._most_steps):
             yield key
-            samples += each
+            samples += samples_per_step
             key = key._replace(cursor=plan.after)
             plan = self._plan(key)
-            if (samples + each) * self._sample_bytes > BLOCK_BYTES or plan.epoch != epoch:
+            if (
+                samples + samples_per_step
+            ) * self._sample_bytes > BLOCK_BYTES or plan.epoch != epoch:
                 return
 
     def _size_next_block(self, seconds_a_step: float) -> None:
         """Set the next block's steps by their reading time, at most to twice this block's."""
-        soon = int(BLOCK_S / seconds_a_step) if seconds_a_step > 0 else BLOCK_STEPS
-        self._most_steps = max(1, min(2 * self._most_steps, soon, BLOCK_STEPS))
+        steps_in_time = int(BLOCK_S / seconds_a_step) if seconds_a_step > 0 else BLOCK_STEPS
+        self._most_steps = max(1, min(2 * self._most_steps, steps_in_time, BLOCK_STEPS))
 
     def _steps(self, keys: list[StepKey]) -> Block:
         """Read successive steps at once; return the first step's exception if it fails."""
@@ -203,7 +208,7 @@ class LocalReader:
             epoch, start = divmod(first.cursor, self._order.samples_per_epoch)
             end = start + last.cursor - first.cursor + last.global_batch - 1
             error.add_note(
-                f"{self._who}: while reading samples at positions {start}..{end} of "
+                f"{self._reader_name}: while reading samples at positions {start}..{end} of "
                 f"epoch {epoch} (cursor {first.cursor})"
             )
             return {first: error}
@@ -215,13 +220,13 @@ class LocalReader:
         # whether a step is the last of its epoch depends on whether a whole batch follows
         order.explore(start, stop + self._drop_last * keys[-1].global_batch)
         plan = self._plan(keys[0])
-        reached, epoch = [keys[0]], plan.epoch
+        reachable, epoch = [keys[0]], plan.epoch
         for key in keys[1:]:
             cursor, plan = plan.after, self._plan(key)
             if key.cursor != cursor or plan.epoch != epoch:
                 break
-            reached.append(key)
-        return reached
+            reachable.append(key)
+        return reachable
 
     def _plan(self, key: StepKey) -> StepPlan:
         return plan_step(
@@ -234,60 +239,62 @@ class LocalReader:
         begin, end = plans[0].start, plans[-1].start + plans[-1].count
         ids = self._ids(plans[0].epoch, begin, end)
         steps = [ids[plan.start - begin : plan.start - begin + plan.count] for plan in plans]
-        places = [self._shared(plan, one) for plan, one in zip(plans, steps, strict=True)]
-        own = [
-            at(one, places_of[rank]) if len(places_of[rank]) else one[:1]
-            for one, places_of in zip(steps, places, strict=True)
-            for rank in self._own
+        places = [self._divide(plan, step_ids) for plan, step_ids in zip(plans, steps, strict=True)]
+        slice_ids = [
+            samples_at(step_ids, places_of[rank]) if len(places_of[rank]) else step_ids[:1]
+            for step_ids, places_of in zip(steps, places, strict=True)
+            for rank in self._rank_slices
         ]
-        asked = own[0] if len(own) == 1 else np.concatenate(own)
-        arrays = self._source.read(asked, plans[0].epoch)
-        rows = asked.size
+        read_ids = slice_ids[0] if len(slice_ids) == 1 else np.concatenate(slice_ids)
+        arrays = self._source.read(read_ids, plans[0].epoch)
+        rows = read_ids.size
         _check_length(arrays, rows)
         self._sample_bytes = max(1, nbytes(arrays) // rows)
-        measured = None if self._measure is None else self._measure.weights(arrays)
+        sample_weights = None if self._measure is None else self._measure.weights(arrays)
         block: Block = {}
         row = 0
-        for key, plan, one, places_of in zip(keys, plans, steps, places, strict=True):
-            weight, own_weight = self._source.weights(one), None
+        for key, plan, step_ids, places_of in zip(keys, plans, steps, places, strict=True):
+            weight, own_weight = self._source.weights(step_ids), None
             micro_batches = []
-            for rank in self._own:
-                mine = places_of[rank]
-                for first, stop in micro_slices(len(mine), key.batch_size) or [(0, 0)]:
+            for rank in self._rank_slices:
+                slice_places = places_of[rank]
+                for first, stop in micro_slices(len(slice_places), key.batch_size) or [(0, 0)]:
                     rows, samples = max(stop - first, 1), stop - first
-                    of_each = None if measured is None else measured[row : row + samples]
-                    if of_each is not None:
-                        part = float(of_each.sum())
-                    elif samples == one.size:
+                    weights = (
+                        None if sample_weights is None else sample_weights[row : row + samples]
+                    )
+                    if weights is not None:
+                        part = float(weights.sum())
+                    elif samples == step_ids.size:
                         part = weight
                     else:
-                        part = self._source.weights(at(one, mine[first:stop]))
+                        part = self._source.weights(samples_at(step_ids, slice_places[first:stop]))
                     micro_batches.append(
                         MicroBatch(
                             arrays=cut(arrays, row, row + rows),
                             weight=part,
                             samples=samples,
                             rank=rank,
-                            first=int(mine[first]) if len(mine) else 0,
-                            weights=of_each,
+                            first=int(slice_places[first]) if len(slice_places) else 0,
+                            weights=weights,
                         )
                     )
                     row += rows
-            passes = tuple(max(1, -(-len(each) // key.batch_size)) for each in places_of)
-            if measured is not None:
+            passes = tuple(max(1, -(-len(samples) // key.batch_size)) for samples in places_of)
+            if sample_weights is not None:
                 own_weight = sum(micro.weight for micro in micro_batches)
-                if len(self._own) == self._slices:
+                if len(self._rank_slices) == self._slices:
                     weight, own_weight = own_weight, None
             block[key] = StepBatch(
                 plan, tuple(micro_batches), weight, passes, epoch_samples, own_weight
             )
         return block
 
-    def _shared(self, plan: StepPlan, samples: Int64Array) -> Sequence[Places]:
+    def _divide(self, plan: StepPlan, samples: Int64Array) -> Sequence[Places]:
         """Return the places of each slice's samples."""
         if self._costly is not None:
-            return balanced(self._costly.costs(samples), self._slices)
-        return shares(plan, self._slices, self._lanes)
+            return balance_costs(self._costly.costs(samples), self._slices)
+        return divide_step(plan, self._slices, self._lanes)
 
     def _ids(self, epoch: int, begin: int, end: int) -> Int64Array:
         """Return the samples at some positions, from a cached larger query, which is cheaper."""
@@ -389,18 +396,18 @@ class Prefetcher:
 
         Closing again waits again.
         """
-        again, self._closed = self._closed, True
+        was_closed, self._closed = self._closed, True
         self._ready, self._coming = {}, None
         if self._thread is None:
-            if not again:
+            if not was_closed:
                 self._reader.close()
             return
-        if not again:
+        if not was_closed:
             self._jobs.put(None)
         self._thread.join(limit_s)
         if not self._thread.is_alive():
             self._thread = None
-        elif not again:
+        elif not was_closed:
             logger.warning(
                 "a read has not ended within %g s; its thread and its workers stay until it has",
                 limit_s,
@@ -417,18 +424,20 @@ class Prefetcher:
     ) -> StepBatch | Exception:
         if self._in_caller:
             self._serial += 1
-            block = self._staged(self._reader.read(ReadRequest(self._serial, key, ahead=False)))
+            block = self._apply_stage(
+                self._reader.read(ReadRequest(self._serial, key, read_ahead=False))
+            )
             return block[key]
         job = self._coming
         if job is None or job.request.first != key:
             self._ready = {}
-            job = self._ask(key, ahead=False)
+            job = self._ask(key, read_ahead=False)
         self._ready = self._wait_for(job, give_up)
         last = self._ready[next(reversed(self._ready))]
         step = self._ready.pop(key)
         self._coming = None
         if self._prefetch and isinstance(last, StepBatch):
-            self._ask(key._replace(cursor=last.plan.after), ahead=True)
+            self._ask(key._replace(cursor=last.plan.after), read_ahead=True)
         return step
 
     def _wait_for(self, job: _Job, give_up: Callable[[], bool]) -> Block:
@@ -444,32 +453,32 @@ class Prefetcher:
             raise answer
         return answer
 
-    def _ask(self, first: StepKey, *, ahead: bool) -> _Job:
+    def _ask(self, first: StepKey, *, read_ahead: bool) -> _Job:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="instar-prefetch", daemon=True)
             self._thread.start()
         self._serial += 1
-        self._coming = _Job(ReadRequest(self._serial, first, ahead))
+        self._coming = _Job(ReadRequest(self._serial, first, read_ahead))
         self._jobs.put(self._coming)
         return self._coming
 
-    def _staged(self, block: Block) -> Block:
+    def _apply_stage(self, block: Block) -> Block:
         stage = self._stage
         if stage is None:
             return block
 
-        def staged(step: StepBatch) -> StepBatch:
+        def stage_step(step: StepBatch) -> StepBatch:
             parts = (replace(part, arrays=stage(part.arrays)) for part in step.micro_batches)
             return replace(step, micro_batches=tuple(parts))
 
-        return {key: staged(s) if isinstance(s, StepBatch) else s for key, s in block.items()}
+        return {key: stage_step(s) if isinstance(s, StepBatch) else s for key, s in block.items()}
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if self._closed or job is not self._coming:
                 continue
             try:
-                job.answer.put(self._staged(self._reader.read(job.request)))
+                job.answer.put(self._apply_stage(self._reader.read(job.request)))
             except BaseException as error:  # otherwise take() would wait forever
                 job.answer.put(error)
         self._reader.close()

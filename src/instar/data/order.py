@@ -53,7 +53,7 @@ class Sequential:
         return self.n
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        check(self, epoch, start, stop)
+        check_positions(self, epoch, start, stop)
         return np.arange(start, stop, dtype=np.int64)
 
 
@@ -74,9 +74,9 @@ class Shuffled:
         return self.n
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        check(self, epoch, start, stop)
-        drawn = key_bytes("shuffled", self.seed, epoch, 4 * rounds_for(self.n))
-        keys = np.frombuffer(drawn, dtype="<u4")[:, None]
+        check_positions(self, epoch, start, stop)
+        key_material = key_bytes("shuffled", self.seed, epoch, 4 * rounds_for(self.n))
+        keys = np.frombuffer(key_material, dtype="<u4")[:, None]
         samples = np.empty(stop - start, dtype=np.int64)
         for begin in range(start, stop, _BLOCK):
             end = min(begin + _BLOCK, stop)
@@ -97,13 +97,13 @@ class RandomWindows:
     seed: int
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        check(self, epoch, start, stop)
+        check_positions(self, epoch, start, stop)
         key = np.uint64(int.from_bytes(key_bytes("random", self.seed, epoch, 8), "little"))
         samples = np.empty(stop - start, dtype=np.int64)
         for begin in range(start, stop, _BLOCK):
             end = min(begin + _BLOCK, stop)
-            drawn = mix64(np.arange(begin, end, dtype=np.uint64), key) % np.uint64(self.n)
-            samples[begin - start : end - start] = drawn
+            starts = mix64(np.arange(begin, end, dtype=np.uint64), key) % np.uint64(self.n)
+            samples[begin - start : end - start] = starts
         return samples
 
 
@@ -130,7 +130,7 @@ def make_order(
             return RandomWindows(n, draws, seed)
 
 
-def check(order: Order, epoch: int, start: int, stop: int) -> None:
+def check_positions(order: Order, epoch: int, start: int, stop: int) -> None:
     """Raise IndexError if positions start … stop-1 are not within the epoch."""
     if epoch < 0 or not 0 <= start <= stop <= order.samples_per_epoch:
         raise IndexError(
@@ -160,9 +160,9 @@ def permute(positions: UInt64Array, n: int, keys: UInt32Array) -> UInt64Array:
     outside = np.flatnonzero(samples >= n)
     while outside.size:
         of_outside = keys if keys.shape[1] == 1 else keys[:, outside]
-        walked = _feistel(samples[outside], bits, of_outside)
-        samples[outside] = walked
-        outside = outside[walked >= n]
+        mapped = _feistel(samples[outside], bits, of_outside)
+        samples[outside] = mapped
+        outside = outside[mapped >= n]
     return samples
 
 
@@ -174,14 +174,14 @@ def _feistel(values: UInt64Array, bits: int, keys: UInt32Array) -> UInt64Array:
         (values >> np.uint64(low_bits)).astype(np.uint32),
         (values & np.uint64(masks[1])).astype(np.uint32),
     ]
-    hashed = np.empty_like(halves[0])
+    mask_bits = np.empty_like(halves[0])
     scratch = np.empty_like(halves[0])
     for turn, key in enumerate(keys):
         side = turn % 2
-        np.add(halves[1 - side], key, out=hashed)
-        _mix32(hashed, scratch)
-        hashed &= masks[side]
-        halves[side] ^= hashed
+        np.add(halves[1 - side], key, out=mask_bits)
+        _mix32(mask_bits, scratch)
+        mask_bits &= masks[side]
+        halves[side] ^= mask_bits
     samples = halves[0].astype(np.uint64)
     samples <<= np.uint64(low_bits)
     samples |= halves[1]
@@ -236,13 +236,13 @@ class BlockShuffled:
         return self.n
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        check(self, epoch, start, stop)
+        check_positions(self, epoch, start, stop)
         layout = _Layout.of(self, epoch)
         samples = np.empty(stop - start, dtype=np.int64)
         for begin in range(start, stop, _AT_ONCE):
             end = min(begin + _AT_ONCE, stop)
             positions = np.arange(begin, end, dtype=np.int64)
-            samples[begin - start : end - start] = layout.samples(layout.shuffled(positions))
+            samples[begin - start : end - start] = layout.samples(layout.shuffle(positions))
         return samples
 
 
@@ -270,21 +270,21 @@ class _Layout:
         block_key, window_key, turn = np.frombuffer(
             key_bytes("blocks", order.seed, epoch, 24), dtype="<u8"
         )
-        whole_blocks, rest = divmod(order.n, order.block)
-        short = int(turn) % (whole_blocks + 1) if rest else whole_blocks
+        whole_blocks, remainder = divmod(order.n, order.block)
+        short = int(turn) % (whole_blocks + 1) if remainder else whole_blocks
         return cls(
             n=order.n,
             block=order.block,
             whole_blocks=whole_blocks,
             short=short,
-            end=short * order.block + rest,
-            lacking=order.block - rest if rest else 0,
+            end=short * order.block + remainder,
+            lacking=order.block - remainder if remainder else 0,
             window=-(-order.window // order.block) * order.block,
             block_key=block_key,
             window_key=window_key,
         )
 
-    def shuffled(self, positions: Int64Array) -> Int64Array:
+    def shuffle(self, positions: Int64Array) -> Int64Array:
         """Permute positions within their windows."""
         windows = (positions + self.lacking * (positions >= self.end)) // self.window
         begins = self._begin(windows)
@@ -302,10 +302,10 @@ class _Layout:
         """Return the samples at positions of the order in which only whole blocks are permuted."""
         places, within = np.divmod(positions + self.lacking * (positions >= self.end), self.block)
         blocks = np.full_like(places, self.whole_blocks)
-        whole = np.flatnonzero(places != self.short)
-        numbers = (places - (places > self.short))[whole].astype(np.uint64)
+        full_rows = np.flatnonzero(places != self.short)
+        numbers = (places - (places > self.short))[full_rows].astype(np.uint64)
         keys = _keys(np.zeros(1, dtype=np.uint64), self.whole_blocks, self.block_key)
-        blocks[whole] = permute(numbers, self.whole_blocks, keys)
+        blocks[full_rows] = permute(numbers, self.whole_blocks, keys)
         return blocks * self.block + within
 
     def _begin(self, windows: Int64Array) -> Int64Array:

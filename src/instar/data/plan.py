@@ -69,23 +69,23 @@ def plan_step(
         ValueError: that leaves out all of every epoch.
     """
     epoch, start = divmod(cursor, samples_per_epoch)
-    left = samples_per_epoch - start
+    remaining = samples_per_epoch - start
     if not drop_last:
-        return StepPlan(cursor, epoch, start, min(global_batch, left))
+        return StepPlan(cursor, epoch, start, min(global_batch, remaining))
     if samples_per_epoch < global_batch:
         raise ValueError(
             f"data.drop_last leaves out every sample: an epoch has {samples_per_epoch:,}, fewer than a global batch "
             f"of {global_batch:,}; lower train.batch_size or gradient_accumulation_steps, or set data.drop_last: false"
         )
-    dropped = 0
-    if left < global_batch:  # the batch has grown since
-        epoch, start, left, dropped = epoch + 1, 0, samples_per_epoch, left
-    rest = left - global_batch
-    dropped += rest if rest < global_batch else 0
-    return StepPlan(cursor, epoch, start, global_batch, dropped)
+    dropped_samples = 0
+    if remaining < global_batch:  # the batch has grown since
+        epoch, start, remaining, dropped_samples = epoch + 1, 0, samples_per_epoch, remaining
+    tail = remaining - global_batch
+    dropped_samples += tail if tail < global_batch else 0
+    return StepPlan(cursor, epoch, start, global_batch, dropped_samples)
 
 
-def shares(plan: StepPlan, slices: int, lanes: Laned | None = None) -> Sequence[Places]:
+def divide_step(plan: StepPlan, slices: int, lanes: Laned | None = None) -> Sequence[Places]:
     """Divide a step into slices; return the places of each slice's samples.
 
     Slices are contiguous and their sizes differ by at most one. If the order has at least as many
@@ -94,12 +94,12 @@ def shares(plan: StepPlan, slices: int, lanes: Laned | None = None) -> Sequence[
     if lanes is not None and lanes.lanes >= slices:
         of_place = lanes.lane_of(plan.epoch, plan.start, plan.start + plan.count)
         owner = of_place * slices // lanes.lanes
-        return [np.flatnonzero(owner == one) for one in range(slices)]
-    ends = [plan.count * one // slices for one in range(slices + 1)]
+        return [np.flatnonzero(owner == number) for number in range(slices)]
+    ends = [plan.count * number // slices for number in range(slices + 1)]
     return [range(begin, end) for begin, end in pairwise(ends)]
 
 
-def balanced(costs: Int64Array, slices: int) -> Sequence[Places]:
+def balance_costs(costs: Int64Array, slices: int) -> Sequence[Places]:
     """Divide samples of different costs into slices of similar cost; return each slice's places.
 
     Samples are dealt by descending cost, back and forth over the slices: their counts differ by at
@@ -108,10 +108,10 @@ def balanced(costs: Int64Array, slices: int) -> Sequence[Places]:
     turn, seat = np.divmod(np.arange(costs.size), slices)
     slice_of = np.empty(costs.size, dtype=np.int64)
     slice_of[np.argsort(-costs, kind="stable")] = np.where(turn % 2, slices - 1 - seat, seat)
-    return [np.flatnonzero(slice_of == one) for one in range(slices)]
+    return [np.flatnonzero(slice_of == number) for number in range(slices)]
 
 
-def at(samples: Int64Array, places: Places) -> Int64Array:
+def samples_at(samples: Int64Array, places: Places) -> Int64Array:
     """Return the samples of a global batch at the given places."""
     if isinstance(places, range):
         return samples[places.start : places.stop]

@@ -11,8 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.data.columns import Columns, difference, join, pick
-from instar.data.order import Int64Array, Order, check, key_bytes, permuted_apart
+from instar.data.columns import Columns, difference, join_columns, pick
+from instar.data.order import Int64Array, Order, check_positions, key_bytes, permuted_apart
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
@@ -65,8 +65,8 @@ class Measure(Protocol):
 
 def measure_of(source: object) -> Measure | None:
     """Return what measures a source's samples once they are read; None: `Source.weights` knows."""
-    found: Measure | None = getattr(source, "measure", None)
-    return found
+    measure: Measure | None = getattr(source, "measure", None)
+    return measure
 
 
 @runtime_checkable
@@ -121,10 +121,10 @@ class TokenWindows:
     """
 
     def __init__(self, split: TokenSequence, context: int, stride: int | None = None) -> None:
-        needed = context + 1 if split.name == "train" or stride is not None else 2
-        if len(split) < needed:
+        min_tokens = context + 1 if split.name == "train" or stride is not None else 2
+        if len(split) < min_tokens:
             raise ConfigError.one(
-                f"the {split.name} split has {len(split):,} tokens, fewer than the {needed:,} "
+                f"the {split.name} split has {len(split):,} tokens, fewer than the {min_tokens:,} "
                 f"that a context of {context:,} needs",
                 where="model.context",
                 hint="a shorter context or more text",
@@ -160,15 +160,15 @@ class TokenWindows:
         check_indices(indices, self._length)
         inputs = np.empty((indices.size, self.context), dtype=np.int64)
         targets = np.empty_like(inputs)
-        ragged = np.flatnonzero(indices == self._length - 1) if self._missing_in_last else ()
-        whole = np.flatnonzero(indices != self._length - 1) if len(ragged) else slice(None)
-        tokens = self.split.windows(indices[whole] * self.stride, self.context + 1)
-        inputs[whole], targets[whole] = tokens[:, :-1], tokens[:, 1:]
-        if len(ragged):
+        short_rows = np.flatnonzero(indices == self._length - 1) if self._missing_in_last else ()
+        full_rows = np.flatnonzero(indices != self._length - 1) if len(short_rows) else slice(None)
+        tokens = self.split.windows(indices[full_rows] * self.stride, self.context + 1)
+        inputs[full_rows], targets[full_rows] = tokens[:, :-1], tokens[:, 1:]
+        if len(short_rows):
             tail = self.split.read((self._length - 1) * self.stride, len(self.split))
-            inputs[ragged], targets[ragged] = 0, IGNORED
-            inputs[ragged, : tail.size - 1] = tail[:-1]
-            targets[ragged, : tail.size - 1] = tail[1:]
+            inputs[short_rows], targets[short_rows] = 0, IGNORED
+            inputs[short_rows, : tail.size - 1] = tail[:-1]
+            targets[short_rows, : tail.size - 1] = tail[1:]
         return {"inputs": inputs, "targets": targets}
 
 
@@ -222,7 +222,7 @@ class _AnnotatedSource:
     """A source with one known int64 value per sample."""
 
     source: Source
-    each: Int64Array
+    values: Int64Array
     """The value of each sample, int64 [samples]."""
 
     @property
@@ -251,14 +251,14 @@ class WeightedSource(_AnnotatedSource):
     """A source with a loss weight per sample."""
 
     def weights(self, indices: Int64Array) -> float:
-        return float(self.each[indices].sum())
+        return float(self.values[indices].sum())
 
 
 class CostedSource(_AnnotatedSource):
     """A source with a cost per sample: the work that it takes, in any unit."""
 
     def costs(self, indices: Int64Array) -> Int64Array:
-        return self.each[indices]
+        return self.values[indices]
 
 
 PERIOD = 1024
@@ -291,22 +291,25 @@ class Concatenated:
         """
         pieces: list[Columns] = []
         places: list[Int64Array] = []
-        for number, rows, own in self._by_part(indices):
+        for number, rows, part_indices in self._by_part(indices):
             try:
-                piece = self.sources[number].read(own, epoch)
+                piece = self.sources[number].read(part_indices, epoch)
             except Exception as error:
                 error.add_note(f"in {self._names[number]}")
                 raise
-            if pieces and (found := difference(pieces[0], piece)):
-                raise ValueError(f"{self._names[number]} has {found}")
+            if pieces and (mismatch := difference(pieces[0], piece)):
+                raise ValueError(f"{self._names[number]} has {mismatch}")
             pieces.append(piece)
             places.append(rows)
         if len(pieces) == 1:
             return pieces[0]
-        return pick(join(pieces), np.argsort(np.concatenate(places)))
+        return pick(join_columns(pieces), np.argsort(np.concatenate(places)))
 
     def weights(self, indices: Int64Array) -> float:
-        return sum(self.sources[number].weights(own) for number, _, own in self._by_part(indices))
+        return sum(
+            self.sources[number].weights(part_indices)
+            for number, _, part_indices in self._by_part(indices)
+        )
 
     def _by_part(self, indices: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
         """Yield the parts in use, each with its rows of `indices` and its own indices."""
@@ -348,18 +351,18 @@ class Mixed:
         return sum(part.order.samples_per_epoch for part in self.parts)
 
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        check(self, epoch, start, stop)
+        check_positions(self, epoch, start, stop)
         count = stop - start
         shares = [part.share for part in self.parts]
-        period, skipped = divmod(epoch * self.samples_per_epoch + start, sum(shares))
-        turns = self._turns(period, skipped + count)
-        earlier = np.bincount(turns[:skipped], minlength=len(shares)).tolist()
-        turns = turns[skipped:]
+        period, offset = divmod(epoch * self.samples_per_epoch + start, sum(shares))
+        turns = self._turns(period, offset + count)
+        earlier = np.bincount(turns[:offset], minlength=len(shares)).tolist()
+        turns = turns[offset:]
         samples = np.empty(count, dtype=np.int64)
         for number, part in enumerate(self.parts):
-            mine = np.flatnonzero(turns == number)
-            drawn = period * part.share + earlier[number]
-            samples[mine] = part.first + _draws(part.order, drawn, mine.size)
+            rows = np.flatnonzero(turns == number)
+            start_draw = period * part.share + earlier[number]
+            samples[rows] = part.first + _draws(part.order, start_draw, rows.size)
         return samples
 
     def _turns(self, period: int, count: int) -> NDArray[np.intp]:
@@ -393,13 +396,13 @@ def mixture_order(
     return Mixed(
         tuple(
             PartOrder(make(size, _seed_of_part(seed, number)), firsts[number], share)
-            for number, (size, share) in enumerate(zip(sizes, shares(weights), strict=True))
+            for number, (size, share) in enumerate(zip(sizes, mixture_shares(weights), strict=True))
         ),
         seed,
     )
 
 
-def shares(weights: Sequence[float], period: int = PERIOD) -> list[int]:
+def mixture_shares(weights: Sequence[float], period: int = PERIOD) -> list[int]:
     """Return each part's positions in a `period`, at least one, by the largest remainder method.
 
     Raises ValueError if a weight is not above 0, or there are more parts than positions.
@@ -407,24 +410,24 @@ def shares(weights: Sequence[float], period: int = PERIOD) -> list[int]:
     if not weights or len(weights) > period or min(weights) <= 0:
         raise ValueError(f"needs 1 to {period} weights above 0, got {list(weights)}")
     quotas = np.array(weights, dtype=np.float64) / sum(weights) * period
-    taken = np.maximum(np.floor(quotas), 1)
-    while taken.sum() < period:
-        taken[np.argmax(quotas - taken)] += 1
-    while taken.sum() > period:
-        taken[np.argmax(np.where(taken > 1, taken - quotas, -np.inf))] -= 1
-    return [int(count) for count in taken]
+    counts = np.maximum(np.floor(quotas), 1)
+    while counts.sum() < period:
+        counts[np.argmax(quotas - counts)] += 1
+    while counts.sum() > period:
+        counts[np.argmax(np.where(counts > 1, counts - quotas, -np.inf))] -= 1
+    return [int(count) for count in counts]
 
 
 def _seed_of_part(seed: int, number: int) -> int:
     return int.from_bytes(key_bytes("part", seed, number, 8), "little")
 
 
-def _draws(order: Order, drawn: int, count: int) -> Int64Array:
+def _draws(order: Order, position: int, count: int) -> Int64Array:
     """Return the next `count` samples of an order that is repeated, after `drawn` samples."""
-    found = [np.empty(0, dtype=np.int64)]
+    chunks = [np.empty(0, dtype=np.int64)]
     while count:
-        epoch, start = divmod(drawn, order.samples_per_epoch)
+        epoch, start = divmod(position, order.samples_per_epoch)
         stop = min(start + count, order.samples_per_epoch)
-        found.append(order.indices(epoch, start, stop))
-        drawn, count = drawn + stop - start, count - (stop - start)
-    return np.concatenate(found)
+        chunks.append(order.indices(epoch, start, stop))
+        position, count = position + stop - start, count - (stop - start)
+    return np.concatenate(chunks)

@@ -19,7 +19,7 @@ from instar.config.schema import SamplesConfig, Size
 from instar.data.columns import Columns
 from instar.data.order import Int64Array, Order, Shuffled, key_bytes, order_of
 from instar.data.source import CostedSource, Measure, Source, check_indices, close, measure_of
-from instar.data.user_source import transformed
+from instar.data.user_source import transform_source
 from instar.data.workers import WorkerSource
 
 Parts = NDArray[np.int64]
@@ -37,7 +37,7 @@ def chosen_bytes(sizes: Int64Array, data: DataConfig, seed: int) -> Int64Array:
 
 
 def divide(
-    wanted: Int64Array, val_fraction: float, test_fraction: float, seed: int
+    byte_counts: Int64Array, val_fraction: float, test_fraction: float, seed: int
 ) -> dict[str, Parts]:
     """Split documents as `divide_whole` or, where they are too few or too large for that, each of them: its
     last parts become val and test.
@@ -45,16 +45,18 @@ def divide(
     Args:
         wanted: the number of bytes to use of each document, [documents].
     """
-    return _divide(wanted, _shares(val_fraction, test_fraction), seed)
+    return _divide(byte_counts, _shares(val_fraction, test_fraction), seed)
 
 
-def is_cut(splits: Mapping[str, Parts], wanted: Int64Array) -> bool:
+def is_cut(splits: Mapping[str, Parts], byte_counts: Int64Array) -> bool:
     """Whether parts of one document are in several splits."""
-    return any((rows[:, 2] - rows[:, 1] < wanted[rows[:, 0]]).any() for rows in splits.values())
+    return any(
+        (rows[:, 2] - rows[:, 1] < byte_counts[rows[:, 0]]).any() for rows in splits.values()
+    )
 
 
 def divide_whole(
-    wanted: Int64Array, val_fraction: float, test_fraction: float, seed: int
+    byte_counts: Int64Array, val_fraction: float, test_fraction: float, seed: int
 ) -> dict[str, Parts] | None:
     """Split documents into train, val and, if requested, test; None if they are too few or too large for that.
 
@@ -64,8 +66,8 @@ def divide_whole(
     Args:
         wanted: the number of bytes to use of each document, [documents].
     """
-    targets = _targets(wanted, _shares(val_fraction, test_fraction))
-    parts = _by_document(wanted, targets, seed)
+    targets = _targets(byte_counts, _shares(val_fraction, test_fraction))
+    parts = _by_document(byte_counts, targets, seed)
     return parts if _is_near(parts, targets) else None
 
 
@@ -81,52 +83,55 @@ def _shares(val_fraction: float, test_fraction: float) -> dict[str, float]:
     return shares | ({"test": test_fraction} if test_fraction > 0 else {})
 
 
-def _divide(wanted: Int64Array, shares: dict[str, float], seed: int) -> dict[str, Parts]:
-    targets = _targets(wanted, shares)
-    parts = _by_document(wanted, targets, seed)
-    return parts if _is_near(parts, targets) else _by_position(wanted, shares)
+def _divide(byte_counts: Int64Array, shares: dict[str, float], seed: int) -> dict[str, Parts]:
+    targets = _targets(byte_counts, shares)
+    parts = _by_document(byte_counts, targets, seed)
+    return parts if _is_near(parts, targets) else _by_position(byte_counts, shares)
 
 
-def _targets(wanted: Int64Array, shares: dict[str, float]) -> dict[str, float]:
-    return {name: share * float(wanted.sum()) for name, share in shares.items()}
+def _targets(byte_counts: Int64Array, shares: dict[str, float]) -> dict[str, float]:
+    return {name: share * float(byte_counts.sum()) for name, share in shares.items()}
 
 
 def _is_near(parts: dict[str, Parts], targets: dict[str, float]) -> bool:
-    realised = {name: int((rows[:, 2] - rows[:, 1]).sum()) for name, rows in parts.items()}
-    return all(abs(realised[name] - target) <= 0.5 * target for name, target in targets.items())
+    sizes = {name: int((rows[:, 2] - rows[:, 1]).sum()) for name, rows in parts.items()}
+    return all(abs(sizes[name] - target) <= 0.5 * target for name, target in targets.items())
 
 
-def _by_document(wanted: Int64Array, targets: dict[str, float], seed: int) -> dict[str, Parts]:
+def _by_document(byte_counts: Int64Array, targets: dict[str, float], seed: int) -> dict[str, Parts]:
     """Move whole documents from the first split to the others."""
     names = list(targets)
-    split_of = np.zeros(wanted.size, dtype=np.int8)
+    split_of = np.zeros(byte_counts.size, dtype=np.int8)
     missing = {number: targets[name] for number, name in enumerate(names) if number}
-    used = np.flatnonzero(wanted)
-    smallest = int(wanted[used].min())
+    used = np.flatnonzero(byte_counts)
+    smallest = int(byte_counts[used].min())
     for place in Shuffled(used.size, seed).indices(_EPOCHS["split"], 0, used.size).tolist():
-        document, size = int(used[place]), int(wanted[used[place]])
+        document, size = int(used[place]), int(byte_counts[used[place]])
         split = next((s for s, room in missing.items() if size / 2 <= room), None)
         if split is not None:
             split_of[document] = split
             missing[split] -= size
         elif all(room < smallest / 2 for room in missing.values()):
             break
-    return {name: whole(used[split_of[used] == split], wanted) for split, name in enumerate(names)}
+    return {
+        name: whole_documents(used[split_of[used] == split], byte_counts)
+        for split, name in enumerate(names)
+    }
 
 
-def whole(documents: Int64Array, wanted: Int64Array) -> Parts:
+def whole_documents(documents: Int64Array, byte_counts: Int64Array) -> Parts:
     """Return the wanted bytes of some documents as parts, each from byte 0."""
-    return np.stack([documents, np.zeros_like(documents), wanted[documents]], axis=1)
+    return np.stack([documents, np.zeros_like(documents), byte_counts[documents]], axis=1)
 
 
-def _by_position(wanted: Int64Array, shares: dict[str, float]) -> dict[str, Parts]:
+def _by_position(byte_counts: Int64Array, shares: dict[str, float]) -> dict[str, Parts]:
     """Divide each document, in the order of the shares."""
-    documents = np.arange(wanted.size)
+    documents = np.arange(byte_counts.size)
     parts: dict[str, Parts] = {}
-    begins, share = np.zeros_like(wanted), 0.0
-    for name, own in shares.items():
-        share += own
-        ends = np.rint(wanted * min(share, 1.0)).astype(np.int64)
+    begins, share = np.zeros_like(byte_counts), 0.0
+    for name, split_share in shares.items():
+        share += split_share
+        ends = np.rint(byte_counts * min(share, 1.0)).astype(np.int64)
         parts[name] = np.stack([documents, begins, ends], axis=1)[ends > begins]
         begins = ends
     return parts
@@ -137,11 +142,11 @@ def first_bytes(
 ) -> Int64Array:
     """Return how many bytes of each document are in the first `limit` bytes of a shuffled order."""
     order = Shuffled(sizes.size, seed).indices(_EPOCHS[purpose], 0, sizes.size)
-    shuffled = sizes[order]
-    before = np.cumsum(shuffled) - shuffled
-    wanted = np.empty_like(sizes)
-    wanted[order] = np.clip(limit - before, 0, shuffled)
-    return wanted
+    shuffled_sizes = sizes[order]
+    before = np.cumsum(shuffled_sizes) - shuffled_sizes
+    byte_counts = np.empty_like(sizes)
+    byte_counts[order] = np.clip(limit - before, 0, shuffled_sizes)
+    return byte_counts
 
 
 HELD_OUT = ("val", "test")
@@ -174,18 +179,18 @@ def divide_samples(
         raise _error("data.path", "there are no samples to divide")
     if classes is not None and classes.shape != (total,):
         raise ValueError(f"{total} samples have classes of shape {list(classes.shape)}")
-    asked = _asked(total, {"val": val, "test": test})
+    resolved_sizes = _resolve_sizes(total, {"val": val, "test": test})
     split_of = np.zeros(total, dtype=np.int8)
     for number, name in enumerate(HELD_OUT, 1):
-        if not isinstance(chosen := asked[name], int):
-            split_of[chosen] = number
+        if not isinstance(samples := resolved_sizes[name], int):
+            split_of[samples] = number
     seed = int.from_bytes(key_bytes("division", seed, 0, 8), "little")
     codes = _codes(classes, total, seed)
     order = Shuffled(total, seed).indices(0, 0, total)
     for number, name in enumerate(HELD_OUT, 1):
-        if isinstance(count := asked[name], int):
-            left = order[split_of[order] == 0]
-            split_of[left[_first_of_each(codes[left], count)]] = number
+        if isinstance(count := resolved_sizes[name], int):
+            remaining = order[split_of[order] == 0]
+            split_of[remaining[_first_of_each(codes[remaining], count)]] = number
     if classes is not None:
         _check_classes(classes, split_of)
     splits = {name: np.flatnonzero(split_of == n) for n, name in enumerate(("train", *HELD_OUT))}
@@ -201,8 +206,10 @@ def check_division(splits: Mapping[str, Int64Array], total: int) -> None:
     wrong = np.flatnonzero(np.bincount(numbers, minlength=total) != 1)
     if wrong.size:
         sample = int(wrong[0])
-        held = [n for n, members in splits.items() for _ in np.flatnonzero(members == sample)]
-        raise ValueError(f"sample {sample} is in {' and '.join(held) or 'no split'}")
+        split_names = [
+            n for n, members in splits.items() for _ in np.flatnonzero(members == sample)
+        ]
+        raise ValueError(f"sample {sample} is in {' and '.join(split_names) or 'no split'}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,8 +265,8 @@ class SampleSet:
     @cached_property
     def fingerprint(self) -> str:
         """Content hash of the samples and of the splits."""
-        told = [f"{name}/{_digest(numbers)}" for name, numbers in sorted(self.splits.items())]
-        return xxhash.xxh3_128_hexdigest("\n".join([self.source.fingerprint, *told]).encode())
+        digests = [f"{name}/{_digest(numbers)}" for name, numbers in sorted(self.splits.items())]
+        return xxhash.xxh3_128_hexdigest("\n".join([self.source.fingerprint, *digests]).encode())
 
     def size(self, split: str) -> int:
         """Return the number of samples of a split."""
@@ -268,8 +275,10 @@ class SampleSet:
     def train(self, seed: int) -> tuple[Source, Order]:
         """Return the training samples and their order."""
         numbers = self.splits["train"]
-        opened = partial(_to_train_on, self.source, numbers, self.data, seed, self.measure)
-        source: Source = WorkerSource(opened, self.data.workers) if self.data.workers else opened()
+        open_source = partial(_to_train_on, self.source, numbers, self.data, seed, self.measure)
+        source: Source = (
+            WorkerSource(open_source, self.data.workers) if self.data.workers else open_source()
+        )
         if self.costs is not None:
             source = CostedSource(source, self.costs[numbers])
         return source, order_of(self.data, numbers.size, seed)
@@ -298,55 +307,59 @@ def _to_train_on(
     source: Source, numbers: Int64Array, data: SamplesConfig, seed: int, measure: Measure | None
 ) -> Source:
     # random numbers depend on a sample's index in the source, not on its position in the split
-    return Subset(transformed(source, data, seed, measure), numbers)
+    return Subset(transform_source(source, data, seed, measure), numbers)
 
 
 def _digest(numbers: Int64Array) -> str:
     return xxhash.xxh3_128_hexdigest(numbers.astype("<i8").tobytes())
 
 
-def _asked(total: int, sizes: Mapping[str, Size | Int64Array]) -> dict[str, int | Int64Array]:
+def _resolve_sizes(
+    total: int, sizes: Mapping[str, Size | Int64Array]
+) -> dict[str, int | Int64Array]:
     """Return each split's number of samples, or its samples if they are given."""
-    asked: dict[str, int | Int64Array] = {}
+    resolved_sizes: dict[str, int | Int64Array] = {}
     problems: list[ConfigProblem] = []
     for name, size in sizes.items():
         if isinstance(size, np.ndarray):
-            asked[name] = size
+            resolved_sizes[name] = size
             continue
         try:
-            asked[name] = (
+            resolved_sizes[name] = (
                 _numbers(size, total, name) if isinstance(size, str) else _count(size, total, name)
             )
         except ConfigError as error:
             problems += error.problems
     if not problems:
-        problems += _clashes(total, sizes, asked)
+        problems += _clashes(total, sizes, resolved_sizes)
     if problems:
         raise ConfigError(*problems)
-    return asked
+    return resolved_sizes
 
 
 def _clashes(
     total: int,
     sizes: Mapping[str, Size | Int64Array],
-    asked: Mapping[str, int | Int64Array],
+    resolved_sizes: Mapping[str, int | Int64Array],
 ) -> list[ConfigProblem]:
     """Return the conflicts between val and test."""
-    val, test = asked["val"], asked["test"]
+    val, test = resolved_sizes["val"], resolved_sizes["test"]
     if not (isinstance(val, int) or isinstance(test, int)):
-        both = np.intersect1d(val, test)
-        if both.size:
-            message = f"sample {both[0]} is in the val split ({sizes['val']}) and in this one"
+        overlap = np.intersect1d(val, test)
+        if overlap.size:
+            message = f"sample {overlap[0]} is in the val split ({sizes['val']}) and in this one"
             return [ConfigProblem(("data.test",), message, place=str(sizes["test"]))]
-    taken = {name: each if isinstance(each, int) else each.size for name, each in asked.items()}
-    if sum(taken.values()) < total:
+    counts = {
+        name: size if isinstance(size, int) else size.size for name, size in resolved_sizes.items()
+    }
+    if sum(counts.values()) < total:
         return []
     shares = [size for size in sizes.values() if isinstance(size, float)]
     if len(shares) == 2 and sum(shares) > 1:
         message = f"the shares of val and test sum to {sum(shares):g}, which is more than 1"
     else:
         message = (
-            f"val ({taken['val']:,}) and test ({taken['test']:,}) take all of the {total:,} samples: "
+            f"val ({counts['val']:,}) and test ({counts['test']:,}) take all of the {total:,} samples: "
             "nothing is left to train on"
         )
     return [ConfigProblem(("data.val",), message, "make them smaller", place="data.val, data.test")]
@@ -408,8 +421,8 @@ def _codes(classes: Int64Array | None, total: int, seed: int) -> Int64Array:
     """Return each sample's class as a code from 0, in a random order; all 0 without classes."""
     if classes is None:
         return np.zeros(total, dtype=np.int64)
-    there, codes = np.unique(classes, return_inverse=True)
-    return Shuffled(there.size, seed).indices(1, 0, there.size)[codes]
+    class_values, codes = np.unique(classes, return_inverse=True)
+    return Shuffled(class_values.size, seed).indices(1, 0, class_values.size)[codes]
 
 
 def _first_of_each(codes: Int64Array, count: int) -> NDArray[np.bool_]:
@@ -418,13 +431,13 @@ def _first_of_each(codes: Int64Array, count: int) -> NDArray[np.bool_]:
     Fractional shares are rounded by the largest remainder; the lowest code wins a tie.
     """
     of_class = np.bincount(codes)
-    wanted, remainders = np.divmod(of_class * count, codes.size)
-    more = np.argsort(-remainders, kind="stable")[: count - int(wanted.sum())]
-    wanted[more] += 1
-    grouped = np.argsort(codes, kind="stable")
+    counts, remainders = np.divmod(of_class * count, codes.size)
+    more = np.argsort(-remainders, kind="stable")[: count - int(counts.sum())]
+    counts[more] += 1
+    by_code = np.argsort(codes, kind="stable")
     place = np.empty_like(codes)
-    place[grouped] = np.arange(codes.size) - np.repeat(np.cumsum(of_class) - of_class, of_class)
-    return place < wanted[codes]
+    place[by_code] = np.arange(codes.size) - np.repeat(np.cumsum(of_class) - of_class, of_class)
+    return place < counts[codes]
 
 
 def _check_classes(classes: Int64Array, split_of: NDArray[np.int8]) -> None:

@@ -26,7 +26,7 @@ class TokenTargets:
     def check(self, sample: Mapping[str, Any]) -> None:
         """Raise ValueError unless the sample has `inputs` and `targets`, integers [context] of the vocabulary;
         a target may be IGNORED."""
-        for name, least in (("inputs", 0), ("targets", IGNORED)):
+        for name, lowest in (("inputs", 0), ("targets", IGNORED)):
             if name not in sample:
                 raise ValueError(f"there are no {name}")
             array = np.asarray(sample[name])
@@ -36,8 +36,8 @@ class TokenTargets:
                     f"inputs with any token, and targets with {IGNORED}, which is no target"
                 )
             low, high = int(array.min()), int(array.max())
-            if low < least or high >= self.vocab_size:
-                wrong = low if low < least else high
+            if low < lowest or high >= self.vocab_size:
+                wrong = low if low < lowest else high
                 no_target = f", and {IGNORED} is no target" if name == "targets" else ""
                 raise ValueError(
                     f"{name} have {wrong}; tokens are 0 to {self.vocab_size - 1}{no_target}"
@@ -77,7 +77,7 @@ def count_targets(source: Source, context: int) -> TargetCount:
     )
 
 
-def together(counts: Sequence[TargetCount], shares: Sequence[float]) -> TargetCount:
+def mean_target_count(counts: Sequence[TargetCount], shares: Sequence[float]) -> TargetCount:
     """Return the mean over the parts of a mixture, by their shares of the samples."""
     mean = sum(part.mean * share for part, share in zip(counts, shares, strict=True)) / sum(shares)
     return TargetCount(

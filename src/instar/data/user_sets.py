@@ -36,7 +36,7 @@ from instar.data.user_source import (
     is_iterable,
     of_whole_graph,
     sample_of,
-    transformed,
+    transform_source,
 )
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -52,7 +52,7 @@ Item = tuple[int, Mapping[str, Any]]
 
 def sample_set(
     make: Callable[[], object],
-    given: object,
+    value: object,
     fields: Sequence[str],
     data: SamplesConfig,
     seed: int,
@@ -60,32 +60,36 @@ def sample_set(
     """Return the samples that a user's function gives, as one set or one for each split.
 
     Args:
-        make: the function, called again where what it `given` can be read only once.
+        make: the function, called again where what it returns can be read only once.
 
     Raises:
         ConfigError: the config cannot split them.
         ValueError: they cannot be used; says why.
     """
-    parts = splits_of(given)
+    parts = splits_of(value)
     if parts is None:
-        source = _weighed(as_source(given, fields), data)
+        source = _check_unweighted(as_source(value, fields), data)
         return SampleSet(source, split_samples(source, data, seed), data)
     train = data_set(parts.pop("train"))
-    held = {name: _part(name, part, fields) for name, part in parts.items()}
+    held_out = {name: _part(name, part, fields) for name, part in parts.items()}
     if _is_read_forward(train):
-        return StreamedSet(IterableStream(_passes(make, train), fields), held, data)
-    sources = {"train": _weighed(_part("train", train, fields), data), **held}
+        return StreamedSet(IterableStream(_passes(make, train), fields), held_out, data)
+    sources = {"train": _check_unweighted(_part("train", train, fields), data), **held_out}
     first = {name: source.read(np.zeros(1, np.int64)) for name, source in sources.items()}
     for name, columns in first.items():
-        if found := difference(first["train"], columns):
-            raise ValueError(f"{name} has {found} as in train")
-    together = Concatenated([*sources.values()], names=[f"the {name} split" for name in sources])
-    ends = dict(zip(sources, together.offsets[1:].tolist(), strict=True))
-    members = {name: np.arange(ends[name] - len(part), ends[name]) for name, part in held.items()}
-    return SampleSet(together, split_samples(together, data, seed, members), data)
+        if mismatch := difference(first["train"], columns):
+            raise ValueError(f"{name} has {mismatch} as in train")
+    concatenation = Concatenated(
+        [*sources.values()], names=[f"the {name} split" for name in sources]
+    )
+    ends = dict(zip(sources, concatenation.offsets[1:].tolist(), strict=True))
+    members = {
+        name: np.arange(ends[name] - len(part), ends[name]) for name, part in held_out.items()
+    }
+    return SampleSet(concatenation, split_samples(concatenation, data, seed, members), data)
 
 
-def _weighed(source: Source, data: SamplesConfig) -> Source:
+def _check_unweighted(source: Source, data: SamplesConfig) -> Source:
     """Return the source. Raises ConfigError if it weighs samples itself, whose weights a transform may change."""
     if data.transform is not None and source.weights(np.arange(len(source))) != len(source):
         raise _error(
@@ -96,31 +100,31 @@ def _weighed(source: Source, data: SamplesConfig) -> Source:
     return source
 
 
-def splits_of(given: object) -> dict[str, object] | None:
-    """Return the data set of each split if that is what was given, in the order of `HELD_OUT`.
+def splits_of(value: object) -> dict[str, object] | None:
+    """Return the data set of each split if that is what the value is, in the order of `HELD_OUT`.
 
     Raises:
         ValueError: data sets have other names than those of splits, or two mean the same one.
     """
-    if not isinstance(given, Mapping) or "train" not in given:
+    if not isinstance(value, Mapping) or "train" not in value:
         return None
-    unknown = [str(name) for name in given if name not in SPLITS]
-    if unknown and isinstance(given["train"], list | tuple | Ragged | np.ndarray):
+    unknown = [str(name) for name in value if name not in SPLITS]
+    if unknown and isinstance(value["train"], list | tuple | Ragged | np.ndarray):
         return None  # columns, one of which has the name of a split
     if unknown:
         raise ValueError(
             f"a data set {', '.join(unknown)} besides train; splits are train, val (or validation) "
             "and test"
         )
-    found = {SPLITS[name]: each for name, each in given.items()}
-    if len(found) < len(given):
-        raise ValueError(f"{', '.join(given)}: two of these are the same split")
-    return {name: found[name] for name in ("train", "val", "test") if name in found}
+    data_set_of = {SPLITS[name]: data_set for name, data_set in value.items()}
+    if len(data_set_of) < len(value):
+        raise ValueError(f"{', '.join(value)}: two of these are the same split")
+    return {name: data_set_of[name] for name in ("train", "val", "test") if name in data_set_of}
 
 
-def _part(name: str, given: object, fields: Sequence[str]) -> Source:
+def _part(name: str, data_set: object, fields: Sequence[str]) -> Source:
     try:
-        return as_source(given, fields)
+        return as_source(data_set, fields)
     except Exception as error:
         error.add_note(f"in the {name} split")
         raise
@@ -141,7 +145,7 @@ def split_samples(
     source: Source,
     data: SamplesConfig,
     seed: int,
-    given: Mapping[str, Int64Array] | None = None,
+    split_members: Mapping[str, Int64Array] | None = None,
 ) -> dict[str, Int64Array]:
     """Split the samples as the config's section `data` says.
 
@@ -161,16 +165,16 @@ def split_samples(
             classes = np.asarray(source.column(name))
         elif not columns and len(source):
             columns = source.read(np.arange(len(source)))
-        found = columns.get(name) if classes is None else classes
-        if not isinstance(found, np.ndarray):
+        class_column = columns.get(name) if classes is None else classes
+        if not isinstance(class_column, np.ndarray):
             raise ConfigError.one(
                 f"there is no column {name!r} of classes",
                 where="data.stratify",
                 hint=f"there are {', '.join(columns)}",
                 key="data.stratify",
             )
-        classes = found.astype(np.int64)
-    sizes = {"val": data.val, "test": data.test, **(given or {})}
+        classes = class_column.astype(np.int64)
+    sizes = {"val": data.val, "test": data.test, **(split_members or {})}
     return dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
 
 
@@ -192,7 +196,7 @@ class IterableStream:
         items = list(islice(begin(), _COMPARED))
         if not items:
             raise ValueError("there are no samples")
-        first = list(self._converted(items))
+        first = list(self._convert(items))
         self._of_graph = (
             of_whole_graph([sample for _, sample in first]) if is_graph(items[0]) else None
         )
@@ -211,7 +215,7 @@ class IterableStream:
             StreamChanged: one of the first items is another one than before.
         """
         number = 0
-        for number, sample in enumerate(self._converted(self._begin()), 1):
+        for number, sample in enumerate(self._convert(self._begin()), 1):
             if number <= len(self._first) and self._digest(sample) != self._first[number - 1]:
                 raise StreamChanged(
                     f"item {number - 1} is not what it was when the iterable was read before; it must "
@@ -242,7 +246,7 @@ class IterableStream:
     def measure(self, lane: int, note: Note) -> int:
         return sum(1 for _ in self.open(lane, START, note))
 
-    def _converted(self, items: Iterable[object]) -> Iterator[Item]:
+    def _convert(self, items: Iterable[object]) -> Iterator[Item]:
         number = 0
         try:
             for item in items:
@@ -291,7 +295,7 @@ class StreamedSet:
     """
 
     stream: IterableStream
-    held: Mapping[str, Source]
+    held_out_sources: Mapping[str, Source]
     data: SamplesConfig
 
     def __post_init__(self) -> None:
@@ -311,12 +315,16 @@ class StreamedSet:
     @cached_property
     def fingerprint(self) -> str:
         """Content hash of the first training samples and of all held-out ones."""
-        told = [f"{name}/{source.fingerprint}" for name, source in sorted(self.held.items())]
-        return xxhash.xxh3_128_hexdigest("\n".join([self.stream.fingerprint, *told]).encode())
+        fingerprints = [
+            f"{name}/{source.fingerprint}" for name, source in sorted(self.held_out_sources.items())
+        ]
+        return xxhash.xxh3_128_hexdigest(
+            "\n".join([self.stream.fingerprint, *fingerprints]).encode()
+        )
 
     def size(self, split: str) -> int | None:
         """Return the number of samples of a split; None if unknown."""
-        return None if split == "train" else len(self.held.get(split, ()))
+        return None if split == "train" else len(self.held_out_sources.get(split, ()))
 
     def train(self, seed: int) -> tuple[Source, Order]:
         """Return the training samples and their order, whose end is found by reading."""
@@ -324,7 +332,7 @@ class StreamedSet:
         lanes = LaneReader(self.stream, SeekPoints(None, self.stream.fingerprint, 1))
         samples = LaneSamples(self.stream, lanes, [None], max(_KEPT, 2 * window), window)
         order = LaneOrder([None], seed, window)
-        source = transformed(_ItemSource(samples, order), self.data, seed)
+        source = transform_source(_ItemSource(samples, order), self.data, seed)
         return source, _OneLane(order)
 
     def held_out(self, split: str) -> Source:
@@ -332,16 +340,16 @@ class StreamedSet:
 
         Raises ConfigError if there is no such split.
         """
-        if split not in self.held:
+        if split not in self.held_out_sources:
             raise _error(
                 split,
                 f"samples() gives no {split} split, which cannot be drawn from an iterable",
                 f'return {{"train": iterable, "{split}": …}}',
             )
-        return self.held[split]
+        return self.held_out_sources[split]
 
     def close(self) -> None:
-        for source in self.held.values():
+        for source in self.held_out_sources.values():
             close(source)
 
 

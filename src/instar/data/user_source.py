@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from instar.config.schema import FeedConfig
 from instar.config.user_code import load_named
 from instar.data.arrays import InMemorySource
-from instar.data.columns import NUMBERS, Column, Columns, Ragged, as_ragged, leaves, plain, stack
+from instar.data.columns import (
+    NUMBERS,
+    Column,
+    Columns,
+    Ragged,
+    as_ragged,
+    leaves,
+    native_array,
+    stack,
+)
 from instar.data.order import Int64Array, key_bytes
 from instar.data.source import Measure, Source, close
 
@@ -87,7 +96,7 @@ class Transformed:
             raise ValueError(f"{self._name} made samples that do not fit: {error}") from None
 
 
-def transformed(
+def transform_source(
     source: Source, data: FeedConfig, seed: int, measure: Measure | None = None
 ) -> Source:
     """Return the source with the user's transform, if there is one, applied to its samples.
@@ -136,7 +145,7 @@ _FINGERPRINTED = 64
 """The number of evenly spaced items of a data set that its fingerprint covers."""
 
 
-def as_source(given: object, fields: Sequence[str] = ()) -> Source:
+def as_source(value: object, fields: Sequence[str] = ()) -> Source:
     """Convert the return value of a user's function to a `Source`.
 
     An iterable that is not indexed is read to its end, into memory.
@@ -147,44 +156,46 @@ def as_source(given: object, fields: Sequence[str] = ()) -> Source:
     Raises:
         ValueError: the value cannot be used; says why, and what to return instead.
     """
-    given = data_set(given)
-    if isinstance(given, Mapping):
-        return _in_memory({str(name): _column(str(name), each) for name, each in given.items()})
-    if all(hasattr(given, name) for name in _SOURCE):
-        return cast(Source, given)
-    if isinstance(tensors := getattr(given, "tensors", None), tuple):  # a TensorDataset
+    value = data_set(value)
+    if isinstance(value, Mapping):
+        return _in_memory({str(name): _column(str(name), column) for name, column in value.items()})
+    if all(hasattr(value, name) for name in _SOURCE):
+        return cast(Source, value)
+    if isinstance(tensors := getattr(value, "tensors", None), tuple):  # a TensorDataset
         return as_source(dict(zip(_names(fields, tensors), tensors, strict=True)))
-    if hasattr(given, "columns") and hasattr(given, "to_numpy"):  # a DataFrame
-        table: Any = given
+    if hasattr(value, "columns") and hasattr(value, "to_numpy"):  # a DataFrame
+        table: Any = value
         return as_source({str(name): table[name].to_numpy() for name in table.columns})
-    if isinstance(given, tuple) and given and all(map(_is_array, given)):
-        return as_source(dict(zip(_names(fields, given), given, strict=True)))
-    if _is_array(given) or isinstance(given, str | bytes):
-        raise ValueError(f"a single {type(given).__name__} without a name; {FORMS}")
-    if is_iterable(given):
-        given = _read(cast(Iterable[Any], given))
-    if isinstance(given, type) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        raise ValueError(f"{_unusable(given)}; {FORMS}")
-    each = cast(Sequence[Any], given)
-    if not len(each):
+    if isinstance(value, tuple) and value and all(map(_is_array, value)):
+        return as_source(dict(zip(_names(fields, value), value, strict=True)))
+    if _is_array(value) or isinstance(value, str | bytes):
+        raise ValueError(f"a single {type(value).__name__} without a name; {FORMS}")
+    if is_iterable(value):
+        value = _read(cast(Iterable[Any], value))
+    if isinstance(value, type) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        raise ValueError(f"{_unusable(value)}; {FORMS}")
+    samples = cast(Sequence[Any], value)
+    if not len(samples):
         raise ValueError("there are no samples")
-    if is_graph(each[0]):
-        graphs = [graph_sample(each[number]) for number in range(len(each))]
+    if is_graph(samples[0]):
+        graphs = [graph_sample(samples[number]) for number in range(len(samples))]
         return _in_memory(graph_columns(graphs, of_whole_graph(graphs)))
-    if isinstance(given, list | tuple):
-        return _in_memory(stack([sample_of(*one, fields) for one in enumerate(given)]))
-    return IndexedSource(each, fields)
+    if isinstance(value, list | tuple):
+        return _in_memory(
+            stack([sample_of(*numbered_sample, fields) for numbered_sample in enumerate(value)])
+        )
+    return IndexedSource(samples, fields)
 
 
-def is_iterable(given: object) -> bool:
+def is_iterable(value: object) -> bool:
     """Whether samples can only be read one after the other."""
     torch = sys.modules.get("torch.utils.data")
-    if torch is not None and isinstance(given, torch.IterableDataset):
+    if torch is not None and isinstance(value, torch.IterableDataset):
         return True  # which has a __getitem__ that raises
-    return hasattr(given, "__iter__") and not hasattr(given, "__getitem__")
+    return hasattr(value, "__iter__") and not hasattr(value, "__getitem__")
 
 
-def data_set(given: object) -> object:
+def data_set(value: object) -> object:
     """Return the data set of a torch `DataLoader`; one of `datasets` with its columns as arrays;
     anything else unchanged.
 
@@ -192,31 +203,31 @@ def data_set(given: object) -> object:
         ValueError: the loader collates or orders samples in a way of its own.
     """
     torch = sys.modules.get("torch.utils.data")
-    if torch is not None and isinstance(given, torch.DataLoader):
-        collate = getattr(given.collate_fn, "__module__", "")
-        samplers = {type(given.sampler).__name__, type(given.batch_sampler).__name__}
+    if torch is not None and isinstance(value, torch.DataLoader):
+        collate = getattr(value.collate_fn, "__module__", "")
+        samplers = {type(value.sampler).__name__, type(value.batch_sampler).__name__}
         if not collate.startswith(("torch.", "torch_geometric.")):
             raise ValueError(
                 "a DataLoader with a collate_fn, which would not be called; return its data set, "
                 "and define collate(self, samples) in the task"
             )
-        if own := ", ".join(sorted(samplers - _SAMPLERS)):
+        if sampler_names := ", ".join(sorted(samplers - _SAMPLERS)):
             raise ValueError(
-                f"a DataLoader with a {own}, which would not be used; return its data set: the "
+                f"a DataLoader with a {sampler_names}, which would not be used; return its data set: the "
                 "order of samples is data.order"
             )
-        return data_set(given.dataset)
-    if isinstance(form := getattr(given, "format", None), dict) and form.get("type", "") is None:
-        table: Any = given  # of `datasets`, whose items would be lists
+        return data_set(value.dataset)
+    if isinstance(form := getattr(value, "format", None), dict) and form.get("type", "") is None:
+        table: Any = value  # of `datasets`, whose items would be lists
         return cast(object, table.with_format("numpy"))
-    return given
+    return value
 
 
-def loader_batch(given: object) -> int | None:
+def loader_batch(value: object) -> int | None:
     """Return the batch size of a torch `DataLoader`, that of the training samples if it is one of
     several; None for anything else."""
     torch = sys.modules.get("torch.utils.data")
-    train = given.get("train") if isinstance(given, Mapping) else given
+    train = value.get("train") if isinstance(value, Mapping) else value
     return train.batch_size if torch is not None and isinstance(train, torch.DataLoader) else None
 
 
@@ -242,9 +253,9 @@ class IndexedSource:
         self._lock = threading.Lock()
         total = len(items)
         spread = np.unique(np.linspace(0, total - 1, min(total, _FINGERPRINTED)).astype(np.int64))
-        told = f"{type(items).__module__}.{type(items).__qualname__} {total}"
+        identity = f"{type(items).__module__}.{type(items).__qualname__} {total}"
         self.fingerprint = xxhash.xxh3_128_hexdigest(
-            f"{told} {InMemorySource(self.read(spread)).fingerprint}".encode()
+            f"{identity} {InMemorySource(self.read(spread)).fingerprint}".encode()
         )
 
     def __len__(self) -> int:
@@ -285,11 +296,11 @@ def sample_of(number: int, item: object, fields: Sequence[str] = ()) -> Mapping[
     if dataclasses.is_dataclass(item):
         item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     if isinstance(item, Mapping):
-        return {str(name): _untorched(str(name), value) for name, value in item.items()}
+        return {str(name): _to_numpy(str(name), value) for name, value in item.items()}
     if isinstance(item, tuple | list):
         fields = fields or getattr(item, "_fields", ())  # of a named tuple
         parts = dict(zip(_names(fields, item), item, strict=True))
-        return {name: _untorched(name, value) for name, value in parts.items()}
+        return {name: _to_numpy(name, value) for name, value in parts.items()}
     if _is_array(item):
         return sample_of(number, (item,), fields)
     kind = "None" if item is None else f"a {type(item).__name__}"
@@ -310,21 +321,23 @@ def numeric(columns: Columns) -> None:
 
 def _in_memory(columns: Columns) -> InMemorySource:
     numeric(columns)
-    found = InMemorySource(columns)
-    if not len(found):
+    source = InMemorySource(columns)
+    if not len(source):
         raise ValueError("there are no samples")
-    return found
+    return source
 
 
 def _column(name: str, value: object) -> Column:
     if isinstance(value, Ragged):
         return value
     if isinstance(value, Mapping):
-        return {str(part): _column(f"{name}.{part}", each) for part, each in value.items()}
-    value = _untorched(name, value)
+        return {
+            str(part): _column(f"{name}.{part}", part_value) for part, part_value in value.items()
+        }
+    value = _to_numpy(name, value)
     if hasattr(value, "to_numpy"):  # a column of a DataFrame
         value = value.to_numpy()
-        value = _untorched(name, value)
+        value = _to_numpy(name, value)
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object):
         value = _of_samples(name, value)
     if isinstance(value, Ragged):
@@ -339,20 +352,22 @@ def _column(name: str, value: object) -> Column:
 
 def _of_samples(name: str, values: Iterable[Any]) -> NDArray[Any] | Ragged:
     """Stack values given per sample into one array; ragged if their lengths differ."""
-    each = [_untorched(name, value) for value in values]
-    if not each or isinstance(each[0], str | bytes):
-        return np.asarray(each)
-    found = stack([{name: value} for value in each])[name]
-    assert not isinstance(found, Mapping)
-    return found
+    arrays = [_to_numpy(name, value) for value in values]
+    if not arrays or isinstance(arrays[0], str | bytes):
+        return np.asarray(arrays)
+    column = stack([{name: value} for value in arrays])[name]
+    assert not isinstance(column, Mapping)
+    return column
 
 
-def _untorched(name: str, value: Any) -> Any:
+def _to_numpy(name: str, value: Any) -> Any:
     """Convert tensors, also in nested samples, to arrays; leave other values unchanged."""
     if isinstance(value, Mapping):
-        return {str(part): _untorched(f"{name}.{part}", each) for part, each in value.items()}
+        return {
+            str(part): _to_numpy(f"{name}.{part}", part_value) for part, part_value in value.items()
+        }
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS:
-        return plain(name, value)
+        return native_array(name, value)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
         return value
@@ -367,20 +382,20 @@ _NAMED_SPLITS = "; data sets of splits are named: {'train': …, 'val': …, 'te
 
 def _is_set(value: object) -> bool:
     """Whether a value in the place of samples is a data set itself."""
-    indexed = hasattr(value, "__getitem__") and hasattr(value, "__len__")
-    return (indexed or is_iterable(value)) and not isinstance(value, str | bytes)
+    has_items = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return (has_items or is_iterable(value)) and not isinstance(value, str | bytes)
 
 
-def _unusable(given: object) -> str:
+def _unusable(value: object) -> str:
     """Describe what is no set of samples."""
-    if given is None:
+    if value is None:
         return "None"
-    if isinstance(given, type):
-        return f"the class {given.__name__}, not an object of it"
-    kind = f"a {type(given).__name__}"
-    if hasattr(given, "__getitem__"):
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    kind = f"a {type(value).__name__}"
+    if hasattr(value, "__getitem__"):
         return f"{kind}, without __len__"
-    return f"{kind}, not what it returns" if callable(given) else kind
+    return f"{kind}, not what it returns" if callable(value) else kind
 
 
 def _is_array(value: object) -> bool:
@@ -418,7 +433,7 @@ def graph_sample(graph: Any) -> dict[str, NDArray[Any]]:
     Raises:
         ValueError: `num_nodes` is not the number of these rows.
     """
-    sample = {name: _untorched(name, value) for name, value in graph.to_dict().items()}
+    sample = {name: _to_numpy(name, value) for name, value in graph.to_dict().items()}
     sample["edges"] = np.ascontiguousarray(sample.pop("edge_index").T)
     rows = next((len(sample[name]) for name in ("x", "pos") if sample.get(name) is not None), None)
     nodes = sample.get("num_nodes")
@@ -466,5 +481,5 @@ def graph_columns(
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) or (
-        isinstance(value, list | tuple) and any(isinstance(each, str) for each in value)
+        isinstance(value, list | tuple) and any(isinstance(element, str) for element in value)
     )

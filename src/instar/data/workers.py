@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from instar.data.columns import Columns, join
+from instar.data.columns import Columns, join_columns
 from instar.data.order import Int64Array
 from instar.data.source import Measure, Source, measure_of
 from instar.processes.pool import Workers
@@ -49,7 +49,7 @@ class WorkerSource:
             for worker in range(number)
         ]
         parts: list[Columns] = [future.result() for future in futures]
-        return join(parts) if number > 1 else parts[0]
+        return join_columns(parts) if number > 1 else parts[0]
 
     def close(self) -> None:
         """Stop the workers. Idempotent."""

@@ -59,7 +59,7 @@ def launch_ranks(options: LaunchOptions) -> int:
     """
     result = run_ranks(options, last=True)
     if result.text:
-        say(result.text)
+        print_stderr(result.text)
     return result.code
 
 
@@ -109,8 +109,8 @@ def run_ranks(options: LaunchOptions, *, last: bool = False) -> LaunchResult:
             Path(work_dir),
             stop,
             env,
-            say=say,
-            on_restart=lambda exits: say(f"{_failure_text(exits)}\nrestarting all ranks"),
+            say=print_stderr,
+            on_restart=lambda exits: print_stderr(f"{_failure_text(exits)}\nrestarting all ranks"),
         ).run()
         if not exits:
             code = stopped_before_start(resumable=options.resumable).exit_code
@@ -223,7 +223,7 @@ def _last_lines(files: Sequence[Path]) -> Iterator[str]:
                 yield from (f"    {line}" for line in lines)
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print a line to stderr."""
     # The terminal may be gone: SIGHUP is one of the stop signals.
     with suppress(OSError):

@@ -35,7 +35,7 @@ def own(tensor: Tensor) -> Tensor:
     return (tensor._local_tensor if is_sharded(tensor) else tensor).detach()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a whole tensor, without a copy if this rank holds it. A collective if it is sharded."""
     if is_sharded(tensor):
         # rows may be in host memory, where a GPU's process group does not send from
@@ -98,7 +98,7 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if is_sharded(tensor) or not is_sharded(like):
         return own(tensor)
-    first, last = rows(like)
+    first, last = local_row_range(like)
     return tensor[first:last]
 
 
@@ -116,7 +116,7 @@ def as_sharded(local: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def rows(tensor: Tensor, rank: int | None = None) -> tuple[int, int]:
+def local_row_range(tensor: Tensor, rank: int | None = None) -> tuple[int, int]:
     """Return the first row of a tensor that a rank of its mesh holds, by default this one, and the one
     after the last."""
     total = tensor.shape[0] if tensor.ndim else 1
@@ -169,7 +169,10 @@ def on_owners(
         return [[next(pieces).view(shape) for shape in each] for each in shapes]
 
     def heights(index: int) -> list[int]:
-        return [last - first for first, last in (rows(like[index], each) for each in range(ranks))]
+        return [
+            last - first
+            for first, last in (local_row_range(like[index], each) for each in range(ranks))
+        ]
 
     mine = [(heights(index), like[index].shape[1:]) for index in owned[rank]]
     gathered = exchange(
@@ -200,7 +203,7 @@ class Wholes(Mapping[str, Tensor]):
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        return whole(self._tensors[name])
+        return full_tensor(self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -235,7 +238,7 @@ def held(tensor: Tensor) -> Tensor | SavedRows:
     if not is_sharded(tensor):
         return tensor.detach()
     mesh = tensor.device_mesh
-    first, _ = rows(tensor)
+    first, _ = local_row_range(tensor)
     # the ranks of a replica are neighbours, and rank 0 is in the first
     saved = int(mesh.mesh.min()) == 0
     return SavedRows(

@@ -32,7 +32,7 @@ from instar.distributed.placement import DEVICES_VARIABLE, Placement, is_loopbac
 from instar.distributed.rendezvous import listen, listen_to_hosts, port_in_use, wait_for_all_ranks
 from instar.distributed.watchdog import StoreAddress, WatchdogLimits, watch_ranks
 
-__all__ = ["Interrupted", "RunFailed", "World", "join", "recall", "remember"]
+__all__ = ["Interrupted", "RunFailed", "World", "join_group", "recall", "remember"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class World:
 
 
 @contextmanager
-def join(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
+def join_group(config: ParallelConfig, device: str = "auto") -> Iterator[World]:
     """Join the process group given by torchrun's or SLURM's environment; leave it at the end.
 
     Control messages are CPU tensors over gloo, whatever carries the gradients. MASTER_* is read,

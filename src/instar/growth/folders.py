@@ -46,7 +46,7 @@ from instar.models.hf.loaded import load_published
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, PretrainedFolder, file_parts, open_folder
 from instar.models.hf.tokenizer import COMPANIONS
-from instar.models.hf.weights import MAX_SHARD_BYTES, encode, write_weights
+from instar.models.hf.weights import MAX_SHARD_BYTES, encode_json_file, write_weights
 from instar.models.shape import ArchitectureError, Growable, count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
@@ -114,7 +114,7 @@ def grow_folder(
         with progress(f"writing {out}", total, measured=lambda: folder_bytes(temporary)):
             write_weights(temporary, made, make, max_shard_bytes)
         _copy_files(source.path, planned, temporary)
-        atomic.write_synced(temporary / CONFIG, encode(source.config_of(shape)))
+        atomic.write_synced(temporary / CONFIG, encode_json_file(source.config_of(shape)))
         published = open_folder(temporary)
         _check_published(published, shape)
         if check or (check is None and not too_large):
@@ -203,7 +203,7 @@ def _copy_files(folder: Path, planned: _Planned, to: Path) -> None:
         settings = read_json(to / GENERATION)
         for vocabulary in planned.vocabularies:
             settings |= vocabulary.special_ids(settings)
-        atomic.write_synced(to / GENERATION, encode(settings))
+        atomic.write_synced(to / GENERATION, encode_json_file(settings))
 
 
 def _check_published(folder: PretrainedFolder, planned: PretrainedShape) -> None:

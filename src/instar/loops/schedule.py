@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from instar.config.budget import Counters
 from instar.config.files import read_regular
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.sections import Operation
 from instar.growth.engine.peers import Peers
 from instar.growth.live.grow import PreparedGrowth, optimizers_of, prepare_with
@@ -86,7 +86,7 @@ class GrowthSchedule:
             else json.dumps([*map(dict, schedule)])
         )
         budget = [] if steps is None else [f"train.until=[{steps}it]"]
-        self._config = load(None, [f"schedule={given}", *budget], (mistakes,)).config
+        self._config = load_config(None, [f"schedule={given}", *budget], (mistakes,)).config
         self.entries = schedule_entries(self._config)
         self.steps, self.tokens_per_step, self.seed = steps, tokens_per_step, seed
         self._check()

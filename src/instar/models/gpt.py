@@ -26,7 +26,15 @@ from instar.checkpoint.store import check_finite, load_checkpoint
 from instar.models.architecture import Architecture
 from instar.models.cost import materializes_scores, repeats_keys
 from instar.models.experts import ExpertMLP, load_balancing_loss
-from instar.models.layers import HeadNorm, Norm, ShortConv, activate, embedding, is_masked, linear
+from instar.models.layers import (
+    HeadNorm,
+    Norm,
+    ShortConv,
+    activate,
+    embedding,
+    is_masked,
+    make_linear,
+)
 from instar.models.lora import adapter_of
 from instar.models.loss import each_cross_entropy, head_cross_entropy
 from instar.models.shape import ArchitectureError, Parameter
@@ -61,7 +69,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block(arch, table, layer) for layer in range(arch.n_layer))
         self.final_norm = Norm(arch, table, "final_norm")
         if not arch.tied:
-            self.head = linear(arch, table, "head")
+            self.head = make_linear(arch, table, "head")
         if arch.mask is not None:
             self.register_buffer("openings", torch.empty(arch.sizes()[arch.mask.axis]), False)
         self.reset_buffers()
@@ -253,12 +261,12 @@ class _Attention(nn.Module):
         name = f"blocks.{layer}.attn"
         self.layer = layer
         self.head_dim, self.dropout = arch.head_dim, arch.dropout
-        self.query = linear(arch, table, f"{name}.query")
-        self.key = linear(arch, table, f"{name}.key")
-        self.value = linear(arch, table, f"{name}.value")
+        self.query = make_linear(arch, table, f"{name}.query")
+        self.key = make_linear(arch, table, f"{name}.key")
+        self.value = make_linear(arch, table, f"{name}.value")
         self.q_norm = HeadNorm(arch) if arch.qk_norm else None
         self.k_norm = HeadNorm(arch) if arch.qk_norm else None
-        self.output = linear(arch, table, f"{name}.output")
+        self.output = make_linear(arch, table, f"{name}.output")
         self.masked = is_masked(arch, "heads")
 
     def heads(
@@ -347,9 +355,11 @@ class _MLP(nn.Module):
         super().__init__()
         self.activation = arch.activation
         self.masked = is_masked(arch, "mlp")
-        self.gate = linear(arch, table, f"{name}.gate") if arch.activation == "swiglu" else None
-        self.up = linear(arch, table, f"{name}.up")
-        self.down = linear(arch, table, f"{name}.down")
+        self.gate = (
+            make_linear(arch, table, f"{name}.gate") if arch.activation == "swiglu" else None
+        )
+        self.up = make_linear(arch, table, f"{name}.up")
+        self.down = make_linear(arch, table, f"{name}.down")
 
     def forward(self, x_BTD: Tensor, openings_M: Tensor | None) -> tuple[Tensor, None]:
         h_BTM = self.up(x_BTD)

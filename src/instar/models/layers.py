@@ -213,7 +213,7 @@ def embedding(table: Mapping[str, Parameter], name: str, adapter: Lora | None) -
     return layer
 
 
-def linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -> Linear:
+def make_linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -> Linear:
     outputs, inputs = table[f"{name}.weight"].shape
     layer = Linear(inputs, outputs, bias=f"{name}.bias" in table)
     layer.adapt(table, name, adapter_of(arch.lora, name))

@@ -251,7 +251,7 @@ def check_table(task: str, shape: Growable, actual: Mapping[str, tuple[int, ...]
             )
 
 
-def check_buffers(task: str, shape: Growable, facts: ModuleFacts) -> None:
+def check_shape_buffers(task: str, shape: Growable, facts: ModuleFacts) -> None:
     """Raises ConfigError if a buffer of the shape's table is missing in the model or differs."""
     for name, entry in buffers_of(shape).items():
         if facts.buffers.get(name) != entry.shape:

@@ -30,7 +30,7 @@ _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal
 """handled by doing nothing: commands would inherit SIG_IGN"""
 
 
-def main() -> None:
+def serve_requests() -> None:
     """Serve requests until the launcher is gone and every shim has ended."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
@@ -310,4 +310,4 @@ def _drain(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_requests()

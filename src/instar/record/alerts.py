@@ -39,7 +39,7 @@ from instar.record.events import (
     to_words,
 )
 from instar.record.recorder import Sink
-from instar.record.redact import error_text
+from instar.record.redact import redacted_error
 from instar.record.rundir import RunDir
 
 SMOOTHING_WINDOW = 5
@@ -230,9 +230,9 @@ class Notifier:
         self._run = run
         self._targets: list[Callable[[dict[str, Any]], None]] = []
         if argv:
-            self._targets.append(lambda payload: run_command(argv, payload, timeout_s))
+            self._targets.append(lambda payload: run_alert_command(argv, payload, timeout_s))
         if webhook:
-            self._targets.append(lambda payload: post(webhook, payload, timeout_s))
+            self._targets.append(lambda payload: post_alert(webhook, payload, timeout_s))
         self._queue: queue.Queue[Alert | None] = queue.Queue(QUEUE_ALERTS)
         self._failures: deque[str] = deque()
         self._thread: threading.Thread | None = None
@@ -262,7 +262,7 @@ class Notifier:
 
     def _work(self) -> None:
         while (alert := self._queue.get()) is not None:
-            payload = to_json(self._run, alert)
+            payload = alert_payload(self._run, alert)
             for deliver in self._targets:
                 try:
                     deliver(payload)
@@ -270,7 +270,7 @@ class Notifier:
                     self._failures.append(f"an alert could not be delivered: {error}")
 
 
-def to_json(run: RunDir, alert: Alert) -> dict[str, Any]:
+def alert_payload(run: RunDir, alert: Alert) -> dict[str, Any]:
     """Returns the payload of an alert; `text` is a sentence, as chat webhooks expect."""
     return {
         "text": f"{run.path.name}: {alert.message}",
@@ -283,7 +283,7 @@ def to_json(run: RunDir, alert: Alert) -> dict[str, Any]:
     }
 
 
-def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) -> None:
+def run_alert_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) -> None:
     """Runs a program without a shell, with `payload` as JSON on its stdin and in its environment.
 
     Raises:
@@ -312,7 +312,7 @@ def run_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) 
         raise RuntimeError(f"its program {exit_text(status)}")
 
 
-def post(address: str, payload: dict[str, Any], timeout_s: float) -> None:
+def post_alert(address: str, payload: dict[str, Any], timeout_s: float) -> None:
     """Sends `payload` as JSON by POST, with `user:password@` of the address as Basic authentication.
 
     Raises:
@@ -336,7 +336,7 @@ def post(address: str, payload: dict[str, Any], timeout_s: float) -> None:
         with urllib.request.urlopen(request, timeout=timeout_s):
             pass
     except Exception as error:  # of several kinds, if the address is malformed
-        raise OSError(error_text(error, (address,))) from None
+        raise OSError(redacted_error(error, (address,))) from None
 
 
 class AlertSink:

@@ -18,11 +18,11 @@ from instar.distributed.signals import detach_closed_streams
 from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Train
 from instar.record.format import (
     TOK,
+    encodable_as,
     eval_line,
     finished_lines,
     header_line,
     operation_lines,
-    printable,
     saved_line,
     sizes_text,
     train_line,
@@ -149,7 +149,7 @@ class PlainScreen:
         if self._stream is None:
             return
         try:
-            self._stream.write(printable(text, self._encoding) + "\n")
+            self._stream.write(encodable_as(text, self._encoding) + "\n")
             self._stream.flush()
         except (OSError, ValueError):
             _redirect_to_null(self._stream)
@@ -248,7 +248,7 @@ class LiveScreen:
     def _line(self, text: str, style: str) -> Text:
         from rich.text import Text
 
-        return Text(printable(text, self._encoding), style=style)
+        return Text(encodable_as(text, self._encoding), style=style)
 
     def _attempt(self, paint: Callable[[], object]) -> None:
         if self._broken:

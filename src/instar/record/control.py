@@ -44,7 +44,7 @@ class Request:
         self.path.unlink(missing_ok=True)
 
 
-def ask(folder: Path, command: Command) -> Request:
+def send_request(folder: Path, command: Command) -> Request:
     """Creates a request in a run's control folder.
 
     Raises:

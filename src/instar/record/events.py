@@ -419,7 +419,7 @@ def _word(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def encode(event: Event, now: float, segment: int) -> bytes:
+def encode_event(event: Event, now: float, segment: int) -> bytes:
     """Returns `event` as a line of the record, written at `now` (Unix seconds) in `segment`."""
     line: dict[str, Any] = {"v": VERSION, "kind": _kind(type(event))}
     line |= {"time": round(now, 3), "segment": segment}
@@ -449,7 +449,7 @@ def read_events(path: Path) -> Iterator[Event]:
     with file:
         for number, line in enumerate(file, 1):
             try:
-                event = decode(line)
+                event = decode_event(line)
             except NOT_AN_EVENT as error:
                 if not line.endswith(b"\n"):
                     return
@@ -461,7 +461,7 @@ def events_in(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
     """Yields the lines that are events, and their events; skips others."""
     for line in lines:
         try:
-            event = decode(line)
+            event = decode_event(line)
         except NOT_AN_EVENT:
             continue
         yield line, event
@@ -478,7 +478,7 @@ def decode_lines(block: bytes) -> list[Event]:
     return events
 
 
-def decode(line: bytes) -> Event:
+def decode_event(line: bytes) -> Event:
     """Decodes the event of one line.
 
     Raises:

@@ -297,7 +297,7 @@ def _amount(number: float, unit: str) -> str:
     return bytes_text(number) if unit == "B" else f"{number:,.0f} {unit}"
 
 
-def printable(text: str, encoding: str | None) -> str:
+def encodable_as(text: str, encoding: str | None) -> str:
     """Returns `text` as a stream of this encoding can show it, in ASCII if necessary."""
     encoding, text = encoding or "ascii", visible(text)
     try:

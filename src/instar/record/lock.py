@@ -33,7 +33,7 @@ def open_lock(path: Path) -> int:
     return descriptor
 
 
-def try_lock(descriptor: int, kind: int) -> bool:
+def try_flock(descriptor: int, kind: int) -> bool:
     """Try to take a lock; return False if another process holds it.
 
     Raises:
@@ -67,7 +67,7 @@ def lock_owner(path: Path) -> int | None:
     None also if this user may not read the lock; see `lock_readable`.
     """
     with suppress(OSError), open_regular(path) as file:
-        if not try_lock(file.fileno(), fcntl.LOCK_SH):
+        if not try_flock(file.fileno(), fcntl.LOCK_SH):
             name = named_holder(file.fileno())
             return name.pid if name else 0
     return None
@@ -77,7 +77,7 @@ def lock_readable(path: Path) -> bool:
     """Whether a `lock_owner` of None means that no process of this machine holds the lock."""
     try:
         with open_regular(path) as file:
-            return try_lock(file.fileno(), fcntl.LOCK_SH)
+            return try_flock(file.fileno(), fcntl.LOCK_SH)
     except OSError:
         return False
 

@@ -24,7 +24,7 @@ from instar.record.events import (
     RecordError,
     RunStarted,
     Warn,
-    encode,
+    encode_event,
 )
 
 SYNC_EVERY_S = 10.0
@@ -137,7 +137,7 @@ class Recorder:
             event = msgspec.structs.replace(event, message=redacted(event.message))
         segment = self.segment + isinstance(event, RunStarted)
         try:
-            self._file.append(encode(event, self._clock(), segment))
+            self._file.append(encode_event(event, self._clock(), segment))
         except OSError as error:
             raise RecordError(f"cannot write {self.path}: {error.strerror}") from error
         self.segment = segment

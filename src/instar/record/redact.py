@@ -18,7 +18,7 @@ address, but for its password, are none"""
 LENGTH = 300
 
 
-def error_text(
+def redacted_error(
     error: BaseException,
     secrets: Iterable[str | None] = (),
     environ: Mapping[str, str] = os.environ,

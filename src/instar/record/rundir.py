@@ -32,7 +32,7 @@ from instar.record.lock import (
     lock_owner,
     named_holder,
     open_lock,
-    try_lock,
+    try_flock,
     write_holder,
 )
 
@@ -173,7 +173,7 @@ def check_folders(run: RunDir) -> None:
 
 def _lock_or_warn(descriptor: int, run: RunDir, warn: Callable[[str], None]) -> bool:
     try:
-        return try_lock(descriptor, fcntl.LOCK_EX)
+        return try_flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

@@ -17,7 +17,7 @@ import msgspec
 from instar.config.errors import ConfigError, ConfigProblem, InstarError, SourceLocation
 from instar.config.fields import values
 from instar.config.files import read_regular
-from instar.config.load import Loaded, load
+from instar.config.load import Loaded, load_config
 from instar.config.origins import place_of
 from instar.record.atomic import replace_file
 from instar.record.rundir import RunDir
@@ -73,7 +73,7 @@ def read_start(run: RunDir) -> StartFolder | None:
         return None
 
 
-def base_of(run: RunDir, paths: Mapping[str, Any]) -> Path:
+def paths_folder(run: RunDir, paths: Mapping[str, Any]) -> Path:
     """Return the folder in which the run's relative paths lead somewhere: where it was started, wherever
     that is now, or the current folder.
 
@@ -171,10 +171,10 @@ def begun_in(
     """
     run, overrides = RunDir(run.path.absolute()), absolute(overrides)
     try:
-        config_values = values(load(str(run.config), checks=(), import_task=False).config)
+        config_values = values(load_config(str(run.config), checks=(), import_task=False).config)
     except InstarError:  # said when it is loaded again
         return run, Path.cwd(), overrides
-    base, start, key = base_of(run, config_values), read_start(run), "data.path"
+    base, start, key = paths_folder(run, config_values), read_start(run), "data.path"
     paths = [text.partition("=")[2] for text in overrides if text.startswith(f"{key}=")]
     data_path = config_values.get(key)
     if paths and _is_there(Path(paths[-1])):

@@ -19,7 +19,7 @@ from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
 from instar.config.fields import values
 from instar.config.language import LanguageConfig
-from instar.config.load import load as load_config
+from instar.config.load import load_config
 from instar.data.text.dataset import open_data
 from instar.growth.analysis import (
     NO_ATTENTION,
@@ -33,7 +33,7 @@ from instar.models.gpt import load_gpt
 from instar.models.graph_shape import GraphShape
 from instar.models.shape import ArchitectureError, Fixed, Parameter
 from instar.record.rundir import RunDir
-from instar.record.start_folder import base_of
+from instar.record.start_folder import paths_folder
 from instar.run.origin.resume import began_with, rewind_step
 from instar.run.step.stepper import to_device
 from instar.schedule.operations import effective, history_from_json
@@ -130,7 +130,7 @@ def _attention(path: Path, manifest: Manifest) -> tuple[tuple[HeadEntropy, ...],
         model = load_gpt(path)
         # the data's location may have changed since: take it from the current config
         config = load_config(str(folder.config), checks=(), import_task=False).config
-        base, now = base_of(folder, values(config)), config.data.path
+        base, now = paths_folder(folder, values(config)), config.data.path
         place = str(base / now) if now and not base.samefile(".") else now
         dataset = open_data(run.data.model_copy(update={"path": place}), run.data_seed)
         if manifest.data and dataset.fingerprint != manifest.data:

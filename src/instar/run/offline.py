@@ -33,7 +33,7 @@ from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
 from instar.config.errors import ConfigError, InstarError
 from instar.config.fields import CAUSAL_LM, LANGUAGE, from_values, root_of
 from instar.config.files import read_regular
-from instar.config.load import load as load_config
+from instar.config.load import load_config
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.config.user_code import what_happened
@@ -108,7 +108,7 @@ class _Result:
     state: State
 
 
-def grow(
+def grow_checkpoint(
     source: Checkpoint, out: Path, operations: Sequence[Operation], *, check: bool = False
 ) -> OfflineGrowth:
     """Create the run `out`, with one checkpoint: `source` after `operations`.

@@ -23,7 +23,7 @@ from instar.distributed.failure import (
 )
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal, training_started
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 from instar.record.atomic import finish_deleting
 from instar.record.console import open_console, silent_console
 from instar.record.progress import Display, showing
@@ -152,7 +152,7 @@ def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branche
 def _joined(request: RunRequest, log: RankLog, signal: StopSignal) -> Iterator[RankContext]:
     """Context manager: this rank in the process group, with its console. A collective."""
     parallel, device = request.loaded.config.parallel, request.loaded.config.device
-    with ExitStack() as record, join(parallel, device) as world, ExitStack() as live:
+    with ExitStack() as record, join_group(parallel, device) as world, ExitStack() as live:
         console = open_console() if world.is_main else silent_console()
         record.enter_context(closing(console))
         display = Display(lambda: console.screen, owns=False) if world.is_main else None

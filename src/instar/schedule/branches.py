@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from instar.config.document import show
+from instar.config.document import value_text
 from instar.config.errors import nearest
 from instar.config.fields import is_fixed, is_launch_only, values, with_values
 from instar.config.schema import RunConfig
@@ -87,7 +87,7 @@ def branch_folder(trunk: Path, name: str) -> Path:
         ValueError: the name could lead elsewhere.
     """
     if not _is_name(name):
-        raise ValueError(f"{show(name)} is not the name of a branch")
+        raise ValueError(f"{value_text(name)} is not the name of a branch")
     trunk = trunk.absolute()
     return trunk.with_name(f"{trunk.name}.{name}")
 
@@ -101,7 +101,7 @@ def branch_problems(operation: Operation) -> Iterator[Finding]:
     options = operation.options
     if not _is_name(operation.value):
         problem_text = (
-            f"must be the branch's name, a part of its folder's, got {show(operation.value)}"
+            f"must be the branch's name, a part of its folder's, got {value_text(operation.value)}"
         )
         yield "value", problem_text, "use letters, digits, - and _"
     for option in options:
@@ -116,24 +116,32 @@ def branch_problems(operation: Operation) -> Iterator[Finding]:
     iters, decay = options.get("iters"), options.get("decay")
     if not _is_count(iters) or iters == 0:
         problem_text = (
-            "is missing" if iters is None else f"must be a positive whole number, got {show(iters)}"
+            "is missing"
+            if iters is None
+            else f"must be a positive whole number, got {value_text(iters)}"
         )
         yield "iters", problem_text, "give the steps that the branch makes after the trunk's"
     elif decay is not None and not (_is_count(decay) and decay <= iters):
-        problem_text = f"must be a whole number from 0 to iters ({iters:,}), got {show(decay)}"
+        problem_text = (
+            f"must be a whole number from 0 to iters ({iters:,}), got {value_text(decay)}"
+        )
         yield "decay", problem_text, "the rate falls in the last n steps of the branch"
     overrides = options.get("set")
     if overrides is not None and not isinstance(overrides, Mapping):
-        yield "set", f"must have keys of the config, got {show(overrides)}", "{train.batch_size: 8}"
+        yield (
+            "set",
+            f"must have keys of the config, got {value_text(overrides)}",
+            "{train.batch_size: 8}",
+        )
     if type(options.get("train", True)) is not bool:
         hint = "false: only `instar resume BRANCH` trains it"
-        yield "train", f"must be true or false, got {show(options['train'])}", hint
+        yield "train", f"must be true or false, got {value_text(options['train'])}", hint
     schedule = options.get(OPERATIONS)
     if schedule is not None and not (
         isinstance(schedule, list | tuple)
         and all(isinstance(change, Mapping) for change in schedule)
     ):
-        yield OPERATIONS, f"must be a list of operations, got {show(schedule)}", ""
+        yield OPERATIONS, f"must be a list of operations, got {value_text(schedule)}", ""
 
 
 def _is_count(value: Any) -> bool:

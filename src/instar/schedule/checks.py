@@ -11,7 +11,7 @@ from instar.config.budget import COUNTED, parse_budget
 from instar.config.checks import cross_checks
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.fields import with_values
-from instar.config.load import Brought, Loaded, load
+from instar.config.load import Brought, Loaded, load_config
 from instar.config.origins import SCHEDULE
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
@@ -33,7 +33,7 @@ def load_checked(
         ConfigError: with all problems of both.
     """
     checks = (cross_checks, mistakes)
-    return load(path, overrides, checks, import_task=import_task, weights=weights)
+    return load_config(path, overrides, checks, import_task=import_task, weights=weights)
 
 
 def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:

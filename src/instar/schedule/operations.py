@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from instar.config.document import show
+from instar.config.document import value_text
 from instar.config.errors import nearest
 from instar.config.fields import with_values
 from instar.config.schema import RunConfig
@@ -333,7 +333,7 @@ def check_operation(operation: Operation) -> None:
     if name == "reset_lr_schedule":
         # schedules in which every operation has a value also give one here; it has no effect
         if value is not None and not isinstance(value, int | float):
-            raise OperationError(name, "value", f"must be left out, got {show(value)}")
+            raise OperationError(name, "value", f"must be left out, got {value_text(value)}")
     elif name in ("freeze", "unfreeze"):
         texts = [value] if isinstance(value, str) else value
         if not (isinstance(texts, list | tuple) and texts and all(map(_is_pattern, texts))):
@@ -341,7 +341,7 @@ def check_operation(operation: Operation) -> None:
                 name,
                 "value",
                 "must be a pattern of parameter names, such as 'blocks.0.*', or a list of them, "
-                f"got {show(value)}",
+                f"got {value_text(value)}",
             )
     else:
         _check_number(name, value)
@@ -355,11 +355,11 @@ def _check_number(name: str, value: Any) -> None:
     kind = "whole number" if name.startswith("set_") and name != "set_lr" else "number"
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and value > 0):
-        raise OperationError(name, "value", f"must be a positive {kind}, got {show(value)}")
+        raise OperationError(name, "value", f"must be a positive {kind}, got {value_text(value)}")
     if not value <= LARGEST:
-        raise OperationError(name, "value", f"must be at most {LARGEST:g}, got {show(value)}")
+        raise OperationError(name, "value", f"must be at most {LARGEST:g}, got {value_text(value)}")
     if kind == "whole number" and value != int(value):
-        raise OperationError(name, "value", f"must be a whole number, got {show(value)}")
+        raise OperationError(name, "value", f"must be a whole number, got {value_text(value)}")
 
 
 def _check_result(operation: Operation, settings: Settings, architecture: Growable) -> None:

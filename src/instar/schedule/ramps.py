@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from instar.config.document import show
+from instar.config.document import value_text
 from instar.schedule.settings import Settings
 
 CONTEXT = frozenset({"set_context", "change_context"})
@@ -37,7 +37,7 @@ def refused_options(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str
             yield option, f"is not an option of {name}, {has}"
         elif not (isinstance(value, str) and value in allowed[option]):
             *allowed_before, last = allowed[option]
-            yield option, f"must be {', '.join(allowed_before)} or {last}, got {show(value)}"
+            yield option, f"must be {', '.join(allowed_before)} or {last}, got {value_text(value)}"
 
 
 def with_options(before: Settings, after: Settings, options: Mapping[str, Any]) -> Settings:

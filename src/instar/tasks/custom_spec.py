@@ -24,7 +24,7 @@ from instar.data.user_source import loader_batch
 from instar.distributed.failure import exits_fail
 from instar.models.module import check_trainable, persistent_buffers
 from instar.models.shape import Fixed, Growable, ModuleFacts
-from instar.models.table import check_buffers, check_table
+from instar.models.table import check_shape_buffers, check_table
 from instar.tasks.custom import NEEDED, CustomTask
 from instar.tasks.sources import digest_of_sources
 from instar.tasks.task import SampleSetSpec, SavedModel
@@ -54,7 +54,7 @@ class CustomSpec(SampleSetSpec):
             shape = Fixed(tuple(shapes.items()))
         else:
             check_table(config.task, shape, shapes)
-            check_buffers(config.task, shape, _facts_in(module))
+            check_shape_buffers(config.task, shape, _facts_in(module))
         first = tuple(map(weakref.ref, module.parameters()))
         del module
         data, unused_batch = _opened(task, config)

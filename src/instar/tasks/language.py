@@ -40,7 +40,7 @@ class LanguageSpec(TextSpec):
 
     @classmethod
     def resolved(cls, loaded: Loaded, vocab_size: int) -> Architecture:
-        return resolved(loaded, vocab_size)
+        return described_shape(loaded, vocab_size)
 
     @classmethod
     def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _module(shape: Architecture) -> GPT:
     return GPT(shape)
 
 
-def resolved(loaded: Loaded, vocab_size: int) -> Architecture:
+def described_shape(loaded: Loaded, vocab_size: int) -> Architecture:
     """Return the shape that the config describes.
 
     Raises:

@@ -25,14 +25,14 @@ def digest_of_sources(task: str) -> str:
 
 @cache
 def _digest(task: str, place: Path) -> str:  # noqa: ARG001
-    files = source_files(task) if ":" in task else ()
+    files = task_files(task) if ":" in task else ()
     hashed = xxhash.xxh3_64()
     for name, content in sorted(files):
         hashed.update(f"{name}\n{len(content)}\n".encode() + content)
     return hashed.hexdigest() if files else ""
 
 
-def source_files(task: str) -> tuple[tuple[str, bytes], ...]:
+def task_files(task: str) -> tuple[tuple[str, bytes], ...]:
     """Return the files of a task by their names within its folder: its module, the packages around it, and what
     these import from there."""
     modules = [file for file in module_files(task) if file.is_file()]

@@ -26,7 +26,7 @@ from instar.data.text.token_bytes import token_bytes
 from instar.data.text.tokenizer import (
     Tokenizer,
     folder_of,
-    load_tokenizer,
+    load_saved_tokenizer,
     named_tokenizer,
     prompt_tokens,
     tokenizer_files,
@@ -78,7 +78,7 @@ class TextSpec(TaskSpec):
     @classmethod
     def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:
         config = _text(loaded.config)
-        data.prepare_data(config.data, config.data_seed, world_size, say)
+        data.create_dataset_files(config.data, config.data_seed, world_size, say)
         if config.data.kind == "chat":
             for remark in data.lost_conversations(config.data, config.data_seed, config.context):
                 say(f"note: {remark}")
@@ -144,7 +144,9 @@ class TextSpec(TaskSpec):
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:
         """Bytes of text of each token; None if unknown, or if the data are not prepared."""
-        return None if self.dataset is None else token_bytes(load_tokenizer(self.dataset.path))
+        return (
+            None if self.dataset is None else token_bytes(load_saved_tokenizer(self.dataset.path))
+        )
 
     @property
     def opened(self) -> DataSet:
@@ -165,7 +167,7 @@ class TextSpec(TaskSpec):
     @property
     def run_files(self) -> dict[str, Path]:
         """The tokenizer's files, and those beside it that belong to an export."""
-        names = tokenizer_files(load_tokenizer(self.opened.path))
+        names = tokenizer_files(load_saved_tokenizer(self.opened.path))
         of_tokenizer = {name: self.opened.path / name for name in names}
         folder, files = folder_of(self.config.data.tokenizer), dict[str, Path]()
         if folder is not None:

@@ -7,7 +7,7 @@ import pytest
 from dashboards import make_run
 
 from instar.extensions.board import catalog
-from instar.extensions.board.app import unseen
+from instar.extensions.board.app import unread_row
 from instar.extensions.board.catalog import Catalog
 from instar.record.rundir import RunDir
 
@@ -31,7 +31,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_what_has_changed_is_looked_at_again(tmp_path: Path) -> None:
     runs = [make_run(tmp_path, f"run-aaaa{letter}", steps=2) for letter in "abc"]
     looks = Looks()
-    list_runs = Catalog(tmp_path, looks, unseen)
+    list_runs = Catalog(tmp_path, looks, unread_row)
     for _ in range(3):
         list_runs.refresh()
     assert sorted(looks.names) == [run.path.name for run in runs]
@@ -50,7 +50,7 @@ def test_where_there_is_no_time_to_look_at_all_each_has_its_turn(
     for letter in "abc":
         make_run(tmp_path, f"run-aaaa{letter}", steps=2)
     looks = Looks()
-    list_runs = Catalog(tmp_path, looks, unseen)
+    list_runs = Catalog(tmp_path, looks, unread_row)
     list_runs.refresh()
     rows, _ = list_runs.since(0)
     assert len(looks.names) == 1
@@ -65,6 +65,6 @@ def test_where_there_is_no_time_to_look_at_all_each_has_its_turn(
 
 def test_a_folder_that_is_a_run_is_the_only_one(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run-aaaaa", steps=2)
-    list_runs = Catalog(run.path, Looks(), unseen)
+    list_runs = Catalog(run.path, Looks(), unread_row)
     assert list_runs.find("run-aaaaa") == RunDir(run.path.resolve())
     assert list_runs.find("logs") is None

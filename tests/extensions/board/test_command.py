@@ -28,7 +28,9 @@ def test_the_page_is_opened_in_a_browser_if_asked(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    monkeypatch.setattr(serve, "serve", lambda _, address, __: os.close(address.descriptor))
+    monkeypatch.setattr(
+        serve, "serve_dashboard", lambda _, address, __: os.close(address.descriptor)
+    )
     result = CliRunner().invoke(dashboard, [str(tmp_path / "later"), "--port", "0", "-e"])
     assert result.exit_code == 0
     printed, token = result.stdout.strip().split("?token=")

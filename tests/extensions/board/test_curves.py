@@ -13,19 +13,19 @@ from records import make_run
 from shown_runs import START, place, started, steps, told_run, write
 
 from instar.extensions.board.curves import SIGNIFICANT_FIGURES, _rounded, chart_data
-from instar.logs.read.record import AXES, read
+from instar.logs.read.record import AXES, read_record
 from instar.record.events import OperationEvent, Train
 
 
 def test_a_run_is_json_without_words_for_numbers(tmp_path: Path) -> None:
-    data = chart_data(read(told_run(tmp_path / "told-r7f3a")))
+    data = chart_data(read_record(told_run(tmp_path / "told-r7f3a")))
     assert json.loads(msgspec.json.encode(data)) == json.loads(json.dumps(data, allow_nan=False))
     assert (data["id"], data["name"], data["state"]) == ("r7f3a", "told", "finished")
     assert "val/loss:error" not in data["series"]
 
 
 def test_what_was_superseded_is_apart(tmp_path: Path) -> None:
-    loss = chart_data(read(told_run(tmp_path / "told")))["series"]["loss"]
+    loss = chart_data(read_record(told_run(tmp_path / "told")))["series"]["loss"]
     assert loss["x"]["step"] == list(range(1, 41))
     (lost,) = loss["superseded"]
     assert lost["segment"] == 1
@@ -34,14 +34,14 @@ def test_what_was_superseded_is_apart(tmp_path: Path) -> None:
 
 
 def test_every_axis_has_as_many_places_as_there_are_values(tmp_path: Path) -> None:
-    for found in chart_data(read(told_run(tmp_path / "told")))["series"].values():
+    for found in chart_data(read_record(told_run(tmp_path / "told")))["series"].values():
         for piece in [found, *found["superseded"]]:
             assert set(piece["x"]) == set(AXES)
             assert {len(xs) for xs in piece["x"].values()} == {len(piece["value"])}
 
 
 def test_spikes_survive_thinning(tmp_path: Path) -> None:
-    record = read(make_run(tmp_path / "made", 20_000, spikes=3))
+    record = read_record(make_run(tmp_path / "made", 20_000, spikes=3))
     values = chart_data(record, 200, metrics=["loss"])["series"]["loss"]["value"]
     assert len(values) <= 200
     assert sum(value > 40 for value in values) == 3
@@ -51,12 +51,12 @@ def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     lines = [
         (Train(loss=loss, **place(n)), 1) for n, loss in enumerate([2.0, math.nan, math.inf, 1.0])
     ]
-    data = chart_data(read(write(tmp_path / "gap", [(started(), 1), *lines])))
+    data = chart_data(read_record(write(tmp_path / "gap", [(started(), 1), *lines])))
     assert data["series"]["loss"]["value"] == [2.0, None, None, 1.0]
 
 
 def test_marks_say_what_happened_where(tmp_path: Path) -> None:
-    marks = chart_data(read(told_run(tmp_path / "told")))["marks"]
+    marks = chart_data(read_record(told_run(tmp_path / "told")))["marks"]
     kinds = [mark["kind"] for mark in marks]
     assert kinds == ["operation", "checkpoint", "checkpoint", "alert", "failed", "resume", "stop"]
     grown = marks[0]
@@ -72,7 +72,7 @@ def test_marks_say_what_happened_where(tmp_path: Path) -> None:
 
 
 def test_a_resume_stands_at_its_step_and_at_its_own_time(tmp_path: Path) -> None:
-    marks = chart_data(read(told_run(tmp_path / "told")))["marks"]
+    marks = chart_data(read_record(told_run(tmp_path / "told")))["marks"]
     (resume,) = [mark for mark in marks if mark["kind"] == "resume"]
     assert resume["x"]["step"] == 30
     assert resume["x"]["tokens"] == 128 * 30
@@ -81,7 +81,9 @@ def test_a_resume_stands_at_its_step_and_at_its_own_time(tmp_path: Path) -> None
 
 
 def test_axes_and_metrics_can_be_chosen(tmp_path: Path) -> None:
-    data = chart_data(read(told_run(tmp_path / "told")), metrics=["lr", "nothing"], axes=["step"])
+    data = chart_data(
+        read_record(told_run(tmp_path / "told")), metrics=["lr", "nothing"], axes=["step"]
+    )
     assert list(data["series"]) == ["lr"]
     assert set(data["series"]["lr"]["x"]) == {"step"}
     assert set(data["marks"][0]["x"]) == {"step"}
@@ -89,7 +91,7 @@ def test_axes_and_metrics_can_be_chosen(tmp_path: Path) -> None:
 
 def test_names_that_are_not_unicode_are_escaped(tmp_path: Path) -> None:
     strange = tmp_path / "strange-\udcff"
-    data = chart_data(read(write(strange, [(started(), 1), *steps(1, 3)])))
+    data = chart_data(read_record(write(strange, [(started(), 1), *steps(1, 3)])))
     assert "\\udcff" in data["name"]
     msgspec.json.encode(data)
 
@@ -100,7 +102,7 @@ def test_an_operation_without_a_change_has_its_value_for_a_title(tmp_path: Path)
         *steps(1, 3),
         (OperationEvent(name="set_lr", value=0.5, **place(3)), 1),
     ]
-    (mark,) = chart_data(read(write(tmp_path / "set", lines)))["marks"]
+    (mark,) = chart_data(read_record(write(tmp_path / "set", lines)))["marks"]
     assert mark["title"] == "set_lr 0.5"
 
 

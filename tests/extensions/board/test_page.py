@@ -15,7 +15,7 @@ from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
 
 from instar.extensions.board import PLACES
-from instar.record.events import Alert, Branched, Eval, Saved, encode
+from instar.record.events import Alert, Branched, Eval, Saved, encode_event
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, hold
 
@@ -517,7 +517,7 @@ def test_branches_are_listed_below_their_trunk(browser: Browser, tmp_path: Path)
             branch, step = name.removeprefix("trunk."), 3 if name == "trunk.early" else 4
             place = {"checkpoint": f"step-{step}", "iters": 2, "decay": 2}
             first = Branched(name=branch, parent="trunk", step=step, **place)
-            run.events.write_bytes(encode(first, 0.0, 0) + run.events.read_bytes())
+            run.events.write_bytes(encode_event(first, 0.0, 0) + run.events.read_bytes())
     with served(tmp_path) as address, opened(browser, address) as seen:
         seen.page.locator("#sort").select_option("name")
         names = seen.page.locator("#runs .name")

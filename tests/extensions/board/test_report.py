@@ -26,7 +26,7 @@ from instar.extensions.board.report import inlined, panels, report_html, write_r
 from instar.extensions.delta.events import Delta
 from instar.logs.query import final_test
 from instar.logs.query.config import config_lines, config_values, derived_keys
-from instar.logs.read.record import read
+from instar.logs.read.record import read_record
 from instar.record.events import Event, Layers, OperationEvent, RecordError, SampleText, Warn
 from instar.record.rundir import RunDir
 
@@ -97,7 +97,7 @@ def told(tmp_path: Path) -> RunDir:
 
 
 def test_the_page_says_all_that_the_record_does(told: RunDir, shown: Shown) -> None:
-    said = words(shown(report_html([read(told)])))
+    said = words(shown(report_html([read_record(told)])))
     for text in (
         "told-r7f3a finished",
         "2L/32d, 24.1k parameters on cpu",
@@ -121,7 +121,7 @@ def test_the_page_says_all_that_the_record_does(told: RunDir, shown: Shown) -> N
 
 
 def test_only_what_is_not_at_its_default_is_marked(told: RunDir, shown: Shown) -> None:
-    marked = shown(report_html([read(told)])).locator("mark").all()
+    marked = shown(report_html([read_record(told)])).locator("mark").all()
     assert [
         (each.get_attribute("title"), " ".join(each.inner_text().split())) for each in marked
     ] == [
@@ -147,7 +147,7 @@ def test_a_long_value_is_folded_in_the_table_of_differences(tmp_path: Path, show
     other = operation.replace("0.5", "0.25")
     texts = [f"schedule: [{first}, {operation}]\n" for first in (operation, other)]
     runs = [
-        read(write(tmp_path / f"run{n}", [(started(), 1), *steps(1, 2)], text))
+        read_record(write(tmp_path / f"run{n}", [(started(), 1), *steps(1, 2)], text))
         for n, text in enumerate(texts)
     ]
     page = shown(report_html(runs))
@@ -170,7 +170,9 @@ def test_configs_differ_in_the_keys_whose_values_differ(tmp_path: Path, shown: S
         "two": "seed: 2  # --set\noptimizer:\n  lr: 0.001\ntrain:\n  until: [9it]\n",
         "graph": "task: graph\nmodel:\n  heads:\n    - {name: h, kind: regression}\n",
     }
-    one, two, graph = (read(write(tmp_path / name, lines, text)) for name, text in texts.items())
+    one, two, graph = (
+        read_record(write(tmp_path / name, lines, text)) for name, text in texts.items()
+    )
     assert told_apart(shown(report_html([one, two]))) == {
         "seed": ["1", "2"],
         "model.n_layer": ["2", "4"],
@@ -189,7 +191,7 @@ def test_a_config_that_cannot_be_read_is_told_apart_from_nothing(
     lines = [(started(), 1), *steps(1, 2)]
     texts = ("seed: 1\n", "seed: 2\n", "mdoel: {}\n")
     runs = [write(tmp_path / f"run{n}", lines, text) for n, text in enumerate(texts)]
-    page = shown(report_html([read(run) for run in runs]))
+    page = shown(report_html([read_record(run) for run in runs]))
     assert told_apart(page) == {"seed": ["1", "2", ""]}
     assert f"Not compared: {runs[2].config}: unknown key" in words(page)
     assert config_lines(RunDir(tmp_path / "none")) == []
@@ -225,7 +227,7 @@ def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path, shown: Shown) -
         (Warn(message=HOSTILE), 1),
     ]
     folder = tmp_path / HOSTILE.replace("/", "-")
-    text = report_html([read(write(folder, lines, f"name: {HOSTILE}  # {HOSTILE}\n"))])
+    text = report_html([read_record(write(folder, lines, f"name: {HOSTILE}  # {HOSTILE}\n"))])
     page = Tags(text)
     assert [attributes for tag, attributes in page.tags if tag == "script"] == [
         {"type": "application/json", "id": "data"},
@@ -254,7 +256,7 @@ def test_several_runs_have_a_row_each(tmp_path: Path, shown: Shown) -> None:
     second = write(
         tmp_path / "told-bbbbb", [(started(), 1), *steps(1, 30)], "name: told\nseed: 2\n"
     )
-    text = report_html([read(first), read(second)])
+    text = report_html([read_record(first), read_record(second)])
     opened = shown(text)
     said = words(opened)
     assert "2 runs" in said
@@ -266,7 +268,7 @@ def test_several_runs_have_a_row_each(tmp_path: Path, shown: Shown) -> None:
 
 
 def test_every_metric_is_in_one_panel(told: RunDir) -> None:
-    record = read(told)
+    record = read_record(told)
     shown = [metric for panel in panels([record]) for metric in panel.metrics]
     assert len(shown) == len(set(shown))
     assert set(shown) == {name for name in record.metrics if not name.endswith(":error")}
@@ -279,7 +281,7 @@ def test_layers_are_one_panel_in_their_order(tmp_path: Path) -> None:
     lines.append((Layers(grad_norm=dict.fromkeys(names, 1.0), update_ratio={}, **place(1)), 1))
     grown = (*names, "blocks.10", "blocks.2")
     lines.append((Layers(grad_norm=dict.fromkeys(grown, 1.0), update_ratio={}, **place(2)), 1))
-    (panel,) = [p for p in panels([read(write(tmp_path / "run", lines))]) if p.log]
+    (panel,) = [p for p in panels([read_record(write(tmp_path / "run", lines))]) if p.log]
     assert [name.removeprefix("grad_norm/") for name in panel.metrics] == [
         "embedding",
         "blocks.0",
@@ -296,7 +298,7 @@ def test_deltas_are_panels_and_their_layers_one(tmp_path: Path) -> None:
     lines.append((Delta(number=0, anchor=True, **size, **place(1)), 1))
     shares = {"density": 0.5, "overlap": 0.25, "layers": {"blocks.0": 1.0, "blocks.1": 0.0}}
     lines.append((Delta(number=1, anchor=False, **size, **shares, **place(2)), 1))
-    found = {panel.metrics for panel in panels([read(write(tmp_path / "run", lines))])}
+    found = {panel.metrics for panel in panels([read_record(write(tmp_path / "run", lines))])}
     by_layer = ("delta_density/blocks.0", "delta_density/blocks.1")
     assert {("delta_density",), ("delta_overlap",), ("delta_bytes",), by_layer} < found
 
@@ -325,7 +327,7 @@ def test_a_record_without_a_run_in_it_is_refused_or_told_of(
     run = write(tmp_path / "odd", [])
     run.events.write_bytes(content)
     try:
-        record = read(run)
+        record = read_record(run)
     except RecordError:
         return
     assert "odd" in words(shown(report_html([record])))
@@ -351,7 +353,7 @@ def test_odd_values_are_shown_or_refused(told: RunDir, shown: Shown, changes: li
     odd.path.mkdir(exist_ok=True)
     odd.events.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     try:
-        record = read(odd)
+        record = read_record(odd)
     except RecordError:
         return
     assert "odd" in words(shown(report_html([record])))
@@ -359,11 +361,11 @@ def test_odd_values_are_shown_or_refused(told: RunDir, shown: Shown, changes: li
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, shown: Shown) -> None:
     run = write(tmp_path / "new", [(started(), 1)])
-    assert "new crashed" in words(shown(report_html([read(run)])))
+    assert "new crashed" in words(shown(report_html([read_record(run)])))
 
 
 def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
-    text = report_html([read(make_run(tmp_path / "made", 20_000, evals=400, rewinds=3))])
+    text = report_html([read_record(make_run(tmp_path / "made", 20_000, evals=400, rewinds=3))])
     assert len(text.encode()) < 5_000_000
     assert sum(value > 40 for value in runs_of(text)[0]["series"]["loss"]["value"] if value) == 3
 
@@ -375,7 +377,7 @@ def test_the_page_of_a_run_that_had_much_to_say_stays_small(tmp_path: Path, show
         lines.append((Layers(grad_norm=layers, update_ratio=layers, **place(step)), 1))
         lines.append((Warn(message="x" * 10_000, step=step), 1))
         lines.append((OperationEvent(name="override", change="y" * 10_000, **place(step)), 1))
-    text = report_html([read(write(tmp_path / "loud", lines))])
+    text = report_html([read_record(write(tmp_path / "loud", lines))])
     assert len(text.encode()) < 5_000_000
     assert "Operations 600 earlier ones are left out" in words(shown(text))
 
@@ -422,7 +424,7 @@ def write_final_test(run: RunDir) -> None:
 
 def test_the_final_test_is_drawn(told: RunDir, shown: Shown) -> None:
     write_final_test(told)
-    page = shown(report_html([read(told)]))
+    page = shown(report_html([read_record(told)]))
     said = words(page)
     assert "5,000 samples, weights of step 40 (best)" in said
     assert "kind/accuracy 0.9750 0.0025" in said
@@ -443,7 +445,7 @@ def test_without_pyarrow_it_says_what_is_missing(
 ) -> None:
     write_final_test(told)
     monkeypatch.setattr(final_test, "find_spec", lambda _: None)
-    page = shown(report_html([read(told)]))
+    page = shown(report_html([read_record(told)]))
     assert final_test.NO_PYARROW in words(page).replace("’", "'")
     assert "kind/accuracy 0.9750" in words(page)
     assert page.locator("svg.scatter").count() == 0
@@ -453,7 +455,7 @@ def test_without_pyarrow_it_says_what_is_missing(
 def test_a_broken_test_is_said_to_be_broken(told: RunDir, file: str, shown: Shown) -> None:
     write_final_test(told)
     (told.path / "test" / file).write_bytes(b"PAR1 {")
-    assert f"test/{file} cannot be read" in words(shown(report_html([read(told)])))
+    assert f"test/{file} cannot be read" in words(shown(report_html([read_record(told)])))
 
 
 @pytest.fixture(scope="module")
@@ -693,7 +695,9 @@ def test_on_paper_it_is_light_and_every_chart_whole(
 
 
 def test_tables_of_eight_runs_stay_on_the_paper(browser: Browser, tmp_path: Path) -> None:
-    records = [read(told_run(tmp_path / f"a-run-with-a-long-name-{number}")) for number in range(8)]
+    records = [
+        read_record(told_run(tmp_path / f"a-run-with-a-long-name-{number}")) for number in range(8)
+    ]
     path = tmp_path / "eight.html"
     path.write_text(report_html(records), encoding="utf-8")
     rights = (

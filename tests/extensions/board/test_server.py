@@ -21,16 +21,16 @@ from figures import FULL
 from written_runs import written
 
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.extensions.board import server as connection
 from instar.extensions.board.cli import dashboard as command
 from instar.extensions.board.report import report_html
-from instar.extensions.board.server import Ending, bind, configured
+from instar.extensions.board.server import Ending, bind, server_config
 from instar.logs.query.config import config_values
-from instar.logs.read.record import read
+from instar.logs.read.record import read_record
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.record.trackers.tracker import flat
+from instar.record.trackers.tracker import flat_config
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_there_is_always_a_token(folder: Path, host: tuple[str, ...]) -> None:
 def test_the_address_that_a_browser_is_started_with_is_good_once(tmp_path: Path) -> None:
     address = bind("127.0.0.1", 0, None)
     os.close(address.descriptor)
-    app = configured(tmp_path, address, Ending()).app
+    app = server_config(tmp_path, address, Ending()).app
     transport = httpx.ASGITransport(app=app)
 
     async def enter(url: str) -> list[int]:
@@ -523,9 +523,9 @@ def test_secrets_of_a_config_are_shown_nowhere(tmp_path: Path) -> None:
     run = written(tmp_path / "grow-aaaaa", {10: 2.0, 20: 1.0}, config=secrets)
     other = written(tmp_path / "grow-bbbbb", {10: 2.0, 20: 1.0})
     assert "SECRET" in run.config.read_text()
-    text = report_html([read(run)]) + report_html([read(run), read(other)])
+    text = report_html([read_record(run)]) + report_html([read_record(run), read_record(other)])
     text += repr(config_values([run, other])) + str(
-        flat(load(str(run.config), checks=()).config.model_dump())
+        flat_config(load_config(str(run.config), checks=()).config.model_dump())
     )
     with served(tmp_path) as address, asking(address) as client:
         text += client.get("/api/runs/grow-aaaaa/config").text

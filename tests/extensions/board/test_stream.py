@@ -10,7 +10,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import Message
 
 from instar.extensions.board import stream as live
-from instar.extensions.board.app import row, unseen
+from instar.extensions.board.app import catalog_row, unread_row
 from instar.extensions.board.catalog import Catalog
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -25,7 +25,9 @@ def run(tmp_path: Path) -> RunDir:
 
 def stream(run: RunDir, is_ending: bool = False) -> live.EventStream:
     asked = QueryParams([("run", f"{run.path.name}:0"), ("metric", "loss")])
-    return live.stream(Catalog(run.path.parent, row, unseen), asked, "", lambda: is_ending)
+    return live.page_stream(
+        Catalog(run.path.parent, catalog_row, unread_row), asked, "", lambda: is_ending
+    )
 
 
 async def request_then_nothing(told: list[Message]) -> Message:
@@ -78,7 +80,7 @@ def test_it_ends_with_its_page_and_with_its_server(run: RunDir, why: str) -> Non
 
 
 def test_a_place_in_an_unknown_form_is_the_beginning(run: RunDir) -> None:
-    catalog = Catalog(run.path.parent, row, unseen)
+    catalog = Catalog(run.path.parent, catalog_row, unread_row)
     for text in ("one-aaaaa:-1", "one-aaaaa:x", f"one-aaaaa:{'9' * 99}", "one-aaaaa:²"):
         for last_id in ("", "nonsense", "a.1|", "a.1|x|y"):
             news = live.PageUpdates(catalog, QueryParams([("run", text), ("seen", "?")]), last_id)
@@ -89,7 +91,7 @@ def test_a_page_that_is_far_behind_misses_no_line_after_its_curves_are_read_agai
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "BEHIND_BYTES", 10)
-    catalog = Catalog(run.path.parent, row, unseen)
+    catalog = Catalog(run.path.parent, catalog_row, unread_row)
     news = live.PageUpdates(catalog, QueryParams([("run", "one-aaaaa:0"), ("metric", "loss")]))
     line = msgspec.json.encode(train(6, 1.0)) + b"\n"
     with run.events.open("ab") as file:
@@ -102,7 +104,7 @@ def test_a_page_that_is_far_behind_misses_no_line_after_its_curves_are_read_agai
 
 
 def test_what_was_told_is_not_told_again(run: RunDir) -> None:
-    catalog = Catalog(run.path.parent, row, unseen)
+    catalog = Catalog(run.path.parent, catalog_row, unread_row)
     asked = QueryParams([("run", "one-aaaaa:0"), ("run", "gone:7"), ("metric", "loss")])
     news = live.PageUpdates(catalog, asked)
     assert news.poll()

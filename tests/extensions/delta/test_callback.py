@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta import callback as module
 from instar.extensions.delta.callback import DeltaCallback
-from instar.extensions.delta.chain import links, load, verify
+from instar.extensions.delta.chain import links, load_state, verify_chain
 
 Train = Callable[..., Trainer]
 TOKENS = {"bos_token_id": 0, "eos_token_id": 0}
@@ -76,9 +76,9 @@ def test_links_hold_the_weights_of_the_trainers_own_checkpoints(
     train()
     folder = tmp_path / "deltas"
     assert steps(folder) == [(n, n == 0) for n in range(7)]
-    verify(folder)
+    verify_chain(folder)
     for step in (3, 6):
-        ours, theirs = load(folder, step), saved(tmp_path / "out" / f"checkpoint-{step}")
+        ours, theirs = load_state(folder, step), saved(tmp_path / "out" / f"checkpoint-{step}")
         assert ours.keys() == {*theirs, "lm_head.weight"}
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -90,7 +90,7 @@ def test_tied_weights_are_stored_once_and_load_into_the_model(train: Train, tmp_
     assert last.aliases == {"lm_head.weight": "transformer.wte.weight"}
     assert last.elements == trainer.model.num_parameters()
     other = GPT2LMHeadModel(trainer.model.config)
-    other.load_state_dict(load(tmp_path / "deltas", 2))
+    other.load_state_dict(load_state(tmp_path / "deltas", 2))
     assert torch.equal(other.lm_head.weight, trainer.model.lm_head.weight)
 
 
@@ -104,14 +104,14 @@ def test_resume_from_checkpoint_goes_on_with_the_chain(train: Train, tmp_path: P
     train(resume=last, lr_scheduler_type="constant")
     assert links(folder)[:7] == before
     assert steps(folder)[7:] == [(3, True), (4, False), (5, False), (6, False)]
-    verify(folder)
+    verify_chain(folder)
     for number in (6, 10):
-        assert all(torch.equal(whole[name], w) for name, w in load(folder, number).items())
+        assert all(torch.equal(whole[name], w) for name, w in load_state(folder, number).items())
 
 
 def test_frozen_parameters_are_in_the_anchor_and_never_change(train: Train, tmp_path: Path) -> None:
     model = train(frozen="wte").model
-    first, last = (load(tmp_path / "deltas", number) for number in (0, 6))
+    first, last = (load_state(tmp_path / "deltas", number) for number in (0, 6))
     assert torch.equal(first["transformer.wte.weight"], last["transformer.wte.weight"])
     assert not torch.equal(first["transformer.wpe.weight"], last["transformer.wpe.weight"])
     assert torch.equal(last["transformer.wte.weight"], model.transformer.wte.weight)
@@ -119,7 +119,7 @@ def test_frozen_parameters_are_in_the_anchor_and_never_change(train: Train, tmp_
 
 def test_weights_are_rounded_to_the_precision_of_the_training(train: Train, tmp_path: Path) -> None:
     model = train(bf16=True).model
-    stored = load(tmp_path / "deltas", 6)
+    stored = load_state(tmp_path / "deltas", 6)
     assert all(torch.equal(w, model.state_dict()[n].bfloat16()) for n, w in stored.items())
 
 

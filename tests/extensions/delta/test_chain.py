@@ -14,7 +14,14 @@ from chains import after, first, same, save
 from safetensors.torch import load_file
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.chain import append, checkout, find, links, load, verify
+from instar.extensions.delta.chain import (
+    append,
+    check_out_state,
+    find_link,
+    links,
+    load_state,
+    verify_chain,
+)
 from instar.extensions.delta.format import folder as folders
 from instar.extensions.delta.format.folder import INDEX
 
@@ -31,35 +38,35 @@ def test_every_state_comes_back_bit_for_bit(chain: Path, tmp_path: Path) -> None
         (number, 10 * number, "anchor" if number in (0, 5) else "delta") for number in range(8)
     ]
     for number, state in enumerate(states):
-        assert same(load(chain, number), state)
-    checkout(chain, 7, tmp_path / "out.safetensors")
+        assert same(load_state(chain, number), state)
+    check_out_state(chain, 7, tmp_path / "out.safetensors")
     assert same(load_file(tmp_path / "out.safetensors"), states[7])
-    assert verify(chain) == links(chain)
-    assert find(links(chain), step=30).number == 3
+    assert verify_chain(chain) == links(chain)
+    assert find_link(links(chain), step=30).number == 3
 
 
 def test_growth_starts_a_new_anchor(chain: Path) -> None:
     save(chain, 2)
-    grown = load(chain) | {"embedding": torch.zeros(64, 32), "layer.1.weight": torch.ones(3)}
-    assert append(chain, 20, grown, load(chain)).kind == "anchor"
+    grown = load_state(chain) | {"embedding": torch.zeros(64, 32), "layer.1.weight": torch.ones(3)}
+    assert append(chain, 20, grown, load_state(chain)).kind == "anchor"
     assert append(chain, 30, grown, grown).kind == "delta"
-    assert same(load(chain, 3), grown)
-    verify(chain)
+    assert same(load_state(chain, 3), grown)
+    verify_chain(chain)
 
 
 def test_numbers_go_on_without_a_base(chain: Path) -> None:
     states = save(chain, 3)
     link = append(chain, 10, states[1], None)
     assert (link.number, link.kind) == (3, "anchor")
-    assert find(links(chain), step=10).number == 3
-    verify(chain)
+    assert find_link(links(chain), step=10).number == 3
+    verify_chain(chain)
 
 
 def test_an_unchanged_state_is_a_link_of_a_few_hundred_bytes(chain: Path) -> None:
     state = first()
     append(chain, 0, state, None)
     assert append(chain, 1, state, state).size_bytes < 500
-    assert same(load(chain), state)
+    assert same(load_state(chain), state)
 
 
 def test_tied_tensors_are_saved_once_under_the_first_name(chain: Path, tmp_path: Path) -> None:
@@ -69,16 +76,16 @@ def test_tied_tensors_are_saved_once_under_the_first_name(chain: Path, tmp_path:
     link = append(chain, 1, state, {name: tensor.clone() for name, tensor in state.items()})
     assert link.kind == "delta"
     assert link.aliases == {"lm_head.weight": "wte.weight"}
-    checkout(chain, 1, tmp_path / "out")
+    check_out_state(chain, 1, tmp_path / "out")
     assert load_file(tmp_path / "out").keys() == {"wte.weight", "bias"}
-    assert load(chain)["lm_head.weight"] is not None
-    assert same(load(chain), state)
+    assert load_state(chain)["lm_head.weight"] is not None
+    assert same(load_state(chain), state)
 
 
 def test_tensors_may_be_views(chain: Path) -> None:
     state = {"a": torch.arange(12.0).view(3, 4).T, "b": torch.arange(12.0)[::3]}
     append(chain, 0, state, None)
-    assert same(load(chain), {name: tensor.contiguous() for name, tensor in state.items()})
+    assert same(load_state(chain), {name: tensor.contiguous() for name, tensor in state.items()})
 
 
 def test_a_base_that_is_not_the_last_state_is_refused(chain: Path) -> None:
@@ -88,7 +95,7 @@ def test_a_base_that_is_not_the_last_state_is_refused(chain: Path) -> None:
         append(chain, 3, after(states[2], 3), states[1])
     assert {path.name for path in chain.iterdir()} == before
     append(chain, 3, after(states[2], 3), states[2])
-    verify(chain)
+    verify_chain(chain)
 
 
 def test_another_writer_is_excluded(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +142,9 @@ def test_what_fails_leaves_the_chain_as_it_was(
             else:
                 assert fatal
                 break
-        verify(chain)
-        assert same(load(chain), states[1])
-    assert same(load(chain), new)
+        verify_chain(chain)
+        assert same(load_state(chain), states[1])
+    assert same(load_state(chain), new)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -195,7 +202,7 @@ def test_every_damage_to_the_chain_is_named(
     save(chain, 8)
     damage(chain)
     with pytest.raises(CheckpointError, match=named):
-        verify(chain)
+        verify_chain(chain)
 
 
 @pytest.mark.parametrize("name", ["anchor-0.safetensors", "link-1.delta", "link-2.delta", INDEX])
@@ -207,16 +214,16 @@ def test_any_flipped_byte_is_found_and_its_file_named(chain: Path, name: str) ->
         damaged[at] ^= 1 << at % 8
         (chain / name).write_bytes(damaged)
         with pytest.raises(CheckpointError, match=name):
-            verify(chain)
+            verify_chain(chain)
     (chain / name).write_bytes(whole)
-    verify(chain)
+    verify_chain(chain)
 
 
 def test_a_chain_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no chain"):
         links(tmp_path)
     with pytest.raises(CheckpointError, match="there is no chain"):
-        load(tmp_path / "missing")
+        load_state(tmp_path / "missing")
 
 
 def test_a_state_that_is_not_there_is_refused(chain: Path) -> None:
@@ -224,7 +231,7 @@ def test_a_state_that_is_not_there_is_refused(chain: Path) -> None:
     with pytest.raises(
         CheckpointError, match="number 9 is not in the chain, which has numbers 0 to 1"
     ):
-        load(chain, 9)
+        load_state(chain, 9)
 
 
 def test_weights_that_become_tied_or_separate_begin_a_new_anchor(tmp_path: Path) -> None:
@@ -240,7 +247,7 @@ def test_weights_that_become_tied_or_separate_begin_a_new_anchor(tmp_path: Path)
         "delta",
         "anchor",
     ]
-    verify(tmp_path / "chain")
+    verify_chain(tmp_path / "chain")
     for number, state in enumerate([separate, tied, tied, separate]):
-        found = load(tmp_path / "chain", number)
+        found = load_state(tmp_path / "chain", number)
         assert all(torch.equal(found[name], state[name]) for name in state)

@@ -13,11 +13,11 @@ from instar.extensions.delta.format.encoding import (
     Coding,
     EncodingError,
     Words,
-    apply,
+    apply_block,
     changed_mask,
     compress,
     decompress,
-    encode,
+    encode_block,
 )
 
 CODINGS = [Coding(floating, absolute) for floating in (False, True) for absolute in (False, True)]
@@ -40,12 +40,12 @@ def pairs(dtype: str) -> st.SearchStrategy[tuple[Words, Words]]:
 def test_what_is_applied_is_what_was_encoded(coding: Coding, pair: tuple[Words, Words]) -> None:
     old, new = pair
     words = old.copy()
-    difference = encode(old, new, coding)
+    difference = encode_block(old, new, coding)
     if difference is None:
         assert np.array_equal(old, new)
     else:
         assert difference.changed == np.count_nonzero(old != new)
-        apply(difference, words, coding)
+        apply_block(difference, words, coding)
     assert np.array_equal(words, new)
 
 
@@ -54,9 +54,9 @@ def test_bits_are_compared_not_values() -> None:
     new = old.copy()
     new[0], new[2] = 0x80000000, 0x7FC00001  # -0, and a NaN with a payload
     words = old.copy()
-    difference = encode(old, new, Coding(True))
+    difference = encode_block(old, new, Coding(True))
     assert difference is not None
-    apply(difference, words, Coding(True))
+    apply_block(difference, words, Coding(True))
     assert difference.changed == 2
     assert np.array_equal(words, new)
 
@@ -64,7 +64,7 @@ def test_bits_are_compared_not_values() -> None:
 def test_a_step_of_one_unit_is_one_byte_whatever_the_sign_and_exponent() -> None:
     floats = np.array([1.0, -1.0, 2.0**-126, -(2.0**100), 0.0, 1.9999999] * 100, np.float32)
     new = np.nextafter(floats, np.float32(np.inf)).view(np.uint32)
-    difference = encode(floats.view(np.uint32), new, Coding(True))
+    difference = encode_block(floats.view(np.uint32), new, Coding(True))
     assert difference is not None
     assert len(difference.values) == 1
 
@@ -82,14 +82,17 @@ def drifted(share: float, size: int = 1 << 18) -> tuple[Words, Words]:
 @pytest.mark.parametrize(("share", "least"), [(0.002, 500), (0.012, 124), (0.075, 27), (0.5, 7)])
 def test_small_drift_is_small(share: float, least: float) -> None:
     old, new = drifted(share)
-    difference = encode(old, new, Coding(True))
+    difference = encode_block(old, new, Coding(True))
     assert difference is not None
     assert old.nbytes / difference.size_bytes > least
 
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_many_changes_are_dense_and_few_are_not(absolute: bool) -> None:
-    few, most = encode(*drifted(0.1), Coding(True, absolute)), encode(*drifted(1), Coding(True))
+    few, most = (
+        encode_block(*drifted(0.1), Coding(True, absolute)),
+        encode_block(*drifted(1), Coding(True)),
+    )
     assert few is not None
     assert most is not None
     assert few.gaps is not None
@@ -99,7 +102,7 @@ def test_many_changes_are_dense_and_few_are_not(absolute: bool) -> None:
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
 def test_changed_words_are_known_without_the_words(share: float) -> None:
     old, new = drifted(share, 1000)
-    difference = encode(old, new, Coding(True))
+    difference = encode_block(old, new, Coding(True))
     assert difference is not None
     assert np.array_equal(changed_mask(difference, 1000), old != new)
 
@@ -107,11 +110,11 @@ def test_changed_words_are_known_without_the_words(share: float) -> None:
 def test_new_words_can_be_written_twice_and_over_some_of_themselves() -> None:
     old, new = drifted(0.05, 1000)
     coding = Coding(True, absolute=True)
-    difference = encode(old, new, coding)
+    difference = encode_block(old, new, coding)
     assert difference is not None
     words = np.concatenate([new[:300], old[300:]])
     for _ in range(2):
-        apply(difference, words, coding)
+        apply_block(difference, words, coding)
         assert np.array_equal(words, new)
 
 
@@ -129,7 +132,7 @@ FOREIGN = {
 def test_what_does_not_fit_a_block_is_refused_and_changes_nothing(difference: BlockDelta) -> None:
     words = np.arange(8, dtype="<u2")
     with pytest.raises(EncodingError):
-        apply(difference, words, Coding(False))
+        apply_block(difference, words, Coding(False))
     assert np.array_equal(words, np.arange(8))
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from instar.checkpoint.store import load_checkpoint
 from instar.cli.main import main
 from instar.config.errors import ConfigError
-from instar.config.load import load as load_config
+from instar.config.load import load_config
 from instar.extensions.delta import config
 from instar.extensions.delta import writer as writing
-from instar.extensions.delta.chain import Link, links, load, verify
+from instar.extensions.delta.chain import Link, links, load_state, verify_chain
 from instar.extensions.delta.events import Delta
-from instar.extensions.delta.format.folder import Index, write_index
-from instar.logs.read.record import read
+from instar.extensions.delta.format.folder import Index, write_chain_index
+from instar.logs.read.record import read_record
 from instar.record.events import read_events
 from instar.record.rundir import RunDir
 from instar.run.loop.checkpointing import finish_extensions
@@ -95,11 +95,11 @@ def test_a_checkpoint_and_the_delta_of_its_step_hold_the_same_weights(
     )
     folder = folder_of(run)
     assert steps(folder) == [(0, True), (2, False), (4, False), (6, True), (8, False)]
-    verify(folder)
+    verify_chain(folder)
     for step in (4, 8):
         weights = saved_weights(run.parts.saver.root, step)
         rounded = {name: tensor.to(stored) for name, tensor in weights.items()}
-        assert same_bits(load(folder, link_of(folder, step).number), rounded)
+        assert same_bits(load_state(folder, link_of(folder, step).number), rounded)
 
 
 def test_deltas_are_recorded_with_their_density_and_are_curves(
@@ -118,7 +118,7 @@ def test_deltas_are_recorded_with_their_density_and_are_curves(
     assert {"blocks.0", "blocks.1"} < set(third.layers)
     assert first.size_bytes > 0
     assert third.samples == 2 * 8
-    record = read(RunDir(tmp_path))
+    record = read_record(RunDir(tmp_path))
     assert record.series("delta_density").step.tolist() == list(range(1, 9))
     assert record.series("delta_overlap").value[0] == third.overlap
     assert record.series("delta_density/blocks.0").value[1] == third.layers["blocks.0"]
@@ -137,7 +137,7 @@ def test_growth_starts_an_anchor(trainer: Make) -> None:
     run = trained(trainer("checkpoint.delta.every=1", grows, "checkpoint.on_growth=true"))
     folder = folder_of(run)
     assert steps(folder) == [(n, n in (0, 3)) for n in range(9)]
-    stored = load(folder, link_of(folder, 3).number)
+    stored = load_state(folder, link_of(folder, 3).number)
     assert same_bits(stored, saved_weights(run.parts.saver.root, 3))
 
 
@@ -153,9 +153,9 @@ def test_a_resume_from_an_older_step_leaves_the_links_after_it_and_starts_an_anc
     assert links(folder)[: len(before)] == before
     assert steps(folder)[9:] == [(n, n == 4) for n in range(4, 9)]
     assert [link.number for link in links(folder)] == list(range(14))
-    verify(folder)
+    verify_chain(folder)
     weights = {name: p.detach() for name, p in again.parts.stepper.parameters.items()}
-    assert same_bits(load(folder, links(folder)[-1].number), weights)
+    assert same_bits(load_state(folder, links(folder)[-1].number), weights)
 
 
 def test_a_resume_from_the_last_step_goes_on_with_the_same_chain(place: Place) -> None:
@@ -183,7 +183,7 @@ def test_two_ranks_write_one_chain(place: Place) -> None:
     assert codes(children) == [0, 0], said(children)
     folder = run_dir / "deltas"
     assert steps(folder) == [(n, n == 0) for n in range(5)]
-    assert same_bits(load(folder, 4), saved_weights(run_dir, 4))
+    assert same_bits(load_state(folder, 4), saved_weights(run_dir, 4))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -203,9 +203,10 @@ def test_a_delta_that_cannot_be_saved_stops_all_ranks_saved(place: Place, ranks:
     (run_dir / "deltas.aside").rename(run_dir / "deltas")
     children = place.resume(run_dir, ranks=ranks)
     assert set(codes(children)) == {0}, said(children)
-    verify(run_dir / "deltas")
+    verify_chain(run_dir / "deltas")
     assert same_bits(
-        load(run_dir / "deltas", links(run_dir / "deltas")[-1].number), saved_weights(run_dir, 20)
+        load_state(run_dir / "deltas", links(run_dir / "deltas")[-1].number),
+        saved_weights(run_dir, 20),
     )
     assert [event["step"] for event in events(run_dir, "delta")][-1] == 20
 
@@ -236,7 +237,7 @@ def test_no_checkpoint_is_published_before_the_deltas_that_it_covers(
         return publish(root, step, *arguments, **options)
 
     monkeypatch.setattr(writing, "append", slowly)
-    monkeypatch.setattr(saving, "publish", noted)
+    monkeypatch.setattr(saving, "publish_checkpoint", noted)
     settings = f"checkpoint.asynchronous={str(asynchronous).lower()}"
     run = trainer(
         "checkpoint.delta.every=1", "checkpoint.every_steps=2", "train.until=[6it]", settings
@@ -257,7 +258,7 @@ def test_a_chain_that_ends_before_the_latest_checkpoint_is_not_said_to_be_whole(
     assert "5 states, 0 to 4, are whole" in capsys.readouterr().out
     *_, before, last = links(folder)
     last.file.unlink()
-    write_index(folder, Index(0, before.number, before.result_hash))
+    write_chain_index(folder, Index(0, before.number, before.result_hash))
     for words in (["verify"], ["log"]):
         assert main(["delta", *words, str(folder)]) == 0
         out, error = capsys.readouterr()

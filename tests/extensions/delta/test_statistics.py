@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from instar.extensions.delta.chain import append
-from instar.extensions.delta.format.statistics import layer_of, statistics
+from instar.extensions.delta.format.statistics import layer_name, statistics
 
 SIZE = 1000
 
@@ -65,4 +65,4 @@ def test_overlap_after_an_anchor_is_unknown(tmp_path: Path) -> None:
     ],
 )
 def test_layers_are_named_by_their_number(name: str, layer: str) -> None:
-    assert layer_of(name) == layer
+    assert layer_name(name) == layer

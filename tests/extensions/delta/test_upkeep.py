@@ -9,9 +9,9 @@ import pytest
 from chains import after, same, save
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.chain import append, links, load, verify
+from instar.extensions.delta.chain import append, links, load_state, verify_chain
 from instar.extensions.delta.format.folder import INDEX
-from instar.extensions.delta.upkeep import gc, rebuild_index, squash
+from instar.extensions.delta.upkeep import rebuild_index, remove_states, squash_links
 from instar.record import atomic
 
 
@@ -21,35 +21,35 @@ class Killed(BaseException):
 
 def test_squashed_links_have_one_result(tmp_path: Path) -> None:
     states = save(tmp_path, 9)
-    link = squash(tmp_path, 6, 7)
+    link = squash_links(tmp_path, 6, 7)
     assert (link.first, link.number) == (6, 7)
-    squash(tmp_path, 1, 4)
-    assert [each.number for each in verify(tmp_path)] == [0, 4, 5, 7, 8]
+    squash_links(tmp_path, 1, 4)
+    assert [each.number for each in verify_chain(tmp_path)] == [0, 4, 5, 7, 8]
     for number in (0, 4, 5, 7, 8):
-        assert same(load(tmp_path, number), states[number])
+        assert same(load_state(tmp_path, number), states[number])
     assert link in links(tmp_path)
-    squash(tmp_path, 7, 8)
-    assert same(load(tmp_path), states[8])
+    squash_links(tmp_path, 7, 8)
+    assert same(load_state(tmp_path), states[8])
     append(tmp_path, 90, after(states[8], 9), states[8])
-    verify(tmp_path)
+    verify_chain(tmp_path)
 
 
 @pytest.mark.parametrize(("first", "last"), [(3, 7), (5, 7), (7, 6)])
 def test_only_links_between_anchors_are_squashed(tmp_path: Path, first: int, last: int) -> None:
     save(tmp_path, 8)
     with pytest.raises(CheckpointError, match="cannot be squashed"):
-        squash(tmp_path, first, last)
-    assert len(verify(tmp_path)) == 8
+        squash_links(tmp_path, first, last)
+    assert len(verify_chain(tmp_path)) == 8
 
 
 def test_old_states_are_removed_up_to_an_anchor(tmp_path: Path) -> None:
     states = save(tmp_path, 8)
-    assert gc(tmp_path, 4) == []
-    assert len(gc(tmp_path, 6)) == 5
-    assert [link.number for link in verify(tmp_path)] == [5, 6, 7]
-    assert same(load(tmp_path), states[7])
+    assert remove_states(tmp_path, 4) == []
+    assert len(remove_states(tmp_path, 6)) == 5
+    assert [link.number for link in verify_chain(tmp_path)] == [5, 6, 7]
+    assert same(load_state(tmp_path), states[7])
     append(tmp_path, 80, after(states[7], 8), states[7])
-    assert verify(tmp_path)[-1].number == 8
+    assert verify_chain(tmp_path)[-1].number == 8
 
 
 @pytest.mark.parametrize("done", range(4))
@@ -68,10 +68,10 @@ def test_a_chain_is_whole_after_a_kill(
     with monkeypatch.context() as patch:
         patch.setattr(atomic, "remove_tree", removes)
         with pytest.raises(Killed) if done < 3 else nullcontext():
-            squash(tmp_path, 1, 4)
-    assert [link.number for link in verify(tmp_path)] == [0, 4, 5, 6, 7]
-    assert len(gc(tmp_path)) == max(0, 3 - done)
-    assert same(load(tmp_path, 4), states[4])
+            squash_links(tmp_path, 1, 4)
+    assert [link.number for link in verify_chain(tmp_path)] == [0, 4, 5, 6, 7]
+    assert len(remove_states(tmp_path)) == max(0, 3 - done)
+    assert same(load_state(tmp_path, 4), states[4])
     real, left = Path.unlink, iter(range(done))
 
     def unlinks(path: Path, missing_ok: bool = False) -> None:
@@ -82,8 +82,8 @@ def test_a_chain_is_whole_after_a_kill(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", unlinks)
         with pytest.raises(Killed) if done < 2 else nullcontext():
-            gc(tmp_path, 7)
-    assert [link.number for link in verify(tmp_path)] == [5, 6, 7]
+            remove_states(tmp_path, 7)
+    assert [link.number for link in verify_chain(tmp_path)] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("content", [None, b"{}\n"])
@@ -95,4 +95,4 @@ def test_a_lost_index_is_written_anew(tmp_path: Path, content: bytes | None) -> 
     with pytest.raises(CheckpointError, match=INDEX):
         append(tmp_path, 3, states[2], states[2])
     assert [link.number for link in rebuild_index(tmp_path)] == [0, 1, 2]
-    assert same(load(tmp_path), states[2])
+    assert same(load_state(tmp_path), states[2])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta import writer as writing
-from instar.extensions.delta.chain import links, load, verify
+from instar.extensions.delta.chain import links, load_state, verify_chain
 from instar.extensions.delta.format.folder import missing_steps
 from instar.extensions.delta.format.statistics import statistics
 from instar.extensions.delta.writer import COPIES, DeltaWriter
@@ -54,7 +54,7 @@ def test_weights_are_those_of_the_moment_of_the_save(writer: Open, tmp_path: Pat
         made.save(step, live)
     live["weight"][:] = 9.0
     made.flush()
-    assert [load(tmp_path / "deltas", n)["weight"].tolist() for n in range(4)] == [
+    assert [load_state(tmp_path / "deltas", n)["weight"].tolist() for n in range(4)] == [
         [float(n), 0.0] for n in range(4)
     ]
 
@@ -93,7 +93,7 @@ def test_wide_weights_are_rounded_and_others_are_not(writer: Open, tmp_path: Pat
     made.save(0, given)
     made.flush()
     expected = {**given, "wide": given["wide"].bfloat16()}
-    stored = load(tmp_path / "deltas", 0)
+    stored = load_state(tmp_path / "deltas", 0)
     assert stored == expected
     assert all(stored[name].dtype == tensor.dtype for name, tensor in expected.items())
 
@@ -123,9 +123,9 @@ def test_other_weights_or_another_step_start_an_anchor_and_lose_nothing(
     made.flush()
     folder = tmp_path / "deltas"
     assert steps(folder)[2:] == [(2, 2, False), (3, step, True), (4, step + 1, False)]
-    stored = [load(folder, number)["weight"].item() for number in range(5)]
+    stored = [load_state(folder, number)["weight"].item() for number in range(5)]
     assert stored == [0.0, 1.0, 2.0, value, value + 1]
-    verify(folder)
+    verify_chain(folder)
 
 
 def test_a_failure_is_kept_and_nothing_is_written_after_it(writer: Open, tmp_path: Path) -> None:

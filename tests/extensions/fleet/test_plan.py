@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from fleets import FleetPlace, planned, refused
 
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.extensions.fleet import doctor
 from instar.extensions.fleet.placement import LOCKS_VARIABLE
 from instar.extensions.fleet.plan import (
@@ -134,7 +134,9 @@ def test_text_of_a_matrix_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     for text, instance in zip(texts, plan.instances, strict=True):
         variables = variables_of(instance, ["record.sample_prompt"])
-        config = load("run.yaml", sets_of(plan.spec.jobs["train"], variables), checks=()).config
+        config = load_config(
+            "run.yaml", sets_of(plan.spec.jobs["train"], variables), checks=()
+        ).config
         assert config.record.sample_prompt == text
         assert (config.name, config.train.until, config.seed) == ("007", ("7it",), 7)
         assert config.data.source == "7"

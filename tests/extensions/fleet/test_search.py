@@ -32,7 +32,7 @@ from instar.extensions.fleet.state import (
     read_fleet_events,
 )
 from instar.extensions.fleet.view.rows import best_trial
-from instar.record.events import Eval, Train, encode
+from instar.record.events import Eval, Train, encode_event
 from instar.record.rundir import RunDir
 
 FLEET = """\
@@ -262,9 +262,11 @@ def test_evaluations_are_read_once_as_they_are_appended(tmp_path: Path) -> None:
     assert list(reader.new()) == []
 
     def line(step: int, loss: float) -> bytes:
-        return encode(Eval(step=step, split="val", loss=loss, extra={"accuracy": 0.5}), 1.0, 1)
+        return encode_event(
+            Eval(step=step, split="val", loss=loss, extra={"accuracy": 0.5}), 1.0, 1
+        )
 
-    first = encode(Train(step=1, loss=9.0), 1.0, 1) + line(0, 5.0) + line(4, 4.0)
+    first = encode_event(Train(step=1, loss=9.0), 1.0, 1) + line(0, 5.0) + line(4, 4.0)
     run.events.write_bytes(first + line(8, 3.0)[:-9])
     assert list(reader.new()) == [(4, 4.0)]
     run.events.write_bytes(first + line(8, 3.0))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from instar.cli.main import main as instar
 from instar.config.errors import ConfigError
-from instar.extensions.delta.chain import load
+from instar.extensions.delta.chain import load_state
 from instar.extensions.delta.events import Delta
 from instar.extensions.delta.format.folder import links
 from instar.extensions.grpo.data import load_questions
@@ -157,7 +157,7 @@ def test_every_step_is_a_delta_of_bf16_weights(tmp_path: Path) -> None:
     train_in(tmp_path, "latest", delta_every=1)
     chain = tmp_path / "checkpoints/deltas_arithmetic_seed42"
     assert [link.step for link in links(chain)] == [*range(STEPS + 1)]
-    last, saved = load(chain), weights(tmp_path)
+    last, saved = load_state(chain), weights(tmp_path)
     assert all(torch.equal(last[name], saved[name].bfloat16()) for name in saved)
     recorded = [each for each in events(tmp_path) if isinstance(each, Delta)]
     assert [each.step for each in recorded] == [*range(STEPS + 1)]

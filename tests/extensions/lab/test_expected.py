@@ -9,7 +9,7 @@ import pytest
 from sized import sized
 
 from instar.config.language import LanguageConfig
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.extensions.lab.expected import (
     EXPONENTS,
     TypicalSaving,
@@ -30,7 +30,7 @@ def foretold(preset: str, *settings: str) -> Forecast:
     """The forecast of 8 layers, at 7 tokens per parameter unless settings say otherwise."""
     base = ["model.n_layer=8", "model.n_embd=32", "model.context=32", "model.vocab_size=256"]
     base += ["train.batch_size=4", "train.until=6000it", f"preset={preset}"]
-    config = load(None, [*base, *settings]).config
+    config = load_config(None, [*base, *settings]).config
     assert isinstance(config, LanguageConfig)
     return forecast(config, sized(config, 10**7, 256), 1)
 
@@ -123,7 +123,7 @@ def test_one_model_saves_what_its_stages_are_worth() -> None:
 
 def test_in_json_what_was_not_measured_has_another_name(tmp_path: Path) -> None:
     told = foretold("family")
-    found = expected_saving(told, load(None), str(tmp_path / "run.yaml"))
+    found = expected_saving(told, load_config(None), str(tmp_path / "run.yaml"))
     given = json.loads(json.dumps(saving_values(found)))
     assert given["saving"] is None
     assert len(given["typical_saving"]["family"]) == 3

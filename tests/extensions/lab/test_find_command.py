@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from instar.config.load import load
+from instar.config.load import load_config
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -19,7 +19,7 @@ def test_the_rate_that_is_printed_can_be_put_into_the_config(instar: Instar, pla
     assert (place / "rates.png").read_bytes().startswith(b"\x89PNG")
     assert not (place / "runs").exists()
     key, value = line.split(": ")
-    set_to = load(str(place / "tiny.yaml"), [f"{key}={value}"]).config.optimizer.lr
+    set_to = load_config(str(place / "tiny.yaml"), [f"{key}={value}"]).config.optimizer.lr
     again = json.loads(instar("find", "lr", "tiny.yaml", "--steps", "8", "--json").stdout)
     assert again["settings"] == {"optimizer.lr": set_to}
     assert {run["steps"] for run in again["runs"]} == {2, 4, 8}

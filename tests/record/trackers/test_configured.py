@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.config.load import load
+from instar.config.load import load_config
 from instar.config.sections import AlertsConfig, RecordConfig, TrackersConfig
 from instar.record.trackers import TRACKERS
 from instar.record.trackers import configured as module
-from instar.record.trackers.configured import configured, missing
+from instar.record.trackers.configured import configured_trackers, missing_libraries
 from instar.record.trackers.mlflow import store_uri
 
 
@@ -25,24 +25,24 @@ def record(**sections: Any) -> RecordConfig:
 
 
 def test_nothing_is_mirrored_unless_asked_for() -> None:
-    assert configured(TrackersConfig()) == []
-    assert missing(RecordConfig()) == []
+    assert configured_trackers(TrackersConfig()) == []
+    assert missing_libraries(RecordConfig()) == []
 
 
 def test_empty_braces_choose_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("record:\n  trackers: {tensorboard: {}, wandb: {project: grow}, mlflow: {}}\n")
-    trackers = load(str(path), ["record.trackers.trackio={}"]).config.record.trackers
-    assert [each.name for each in configured(trackers)] == list(TRACKERS)
+    trackers = load_config(str(path), ["record.trackers.trackio={}"]).config.record.trackers
+    assert [each.name for each in configured_trackers(trackers)] == list(TRACKERS)
     assert trackers.wandb is not None
     assert (trackers.wandb.project, trackers.wandb.mode) == ("grow", "offline")
 
 
 def test_trackers_are_written_into_a_config_and_read_back_equal(tmp_path: Path) -> None:
-    loaded = load(None, ["record.trackers={wandb: {tags: [a, b]}, tensorboard: {}}"])
+    loaded = load_config(None, ["record.trackers={wandb: {tags: [a, b]}, tensorboard: {}}"])
     path = tmp_path / "run.yaml"
     path.write_text(loaded.to_yaml())
-    assert load(str(path)).config == loaded.config
+    assert load_config(str(path)).config == loaded.config
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_mistakes_are_told_with_what_was_meant(tmp_path: Path, text: str, said: 
     path = tmp_path / "a.yaml"
     path.write_text(f"record:\n  {text}\n")
     with pytest.raises(ConfigError) as caught:
-        load(str(path))
+        load_config(str(path))
     assert said in str(caught.value)
     assert f"{path}:2:" in str(caught.value)
 
@@ -77,7 +77,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
     monkeypatch.setattr(
         module, "find_spec", lambda package: None if package == name else find(package)
     )
-    (clash,) = missing(record(trackers={name: {} for name in TRACKERS}))
+    (clash,) = missing_libraries(record(trackers={name: {} for name in TRACKERS}))
     assert clash.keys == (f"record.trackers.{name}",)
     assert "not installed" in clash.message
     assert f"pip install 'instar[{name}]'" in clash.hint
@@ -86,9 +86,9 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
 def test_a_database_without_its_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     find = util.find_spec
     monkeypatch.setattr(module, "find_spec", lambda p: None if p == "sqlalchemy" else find(p))
-    (clash,) = missing(record(trackers={"mlflow": {"uri": "sqlite:///mlflow.db"}}))
+    (clash,) = missing_libraries(record(trackers={"mlflow": {"uri": "sqlite:///mlflow.db"}}))
     assert "sqlalchemy" in clash.message
-    assert missing(record(trackers={"mlflow": {"uri": "mlruns"}})) == []
+    assert missing_libraries(record(trackers={"mlflow": {"uri": "mlruns"}})) == []
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_database_without_its_library_is_told(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_nobody_to_be_told_is_a_mistake(alerts: dict[str, Any], said: str) -> None:
-    (clash,) = missing(record(alerts=alerts))
+    (clash,) = missing_libraries(record(alerts=alerts))
     assert said in clash.message
     assert clash.keys[0].startswith("record.alerts.")
 
@@ -110,7 +110,7 @@ def test_a_command_may_be_a_line_or_a_list() -> None:
     assert AlertsConfig(command=("sh", "-c", "echo a b")).argv == ("sh", "-c", "echo a b")
     assert AlertsConfig().argv == ()
     good = {"command": [sys.executable], "webhook": "http://127.0.0.1:8080/a"}
-    assert missing(record(alerts=good)) == []
+    assert missing_libraries(record(alerts=good)) == []
 
 
 def test_no_tool_is_imported_before_it_starts() -> None:
@@ -118,7 +118,7 @@ def test_no_tool_is_imported_before_it_starts() -> None:
         "import json, sys; from instar.record.trackers.configured import *;"
         "from instar.config.sections import RecordConfig;"
         "config = RecordConfig.model_validate({'trackers': {name: {} for name in TRACKERS}});"
-        "configured(config.trackers), missing(config);"
+        "configured_trackers(config.trackers), missing_libraries(config);"
         "print(json.dumps([name for name in [*TRACKERS, 'torch', 'numpy'] if name in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -26,10 +26,10 @@ from instar.record.events import (
     read_events,
 )
 from instar.record.recorder import Recorder
-from instar.record.redact import error_text
+from instar.record.redact import redacted_error
 from instar.record.rundir import RunDir
 from instar.record.trackers.sink import TrackerSink
-from instar.record.trackers.tracker import Ids, Outcome, TrackedRun, flat, outcome
+from instar.record.trackers.tracker import Ids, Outcome, TrackedRun, flat_config, outcome
 
 START = RunStarted(run_id="ab3cd")
 WAIT_S = 10.0
@@ -341,7 +341,7 @@ def test_a_config_is_flat_and_says_nothing_of_folders_and_addresses() -> None:
         "train": {"until": ["9it"], "clip": 1.0},
         "record": {"alerts": {"webhook": "https://example.org/secret"}},
     }
-    assert flat(config) == {
+    assert flat_config(config) == {
         "name": "demo",
         "preset": "[]",
         "train.until": '["9it"]',
@@ -378,5 +378,5 @@ def test_what_a_tracker_says_is_recorded_without_secrets(
 
 
 def test_a_text_in_which_a_secret_cannot_be_told_from_words_is_not_shown() -> None:
-    text = error_text(RuntimeError("cannot reach a"), ["https://u:a@host/"], {})
+    text = redacted_error(RuntimeError("cannot reach a"), ["https://u:a@host/"], {})
     assert text == "its text is not shown, since it may hold a secret"

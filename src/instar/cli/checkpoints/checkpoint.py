@@ -65,14 +65,14 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
     return EXIT_BROKEN if unreadable else 0
 
 
-@checkpoint.command()
+@checkpoint.command("inspect")
 @click.argument("where", metavar="CHECKPOINT|RUN|FOLDER", shell_complete=candidates.checkpoints)
 @click.option("--tensors", is_flag=True, help="Also list every tensor, its type and shape.")
 @click.option(
     "--config", "config_only", is_flag=True, help="Print the config that the run began with."
 )
 @json_option
-def inspect(where: str, tensors: bool, config_only: bool, as_json: bool) -> None:
+def inspect_checkpoint(where: str, tensors: bool, config_only: bool, as_json: bool) -> None:
     """Print the contents and origin of a checkpoint; of a RUN, the latest.
 
     Of a FOLDER that transformers saved: its family, axes and parameters, as `instar grow` knows them.
@@ -148,11 +148,11 @@ def _inspect_pretrained(path: Path, tensors: bool, as_json: bool) -> None:
         print_headers(headers)
 
 
-@checkpoint.command()
+@checkpoint.command("verify")
 @click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the run, not one.")
 @json_option
-def verify(where: str, every: bool, as_json: bool) -> int:
+def verify_checkpoints(where: str, every: bool, as_json: bool) -> int:
     """Verify every byte of a checkpoint against its manifest; of a RUN, the latest, and its pointers.
 
     Lists every broken and every unreadable file; the exit code is 3 if there is one.
@@ -180,26 +180,26 @@ def verify(where: str, every: bool, as_json: bool) -> int:
     return EXIT_BROKEN if dangling or any(check.unreadable for check in checks) else 0
 
 
-@checkpoint.command()
+@checkpoint.command("diff")
 @click.argument("a", metavar="A", shell_complete=candidates.checkpoints)
 @click.argument("b", metavar="B", shell_complete=candidates.checkpoints)
 @click.option(
     "--tensors", is_flag=True, help="List the tensors of all files, not only the model's."
 )
 @json_option
-def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
+def diff_checkpoints(a: str, b: str, tensors: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B (each a folder, or a run: its latest)."""
     from instar.checkpoint.compare import compare_facts, compare_tensors
     from instar.checkpoint.manifest import read_manifest
     from instar.cli.checkpoints.describe import print_facts, print_tensors
-    from instar.config.fields import differing
+    from instar.config.fields import differing_keys
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)
     with _with_advice(path_a):
         manifest_a = read_manifest(path_a)
     with _with_advice(path_b):
         manifest_b = read_manifest(path_b)
-    settings = differing([_settings(path_a, manifest_a), _settings(path_b, manifest_b)])
+    settings = differing_keys([_settings(path_a, manifest_a), _settings(path_b, manifest_b)])
     groups = {"settings": settings, **compare_facts(path_a, path_b)}
     compared = compare_tensors(path_a, path_b)
     if as_json:
@@ -218,11 +218,11 @@ def diff(a: str, b: str, tensors: bool, as_json: bool) -> None:
         print_tensors(compared, tensors)
 
 
-@checkpoint.command()
+@checkpoint.command("analyze")
 @click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.option("--against", metavar="CHECKPOINT|RUN", help="Default: the one saved before it.")
 @json_option
-def analyze(where: str, against: str | None, as_json: bool) -> None:
+def analyze_weights(where: str, against: str | None, as_json: bool) -> None:
     """Analyze how a checkpoint's model uses its capacity, and where it may be too small.
 
     Reports effective ranks of matrices and adapters, attention entropy over held-out tokens if the
@@ -243,7 +243,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
         print_analysis(analysis)
 
 
-@checkpoint.command()
+@checkpoint.command("export")
 @click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
 @click.argument("folder", type=NewFolder())
 @click.option("--to", "_to", type=click.Choice(["hf"]), required=True, help="hf: transformers.")
@@ -257,7 +257,7 @@ def analyze(where: str, against: str | None, as_json: bool) -> None:
     help="Largest file of weights; a larger model is several files.",
 )
 @json_option
-def export(
+def export_checkpoint(
     where: str, folder: Path, _to: str, ema: bool, max_shard_size: int, as_json: bool
 ) -> None:
     """Write the model into the new folder FOLDER, in the format of transformers.

@@ -47,7 +47,7 @@ def sizes(preset: str, layers: int) -> tuple[int, ...]:
     return (layers,)
 
 
-def shares(count: int) -> tuple[float, ...]:
+def stage_starts(count: int) -> tuple[float, ...]:
     """Return the shares of the budget at which each of `count` sizes but the first begins."""
     return tuple(round(GROWN_AT * n / (count - 1), 6) for n in range(1, count))
 
@@ -76,7 +76,7 @@ def _schedule(
     config: LanguageConfig, layers: tuple[int, ...], *, branches: bool
 ) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
-    for (before, after), share in zip(pairwise(layers), shares(len(layers)), strict=True):
+    for (before, after), share in zip(pairwise(layers), stage_starts(len(layers)), strict=True):
         when = {"at_fraction": share}
         if branches:
             iters = _branch_iters(config, share)
@@ -105,7 +105,7 @@ def _steps(config: LanguageConfig) -> int | None:
     return min(ends, default=None)
 
 
-def conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
+def preset_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield what keeps the selected preset from being expanded."""
     names = chosen(config)
     if config.sizes and not names:

@@ -21,7 +21,7 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.order import Int64Array
 from instar.data.source import IGNORED, check_indices
-from instar.data.split import Parts, divide_whole, whole
+from instar.data.split import Parts, divide_whole, whole_documents
 from instar.data.text.corpus import read_lines
 from instar.data.text.foreign.chat_template import (
     ASSISTANT,
@@ -164,8 +164,8 @@ def divided(data: DataConfig, seed: int, say: Say) -> dict[str, tuple[str, Parts
     elif held_out is not None and data.val_source is not None and count:
         every = np.arange(held_out.sizes.size)
         parts = {
-            "train": whole(np.flatnonzero(wanted), wanted),
-            "val": whole(every, held_out.sizes),
+            "train": whole_documents(np.flatnonzero(wanted), wanted),
+            "val": whole_documents(every, held_out.sizes),
         }
         _say_leaks(parts, lines.digests, held_out.digests, say)
         return {

@@ -24,12 +24,12 @@ from instar.data.text.files import (
     PACKED,
     PARQUET,
     STDLIB,
-    find,
+    find_files,
     standard_library,
     suffix_of,
 )
 from instar.data.text.formats.columns import is_text
-from instar.data.text.formats.json_rows import open_source, rows, value_of
+from instar.data.text.formats.json_rows import field_value, json_rows, open_source
 from instar.record.progress import Advance, progress
 
 _PIECE_BYTES = 1 << 20
@@ -89,7 +89,7 @@ def open_corpus(source: str, text_field: str) -> Corpus:
     if source == STDLIB:
         found: list[_Format] = [_TextFile(f, decodable_only=True) for f in standard_library()]
     else:
-        files = find(source)
+        files = find_files(source)
         found = [_format(file, text_field, files.json_is_rows) for file in files.files]
     with progress(f"reading {source}") as advance:
         sizes_of_files = [np.fromiter(_told(file.sizes(), advance), np.int64) for file in found]
@@ -112,7 +112,7 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
 
     Raises ConfigError if there are no such files.
     """
-    found = find(source)
+    found = find_files(source)
     files = [
         file
         for file in found.files
@@ -123,7 +123,7 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
             f"{source} is no JSON Lines file ({', '.join(sorted(LINES))})", key="data.source"
         )
     for path in files:
-        for number, row in rows(path):
+        for number, row in json_rows(path):
             yield path, number, row
 
 
@@ -193,14 +193,14 @@ class _JSONRows:
     text_field: str
 
     def sizes(self) -> Iterator[int]:
-        for row in rows(self.path):
+        for row in json_rows(self.path):
             yield len(self._text(row).encode())
 
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
-        return _clipped(rows(self.path), parts, self._text)
+        return _clipped(json_rows(self.path), parts, self._text)
 
     def _text(self, row: tuple[int, bytes]) -> str:
-        text: str = value_of(self.path, *row, self.text_field)
+        text: str = field_value(self.path, *row, self.text_field)
         return text
 
 

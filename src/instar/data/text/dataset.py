@@ -17,22 +17,22 @@ from instar.config.language import DataConfig
 from instar.config.user_code import load_named, what_happened
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
-from instar.data.targets import TargetCount, TokenTargets, at_most, count_targets, together
+from instar.data.targets import TargetCount, TokenTargets, at_most, count_targets, mean_target_count
 from instar.data.text.chat import MARKS, ChatSamples
-from instar.data.text.origin import default_path, first_path, parameters, source_files
-from instar.data.text.prepare import prepare, settle
+from instar.data.text.origin import default_path, first_path, parameters, preparation_files
+from instar.data.text.prepare import prepare_dataset, settle
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.streams.index import check_stream, count_lanes, open_stream
-from instar.data.text.tokenizer import load_tokenizer, separator_of
+from instar.data.text.tokenizer import load_saved_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
-from instar.data.user_source import transformed
+from instar.data.user_source import transform_source
 from instar.data.workers import WorkerSource
 
 Say = Callable[[str], None]
 
 
-def prepare_data(
+def create_dataset_files(
     data: DataConfig, seed: int, world_size: int = 1, say: Say = lambda _: None
 ) -> None:
     """Create all files that opening the data set requires; one process does this for all ranks.
@@ -40,7 +40,7 @@ def prepare_data(
     Raises ConfigError if that fails, or existing files were made with another config.
     """
     for part in _parts(data, seed):
-        folder = prepare(part, seed, say=say)
+        folder = prepare_dataset(part, seed, say=say)
         if _counted(part, world_size):
             count_lanes(part, folder, say)
         elif part.read_from_start:
@@ -61,7 +61,7 @@ def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path
         if is_complete:
             continue
         absent.append(folder)
-        source_files(part)  # which must be there
+        preparation_files(part)  # which must be there
     return absent
 
 
@@ -175,7 +175,7 @@ class DataSet(ABC):
         return None
 
     def _transformed(self, source: Source, context: int, seed: int) -> Source:
-        return transformed(source, self.data, seed, TokenTargets(context, self.vocab_size))
+        return transform_source(source, self.data, seed, TokenTargets(context, self.vocab_size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +211,7 @@ class TokenData(DataSet):
         split, sizes = self.dataset.split("train"), self.dataset.document_sizes
         if not data.packing and sizes is not None:
             missing = int(sizes.sum()) - len(split)
-            separator = separator_of(load_tokenizer(self.path))[:missing]
+            separator = separator_of(load_saved_tokenizer(self.path))[:missing]
             documents = DocumentSamples(split, sizes, separator, context)
             return documents, order_of(data, len(documents), seed)
         windows = TokenWindows(split, context)
@@ -240,7 +240,7 @@ class MixtureData(DataSet):
             part.train_samples(context) if weight is None else weight
             for part, weight in self._weighed()
         ]
-        return together([part.targets(context) for part in self.parts], shares)
+        return mean_target_count([part.targets(context) for part in self.parts], shares)
 
     def untransformed(self, context: int) -> Source:
         return Concatenated([part.untransformed(context) for part in self.parts])

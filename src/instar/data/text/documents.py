@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.order import Int64Array
-from instar.data.split import Parts, whole
+from instar.data.split import Parts, whole_documents
 from instar.data.text.corpus import Corpus, open_corpus
 from instar.data.text.hf import column_of, load_rows
 from instar.data.text.rows import (
@@ -52,7 +52,7 @@ class Documents:
     def digests(self, numbers: Int64Array) -> list[bytes]:
         """Return the xxh3-128 of what each of some documents holds; reads them."""
         sizes = self.sizes
-        parts, found = whole(numbers, sizes), []
+        parts, found = whole_documents(numbers, sizes), []
         with progress("comparing documents", int(sizes[numbers].sum())) as advance:
             if self.corpus is None:
                 kept = {number: ids.astype("<i8") for number, ids in id_pieces(self.ids, parts)}

@@ -69,7 +69,7 @@ def holds_rows(path: Path) -> bool:
     return suffix_of(path) in _ROWS
 
 
-def find(source: str, key: str = "data.source") -> SourceFiles:
+def find_files(source: str, key: str = "data.source") -> SourceFiles:
     """Return the files of a source: a file, a folder that is searched for text and rows, or a glob.
 
     Where there are rows, or what a data set of the hub comes with, files about the data set (a

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data.text.files import SourceFiles, find, suffix_of, walk
+from instar.data.text.files import SourceFiles, find_files, suffix_of, walk
 from instar.data.text.formats.builder import (
     FORMATS,
     at_source,
@@ -204,5 +204,5 @@ def local_files(source: str) -> SourceFiles | None:
         inside = (file for file in walk(path) if suffix_of(file) in known)
         return SourceFiles(path, tuple(inside))
     if glob.has_magic(source) or path.exists():
-        return find(source)
+        return find_files(source)
     return None

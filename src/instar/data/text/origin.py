@@ -17,7 +17,7 @@ import xxhash
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.order import Int64Array
-from instar.data.text.files import STDLIB, NoFiles, SourceFiles, find, same_place
+from instar.data.text.files import STDLIB, NoFiles, SourceFiles, find_files, same_place
 from instar.data.text.foreign.chat_template import template_of
 from instar.data.text.hf import local_files
 from instar.data.text.provenance import changes, read_survey
@@ -195,7 +195,7 @@ class SourceChanges:
     """whether the training data come from files that were recorded"""
 
 
-def source_files(data: DataConfig) -> dict[str, SourceFiles]:
+def preparation_files(data: DataConfig) -> dict[str, SourceFiles]:
     """Return the files that are read to prepare a data set, by key; none of the standard library and
     of names on the hub.
 
@@ -246,4 +246,4 @@ def _files(data: DataConfig, key: str) -> SourceFiles | None:
         return None
     assert source is not None
     is_text = data.kind in ("tokens", "chat") or (key == "val_source" and not data.tokens_field)
-    return find(source, f"data.{key}") if is_text else local_files(source)
+    return find_files(source, f"data.{key}") if is_text else local_files(source)

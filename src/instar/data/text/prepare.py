@@ -20,7 +20,7 @@ from instar.data.split import (
     divide_whole,
     first_bytes,
     is_cut,
-    whole,
+    whole_documents,
 )
 from instar.data.text.corpus import Corpus, open_corpus
 from instar.data.text.documents import (
@@ -39,15 +39,15 @@ from instar.data.text.origin import (
     is_made,
     made_from,
     next_path,
+    preparation_files,
     source_changes,
-    source_files,
 )
 from instar.data.text.provenance import Files, check_unchanged, survey, write_survey
 from instar.data.text.rows import (
     RowIndex,
     RowsRecord,
-    read_index,
-    write_index,
+    read_row_index,
+    write_row_index,
 )
 from instar.data.text.shards import (
     DATASET_FILE,
@@ -61,7 +61,7 @@ from instar.data.text.shards import (
 from instar.data.text.tokenizer import (
     SEPARATOR,
     Tokenizer,
-    load_tokenizer,
+    load_saved_tokenizer,
     named_tokenizer,
     separator_of,
     surroundings,
@@ -76,7 +76,7 @@ _BPE_SAMPLE_BYTES = 8 << 20
 Say = Callable[[str], None]
 
 
-def prepare(
+def prepare_dataset(
     data: DataConfig, seed: int, path: str | Path | None = None, say: Say = lambda _: None
 ) -> Path:
     """Create the data set of a config at `path` (default: data.path, or `default_path`).
@@ -98,7 +98,7 @@ def prepare(
         _prepare_chat(folder, data, seed, say)
         return folder
     tokenizer = named_tokenizer(data.tokenizer)
-    sources = source_files(data)
+    sources = preparation_files(data)
     _say_left_out(sources, data, say)
     files = survey(sources)
     plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"), say)
@@ -108,7 +108,7 @@ def prepare(
             splits[name], sizes = _write_split(aside, name, documents, parts, plan.tokenizer, data)
             if name == "train" and documents.rows is not None:
                 index = RowIndex(documents.rows, parts[:, 0].copy(), sizes)
-                write_index(aside, index, plan.tokenizer.fingerprint)
+                write_row_index(aside, index, plan.tokenizer.fingerprint)
         for name, content in tokenizer_files(plan.tokenizer).items():
             write_once(aside / name, content)
         write_record(
@@ -133,7 +133,7 @@ def prepare(
 def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
     from instar.data.text.chat import write_conversations
 
-    sources = source_files(data)
+    sources = preparation_files(data)
     _say_left_out(sources, data, say)
     files = survey(sources)
     say(f"preparing {data.source} → {folder}")
@@ -272,7 +272,7 @@ def _wanted(
 def _divided(wanted: Int64Array, data: DataConfig, seed: int, say: Say) -> dict[str, Parts]:
     """Return the parts of each split; rows are whole."""
     if data.val_source is not None:
-        return {"train": whole(np.flatnonzero(wanted), wanted)}
+        return {"train": whole_documents(np.flatnonzero(wanted), wanted)}
     fractions = data.val_fraction, data.test_fraction
     if data.kind != "rows":
         parts = divide(wanted, *fractions, seed)
@@ -385,7 +385,7 @@ def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
     Rows that cannot be loaded any more are not compared. If their `datasets` fingerprint differs,
     for example because files were copied, their content is read once and compared.
     """
-    index = read_index(folder, open_dataset(folder).tokenizer_fingerprint)
+    index = read_row_index(folder, open_dataset(folder).tokenizer_fingerprint)
     try:
         rows = load_rows(data)
     except ConfigError as error:
@@ -393,7 +393,7 @@ def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
         return []
     if (index.record.rows, index.record.loaded) == (len(rows), rows._fingerprint):
         return []
-    found = open_rows_of(data, load_tokenizer(folder)).rows
+    found = open_rows_of(data, load_saved_tokenizer(folder)).rows
     if found is not None and (found.rows, found.content) == (
         index.record.rows,
         index.record.content,
@@ -422,12 +422,12 @@ def _add_training_tokens(folder: Path, data: DataConfig, say: Say) -> None:
     Concurrent processes write separate files; the last record is valid.
     """
     dataset = open_dataset(folder)
-    tokenizer = load_tokenizer(folder, fingerprint=dataset.tokenizer_fingerprint)
-    index = read_index(folder, tokenizer.fingerprint)
+    tokenizer = load_saved_tokenizer(folder, fingerprint=dataset.tokenizer_fingerprint)
+    index = read_row_index(folder, tokenizer.fingerprint)
     documents = open_rows_of(data, tokenizer)
     _check_content(documents, index.record, data, folder)
     say(f"tokenising the training split of {data.source} → {folder}")
-    parts, files = whole(index.chosen, documents.sizes), f"train-{secrets.token_hex(4)}"
+    parts, files = whole_documents(index.chosen, documents.sizes), f"train-{secrets.token_hex(4)}"
     shards, sizes = _write_split(folder, "train", documents, parts, tokenizer, data, files)
     if not np.array_equal(sizes, index.counts):
         raise ConfigError.one(

@@ -62,7 +62,7 @@ class RowIndex:
         return found.hexdigest()
 
 
-def write_index(folder: Path, index: RowIndex, tokenizer: str) -> None:
+def write_row_index(folder: Path, index: RowIndex, tokenizer: str) -> None:
     """Write the index; `tokenizer` is a fingerprint."""
     metadata = {
         "format": INDEX_FORMAT,
@@ -73,7 +73,7 @@ def write_index(folder: Path, index: RowIndex, tokenizer: str) -> None:
     write_once(folder / INDEX_FILE, safetensors.numpy.save(tensors, metadata=metadata))
 
 
-def read_index(folder: Path, tokenizer: str) -> RowIndex:
+def read_row_index(folder: Path, tokenizer: str) -> RowIndex:
     """Read the index. Raises ConfigError if it is missing, damaged, or of another tokenizer."""
     file = folder / INDEX_FILE
     hint = "prepare the data again, in another folder"
@@ -103,7 +103,7 @@ def open_rows(folder: str | Path) -> TokenDataset:
     Raises ConfigError if anything is missing or damaged.
     """
     dataset = open_dataset(folder)
-    index = read_index(dataset.path, dataset.tokenizer_fingerprint)
+    index = read_row_index(dataset.path, dataset.tokenizer_fingerprint)
     held_out = {name: shards for name, shards in dataset.shards.items() if name != "train"}
     told = index.fingerprint(dataset.tokenizer_fingerprint) + splits_fingerprint(dataset, held_out)
     return replace(

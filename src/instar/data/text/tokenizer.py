@@ -333,7 +333,7 @@ def _in_words(texts: Iterable[str]) -> Iterator[str]:
         yield text[begin:]
 
 
-def load_tokenizer(folder: str | Path, *, fingerprint: str | None = None) -> Tokenizer:
+def load_saved_tokenizer(folder: str | Path, *, fingerprint: str | None = None) -> Tokenizer:
     """Load the tokenizer saved as tokenizer.json in the folder of a data set or a checkpoint.
 
     Raises ConfigError if it is missing, unreadable, or has another fingerprint.
@@ -403,7 +403,7 @@ def _read(file: Path) -> Tokenizer:
     except OSError as error:
         raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
     try:
-        tokenizer = from_json(saved.decode("utf-8"))
+        tokenizer = parse_tokenizer(saved.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError.one(error.problems[0].message, where=str(file)) from None
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -414,7 +414,7 @@ def _read(file: Path) -> Tokenizer:
     return tokenizer.with_end(end)
 
 
-def from_json(saved: str) -> Tokenizer:
+def parse_tokenizer(saved: str) -> Tokenizer:
     """Parse a tokenizer.json. Raises any exception of the parser."""
     match json.loads(saved):
         case {"model": dict()}:

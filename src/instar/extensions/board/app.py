@@ -22,14 +22,14 @@ from instar.extensions.board import PLACES
 from instar.extensions.board.catalog import Catalog, MakeFleets
 from instar.extensions.board.comparison import comparison
 from instar.extensions.board.curves import POINTS, chart_groups, curves_of_run
-from instar.extensions.board.sections import PARTS, sections
-from instar.extensions.board.stream import MAX_RUNS, EventStream, log_after, stream
+from instar.extensions.board.sections import PARTS, page_sections
+from instar.extensions.board.stream import MAX_RUNS, EventStream, log_after, page_stream
 from instar.logs.plot.marks import marks
 from instar.logs.query.family import branched
 from instar.logs.query.stages import stages
 from instar.logs.query.state import run_status
-from instar.logs.query.summary import summarize, to_json
-from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read
+from instar.logs.query.summary import summarize, summary_to_json
+from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read_record
 from instar.logs.read.summary_cache import cached_summary
 from instar.logs.text.encoding import encodable
 from instar.record.events import Event, to_words
@@ -43,7 +43,7 @@ MAX_COMPARED = 100
 _ONE = "/api/runs/{key}"
 
 
-def dashboard(
+def dashboard_app(
     folder: Path,
     is_ending: Callable[[], bool] = lambda: False,
     make_fleets: MakeFleets | None = None,
@@ -82,7 +82,7 @@ class Site:
     ) -> None:
         self._folder = folder
         self._is_ending = is_ending
-        self._catalog = Catalog(folder, row, unseen)
+        self._catalog = Catalog(folder, catalog_row, unread_row)
         self._fleets = make_fleets(folder, self._catalog.runs) if make_fleets else None
         self._files = {
             path.name: path for place in PAGE for path in place.iterdir() if path.is_file()
@@ -124,7 +124,7 @@ class Site:
         last_id = request.headers.get("last-event-id", "")
         query = request.query_params
         return await asyncio.to_thread(
-            stream, self._catalog, query, last_id, self._is_ending, self._fleets
+            page_stream, self._catalog, query, last_id, self._is_ending, self._fleets
         )
 
     def summary(self, request: Request) -> Response:
@@ -154,7 +154,7 @@ class Site:
 
     def log(self, request: Request) -> Response:
         rank = _whole(request.path_params["rank"], -1)
-        answer = log_of(self._catalog, self._run(request), rank)
+        answer = log_of_rank(self._catalog, self._run(request), rank)
         if answer is None:
             raise HTTPException(404)
         return _json(answer)
@@ -184,7 +184,7 @@ def _whole(text: str | None, default: int) -> int:
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 9 else default
 
 
-def row(run: RunDir) -> dict[str, Any]:
+def catalog_row(run: RunDir) -> dict[str, Any]:
     """Returns a run's row in the list; for a run that cannot be read, the reason."""
     summary = cached_summary(run)
     has_record = run.events.exists()
@@ -216,7 +216,7 @@ def row(run: RunDir) -> dict[str, Any]:
     return as_json
 
 
-def unseen(run: RunDir, written_at: float) -> dict[str, Any]:
+def unread_row(run: RunDir, written_at: float) -> dict[str, Any]:
     """Returns the row of a run that has not been read yet; `written_at`: Unix seconds."""
     return {
         "id": encodable(run.id),
@@ -228,14 +228,14 @@ def unseen(run: RunDir, written_at: float) -> dict[str, Any]:
 
 def summary_of(run: RunDir) -> dict[str, Any]:
     """Returns what `instar logs summary --json` prints."""
-    return to_json(summarize(read(run)))
+    return summary_to_json(summarize(read_record(run)))
 
 
 def sections_of(run: RunDir, part: str) -> dict[str, Any]:
     """Returns one of `sections.PARTS` of a run; with `stages`, also the current model."""
     # a run without a record has a config
-    record = RunRecord(run, [], {}, ()) if part == "config" else read(run)
-    answer: dict[str, Any] = {"sections": sections(part, record)}
+    record = RunRecord(run, [], {}, ()) if part == "config" else read_record(run)
+    answer: dict[str, Any] = {"sections": page_sections(part, record)}
     if part == "stages" and (run_stages := stages(record)):
         last = run_stages[-1]
         answer["shape"] = {"model": encodable(last.model), "parameters": last.parameters}
@@ -247,13 +247,13 @@ def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
     records = []
     for run in runs:
         with suppress(InstarError, OSError):
-            records.append(read(run))
+            records.append(read_record(run))
     return comparison(records)
 
 
 def events_of(run: RunDir) -> dict[str, Any]:
     """Returns the latest `MAX_EVENTS` events other than measurements, in order."""
-    record = read(run)
+    record = read_record(run)
     latest = record.events[-MAX_EVENTS:]
     return {
         "total": len(record.events),
@@ -272,7 +272,7 @@ def logs_of(catalog: Catalog, run: RunDir) -> list[int]:
     return [rank for rank in ranks if catalog.file(run, run.log(rank)) is not None]
 
 
-def log_of(catalog: Catalog, run: RunDir, rank: int) -> dict[str, Any] | None:
+def log_of_rank(catalog: Catalog, run: RunDir, rank: int) -> dict[str, Any] | None:
     """Returns the end of a rank's log and the offset after it; None: that rank has no log."""
     path = catalog.file(run, run.log(rank))
     if path is None:

@@ -35,7 +35,7 @@ IMAGE_BYTES = 1 << 20
 MAX_TABLES, MAX_COLUMNS = 40, 30
 
 
-def table(
+def table_section(
     title: str,
     heads: Sequence[str],
     lines: Iterable[Sequence[Cell]],

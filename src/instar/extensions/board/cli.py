@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from instar.cli.options import json_option
-from instar.cli.output import as_text, deliver, launch, read_all, runs_argument, selected_groups
+from instar.cli.output import as_text, deliver, open_file, read_all, runs_argument, selected_groups
 from instar.config.errors import ConfigError
 from instar.extensions import catalog
 
@@ -34,7 +34,7 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     --json prints a summary of what was written.
     """
     from instar.extensions.board.report import report_html
-    from instar.logs.query.summary import summarize, to_json
+    from instar.logs.query.summary import summarize, summary_to_json
     from instar.record.atomic import replace_file
 
     groups = selected_groups(runs)
@@ -48,11 +48,11 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
         replace_file(path, content)
     except OSError as error:
         raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
-    summaries = [to_json(summarize(record)) for record in read.records] if as_json else []
+    summaries = [summary_to_json(summarize(record)) for record in read.records] if as_json else []
     as_dict = {"path": str(path), "size_bytes": len(content), "runs": summaries}
     deliver(as_text(as_dict) if as_json else str(path), None)
     if open_it:
-        launch(path)
+        open_file(path)
     return read.report_faults()
 
 
@@ -73,7 +73,7 @@ def dashboard(
     with the printed address, which contains a token. Ctrl-C ends it.
     """
     try:
-        from instar.extensions.board.server import bind, serve
+        from instar.extensions.board.server import bind, serve_dashboard
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in ("starlette", "uvicorn"):
@@ -92,4 +92,4 @@ def dashboard(
         import webbrowser
 
         webbrowser.open(address.url_once)
-    serve(folder, address, catalog("fleets"))
+    serve_dashboard(folder, address, catalog("fleets"))

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import shortened
-from instar.config.fields import differing
-from instar.config.origins import plain
+from instar.config.fields import differing_keys
+from instar.config.origins import plain_text
 from instar.extensions.board.blocks import (
     MAX_ROWS,
     Cell,
@@ -17,7 +17,7 @@ from instar.extensions.board.blocks import (
     date_text,
     notices,
     printable_section,
-    table,
+    table_section,
     text_section,
 )
 from instar.extensions.board.sections import folder_name, key_figures
@@ -56,8 +56,8 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
     ]
     warnings = [("Warning:", None, text) for text in texts]
     differences = list[list[Cell]]()
-    for key, values in differing([config or None for config in configs]).items():
-        full_texts = [plain(config[key]) if key in config else "" for config in configs]
+    for key, values in differing_keys([config or None for config in configs]).items():
+        full_texts = [plain_text(config[key]) if key in config else "" for config in configs]
         short = short_values(key, values, full_texts)
         cells: list[Cell] = [
             {"text": brief, "full": "" if brief == text else shortened(text, 20_000)}
@@ -70,7 +70,7 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
         notices("", warnings, MAX_ROWS),
         _runs(records, differences),
         text_section(*(f"Not compared: {shortened(fault)}" for fault in faults)),
-        table(title, heads, differences, MAX_ROWS, runs=True),
+        table_section(title, heads, differences, MAX_ROWS, runs=True),
     ]
     return [printable_section(block) for block in blocks if block]
 

@@ -11,7 +11,7 @@ import numpy as np
 from instar.logs.plot.marks import WHOLE_AXES, marks
 from instar.logs.plot.transforms import thin
 from instar.logs.query.groups import By, given_values, grouped
-from instar.logs.read.record import ALIASES, AXES, Series, read
+from instar.logs.read.record import ALIASES, AXES, Series, read_record
 from instar.logs.text.encoding import encodable
 from instar.record.rundir import RunDir
 
@@ -156,7 +156,7 @@ def curves_of_run(
     Raises:
         RecordError: the record cannot be read.
     """
-    record = read(run)
+    record = read_record(run)
     present = [name for name in dict.fromkeys(metrics) if ALIASES.get(name, name) in record]
     series_by_name = {name: record.series(name) for name in present}
     return {

@@ -26,10 +26,10 @@ from instar.extensions.board import PLACES
 from instar.extensions.board.blocks import MAX_ROWS
 from instar.extensions.board.comparison import comparison
 from instar.extensions.board.curves import chart_data, chart_groups, chart_series
-from instar.extensions.board.sections import PARTS, folder_name, sections
-from instar.logs.query.groups import names
+from instar.extensions.board.sections import PARTS, folder_name, page_sections
+from instar.logs.query.groups import run_labels
 from instar.logs.query.summary import summarize
-from instar.logs.read.record import ALIASES, read
+from instar.logs.read.record import ALIASES, read_record
 from instar.logs.text.encoding import encodable
 from instar.logs.text.summary import page as summary_lines
 from instar.record.atomic import replace_file
@@ -85,7 +85,7 @@ def write_report(run: RunDir) -> Path:
         RecordError: its record cannot be read.
         OSError: the file cannot be written.
     """
-    replace_file(run.report, report_html([read(run)]).encode("utf-8", "backslashreplace"))
+    replace_file(run.report, report_html([read_record(run)]).encode("utf-8", "backslashreplace"))
     return run.report
 
 
@@ -104,7 +104,7 @@ def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | Non
         answers["/api/groups"] = {"groups": chart_groups(_by_key(records), "seed", groups)}
     for key, record in enumerate(records):
         for part in parts:
-            answers[f"/api/runs/{key}/{part}"] = {"sections": sections(part, record, rows)}
+            answers[f"/api/runs/{key}/{part}"] = {"sections": page_sections(part, record, rows)}
     title = folder_name(records[0]) if len(records) == 1 else f"{len(records)} runs"
     texts = ["\n".join(summary_lines(summarize(record), 100)) for record in records]
     data = {
@@ -130,7 +130,7 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, request: ChartRequest)
         panels, titles = [*panels, ["lr"]], [*titles, "learning rate"]
     metrics = [metric for panel in panels for metric in panel]
     points = max(100, min(MAX_POINTS, MAX_PLOT_POINTS // (len(metrics) * len(records))))
-    labels = names([record.run for record in records])
+    labels = run_labels([record.run for record in records])
     runs = [
         chart_data(record, points, metrics=metrics) | {"key": str(key), "name": encodable(name)}
         for key, (record, name) in enumerate(zip(records, labels, strict=True))

@@ -21,13 +21,13 @@ from instar.extensions.board.blocks import (
     number_text,
     printable_section,
     seconds_text,
-    table,
+    table_section,
     table_sections,
     text_section,
 )
 from instar.logs.query.config import config_lines
 from instar.logs.query.failure import run_failure
-from instar.logs.query.final_test import Scatter, final_test
+from instar.logs.query.final_test import Scatter, read_final_test
 from instar.logs.query.stages import RunStage, stages
 from instar.logs.query.summary import Summary, summarize
 from instar.logs.text.encoding import encodable
@@ -65,12 +65,12 @@ SCATTER_SIDE = 320
 _PROOFS = ("exact", "bounded", "lossy")
 
 
-def sections(part: str, record: RunRecord, rows: int = MAX_ROWS) -> list[Section]:
+def page_sections(part: str, record: RunRecord, rows: int = MAX_ROWS) -> list[Section]:
     """Returns the sections of one of `PARTS`, with tables of the last `rows` rows."""
     return [printable_section(section) for section in PARTS[part](record, rows) if section]
 
 
-def failure(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
+def failure_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
     """Yields the error of a crashed run."""
     failure_found = run_failure(record)
     if failure_found is not None:
@@ -87,14 +87,14 @@ def failure(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
         }
 
 
-def overview(record: RunRecord, rows: int) -> Iterator[Section]:
+def overview_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     """Yields key figures, warnings and alerts, and faults of the record."""
     summary = summarize(record)
     yield text_section(*_lead(summary))
     items = [figure[:3] for figure in key_figures(summary, stages(record))]
     yield {"kind": "facts", "items": items}
     heads = ("run", "branch at", "state", "step>", "best val/loss>")
-    yield table("Family", heads, map(list, family_rows(summary)), rows)
+    yield table_section("Family", heads, map(list, family_rows(summary)), rows)
     yield notices("Warnings and alerts", list(_warnings(record)), rows)
     faults = [("", None, shortened(fault)) for fault in summary.faults]
     yield notices("Skipped lines of the record", faults, MAX_FAULTS)
@@ -165,7 +165,7 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     unit = summarize(record).unit
     spent = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
     heads = ("steps", "starts with", "shape", "parameters>", *spent)
-    yield table("Stages", heads, map(_stage_row, run_stages), rows)
+    yield table_section("Stages", heads, map(_stage_row, run_stages), rows)
     shapes = [dict(stage.architecture) for stage in run_stages][-MAX_SHAPES:]
     first = len(run_stages) - len(shapes) + 1
     lines = list[list[Cell]]()
@@ -177,7 +177,7 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
         ]
         lines.append([key, *cells])
     numbered = (f"stage {first + n}>" for n in range(len(shapes)))
-    yield table("Architecture", ("", *numbered), lines, rows)
+    yield table_section("Architecture", ("", *numbered), lines, rows)
 
 
 def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) -> Section:
@@ -204,7 +204,7 @@ def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) 
             ]
         )
     heads = ("step>", "operation", "reason", "parameters", "function", "max |Δlogit|>", "Δloss>")
-    return table("Operations", (*heads, "duration>"), lines, rows, operations)
+    return table_section("Operations", (*heads, "duration>"), lines, rows, operations)
 
 
 def _stage_row(stage: RunStage) -> list[Cell]:
@@ -222,9 +222,9 @@ def _stage_row(stage: RunStage) -> list[Cell]:
     ]
 
 
-def results(record: RunRecord, rows: int) -> Iterator[Section]:
+def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     """Yields the final test, text samples, and what the run's own code has logged."""
-    test = final_test(record.run)
+    test = read_final_test(record.run)
     if test is not None:
         yield {"kind": "text", "title": "Final test", "lines": []}
     if test is not None and test.metrics:
@@ -235,7 +235,7 @@ def results(record: RunRecord, rows: int) -> Iterator[Section]:
             [name, number_text(value), "" if error is None else f"{error:.2g}"]
             for name, (value, error) in test.metrics.items()
         ]
-        yield table("", ("metric", "value>", "± standard error>"), metrics, rows)
+        yield table_section("", ("metric", "value>", "± standard error>"), metrics, rows)
     for target, matrix in test.confusion.items() if test is not None else ():
         if len(matrix) > MAX_CLASSES:
             yield text_section(
@@ -284,9 +284,9 @@ def scatter_section(scatter: Scatter) -> Section:
     }
 
 
-def system(record: RunRecord, rows: int) -> Iterator[Section]:
+def system_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     """Yields starts and resumes, checkpoints, and the environment."""
-    yield table(
+    yield table_section(
         "Starts and resumes",
         ("segment>", "steps", "started", "from", "on", "end"),
         _segment_rows(record),
@@ -357,7 +357,7 @@ def _checkpoints(record: RunRecord, rows: int) -> Section:
         lines.append([f"{event.step:,}", folder, shortened(event.reason), size, *times, now])
     heads = ("step>", "folder", "reason", "size>", "duration>", "training stalled>", "now")
     note = f"{len(saves):,} written, {len(on_disk):,} on disk"
-    return table("Checkpoints", heads, lines, rows, saves, note=note, folded=len(lines) > 8)
+    return table_section("Checkpoints", heads, lines, rows, saves, note=note, folded=len(lines) > 8)
 
 
 def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -377,7 +377,7 @@ def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield name, shortened(" → ".join(texts))
 
 
-def config(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
+def config_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
     """Yields the resolved config, secrets redacted, with the origin of non-default values."""
     lines = [
         (shortened(line.text, 2000), line.origin if line.chosen and line.text.strip() else "")
@@ -388,12 +388,12 @@ def config(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
 
 
 PARTS: dict[str, Callable[[RunRecord, int], Iterator[Section]]] = {
-    "failure": failure,
-    "overview": overview,
+    "failure": failure_section,
+    "overview": overview_sections,
     "stages": stage_sections,
-    "results": results,
-    "system": system,
-    "config": config,
+    "results": result_sections,
+    "system": system_sections,
+    "config": config_section,
 }
 
 

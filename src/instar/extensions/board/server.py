@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from instar.config.errors import ConfigError
 from instar.distributed.rendezvous import listen
-from instar.extensions.board.app import dashboard
+from instar.extensions.board.app import dashboard_app
 from instar.extensions.board.catalog import MakeFleets
 
 ENTRY = (
@@ -264,19 +264,19 @@ def bind(host: str, port: int | None, token: str | None) -> Address:
     return Address(descriptor, host, bound, token)
 
 
-def serve(folder: Path, address: Address, make_fleets: MakeFleets | None = None) -> None:
+def serve_dashboard(folder: Path, address: Address, make_fleets: MakeFleets | None = None) -> None:
     """Serves `folder` until SIGINT or SIGTERM; open streams are ended, not waited for."""
     ending = Ending()
     with socket.socket(fileno=address.descriptor) as bound:
-        Server(configured(folder, address, ending, make_fleets), ending).run(sockets=[bound])
+        Server(server_config(folder, address, ending, make_fleets), ending).run(sockets=[bound])
 
 
-def configured(
+def server_config(
     folder: Path, address: Address, ending: Ending, make_fleets: MakeFleets | None = None
 ) -> uvicorn.Config:
     """Returns uvicorn's config for the guarded app."""
     app = Guard(
-        dashboard(folder, ending, make_fleets),
+        dashboard_app(folder, ending, make_fleets),
         own_names(address.host),
         address.token,
         f"instar-{address.port}",

@@ -22,8 +22,8 @@ from instar.extensions.board.curves import curve
 from instar.logs.plot.marks import marks
 from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
-from instar.logs.read.lineage import Lineage
-from instar.logs.read.record import RecordedEvent, RunRecord, Series, read
+from instar.logs.read.lineage import SegmentTree
+from instar.logs.read.record import RecordedEvent, RunRecord, Series, read_record
 from instar.logs.text.encoding import encodable
 from instar.record.events import Event, Placed, RecordError, RunStarted
 from instar.record.rundir import RunDir
@@ -151,7 +151,7 @@ class PageUpdates:
             if follower.restarts > restarts or _branches(view.run, events):
                 yield "anew", {"key": view.key}
                 continue
-            for message in news(view.run, events, self._metrics):
+            for message in stream_messages(view.run, events, self._metrics):
                 yield "news", {"key": view.key, "offset": follower.offset, **message}
 
     def _log_of(self, text: str, offset: int) -> ShownLog | None:
@@ -225,7 +225,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 def _branches(run: RunDir, events: list[Event]) -> bool:
     try:
-        return branches(run, events)
+        return revives_steps(run, events)
     except RecordError:
         return True  # the page requests the curves and gets the error
 
@@ -252,7 +252,7 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
     return redacted(text.decode("utf-8", "replace")), offset + len(lines), skipped
 
 
-def stream(
+def page_stream(
     catalog: Catalog,
     query: QueryParams,
     last_id: str,
@@ -281,7 +281,9 @@ def _whole(text: str) -> int:
 ALL_POINTS = sys.maxsize
 
 
-def news(run: RunDir, events: Iterable[Event], metrics: frozenset[str]) -> Iterator[dict[str, Any]]:
+def stream_messages(
+    run: RunDir, events: Iterable[Event], metrics: frozenset[str]
+) -> Iterator[dict[str, Any]]:
     """Yields the events as messages, in order.
 
     `{points: {metric: {segment, x: {axis: […]}, value: […]}}, names, marks}` for a stretch within one
@@ -304,7 +306,7 @@ def news(run: RunDir, events: Iterable[Event], metrics: frozenset[str]) -> Itera
         yield _stretch(run, stretch, metrics)
 
 
-def branches(run: RunDir, events: Iterable[Event]) -> bool:
+def revives_steps(run: RunDir, events: Iterable[Event]) -> bool:
     """Whether a segment that starts here resumes from an earlier segment than the previous one.
 
     Then points that were superseded may count again, which the stream cannot express.
@@ -315,8 +317,8 @@ def branches(run: RunDir, events: Iterable[Event]) -> bool:
     began = [e.segment for e in events if isinstance(e, RunStarted) and e.resumed_from]
     if not began or max(began) <= 2:
         return False
-    lineage = Lineage()
-    for logged in read(run).events:
+    lineage = SegmentTree()
+    for logged in read_record(run).events:
         lineage.take(logged.event)
     return any(lineage.parents.get(segment, segment - 1) < segment - 1 for segment in began)
 

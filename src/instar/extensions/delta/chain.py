@@ -18,24 +18,24 @@ from instar.extensions.delta.format.folder import (
     Kind,
     Link,
     files,
-    find,
+    find_link,
     link_path,
     links,
     locked,
-    read,
-    read_index,
+    open_link,
+    read_chain_index,
     to_link,
     write_anchor,
-    write_index,
+    write_chain_index,
 )
 from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values
-from instar.extensions.delta.format.pair import compare, head_of
+from instar.extensions.delta.format.pair import compare_states, head_of
 from instar.extensions.delta.format.state import State, outline, state_hash
 from instar.extensions.delta.format.tensors import empty, to_bits, without_aliases
-from instar.extensions.delta.replay import checkout, replay_to, verify
+from instar.extensions.delta.replay import check_out_state, replay_to, verify_chain
 from instar.record import atomic
 
-__all__ = ["Link", "append", "checkout", "find", "links", "load", "verify"]
+__all__ = ["Link", "append", "check_out_state", "find_link", "links", "load_state", "verify_chain"]
 
 
 def append(
@@ -90,10 +90,10 @@ def _append(
     values: Values,
     missing: tuple[int, int] | None,
 ) -> Link:
-    index = read_index(folder)
+    index = read_chain_index(folder)
     if index is None:
         index = Index(0, None)
-        write_index(folder, index)
+        write_chain_index(folder, index)
     last = _last(folder, index)
     number = 0 if last is None else last.number + 1
     entries = outline(new)
@@ -120,7 +120,7 @@ def _append(
             else:
                 head = _write_link(temporary, old, new, head, last, values)
             size_bytes = temporary.stat().st_size
-        write_index(folder, Index(index.first, number, head.result))
+        write_chain_index(folder, Index(index.first, number, head.result))
     except BaseException:
         _withdraw(path, index)
         raise
@@ -131,9 +131,9 @@ def _append(
 def _withdraw(path: Path, index: Index) -> None:
     """Removes a file that was not acknowledged, so that the caller's base is the last state still."""
     with suppress(OSError):
-        if read_index(path.parent) != index:
-            write_index(path.parent, index)
-    if read_index(path.parent) == index:
+        if read_chain_index(path.parent) != index:
+            write_chain_index(path.parent, index)
+    if read_chain_index(path.parent) == index:
         atomic.remove_tree(path)
 
 
@@ -142,7 +142,7 @@ def _write_link(
 ) -> Footer:
     with path.open("wb") as file:
         writer = LinkWriter(file, outline(new), values)
-        base_hash, result = compare(old, new, writer, values)
+        base_hash, result = compare_states(old, new, writer, values)
         if base_hash != last.result_hash:
             raise CheckpointError(
                 f"{path.parent}: the base given is not the state of {last.file.name}, the last of the "
@@ -159,13 +159,13 @@ def _last(folder: Path, index: Index) -> Link | None:
         if index.latest is not None:
             raise CheckpointError(f"{folder}: number {index.latest}, the last one, is missing")
         return None
-    last = read(found[newest])
+    last = open_link(found[newest])
     if newest == index.latest and last.result_hash != index.result:
         raise CheckpointError(f"{last.file}: is not the one that was saved")
     return last
 
 
-def load(folder: Path, number: int | None = None) -> dict[str, Tensor]:
+def load_state(folder: Path, number: int | None = None) -> dict[str, Tensor]:
     """Returns the tensors of a state under all their names; by default of the last state.
 
     Raises:

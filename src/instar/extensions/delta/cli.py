@@ -38,7 +38,7 @@ def delta() -> None:
     """
 
 
-@delta.command()
+@delta.command("create")
 @click.argument("base", type=path_type)
 @click.argument("new", type=path_type)
 @click.argument("target", type=path_type, metavar="LINK")
@@ -49,16 +49,16 @@ def delta() -> None:
     show_default=True,
     help="absolute: new values, which may be applied twice; larger.",
 )
-def create(base: Path, new: Path, target: Path, values: Any) -> None:
+def create_link(base: Path, new: Path, target: Path, values: Any) -> None:
     """Write what changed from BASE to NEW into the new file LINK.
 
     BASE and NEW are safetensors files, or folders that transformers saved.
     """
-    from instar.extensions.delta.format.pair import create as create_link
+    from instar.extensions.delta.format.pair import create_file
     from instar.record.format import bytes_text
 
     _check_new(target)
-    footer = create_link(base, new, target, values)
+    footer = create_file(base, new, target, values)
     size = target.stat().st_size
     click.echo(
         f"{target}: {bytes_text(size)}, {footer.full_bytes / size:,.1f}x smaller; "
@@ -66,23 +66,23 @@ def create(base: Path, new: Path, target: Path, values: Any) -> None:
     )
 
 
-@delta.command()
+@delta.command("apply")
 @click.argument("base", type=path_type)
 @click.argument("link", type=path_type)
 @click.argument("target", type=path_type, metavar="NEW")
-def apply(base: Path, link: Path, target: Path) -> None:
+def apply_link(base: Path, link: Path, target: Path) -> None:
     """Write the state that LINK makes of BASE into the new safetensors file NEW."""
-    from instar.extensions.delta.format.pair import apply as apply_link
+    from instar.extensions.delta.format.pair import apply_file
 
     _check_new(target)
-    apply_link(base, link, target)
+    apply_file(base, link, target)
     click.echo(str(target))
 
 
-@delta.command()
+@delta.command("verify")
 @click.argument("where", metavar="CHAIN|RUN|LINK", shell_complete=candidates.run_names)
 @json_option
-def verify(where: str, as_json: bool) -> None:
+def verify_chains(where: str, as_json: bool) -> None:
     """Read every byte of a chain, rebuild every state and compare its hash; of a LINK, its checksum.
 
     The exit code is 3 if a file is missing, damaged or from elsewhere.
@@ -93,7 +93,7 @@ def verify(where: str, as_json: bool) -> None:
         read_link(Path(where))
         _say(as_json, {"path": where, "whole": True}, f"{where}: whole")
         return
-    from instar.extensions.delta.replay import verify as verify_chain
+    from instar.extensions.delta.replay import verify_chain
 
     folder = chain_at(where)
     chain = verify_chain(folder)
@@ -140,7 +140,7 @@ def info(path: Path, tensors: bool, as_json: bool) -> None:
         print_table(["tensor", "type", "shape", "changed"], cells, right=["changed"])
 
 
-@delta.command()
+@delta.command("log")
 @chain_argument
 @click.option(
     "--stats", is_flag=True, help="Read all links: density and overlap, also of each layer."
@@ -149,7 +149,7 @@ def info(path: Path, tensors: bool, as_json: bool) -> None:
     "--plot", "picture", metavar="FILE", type=path_type, help="Draw --stats: .png, .svg or .pdf."
 )
 @json_option
-def log(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
+def list_states(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
     """List the states of a chain: step, size, and how many elements changed.
 
     Density is the share of changed elements; overlap is the Jaccard index of the elements that
@@ -199,11 +199,11 @@ def log(where: str, stats: bool, picture: Path | None, as_json: bool) -> None:
 @step_option
 def checkout(where: str, target: Path, number: int | None, step: int | None) -> None:
     """Write a state of a chain into the new safetensors file NEW; by default the last."""
-    from instar.extensions.delta.replay import checkout as write_state
+    from instar.extensions.delta.replay import check_out_state
 
     _check_new(target)
     folder = chain_at(where)
-    write_state(folder, _number(folder, number, step), target)
+    check_out_state(folder, _number(folder, number, step), target)
     click.echo(str(target))
 
 
@@ -213,7 +213,7 @@ def checkout(where: str, target: Path, number: int | None, step: int | None) -> 
 @click.argument("last", type=click.IntRange(0))
 def squash(where: str, first: int, last: int) -> None:
     """Replace the links FIRST to LAST by one; the states between them are given up."""
-    from instar.extensions.delta.upkeep import squash as squash_links
+    from instar.extensions.delta.upkeep import squash_links
     from instar.record.format import bytes_text
 
     link = squash_links(chain_at(where), first, last)
@@ -238,11 +238,11 @@ def gc(where: str, number: int | None, rebuild_index: bool) -> None:
     folder = chain_at(where)
     if rebuild_index:
         upkeep.rebuild_index(folder)
-    removed = upkeep.gc(folder, number)
+    removed = upkeep.remove_states(folder, number)
     click.echo(f"{folder}: removed {len(removed):,} file{'' if len(removed) == 1 else 's'}")
 
 
-@delta.command()
+@delta.command("export")
 @chain_argument
 @click.argument("folder", type=NewFolder())
 @click.option(
@@ -253,22 +253,24 @@ def gc(where: str, number: int | None, rebuild_index: bool) -> None:
 )
 @link_option
 @step_option
-def export(where: str, folder: Path, like: str, number: int | None, step: int | None) -> None:
+def export_chain(where: str, folder: Path, like: str, number: int | None, step: int | None) -> None:
     """Write a state of a chain as the new folder FOLDER, which transformers loads."""
     chain = chain_at(where)
     number = _number(chain, number, step)
     if (Path(like) / "config.json").is_file():
-        from instar.extensions.delta.export import export as export_like
+        from instar.extensions.delta.export import export_state as export_like
 
         for note in export_like(chain, number, Path(like), folder):
             click.echo(f"note: {note}", err=True)
     else:
         from instar.checkpoint.store import load_checkpoint
         from instar.cli.checkpoints.checkpoint import checkpoint_at
-        from instar.extensions.delta.chain import load
+        from instar.extensions.delta.chain import load_state
         from instar.models.hf.folder import export_folder
 
-        export_folder(load_checkpoint(checkpoint_at(like)), folder, weights=load(chain, number))
+        export_folder(
+            load_checkpoint(checkpoint_at(like)), folder, weights=load_state(chain, number)
+        )
     click.echo(str(folder))
 
 
@@ -323,11 +325,11 @@ def _draw(statistics: Sequence[LinkStatistics], title: str, path: Path) -> None:
 
 
 def _number(folder: Path, number: int | None, step: int | None) -> int:
-    from instar.extensions.delta.format.folder import find, links
+    from instar.extensions.delta.format.folder import find_link, links
 
     if number is not None and step is not None:
         raise click.UsageError("Give --link or --step, not both.")
-    return find(links(folder), number, step).number
+    return find_link(links(folder), number, step).number
 
 
 def _check_new(target: Path) -> None:

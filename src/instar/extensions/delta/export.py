@@ -18,7 +18,7 @@ _NAMED = 3
 """Number of tensors that an error names."""
 
 
-def export(chain: Path, number: int | None, like: Path, folder: Path) -> list[str]:
+def export_state(chain: Path, number: int | None, like: Path, folder: Path) -> list[str]:
     """Writes a state as a folder that transformers loads, with the config and tokenizer of another model of the
     same kind. The folder is published atomically.
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.format.encoding import Words
-from instar.extensions.delta.format.folder import Link, Segment, find, links, segment_of, segments
+from instar.extensions.delta.format.folder import (
+    Link,
+    Segment,
+    find_link,
+    links,
+    segment_of,
+    segments,
+)
 from instar.extensions.delta.format.link import LinkFile, read_link
 from instar.extensions.delta.format.state import (
     State,
@@ -117,7 +124,7 @@ class Replay:
             raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
 
 
-def checkout(folder: Path, number: int | None, target: Path) -> Link:
+def check_out_state(folder: Path, number: int | None, target: Path) -> Link:
     """Writes a state into a safetensors file; by default the last state.
 
     Tied tensors are in it once, as in the files of transformers.
@@ -138,7 +145,7 @@ def replay_to(folder: Path, number: int | None) -> tuple[Link, Replay]:
         CheckpointError: there is no such state, or a link is damaged.
     """
     chain = links(folder)
-    segment = segment_of(chain, find(chain, number))
+    segment = segment_of(chain, find_link(chain, number))
     return segment.end, replay_of(segment)
 
 
@@ -157,7 +164,7 @@ def replay_of(segment: Segment, *, every: bool = False) -> Replay:
     )
 
 
-def verify(folder: Path) -> list[Link]:
+def verify_chain(folder: Path) -> list[Link]:
     """Reads every byte of a chain, rebuilds every state, and compares all hashes.
 
     Raises:

@@ -8,26 +8,26 @@ from pathlib import Path
 import msgspec
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.format.encoding import encode
+from instar.extensions.delta.format.encoding import encode_block
 from instar.extensions.delta.format.folder import (
     Index,
     Link,
     Segment,
     files,
-    find,
+    find_link,
     links,
     locked,
-    read,
-    read_index,
+    open_link,
+    read_chain_index,
     segment_of,
-    write_index,
+    write_chain_index,
 )
 from instar.extensions.delta.format.link import Head, LinkWriter, Values, coding, read_link
 from instar.extensions.delta.replay import replay_of
 from instar.record import atomic
 
 
-def squash(folder: Path, first: int, last: int) -> Link:
+def squash_links(folder: Path, first: int, last: int) -> Link:
     """Replaces the links `first` to `last` by one with the same result, and returns it.
 
     The states between them are given up; all others, and the numbers, stay. After a crash the chain
@@ -45,7 +45,7 @@ def squash(folder: Path, first: int, last: int) -> Link:
 
 def _squash(folder: Path, first: int, last: int) -> Link:
     chain = links(folder)
-    begin, end = find(chain, first), find(chain, last)
+    begin, end = find_link(chain, first), find_link(chain, last)
     segment = segment_of(chain, end)
     if begin not in segment.links:
         raise CheckpointError(
@@ -68,7 +68,7 @@ def _squash(folder: Path, first: int, last: int) -> Link:
         for name, entry in after.outline.items():
             blocks = zip(before.blocks(name), after.blocks(name, advance), strict=True)
             for number, (old, new) in enumerate(blocks):
-                if (delta := encode(old, new, coding(entry.dtype, values))) is not None:
+                if (delta := encode_block(old, new, coding(entry.dtype, values))) is not None:
                     writer.add(name, number, delta)
         before.check()
         after.check()
@@ -87,7 +87,7 @@ def _squash(folder: Path, first: int, last: int) -> Link:
     )
 
 
-def gc(folder: Path, number: int | None = None) -> list[Path]:
+def remove_states(folder: Path, number: int | None = None) -> list[Path]:
     """Removes what is not needed for the states from `number` on; returns the removed files.
 
     Those before the last anchor at or before `number` are removed; without a number only what crashes
@@ -100,10 +100,10 @@ def gc(folder: Path, number: int | None = None) -> list[Path]:
         with locked(folder):
             atomic.sweep(folder)
             chain = links(folder)
-            index = read_index(folder)
+            index = read_chain_index(folder)
             if index is not None and number is not None:
-                begin = segment_of(chain, find(chain, number)).anchor.number
-                write_index(folder, msgspec.structs.replace(index, first=begin))
+                begin = segment_of(chain, find_link(chain, number)).anchor.number
+                write_chain_index(folder, msgspec.structs.replace(index, first=begin))
                 chain = [link for link in chain if link.number >= begin]
             kept = {link.file for link in chain}
             removed = [path for path in files(folder).values() if path not in kept]
@@ -124,11 +124,11 @@ def rebuild_index(folder: Path) -> list[Link]:
     """
     try:
         with locked(folder):
-            found = [read(path) for path in files(folder).values()]
+            found = [open_link(path) for path in files(folder).values()]
             anchors = [link.number for link in found if link.kind == "anchor"]
             if not anchors:
                 raise CheckpointError(f"{folder}: there is no anchor of a chain here")
-            write_index(folder, Index(anchors[0], found[-1].number, found[-1].result_hash))
+            write_chain_index(folder, Index(anchors[0], found[-1].number, found[-1].result_hash))
     except OSError as error:
         raise CheckpointError(f"cannot write in {folder}: {error.strerror}") from error
     return links(folder)

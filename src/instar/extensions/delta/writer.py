@@ -17,7 +17,12 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import InstarError
 from instar.extensions.delta.chain import Link, append, links
 from instar.extensions.delta.events import Delta
-from instar.extensions.delta.format.folder import locked, missing_steps, read_index, segment_of
+from instar.extensions.delta.format.folder import (
+    locked,
+    missing_steps,
+    read_chain_index,
+    segment_of,
+)
 from instar.extensions.delta.format.link import LinkFile, read_link
 from instar.extensions.delta.format.state import state_hash
 from instar.extensions.delta.format.statistics import LinkStatistics, link_statistics
@@ -230,7 +235,7 @@ class DeltaWriter:
 
     def _last_link(self) -> Link | None:
         """Return the last link of an earlier training; remove what a crash of it left behind."""
-        if not self.folder.is_dir() or read_index(self.folder) is None:
+        if not self.folder.is_dir() or read_chain_index(self.folder) is None:
             return None
         with locked(self.folder):
             atomic.sweep(self.folder)

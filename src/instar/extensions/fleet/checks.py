@@ -320,8 +320,8 @@ def _collisions(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]
 
 def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
     """Validate the config of each run, once per value of the matrix."""
-    from instar.config.fields import keys, plain_root_of
-    from instar.config.load import load
+    from instar.config.fields import plain_root_of, schema_keys
+    from instar.config.load import load_config
     from instar.config.suggestions import suggest_key
 
     spec, search = plan.spec, plan.spec.search
@@ -334,7 +334,7 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
         path: KeyPath = ("jobs", name, "run")
         file = str(resolve_beside(loaded, path, str(job.run)))
         try:
-            read = load(file, import_task=False)
+            read = load_config(file, import_task=False)
         except ConfigError as error:
             yield from error.problems
             continue
@@ -344,10 +344,10 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
         root = plain_root_of(config.task)
         if search is not None:
             yield from run_problems(loaded, search, config)
-        unknown = [key for key in varied if key not in keys(root)]
+        unknown = [key for key in varied if key not in schema_keys(root)]
         for key in unknown:
             if key not in used:
-                similar = suggest_key(root, key) or nearest(key, keys(root)) or ""
+                similar = suggest_key(root, key) or nearest(key, schema_keys(root)) or ""
                 hint = f"did you mean '{similar}'?" if similar else "use it as ${…} somewhere"
                 message = f"'{key}' is no key of {file}, and no text uses it"
                 yield loaded.problem((*_varied_in(spec), key), message, hint)
@@ -358,9 +358,9 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
             if instance.index and pairs <= checked:
                 continue
             checked |= pairs
-            variables = variables_of(instance, keys(root))
+            variables = variables_of(instance, schema_keys(root))
             try:
-                load(file, sets_of(job, variables), import_task=False)
+                load_config(file, sets_of(job, variables), import_task=False)
             except ConfigError as error:
                 for problem in error.problems:
                     if problem.key in varied:

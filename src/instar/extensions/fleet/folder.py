@@ -15,7 +15,7 @@ import psutil
 from pydantic import ValidationError
 
 from instar.config.document import Document
-from instar.config.errors import ConfigError, SourceLocation, nearest, printable
+from instar.config.errors import ConfigError, SourceLocation, nearest, printable_text
 from instar.config.files import make_folder, of_bounded_depth, read_regular
 from instar.config.user_code import (
     FLAG,
@@ -280,12 +280,12 @@ def leftovers() -> list[Leftover]:
                     Path(folder), int(part) if part.isdecimal() else None
                 )
             if not (running[folder, part] or _has_shim(process)):
-                command = printable(" ".join(process.cmdline())[:200])
+                command = printable_text(" ".join(process.cmdline())[:200])
                 processes.append(
                     Leftover(
                         process,
-                        printable(Path(folder).name),
-                        printable(env.get(INSTANCE_VARIABLE, "")),
+                        printable_text(Path(folder).name),
+                        printable_text(env.get(INSTANCE_VARIABLE, "")),
                         command,
                     )
                 )

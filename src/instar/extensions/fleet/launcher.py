@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from instar.config.errors import InstarError, printable
+from instar.config.errors import InstarError, printable_text
 from instar.distributed.failure import Interrupted
 from instar.distributed.placement import usable_cores
 from instar.extensions.fleet.instance import FleetContext, InstanceFailed, InstanceRunner
@@ -355,7 +355,7 @@ def failure_text(folder: Path, instance: Instance, reason: str, process: str) ->
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
             yield f"  last lines of {path}:"
-            yield from (f"    {printable(line)}" for line in lines)
+            yield from (f"    {printable_text(line)}" for line in lines)
 
 
 def completed_jobs(

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from instar.config.document import (
     Document,
     KeyPath,
-    merged,
+    merge_data,
     parse_option,
     problem_at,
-    read,
+    read_document,
 )
 from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
 from instar.config.fields import choices
@@ -50,7 +50,7 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     Raises:
         ConfigError: with all problems.
     """
-    document, problems = read(path, "docs/fleet.md has examples")
+    document, problems = read_document(path, "docs/fleet.md has examples")
     if document is None:
         raise ConfigError(*problems)
     if not isinstance(document.data, dict):
@@ -63,7 +63,7 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
         problems += mistakes
         if option is not None:
             documents.append(option)
-            data = merged(data, option.data)
+            data = merge_data(data, option.data)
     unreadable = {path for document in documents for path in document.unreadable}
     try:
         spec = FleetSpec.model_validate(data)

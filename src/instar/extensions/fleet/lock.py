@@ -30,7 +30,7 @@ from instar.record.lock import (
     named_holder,
     open_lock,
     signal_owner,
-    try_lock,
+    try_flock,
     write_holder,
 )
 
@@ -101,7 +101,7 @@ def _opened(path: Path) -> int:
 def _locked(folder: Path, descriptor: int, deadline: float) -> bool:
     """Lock a file, if others let go of it in time."""
     try:
-        while not try_lock(descriptor, fcntl.LOCK_EX):
+        while not try_flock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_WAIT_S)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instar.config.errors import ConfigError, InstarError, printable
+from instar.config.errors import ConfigError, InstarError, printable_text
 from instar.extensions.fleet.plan import Slot
-from instar.record.lock import try_lock as lock_file
+from instar.record.lock import try_flock as lock_file
 
 LOCKS_VARIABLE = "INSTAR_LOCK_DIR"
 _HOLDER_BYTES = 512
@@ -120,7 +120,7 @@ def try_lock_resource(name: str, holder: str) -> Lock | str:
     if not is_free:
         text = os.pread(descriptor, _HOLDER_BYTES, 0).decode("utf-8", "replace")
         os.close(descriptor)
-        return printable(text.partition("\n")[0]) or "another process"
+        return printable_text(text.partition("\n")[0]) or "another process"
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{holder}\n".encode()[:_HOLDER_BYTES], 0)

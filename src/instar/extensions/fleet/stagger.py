@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instar.extensions.fleet.state import now
-from instar.record.lock import open_lock, try_lock
+from instar.record.lock import open_lock, try_flock
 
 _POLL_S = 0.2
 
@@ -25,7 +25,7 @@ async def wait_for_turn(folder: Path, role: str, gap_s: float) -> None:
     """
     descriptor = open_lock(folder / f"{role}.started")
     try:
-        while not try_lock(descriptor, fcntl.LOCK_EX):
+        while not try_flock(descriptor, fcntl.LOCK_EX):
             await asyncio.sleep(min(gap_s, _POLL_S))
         await asyncio.sleep(stagger_pause_s(os.pread(descriptor, 64, 0), gap_s, now()))
         with suppress(OSError):  # on a full disk the next start does not wait

@@ -12,7 +12,7 @@ from instar.config.errors import ConfigError
 from instar.data.text.foreign.chat_template import ChatTemplate, Messages
 from instar.data.text.foreign.engine import engine_of
 from instar.data.text.foreign.special_tokens import added_to_text
-from instar.data.text.tokenizer import TOKENIZER_FILE, load_tokenizer
+from instar.data.text.tokenizer import TOKENIZER_FILE, load_saved_tokenizer
 from instar.extensions.grpo.data import load_questions, texts
 
 Ids = list[int]
@@ -74,7 +74,7 @@ def _try_tokenizer(folder: Path, questions: list[str]) -> None:
     Raises:
         ConfigError: that fails.
     """
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_saved_tokenizer(folder)
     tokenizer.encode_batch(questions)
     tokenizer.decode(range(min(tokenizer.vocab_size, _TRIED_TOKENS)))
 

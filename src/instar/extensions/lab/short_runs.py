@@ -57,9 +57,9 @@ class MeasuredConfig:
 
     def load(self, settings: Sequence[str]) -> Loaded:
         """Load the config with other settings."""
-        from instar.run.origin.load import load_config
+        from instar.run.origin.load import load_run_config
 
-        return load_config(self.path, [*self.overrides, *settings])
+        return load_run_config(self.path, [*self.overrides, *settings])
 
     def forecast_of(self, settings: Sequence[str]) -> Forecast:
         """Forecast the run of the config with other settings."""
@@ -88,13 +88,13 @@ def prepare_measurement(
         ConfigError: its final size cannot be trained from scratch, or it has no last step.
     """
     from instar.distributed.placement import placement, resolve_ranks
-    from instar.run.origin.load import load_config
-    from instar.run.start.preflight import prepare_data
+    from instar.run.origin.load import load_run_config
+    from instar.run.start.preflight import prepare_run_data
 
-    loaded = load_config(path, overrides)
+    loaded = load_run_config(path, overrides)
     start = resolve_ranks(loaded.config.parallel, placement(os.environ), world_size, devices)
     _check_kind(loaded)
-    prepare_data(loaded, start.ranks, say)
+    prepare_run_data(loaded, start.ranks, say)
     forecast = _forecast(loaded, start.ranks)
     if forecast.steps is None:
         raise refused(loaded, "train.until", "has no last step, of which a short run is a share")

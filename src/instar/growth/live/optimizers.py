@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from instar.distributed.shards import is_sharded, laid_out, whole
+from instar.distributed.shards import full_tensor, is_sharded, laid_out
 from instar.growth.apply import GrowthStep, grow_state, nearest_source, neighbours
 from instar.growth.engine.peers import Peers, run_in_step
 from instar.growth.engine.prepare import GrownPart
@@ -189,7 +189,7 @@ def _grown(
         return value
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
-            whole_of = {source: whole(each) for source, each in values.items()}
+            whole_of = {source: full_tensor(each) for source, each in values.items()}
             grown = grow_state(
                 step.plan,
                 name,

@@ -21,7 +21,7 @@ from instar.models.hf.completed import completed, explicit_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.rope import with_pairs
-from instar.models.hf.weights import encode, write_weights
+from instar.models.hf.weights import encode_json_file, write_weights
 from instar.models.shape import ArchitectureError, Parameter
 
 _SMALLEST: Mapping[str, int] = {"embed": 16, "mlp": 16, "head_dim": 8}
@@ -123,7 +123,7 @@ def write_twin(shape: PretrainedShape, folder: Path, *, single_experts: bool) ->
         {name: Outline(torch.float32, part.shape) for name, part in parts.items()},
         {name: partial(_part, drawn, part) for name, part in parts.items()},
     )
-    (folder / CONFIG).write_bytes(encode(explicit_config(shape.config)))
+    (folder / CONFIG).write_bytes(encode_json_file(explicit_config(shape.config)))
 
 
 def _drawn(entry: Parameter, generator: torch.Generator) -> Tensor:

@@ -86,7 +86,7 @@ def decades(low: float, high: float, count: int) -> list[float]:
     return [10.0**power for power in range(first, last + 1, stride)]
 
 
-def base_of(axis: str, high: float) -> float:
+def axis_base(axis: str, high: float) -> float:
     """Returns the unit of an axis of durations or bytes, e.g. 60 if it ends at some minutes."""
     scales = _BYTES if axis.endswith("_bytes") else _CLOCK if axis in _SECONDS else ()
     return next((size for size, _ in scales if high >= 2 * size), 1.0)
@@ -113,7 +113,7 @@ def tick_texts(axis: str, places: Sequence[float]) -> list[str]:
     """Formats places along an axis with one unit: 0, 20M, 40M; 0, 10 min, 20 min; 0.001, 0.01."""
     high = max(map(abs, places), default=0.0)
     if axis in _SECONDS or axis.endswith("_bytes"):
-        base = base_of(axis, high)
+        base = axis_base(axis, high)
         unit = next((unit for size, unit in (*_CLOCK, *_BYTES) if size == base), " B")
         unit = " B" if axis.endswith("_bytes") and base == 1 else unit
         return ["0" if place == 0 else f"{place / base:.6g}{unit}" for place in places]

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from instar.config.errors import ConfigError
-from instar.logs.plot.axes import POWERS, base_of, decades, power_of, power_text, ten_to, tick_texts
+from instar.logs.plot.axes import (
+    POWERS,
+    axis_base,
+    decades,
+    power_of,
+    power_text,
+    ten_to,
+    tick_texts,
+)
 from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, metric_text, short_names
 from instar.logs.plot.legend import add_legend, colour_of, crowded, height_below
 from instar.logs.plot.style import (
@@ -39,7 +47,7 @@ def number_ticks(axis: Any, name: str) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     low, high = sorted(axis.get_view_interval())
-    base = base_of(name, high)
+    base = axis_base(name, high)
     steps = [1, 2, 3, 6, 10] if base in (60, 3600) and high < 60 * base else [1, 2, 2.5, 5, 10]
     count = 6 if axis.axis_name == "x" else 5
     ticks = base * np.asarray(MaxNLocator(count, steps=steps).tick_values(low / base, high / base))

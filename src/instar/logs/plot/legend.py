@@ -66,7 +66,7 @@ def add_legend(axes: Axes, chart: Chart, panel: Panel) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     down = _BELOW_AXIS if panel is chart.panels[-1] else _BELOW_PANEL
-    if handles := entries(chart, panel):
+    if handles := legend_entries(chart, panel):
         shift = ScaledTranslation(0, -down / 72, axes.figure.dpi_scale_trans)
         axes.legend(
             handles=[_sample(text, **look) for text, look in handles],
@@ -89,7 +89,7 @@ def _notes(panel: Panel) -> list[str]:
 
 
 def _legend_height(chart: Chart, panel: Panel) -> int:
-    texts = [text for text, _ in entries(chart, panel)]
+    texts = [text for text, _ in legend_entries(chart, panel)]
     return _ROW * -(-len(texts) // _columns(texts)) if texts else 0
 
 
@@ -99,7 +99,7 @@ def _columns(texts: list[str]) -> int:
     return max(1, min(len(texts), int((WIDTH - 1) * 72 / widest)))
 
 
-def entries(chart: Chart, panel: Panel) -> list[Entry]:
+def legend_entries(chart: Chart, panel: Panel) -> list[Entry]:
     """Returns the entries of a panel's legend: runs by colour and metrics by line style, if there are
     several; those common to all panels are in the first."""
     colour = colour_of(chart, panel)

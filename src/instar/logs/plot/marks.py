@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import shortened
-from instar.logs.query.stages import operation_text, place_at, place_of
+from instar.logs.query.stages import event_place, operation_text, place_at
 from instar.logs.read.record import AXES, RecordedEvent
 from instar.logs.text.encoding import encodable
 from instar.record.events import (
@@ -104,7 +104,7 @@ def _place(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, float]:
     """Returns the place of an event on all axes: its own, or its step's place at its own time."""
     event = logged.event
     if isinstance(event, Placed):
-        return place_of(event)
+        return event_place(event)
     loss = record.series("loss") if "loss" in record else None
     near = None if loss is None else loss.take(loss.segment == event.segment)
     step = getattr(event, "step", None)

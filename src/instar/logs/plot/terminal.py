@@ -13,7 +13,7 @@ import numpy as np
 from instar.config.errors import ConfigError, visible
 from instar.logs.plot.axes import (
     POWERS,
-    base_of,
+    axis_base,
     decades,
     power_of,
     power_text,
@@ -30,7 +30,7 @@ from instar.logs.plot.chart import (
     panel_label,
     short_names,
 )
-from instar.record.format import printable
+from instar.record.format import encodable_as
 
 _COLOURS = ("blue+", "orange+", "green+", "magenta+", "cyan+", "red+")
 _SIGNS = "•×+o*#@%&$"
@@ -218,7 +218,7 @@ def _y_ticks(panel: Panel, height: int) -> tuple[list[float], list[str]]:
     if panel.log:
         places = decades(10**low, 10**high, count)
         return _on(places, log=True).tolist(), tick_texts("", places)
-    places = round_places(low, high, count, base_of(name, high))
+    places = round_places(low, high, count, axis_base(name, high))
     texts = tick_texts(name, places)
     if name in POWERS and (power := power_of(max(map(abs, places)))):
         texts = [text if text == "0" else f"{text}·{ten_to(power)}" for text in texts]
@@ -236,7 +236,7 @@ def _x_ticks(chart: Chart, width: int) -> tuple[list[float], list[str]]:
         places = decades(low, high, count)
         texts = [power_text(p) if chart.axis in POWERS else tick_texts("", [p])[0] for p in places]
         return [float(np.log10(place)) for place in places], texts
-    places = round_places(low, high, count, base_of(chart.axis, high))
+    places = round_places(low, high, count, axis_base(chart.axis, high))
     return places, [tick_texts(chart.axis, [place, high])[0] for place in places]
 
 
@@ -310,7 +310,7 @@ def _words(text: str, size: TerminalSize, width: int | None = None) -> str:
     """Returns `text` in characters that the terminal can show, at most `width` or its width long."""
     text = visible(text)
     if size.ascii:
-        text = printable(_POWER.sub(_exponent, text), "ascii")
+        text = encodable_as(_POWER.sub(_exponent, text), "ascii")
     width = size.width if width is None else width
     return text if len(text) <= width else text[: width - 1] + ("~" if size.ascii else "…")
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from instar.config.errors import ConfigError
-from instar.config.fields import differing
+from instar.config.fields import differing_keys
 from instar.logs.query.alignment import (
     PLACED_BY,
     AxisValue,
@@ -97,7 +97,7 @@ class _Curves:
     reached: LossReached | None
 
 
-def compare(
+def compare_groups(
     groups: Sequence[RunGroup],
     records: Sequence[RunRecord],
     *,
@@ -151,7 +151,7 @@ def compare(
             )
             for name in names
         },
-        config=differing([group.config() or None for group in groups]),
+        config=differing_keys([group.config() or None for group in groups]),
         warnings=(
             *evaluations.differing,
             *warnings_on_data(configs, held_out=not evaluations.is_known),
@@ -161,7 +161,7 @@ def compare(
     )
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
     """Returns the comparison as JSON-ready data, groups by name."""
     names = [group.name for group in comparison.groups]
     data: dict[str, Any] = {

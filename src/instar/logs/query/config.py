@@ -82,14 +82,14 @@ def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[st
     A run whose config cannot be read has no keys. Data and machine are not checked.
     """
     from instar.config.fields import values, with_values
-    from instar.config.load import load
+    from instar.config.load import load_config
 
     derived = derived_keys([config_lines(run) for run in runs])
     configs, faults = list[dict[str, Any]](), list[str]()
     for run in runs:
         try:
             check_regular(run.config)
-            loaded = load(str(run.config), checks=(), import_task=False)
+            loaded = load_config(str(run.config), checks=(), import_task=False)
             config = loaded.config
             if changed := {key: value for key, (value, _) in set_at_resumes(run).items()}:
                 with suppress(ValueError):  # a key of a task that is not imported

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class FamilyMember:
+class RunTreeMember:
     """A run of a family."""
 
     name: str
@@ -78,7 +78,7 @@ def _root(path: Path, by_path: dict[Path, T], summary_of: Callable[[T], CachedSu
     return _root(parent, by_path, summary_of)  # a name is longer than its parent's
 
 
-def family_of(run: RunDir) -> tuple[FamilyMember, ...]:
+def run_tree(run: RunDir) -> tuple[RunTreeMember, ...]:
     """Returns the trunk of a run and all branches, in the order of a tree; empty without any."""
     trunk = run
     while (above := branched(cached_summary(trunk))) is not None:
@@ -104,9 +104,9 @@ def family_of(run: RunDir) -> tuple[FamilyMember, ...]:
     )
 
 
-def _member(summary: CachedSummary, depth: int) -> FamilyMember:
+def _member(summary: CachedSummary, depth: int) -> RunTreeMember:
     first = branched(summary)
-    return FamilyMember(
+    return RunTreeMember(
         name=summary.run.path.absolute().name,
         depth=depth,
         branched_at=None if first is None else first.step,

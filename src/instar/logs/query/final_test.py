@@ -74,7 +74,7 @@ class FinalTest:
     """what could not be shown, in sentences"""
 
 
-def final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
+def read_final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
     """Returns the final test of `run`, or None; `points`: maximum number of pairs of a scatter."""
     folder = run.path / "test"
     try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from instar.config.document import parse
-from instar.config.errors import ConfigError, printable, shortened
-from instar.config.fields import differing
-from instar.config.origins import ConfigLine, plain
+from instar.config.errors import ConfigError, printable_text, shortened
+from instar.config.fields import differing_keys
+from instar.config.origins import ConfigLine, plain_text
 from instar.logs.query.config import config_lines, config_values, derived_keys
 from instar.record.rundir import RunDir
 
@@ -55,7 +55,7 @@ def group_runs(
 ) -> tuple[list[RunGroup], list[str]]:
     """Returns the groups of `grouped` with the configs of their runs, and the faults of these."""
     configs, faults = config_values(runs)
-    groups = grouped(runs, by, group_names, folders if by == "run" else None)
+    groups = grouped(runs, by, group_names, folder_labels if by == "run" else None)
     return [
         RunGroup(name, tuple(runs[n] for n in group), tuple(configs[n] for n in group))
         for name, group in groups.items()
@@ -72,32 +72,32 @@ Given = dict[str, str]
 """the underived values of a run's config, by dotted key"""
 
 
-def names(
+def run_labels(
     runs: Sequence[RunDir],
     without: Collection[str] = (),
     values: Sequence[Given] | None = None,
 ) -> list[str]:
     """Returns a unique label per run: its name; else name and differing keys, as `demo seed=2`, other
     than those in `without`; else the folder's name. `values`: `given_values` of the runs, if known."""
-    short = [printable(run.name) for run in runs]
+    short = [printable_text(run.name) for run in runs]
     if len(set(short)) == len(runs):
         return short
     run_values = values or given_values(runs)
-    keys = [key for key in differing(run_values) if key not in without]
+    keys = [key for key in differing_keys(run_values) if key not in without]
     if 0 < len(keys) <= _MOST_KEYS:
         labels = [
             _label(name, values, keys) for name, values in zip(short, run_values, strict=True)
         ]
         if len(set(labels)) == len(runs):
             return labels
-    return folders(runs)
+    return folder_labels(runs)
 
 
-def folders(runs: Sequence[RunDir]) -> list[str]:
+def folder_labels(runs: Sequence[RunDir]) -> list[str]:
     """Returns the name of each run's folder; where it is not unique, the path."""
     short = [run.path.name for run in runs]
     return [
-        printable(str(run.path) if short.count(name) > 1 else name)
+        printable_text(str(run.path) if short.count(name) > 1 else name)
         for run, name in zip(runs, short, strict=True)
     ]
 
@@ -136,7 +136,7 @@ def grouped(
         labels = label(firsts)
     else:
         ignored = ("seed",) if by == "seed" else ()
-        labels = names(firsts, ignored, [values[n] for n in numbers] if values else None)
+        labels = run_labels(firsts, ignored, [values[n] for n in numbers] if values else None)
     for name, group in zip(labels, unnamed.values(), strict=True):
         groups[str(runs[group[0]].path) if name in groups else name] = group
     return dict(sorted(groups.items(), key=lambda entry: entry[1][0]))
@@ -192,7 +192,7 @@ def _unquoted(text: str) -> str:
     if not text.startswith('"'):
         return text
     document, faults = parse(text, "")
-    return text if faults or document is None else plain(document.data)
+    return text if faults or document is None else plain_text(document.data)
 
 
 def _label(name: str, values: Given, keys: Sequence[str]) -> str:

@@ -51,11 +51,11 @@ class ProgressReader:
             summary = cached_summary(self.run)
             if summary.segments != self._segments:  # a resume may have changed them
                 self._budgets, self._segments = tuple(budgets_of(self.run)), summary.segments
-            self._stamp, self._progress = stamp, progress(summary, self._budgets)
+            self._stamp, self._progress = stamp, progress_of(summary, self._budgets)
         return self._progress
 
 
-def progress(summary: CachedSummary, budgets: Sequence[Budget]) -> RunProgress:
+def progress_of(summary: CachedSummary, budgets: Sequence[Budget]) -> RunProgress:
     """Returns the progress of a run that ends when the first of its budgets is used up."""
     return RunProgress(summary.step, summary.loss, summary.operations, _ends_at(summary, budgets))
 

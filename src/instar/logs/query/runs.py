@@ -139,7 +139,7 @@ class Row:
         return None if started is None or last_seen is None else last_seen - started
 
 
-def to_json(row: Row) -> dict[str, Any]:
+def row_to_json(row: Row) -> dict[str, Any]:
     """Returns a row as JSON-ready data; unknown values are null."""
     summary, status = row.summary, row.status
     fixed: dict[str, Any] = {
@@ -179,7 +179,7 @@ def runs_of(folders: Sequence[str], out_dir: Path) -> list[RunDir]:
     return list(runs.values())
 
 
-def list_runs(
+def list_rows(
     runs: Sequence[RunDir],
     *,
     state: str | None = None,
@@ -212,12 +212,12 @@ def list_runs(
     return rows if last is None else rows[-last:]
 
 
-def faults(rows: Sequence[Row]) -> Iterator[str]:
+def row_faults(rows: Sequence[Row]) -> Iterator[str]:
     """Yields why runs cannot be read."""
     return (row.summary.fault for row in rows if row.summary.fault)
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def row_notes(rows: Sequence[Row]) -> list[str]:
     """Returns which best values of a list cannot be compared with the first one."""
     return notes_on_bases({row.summary.run.path.name: row.basis for row in rows})
 

@@ -55,13 +55,13 @@ def stages(record: RunRecord) -> list[RunStage]:
     first = starts[0].event
     operations = [logged.event for logged in record.of(OperationEvent) if logged.kept]
     growths = [operation for operation in operations if operation.architecture]
-    places = [place_at(record, first.step), *map(place_of, growths), last_place(record)]
+    places = [place_at(record, first.step), *map(event_place, growths), last_place(record)]
     model, parameters, architecture = first.model, first.parameters or None, first.architecture
     run_stages = []
     for number, (begin, end) in enumerate(pairwise(places)):
         growth = growths[number - 1] if number else None
         if growth is not None:
-            model = shape_text(growth.architecture) or model
+            model = architecture_text(growth.architecture) or model
             after = growth.proof.get("parameters_after", math.nan)
             parameters = int(after) if math.isfinite(after) else None
             architecture = growth.architecture
@@ -91,7 +91,7 @@ def operation_text(operation: OperationEvent) -> str:
     return f"{operation.name} {change}".strip()
 
 
-def shape_text(architecture: Mapping[str, Any]) -> str:
+def architecture_text(architecture: Mapping[str, Any]) -> str:
     """Returns layers and width, e.g. `12L/768d`; empty for an architecture without these."""
     layers, width = ("n_layer", "layers", "num_hidden_layers"), ("n_embd", "width", "hidden_size")
     parts = [
@@ -101,7 +101,7 @@ def shape_text(architecture: Mapping[str, Any]) -> str:
     return "/".join(f"{size}{unit}" for size, unit in parts if isinstance(size, int))
 
 
-def place_of(event: Placed) -> Place:
+def event_place(event: Placed) -> Place:
     """Returns the place of an event on all axes."""
     return {axis: float(getattr(event, axis)) for axis in AXES}
 
@@ -126,7 +126,7 @@ def last_place(record: RunRecord) -> Place:
     events = [
         logged.event for logged in record.events if logged.kept and isinstance(logged.event, Placed)
     ]
-    places = [place_of(event) for event in events]
+    places = [event_place(event) for event in events]
     ruler = _ruler(record)
     if ruler is not None and len(ruler):
         places.append({axis: float(ruler.axis(axis)[-1]) for axis in AXES})

@@ -13,8 +13,8 @@ import numpy as np
 
 from instar.checkpoint.manifest import MANIFEST
 from instar.config.files import read_regular
-from instar.logs.query.family import FamilyMember, family_of
-from instar.logs.query.stages import shape_text
+from instar.logs.query.family import RunTreeMember, run_tree
+from instar.logs.query.stages import architecture_text
 from instar.logs.query.state import State, run_status
 from instar.record.events import (
     Alert,
@@ -110,11 +110,11 @@ class Summary:
     alerts: tuple[str, ...]
     faults: tuple[str, ...]
     """lines of its record that could not be read"""
-    family: tuple[FamilyMember, ...] = ()
+    family: tuple[RunTreeMember, ...] = ()
     """its trunk and all branches of that, if it has any"""
 
 
-def to_json(summary: Summary) -> dict[str, Any]:
+def summary_to_json(summary: Summary) -> dict[str, Any]:
     """Returns a summary as JSON-ready data."""
     as_json: dict[str, Any] = to_words(msgspec.to_builtins(summary))
     return as_json
@@ -170,7 +170,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         warnings=tuple(_messages(current_events, Warn)),
         alerts=tuple(_messages(current_events, Alert)),
         faults=record.faults,
-        family=family_of(run),
+        family=run_tree(run),
     )
 
 
@@ -255,7 +255,7 @@ def _shape(current: RunStarted | None, operations: tuple[OperationEvent, ...]) -
     parameters = next((int(size) for size in reversed(sizes) if isfinite(size)), current.parameters)
     if not grown:
         return current.model, parameters
-    return shape_text(grown[-1].architecture) or current.model, parameters
+    return architecture_text(grown[-1].architecture) or current.model, parameters
 
 
 def _peak(memory: Series | None) -> int | None:

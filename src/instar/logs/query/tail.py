@@ -126,7 +126,7 @@ def unit_of(path: Path) -> str:
     return event.unit if isinstance(event, RunStarted) else "token"
 
 
-def follow(run: RunDir, past_events: Sequence[Event], offset: int) -> Iterator[list[Event]]:
+def follow_record(run: RunDir, past_events: Sequence[Event], offset: int) -> Iterator[list[Event]]:
     """Yields the events appended to a run's record after `offset`, until the run ends.
 
     `past_events`: events before `offset` that the caller has read.
@@ -149,7 +149,7 @@ def follow_log(run: RunDir, path: Path, offset: int) -> Iterator[list[bytes]]:
     """Yields the lines appended to a rank's log after `offset`, until the run ends."""
     last, at = last_events(run.events, 8) if run.events.exists() else ([], 0)
     log = LineFollower(path, offset)
-    for _ in follow(run, last, at):
+    for _ in follow_record(run, last, at):
         yield log.lines()
     yield log.lines()
 

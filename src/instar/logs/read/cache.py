@@ -44,11 +44,11 @@ from instar.logs.read.sidecar import (
     MOST_BYTES,
     FileStamp,
     cache_folder,
-    create,
-    evict,
+    create_cache_folder,
+    evict_caches,
     mark_used,
     read_checked,
-    stamp_of,
+    stamp_record,
     write_checked,
 )
 from instar.processes.pool import WorkerLost, Workers
@@ -101,7 +101,7 @@ class _Index(msgspec.Struct):
     tables: dict[str, _Table]
 
 
-def content(run: RunDir, workers: int | None = None) -> Content:
+def read_content(run: RunDir, workers: int | None = None) -> Content:
     """Reads a record from columns in the run's folder or the reader's cache, and scans the rest.
 
     A long rest is added to the cache. Columns are loaded lazily and raise `Damaged` on access if a
@@ -111,13 +111,15 @@ def content(run: RunDir, workers: int | None = None) -> Content:
         RecordError: the record cannot be read.
     """
     size = _size(run.events)
-    run_columns = load(run.events, run.path / COLUMNS, portable=True)
+    run_columns = load_columns(run.events, run.path / COLUMNS, portable=True)
     if run_columns and size - run_columns.end <= _min_new_bytes(run_columns.end):
         return run_columns.then(*pieces(run.events, run_columns, workers))
-    return readers_content(run, workers)
+    return read_cached_content(run, workers)
 
 
-def readers_content(run: RunDir, workers: int | None = None, until: int | None = None) -> Content:
+def read_cached_content(
+    run: RunDir, workers: int | None = None, until: int | None = None
+) -> Content:
     """Reads a record, up to the byte `until` if given, from the reader's own cache; the rest is
     scanned. Columns in the run's folder are ignored.
 
@@ -125,7 +127,7 @@ def readers_content(run: RunDir, workers: int | None = None, until: int | None =
         RecordError: the record cannot be read.
     """
     record, folder = run.events, cache_folder(run)
-    cached = added = last = load(record, folder) if folder else None
+    cached = added = last = load_columns(record, folder) if folder else None
     begin = cached.end if cached else 0
     size = _size(record) if until is None else until
     if begin > size:  # another reader has cached more
@@ -145,28 +147,28 @@ def readers_content(run: RunDir, workers: int | None = None, until: int | None =
             uncached.append(more)
         last = more
     if folder and added is not cached:
-        evict(folder)
-        cached = load(record, folder)
+        evict_caches(folder)
+        cached = load_columns(record, folder)
         if cached is None or cached.end != begin:  # another process has replaced it
             return scan(record, until=until)
     return (cached or Content()).then(*uncached)
 
 
 @contextmanager
-def columns_kept(run: RunDir, every_s: float = EVERY_S) -> Iterator[None]:
+def columns_written(run: RunDir, every_s: float = EVERY_S) -> Iterator[None]:
     """Writes the columns of a run's record into its folder, in a thread, while the record grows.
 
     Only the process that writes the record may use this. The rest is written when the context is
     left, after the record has been closed.
     """
     folder = run.path / COLUMNS
-    if load(run.events, folder, portable=True) is None and not folder.is_symlink():
-        discard(folder)  # once the record has grown, they might seem to be its own
+    if load_columns(run.events, folder, portable=True) is None and not folder.is_symlink():
+        discard_columns(folder)  # once the record has grown, they might seem to be its own
     leaving = threading.Event()
 
     def work() -> None:
         while not leaving.wait(every_s):
-            extend(run, leaving)
+            extend_columns(run, leaving)
 
     thread = threading.Thread(target=work, name="columns", daemon=True)
     thread.start()
@@ -175,10 +177,12 @@ def columns_kept(run: RunDir, every_s: float = EVERY_S) -> Iterator[None]:
     finally:
         leaving.set()
         thread.join()
-        extend(run, finished=True)
+        extend_columns(run, finished=True)
 
 
-def extend(run: RunDir, leaving: threading.Event | None = None, *, finished: bool = False) -> None:
+def extend_columns(
+    run: RunDir, leaving: threading.Event | None = None, *, finished: bool = False
+) -> None:
     """Appends new lines of the record to the columns in the run's folder, if they are enough.
 
     Failures are ignored: the columns end earlier, and readers scan the rest.
@@ -188,7 +192,7 @@ def extend(run: RunDir, leaving: threading.Event | None = None, *, finished: boo
         finished: append even a few last lines, unless that would take seconds.
     """
     folder = run.path / COLUMNS
-    columns = load(run.events, folder, portable=True)
+    columns = load_columns(run.events, folder, portable=True)
     begin = columns.end if columns else 0
     size = _size(run.events)
     if size < SMALL_BYTES or size - begin <= (0 if finished else _min_new_bytes(begin)):
@@ -211,7 +215,7 @@ def _min_new_bytes(end: int) -> int:
     return max(SMALL_BYTES, end // GROWN_SHARE)
 
 
-def load(record: Path, folder: Path, *, portable: bool = False) -> Content | None:
+def load_columns(record: Path, folder: Path, *, portable: bool = False) -> Content | None:
     """Loads the columns on disk if they match the record as it is now, else returns None.
 
     `portable`: for the run's folder, which may be a copy and is not trusted.
@@ -260,7 +264,7 @@ def _bytes_of(file: _File) -> int:
     return sum(length for length, _ in file.parts)
 
 
-def discard(folder: Path) -> None:
+def discard_columns(folder: Path) -> None:
     """Deletes columns, index first: files that cannot be deleted are ignored without it."""
     with suppress(OSError):
         (folder / "columns.json").unlink()
@@ -268,7 +272,7 @@ def discard(folder: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def held_bytes(record: Path, folder: Path) -> int:
+def cached_bytes(record: Path, folder: Path) -> int:
     """Returns how many bytes of a record are cached."""
     try:
         index = _index(record, folder, portable=False)
@@ -351,14 +355,14 @@ def _add(
     """Appends `more`, which follows `columns`, to the columns; returns whether it was written."""
     mode = 0o666 if portable else 0o600
     try:
-        create(folder, 0o777 if portable else 0o700)
+        create_cache_folder(folder, 0o777 if portable else 0o700)
         if folder.is_symlink():
             return False
         with _locked(folder, mode):
             index = _index(record, folder, portable) if columns else None
             if columns and (index is None or index.stamp.end != columns.end):
                 return False
-            stamp = stamp_of(record, more.end)
+            stamp = stamp_record(record, more.end)
             if stamp.inode != more.inode or stamp.size < more.end:
                 return False
             if _cells(index, more) > CELLS + more.end:
@@ -437,7 +441,7 @@ def _locked(folder: Path, mode: int) -> Iterator[None]:
         yield
 
 
-def fill(runs: Sequence[RunDir]) -> None:
+def fill_caches(runs: Sequence[RunDir]) -> None:
     """Brings the caches of many runs up to date, with one process per core.
 
     Faults of a record are reported when it is read.
@@ -458,7 +462,7 @@ class _Filler:
 
     def fill(self, run: RunDir) -> None:
         with suppress(InstarError):
-            content(run, workers=1)
+            read_content(run, workers=1)
 
 
 def _unread_bytes(run: RunDir) -> int:
@@ -469,7 +473,7 @@ def _unread_bytes(run: RunDir) -> int:
     folder = cache_folder(run)
     if size < SMALL_BYTES or size > MOST_BYTES or folder is None:
         return 0
-    run_columns = load(run.events, run.path / COLUMNS, portable=True)
+    run_columns = load_columns(run.events, run.path / COLUMNS, portable=True)
     if run_columns and size - run_columns.end <= _min_new_bytes(run_columns.end):
         return 0
-    return max(0, size - held_bytes(run.events, folder))
+    return max(0, size - cached_bytes(run.events, folder))

@@ -145,7 +145,7 @@ def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
     return tables
 
 
-def join(tables: Sequence[MetricTable]) -> MetricTable:
+def join_tables(tables: Sequence[MetricTable]) -> MetricTable:
     """Concatenates tables; columns are joined lazily."""
     if len(tables) == 1:
         return tables[0]
@@ -267,7 +267,7 @@ _row = struct.Struct("@" + "".join(_form.values()) + "0q")
 """One step: eight bytes for each field."""
 
 
-def decode_lines(block: bytes) -> list[Event]:
+def decode_measurements(block: bytes) -> list[Event]:
     """Decodes whole lines like `record.events.decode_lines`, with `ABSENT` for missing train metrics."""
     events: list[Event] = _decoder().decode_lines(block)
     return events

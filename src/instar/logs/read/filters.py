@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
-from instar.logs.read.lineage import EVERYTHING, Lineage
+from instar.logs.read.lineage import EVERYTHING, SegmentTree
 from instar.record.events import (
     Event,
     Placed,
@@ -52,12 +52,12 @@ def filter_events(
     Raises:
         RecordError: the record cannot be read.
     """
-    lineage = Lineage()
+    lineage = SegmentTree()
     for _, event in _events(run, _LINEAGE_KINDS):
         lineage.take(event)
     limits = lineage.limits()
     for line, event in _events(run, [kind.encode() for kind in kinds]):
-        if kinds and kind_of(event) not in kinds:
+        if kinds and event_kind(event) not in kinds:
             continue
         step = (
             event.step if isinstance(event, Placed | RunStarted) else getattr(event, "step", None)
@@ -72,7 +72,7 @@ def filter_events(
             yield FilteredEvent(line, event, is_superseded)
 
 
-def kind_of(event: Event) -> str:
+def event_kind(event: Event) -> str:
     """Returns the kind's name, as `train` or `eval`, also for kinds that only a newer Instar knows."""
     return event.name if isinstance(event, Unrecognised) else str(event.__struct_config__.tag)
 

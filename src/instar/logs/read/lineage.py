@@ -17,7 +17,7 @@ EVERYTHING = 2**63 - 1
 NOTHING = -1
 
 
-class Lineage(msgspec.Struct):
+class SegmentTree(msgspec.Struct):
     """The segments of a run and the checkpoints they resumed from, updated event by event.
 
     A segment that names no checkpoint continues the previous segment.

@@ -17,7 +17,7 @@ import numpy as np
 from instar.config.errors import ConfigError
 from instar.logs.read import cache
 from instar.logs.read.columns import LazyColumns, MetricTable, present
-from instar.logs.read.lineage import EVERYTHING, Lineage
+from instar.logs.read.lineage import EVERYTHING, SegmentTree
 from instar.logs.read.scan import Content, no_record, scan
 from instar.logs.read.sidecar import cache_folder
 from instar.record.events import (
@@ -28,7 +28,7 @@ from instar.record.events import (
     Placed,
     RecordError,
     RunStarted,
-    decode,
+    decode_event,
 )
 from instar.record.progress import tracked
 from instar.record.rundir import RunDir
@@ -218,7 +218,7 @@ def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigErr
     return ConfigError.one(f"no metric {metric!r} in {where}", hint=hint)
 
 
-def read(run: RunDir) -> RunRecord:
+def read_record(run: RunDir) -> RunRecord:
     """Reads a run's record, also while it is being written; a large one from its cached columns.
 
     Lines that are not events are skipped and listed in `faults`. An empty record has no events.
@@ -228,7 +228,7 @@ def read(run: RunDir) -> RunRecord:
     """
     try:
         small = run.events.stat().st_size < cache.SMALL_BYTES
-        content = scan(run.events) if small else cache.content(run)
+        content = scan(run.events) if small else cache.read_content(run)
         if not content.tables and not content.events and (fault := no_record(run.events)):
             raise RecordError(fault)
     except OSError as error:
@@ -246,8 +246,8 @@ def _record(run: RunDir, content: Content, attempt: int = 0) -> RunRecord:
 
 
 def _decoded(run: RunDir, content: Content, attempt: int) -> RunRecord:
-    events = [decode(line) for line in content.events]
-    lineage = Lineage()
+    events = [decode_event(line) for line in content.events]
+    lineage = SegmentTree()
     for event in events:
         lineage.take(event)
     last_steps = lineage.limits(_first_steps(content.tables))
@@ -351,9 +351,9 @@ def _reread(run: RunDir, content: Content, attempt: int) -> Content:
     folder cost one scan, not one per reading. 2: from the record alone.
     """
     if attempt == 1:
-        return cache.readers_content(run, until=content.end)
+        return cache.read_cached_content(run, until=content.end)
     if (folder := cache_folder(run)) is not None:
-        cache.discard(folder)
+        cache.discard_columns(folder)
     return scan(run.events, until=content.end)
 
 
@@ -389,11 +389,11 @@ def direction(metric: str) -> Direction | None:
     return "max" if any(map(_HIGH.fullmatch, words)) else None
 
 
-def read_many(runs: Sequence[RunDir]) -> list[RunRecord]:
+def read_records(runs: Sequence[RunDir]) -> list[RunRecord]:
     """Reads many runs, in order; uncached records are parsed by one process per core.
 
     Raises:
         RecordError: see `read`.
     """
-    cache.fill(runs)
-    return [read(run) for run in tracked(runs, "reading records", "runs", len(runs))]
+    cache.fill_caches(runs)
+    return [read_record(run) for run in tracked(runs, "reading records", "runs", len(runs))]

@@ -23,12 +23,12 @@ from instar.logs.read.columns import (
     CELLS,
     MetricTable,
     TableBuilder,
-    decode_lines,
+    decode_measurements,
     is_measured,
-    join,
+    join_tables,
     tables_of,
 )
-from instar.record.events import NOT_AN_EVENT, VERSION, Event, RecordError, decode
+from instar.record.events import NOT_AN_EVENT, VERSION, Event, RecordError, decode_event
 from instar.record.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -42,7 +42,9 @@ _HEAD_BYTES = 4096
 _FIRST = b'{"v":%d,"kind":"' % VERSION
 
 
-def blocks(file: BinaryIO, place: int, until: int | None = None) -> Iterator[tuple[bytes, int]]:
+def line_blocks(
+    file: BinaryIO, place: int, until: int | None = None
+) -> Iterator[tuple[bytes, int]]:
     """Yields blocks of whole lines and the byte offset after each; truncates extremely long lines.
 
     `place`: the current offset of the file; nothing after `until` is read.
@@ -151,7 +153,7 @@ class Content:
             for name, table in part.tables.items():
                 tables.setdefault(name, []).append(table)
         return Content(
-            {name: join(parts) for name, parts in tables.items()},
+            {name: join_tables(parts) for name, parts in tables.items()},
             tuple(line for part in parts for line in part.events),
             parts[-1].end,
             parts[-1].lines,
@@ -181,7 +183,7 @@ def scan(
             inode = os.fstat(file.fileno()).st_ino
             file.seek(start.end)
             end = start.end
-            for block, end in blocks(file, start.end, until):
+            for block, end in line_blocks(file, start.end, until):
                 reading.take(block, CELLS + end - start.end)
                 advance(len(block))
                 if most_bytes is not None and end - start.end >= most_bytes:
@@ -214,7 +216,7 @@ class _Reading:
         text = np.frombuffer(block, "u1")
         ends = np.flatnonzero(text == ord("\n"))
         try:
-            events = decode_lines(block)
+            events = decode_measurements(block)
         except NOT_AN_EVENT:
             events = []
         if len(events) == len(ends) and _each_holds_one(text, ends):
@@ -233,7 +235,7 @@ class _Reading:
             if not line.strip():
                 continue
             try:
-                event = decode(line)
+                event = decode_event(line)
             except NOT_AN_EVENT as error:
                 self.passed_over += 1
                 if len(self.faults) < MAX_FAULTS:

@@ -40,7 +40,7 @@ def cache_folder(run: RunDir) -> Path | None:
     return home / xxhash.xxh3_128_hexdigest(text)
 
 
-def create(folder: Path, mode: int = 0o700) -> None:
+def create_cache_folder(folder: Path, mode: int = 0o700) -> None:
     """Creates a `cache_folder`.
 
     Raises:
@@ -55,7 +55,7 @@ def mark_used(folder: Path) -> None:
         os.utime(folder)
 
 
-def evict(current_folder: Path) -> None:
+def evict_caches(current_folder: Path) -> None:
     """Deletes the least recently used caches until `MOST_BYTES` suffice; never `current_folder`."""
     with suppress(OSError):
         folders = [
@@ -105,7 +105,7 @@ class FileStamp(msgspec.Struct, frozen=True):
         return _window(record, self.end) == self.window
 
 
-def stamp_of(record: Path, end: int) -> FileStamp:
+def stamp_record(record: Path, end: int) -> FileStamp:
     """Returns the stamp of a record that was read up to `end`."""
     status = record.stat()
     window = _window(record, end)

@@ -11,16 +11,16 @@ import msgspec
 
 import instar
 from instar.config.files import open_regular
-from instar.logs.read.filters import kind_of
-from instar.logs.read.lineage import EVERYTHING, Lineage
-from instar.logs.read.scan import blocks, no_record
+from instar.logs.read.filters import event_kind
+from instar.logs.read.lineage import EVERYTHING, SegmentTree
+from instar.logs.read.scan import line_blocks, no_record
 from instar.logs.read.sidecar import (
     FileStamp,
     cache_folder,
-    create,
+    create_cache_folder,
     mark_used,
     read_checked,
-    stamp_of,
+    stamp_record,
     write_checked,
 )
 from instar.record.events import (
@@ -36,7 +36,7 @@ from instar.record.events import (
     RunStarted,
     Stop,
     Train,
-    decode,
+    decode_event,
     events_in,
     to_words,
 )
@@ -92,7 +92,7 @@ class CachedSummary:
 class _ScanState(msgspec.Struct):
     """The state of a scan of a record."""
 
-    lineage: Lineage = msgspec.field(default_factory=Lineage)
+    lineage: SegmentTree = msgspec.field(default_factory=SegmentTree)
     started: float | None = None
     segments: int = 0
     step: int | None = None
@@ -136,7 +136,7 @@ def cached_summary(run: RunDir) -> CachedSummary:
     except OSError as error:
         seen, fault = _ScanState(), f"cannot read {run.events}: {error.strerror}"
     lines = [seen.branched, *seen.about]
-    events = tuple(decode(line.encode()) for line in lines if line)
+    events = tuple(decode_event(line.encode()) for line in lines if line)
     start = next((event for event in events if isinstance(event, RunStarted)), None)
     limits = seen.lineage.limits()
     anew = [n for segment, at, n in seen.anew if at <= limits.get(segment, EVERYTHING)]
@@ -153,7 +153,7 @@ def cached_summary(run: RunDir) -> CachedSummary:
         if value is not None and number >= (anew[-1] if anew else 0)
     ]
     best, best_step = min(comparable, default=(None, None))
-    last = decode(seen.last.encode()) if seen.last else None
+    last = decode_event(seen.last.encode()) if seen.last else None
     return CachedSummary(
         run,
         id=run.id,
@@ -192,16 +192,16 @@ def _scan(run: RunDir) -> _ScanState:
     end = begin
     with open_regular(run.events) as file:
         file.seek(begin)
-        for block, end in blocks(file, begin):  # noqa: B007
+        for block, end in line_blocks(file, begin):  # noqa: B007
             _take(seen, block)
     if folder is not None and end - begin >= SMALL_BYTES:
-        _keep(folder, _CacheFile(_FORM, instar.__version__, stamp_of(run.events, end), seen))
+        _keep(folder, _CacheFile(_FORM, instar.__version__, stamp_record(run.events, end), seen))
     return seen
 
 
 def _keep(folder: Path, kept: _CacheFile) -> None:
     with suppress(OSError):
-        create(folder)
+        create_cache_folder(folder)
         write_checked(folder / _FILE, msgspec.json.encode(kept))
 
 
@@ -241,7 +241,7 @@ def _take_last(seen: _ScanState, lines: list[bytes]) -> None:
     has_last = has_place = False
     for line, event in events_in(reversed(lines)):
         if not has_last:
-            seen.kind, seen.time, has_last = kind_of(event), event.time, True
+            seen.kind, seen.time, has_last = event_kind(event), event.time, True
         if isinstance(event, Placed) and not has_place:
             seen.step, seen.tokens, has_place = event.step, event.tokens, True
             seen.last = line.decode(errors="replace")

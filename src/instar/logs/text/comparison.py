@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from instar.config.origins import plain
+from instar.config.origins import plain_text
 from instar.logs.query.alignment import LossReached, Saving, saving_text
 from instar.logs.query.compare import Cell, Comparison, ToLoss
 from instar.logs.query.groups import short_values
-from instar.logs.text.summary import NONE, markdown_table, metric_text
+from instar.logs.text.summary import NONE, markdown_table, metric_value_text
 from instar.logs.text.tables import aligned, wrapped
 from instar.record.format import duration, scientific, si, unit_text
 
@@ -29,7 +29,7 @@ class Block:
     """whether all columns but the first are numbers"""
 
 
-def blocks(comparison: Comparison) -> Iterator[Block]:
+def comparison_blocks(comparison: Comparison) -> Iterator[Block]:
     """Yields the tables of a comparison in the order in which they are printed."""
     names = [group.name for group in comparison.groups]
     if comparison.warnings:
@@ -51,10 +51,10 @@ def blocks(comparison: Comparison) -> Iterator[Block]:
         yield _config(comparison, names)
 
 
-def text(comparison: Comparison, width: int | None = None) -> list[str]:
+def comparison_text(comparison: Comparison, width: int | None = None) -> list[str]:
     """Returns aligned lines of at most `width` columns where possible."""
     lines: list[str] = []
-    for block in blocks(comparison):
+    for block in comparison_blocks(comparison):
         lines += ["", block.title] if lines else [block.title]
         if block.rows:
             right = range(1, len(block.headers)) if block.numbers else ()
@@ -63,10 +63,10 @@ def text(comparison: Comparison, width: int | None = None) -> list[str]:
     return lines
 
 
-def markdown(comparison: Comparison) -> list[str]:
+def comparison_markdown(comparison: Comparison) -> list[str]:
     """Returns Markdown sections and tables."""
     lines = ["# Comparison"]
-    for block in blocks(comparison):
+    for block in comparison_blocks(comparison):
         lines += ["", f"## {block.title}", ""]
         if block.rows:
             right = range(1, len(block.headers)) if block.numbers else ()
@@ -137,9 +137,9 @@ def _groups(comparison: Comparison) -> Block:
 def _cell(metric: str, cell: Cell, runs: int) -> str:
     if cell.mean is None:
         return "nan" if cell.not_finite else NONE
-    deviation = "" if cell.deviation is None else f" ±{metric_text(metric, cell.deviation)}"
+    deviation = "" if cell.deviation is None else f" ±{metric_value_text(metric, cell.deviation)}"
     few = f" n={cell.runs}" if cell.runs < runs else ""
-    return f"{metric_text(metric, cell.mean)}{deviation}{few}"
+    return f"{metric_value_text(metric, cell.mean)}{deviation}{few}"
 
 
 def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Block:
@@ -196,5 +196,5 @@ def _config(comparison: Comparison, names: Sequence[str]) -> Block:
 
 
 def _short(key: str, values: Sequence[object]) -> list[str]:
-    texts = [NONE if value is None else plain(value) for value in values]
+    texts = [NONE if value is None else plain_text(value) for value in values]
     return short_values(key, values, texts)

@@ -29,7 +29,7 @@ _GROUPS = ("grad_norm/", "update_ratio/")
 NONE = "-"
 
 
-def metric_text(name: str, value: float | None) -> str:
+def metric_value_text(name: str, value: float | None) -> str:
     """Formats a metric's value in the unit of the metric: `3.9865`, `3.0e-4`, `1.02M`, `647 MiB`, `41%`."""
     if value is None:
         return NONE
@@ -50,13 +50,13 @@ def metric_text(name: str, value: float | None) -> str:
 
 def best_text(metric: str, value: float | None) -> str:
     """Formats a best value; metrics other than the loss are named: `4.2071`, `0.9312 accuracy`."""
-    text = metric_text(f"val/{metric}", value)
+    text = metric_value_text(f"val/{metric}", value)
     return text if metric == "loss" or value is None else f"{text} {metric}"
 
 
 def with_error(name: str, value: MetricValue) -> str:
-    error = "" if value.error is None else f" ±{metric_text(name, value.error)}"
-    return metric_text(name, value.value) + error
+    error = "" if value.error is None else f" ±{metric_value_text(name, value.error)}"
+    return metric_value_text(name, value.value) + error
 
 
 def date(seconds: float) -> str:
@@ -191,7 +191,7 @@ def metric_rows(summary: Summary) -> Iterator[tuple[str, str, str, str, str]]:
             name,
             with_error(name, last),
             f"{last.step:,}",
-            "" if best is None else metric_text(name, best.value),
+            "" if best is None else metric_value_text(name, best.value),
             "" if best is None else f"{best.step:,}",
         )
 
@@ -226,7 +226,7 @@ def _line_cells(summary: Summary) -> list[str]:
     ]
 
 
-def markdown(summaries: Sequence[Summary]) -> list[str]:
+def summary_markdown(summaries: Sequence[Summary]) -> list[str]:
     """Returns Markdown: one table for several runs, a page with sections for one."""
     if len(summaries) != 1:
         return _markdown_of_many(summaries)

@@ -11,10 +11,10 @@ from instar.checkpoint.manifest import read_json
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
-from instar.data.text.tokenizer import TOKENIZER_FILE, BPETokenizer, load_tokenizer
+from instar.data.text.tokenizer import TOKENIZER_FILE, BPETokenizer, load_saved_tokenizer
 from instar.models.hf import CONFIG
 from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS, SPECIAL_IDS
-from instar.models.hf.weights import encode
+from instar.models.hf.weights import encode_json_file
 from instar.record.rundir import RunDir
 
 GENERATION = "generation_config.json"
@@ -35,7 +35,10 @@ def imported(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Returns the files that a run keeps of a folder of transformers beside the tokenizer's, for its exports."""
     files = companion_files(folder, follow=True)
     files.pop(TOKENIZER_FILE, None)
-    return {**files, SPECIAL_IDS: encode({key: config[key] for key in _IDS if key in config})}
+    return {
+        **files,
+        SPECIAL_IDS: encode_json_file({key: config[key] for key in _IDS if key in config}),
+    }
 
 
 def exported(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -59,7 +62,7 @@ def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
         return export_files
     from instar.data.text.foreign.chat_template import template_beside
 
-    tokenizer = load_tokenizer(run)
+    tokenizer = load_saved_tokenizer(run)
     template = template_beside(run, tokenizer)
     of_tokenizer = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     if CHAT_TEMPLATE not in files and not of_tokenizer.get("chat_template"):
@@ -73,16 +76,16 @@ def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
     ends = settings.get("eos_token_id", config.get("eos_token_id"))
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if end is not None and end not in end_ids:
-        export_files[GENERATION] = encode({**settings, "eos_token_id": [*end_ids, end]})
+        export_files[GENERATION] = encode_json_file({**settings, "eos_token_id": [*end_ids, end]})
     return export_files
 
 
 def _trains_chats(run: Path) -> bool:
     """Whether the config of a run says so; nothing that it names need be there any more."""
-    from instar.config.document import read
+    from instar.config.document import read_document
 
     file = RunDir(run).config
-    document, problems = read(str(file), "") if file.is_file() else (None, ())
+    document, problems = read_document(str(file), "") if file.is_file() else (None, ())
     if problems:
         raise ConfigError(*problems)
     data = document.data.get("data") if document and isinstance(document.data, dict) else None

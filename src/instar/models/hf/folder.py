@@ -27,12 +27,12 @@ from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import Checkpoint, publish_checkpoint
 from instar.checkpoint.tensor_file import Outline, outlines
 from instar.config.language import DataConfig, LanguageConfig
-from instar.config.origins import resolved
+from instar.config.origins import config_text
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
-    load_tokenizer,
+    load_saved_tokenizer,
     named_tokenizer,
     tokenizer_files,
 )
@@ -44,7 +44,7 @@ from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.saved import PretrainedExport, is_of_transformers, pretrained_shape
 from instar.models.hf.tensors import conversions, from_tensors, to_tensors
 from instar.models.hf.tokenizer import from_fast, to_fast
-from instar.models.hf.weights import MAX_SHARD_BYTES, encode, read_weights, write_weights
+from instar.models.hf.weights import MAX_SHARD_BYTES, encode_json_file, read_weights, write_weights
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
@@ -170,14 +170,14 @@ class _GPTExport:
         if tokenizer is not None and not files:
             about = _tokenizer_config(tokenizer, self.arch)
             files[TOKENIZER_FILE] = to_fast(tokenizer).encode()
-            files[TOKENIZER_CONFIG] = encode(about)
+            files[TOKENIZER_CONFIG] = encode_json_file(about)
         end = self._tokenizer.end_id if self._tokenizer else None
         config = {**to_config(self.arch, end_id=end), **ids}
-        return with_chat({**files, CONFIG: encode(config)}, self.run)
+        return with_chat({**files, CONFIG: encode_json_file(config)}, self.run)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(self.run) if (self.run / TOKENIZER_FILE).is_file() else None
+        return load_saved_tokenizer(self.run) if (self.run / TOKENIZER_FILE).is_file() else None
 
 
 def _gpt_of(checkpoint: Checkpoint) -> Architecture:
@@ -225,7 +225,7 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
         run.await_start()
         for name, content in (tokenizer_files(read) | imported(folder, foreign)).items():
             atomic.write_synced(temporary / name, content)
-        atomic.write_synced(run.config, resolved(config, origins).encode())
+        atomic.write_synced(run.config, config_text(config, origins).encode())
         facts = Facts(
             tokenizer=read.fingerprint,
             reason=f"imported from {folder.name}",
@@ -263,7 +263,7 @@ def _read_tokenizer(folder: Path, arch: Architecture, tokenizer_name: str | None
             raise CheckpointError(
                 f"{file}: the folder has a tokenizer; --tokenizer is for those without"
             )
-        tokenizer = from_fast(load_tokenizer(folder))
+        tokenizer = from_fast(load_saved_tokenizer(folder))
     elif tokenizer_name is None or (other := named_tokenizer(tokenizer_name)) is None:
         raise CheckpointError(
             f"{folder}: no {TOKENIZER_FILE}, and nothing says which tokens the model has learned; "

@@ -22,7 +22,7 @@ from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel, class_name
 from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.tensors import merged_weight
-from instar.models.hf.weights import encode
+from instar.models.hf.weights import encode_json_file
 from instar.models.shape import ArchitectureError
 
 
@@ -96,7 +96,7 @@ class PretrainedExport:
             "architectures": [class_name(self.arch)],
             "dtype": "float32",
         }
-        return with_chat({CONFIG: encode(config), **companion_files(self.run)}, self.run)
+        return with_chat({CONFIG: encode_json_file(config), **companion_files(self.run)}, self.run)
 
     def _slots(self) -> ItemsView[str, FilePart]:
         split = self.arch.family.single_experts is not None

@@ -134,7 +134,7 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
     return {name: parameters[name] for name in table}
 
 
-def merged(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merge_adapters(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the parameters of a model without adapters, which are merged into their weights."""
     return {
         name: merged_weight(arch, tensors, name) for name in replace(arch, lora=()).parameters()

@@ -115,9 +115,9 @@ def write_weights(
                 n: file for file, names in zip(files, groups, strict=True) for n in names
             },
         }
-        atomic.write_synced(folder / INDEX, encode(index))
+        atomic.write_synced(folder / INDEX, encode_json_file(index))
 
 
-def encode(value: Mapping[str, Any]) -> bytes:
+def encode_json_file(value: Mapping[str, Any]) -> bytes:
     """Returns a JSON object as transformers' files have it."""
     return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -13,7 +13,7 @@ from instar.record.trackers import TRACKERS
 from instar.record.trackers.tracker import Tracker
 
 
-def configured(config: TrackersConfig) -> list[Tracker]:
+def configured_trackers(config: TrackersConfig) -> list[Tracker]:
     """Return the configured trackers; their packages are imported when they start."""
     sections = {name: getattr(config, name) for name in TRACKERS}
     return [
@@ -23,7 +23,7 @@ def configured(config: TrackersConfig) -> list[Tracker]:
     ]
 
 
-def missing(config: RecordConfig) -> list[ConfigProblem]:
+def missing_libraries(config: RecordConfig) -> list[ConfigProblem]:
     """Returns problems of `record.trackers` and `record.alerts`: missing packages and programs."""
     return [*_missing_trackers(config.trackers), *_missing_alerts(config.alerts)]
 

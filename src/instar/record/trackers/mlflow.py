@@ -31,7 +31,14 @@ from instar.record.events import (
     to_words,
 )
 from instar.record.media import read_image
-from instar.record.trackers.tracker import Outcome, TrackedRun, measured, media_key, note, totals
+from instar.record.trackers.tracker import (
+    Outcome,
+    TrackedRun,
+    event_note,
+    measured,
+    media_key,
+    totals,
+)
 
 URI = "MLFLOW_TRACKING_URI"
 
@@ -134,7 +141,7 @@ class Mlflow:
             table = dict(zip(event.columns, columns, strict=True))
             file = f"{media_key(event)}/{event.step:09d}.json"
             self._client.log_dict(self._run_id, to_words(table), file)
-        if text_note := note(event):
+        if text_note := event_note(event):
             at = (
                 "" if text_note.kind == "checkpoint" else f" {text_note.step:09d}"
             )  # only the last one is kept

@@ -24,7 +24,7 @@ from instar.config.files import open_regular
 from instar.record.events import Event, Placed, Warn, events_in
 from instar.record.progress import tracked
 from instar.record.recorder import Sink
-from instar.record.redact import error_text
+from instar.record.redact import redacted_error
 from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker, outcome
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class TrackerQueue:
         except BaseException as error:  # a library may raise SystemExit
             if not self._reported:
                 self._reported = True
-                text = error_text(error, self._tracker.secrets)
+                text = redacted_error(error, self._tracker.secrets)
                 self._faults.append(
                     f"{self._tracker.name} failed at {doing}, training continues: "
                     f"{type(error).__name__}: {text}; {self._replay_hint()}"
@@ -215,7 +215,7 @@ class TrackerFailed(InstarError):  # noqa: N818
     """A tracker failed while a record was replayed."""
 
 
-def kept_lines(record: Path, last_steps: Mapping[int, int]) -> Iterator[tuple[Event, bytes]]:
+def current_lines(record: Path, last_steps: Mapping[int, int]) -> Iterator[tuple[Event, bytes]]:
     """Yields events of a record with their lines, except superseded ones and invalid lines.
 
     Args:
@@ -231,7 +231,9 @@ def kept_lines(record: Path, last_steps: Mapping[int, int]) -> Iterator[tuple[Ev
             yield event, line.rstrip(b"\n") + b"\n"
 
 
-def replay(tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[int, int]) -> int:
+def replay_record(
+    tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[int, int]
+) -> int:
     """Sends all events of a run that are not superseded to a tracker; returns their number.
 
     Raises:
@@ -241,7 +243,7 @@ def replay(tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[
     result: Outcome = "finished"
     try:
         tracker.start(run)
-        events = tracked(kept_lines(record, last_steps), f"exporting {run.folder}", "events")
+        events = tracked(current_lines(record, last_steps), f"exporting {run.folder}", "events")
         for count, (event, _) in enumerate(events, 1):
             tracker.take(event)
             result = outcome(result, event)
@@ -249,6 +251,6 @@ def replay(tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[
                 tracker.flush()
         tracker.finish(result)
     except Exception as error:
-        text = f"{type(error).__name__}: {error_text(error, tracker.secrets)}"
+        text = f"{type(error).__name__}: {redacted_error(error, tracker.secrets)}"
         raise TrackerFailed(f"{run.folder}: {tracker.name} failed: {text}") from error
     return count

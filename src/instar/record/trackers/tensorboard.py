@@ -20,7 +20,14 @@ from instar.record.events import (
     TableEvent,
 )
 from instar.record.media import read_image
-from instar.record.trackers.tracker import Outcome, TrackedRun, measured, media_key, note, totals
+from instar.record.trackers.tracker import (
+    Outcome,
+    TrackedRun,
+    event_note,
+    measured,
+    media_key,
+    totals,
+)
 
 FLUSH_S = 120
 """interval of the writer itself; the tracker's thread flushes more often"""
@@ -71,7 +78,7 @@ class TensorBoard:
         if isinstance(event, TableEvent):
             text = _table(list(event.columns), event.rows)
             self._add(event, event.step, summary=text_pb(media_key(event), text))
-        if text_note := note(event):
+        if text_note := event_note(event):
             text = f"**{text_note.title}**\n\n{text_note.text}".replace("\n", "  \n")
             self._add(event, text_note.step, summary=text_pb(text_note.kind, text))
         if isinstance(event, RunFinished):

@@ -128,15 +128,15 @@ class TrackedRun:
     @classmethod
     def live(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
         """Returns a run that is training; `config` is nested."""
-        return cls(folder, flat(config), Ids(folder / "trackers.json"))
+        return cls(folder, flat_config(config), Ids(folder / "trackers.json"))
 
     @classmethod
     def replayed(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
         """Returns a run that is read from its record."""
-        return cls(folder, flat(config), Ids(None))
+        return cls(folder, flat_config(config), Ids(None))
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Scalar]:
+def flat_config(config: Mapping[str, Any]) -> dict[str, Scalar]:
     """Returns a nested config with dotted keys, lists as JSON, without `WITHHELD` and secrets."""
     return {
         key: redacted_value(key, value)
@@ -192,7 +192,7 @@ def media_key(event: ImageEvent | TableEvent) -> str:
     return re.sub(r"[^\w/-]", "_", f"{event.split}/{event.name}").strip("/")
 
 
-def note(event: Event) -> Note | None:
+def event_note(event: Event) -> Note | None:
     """Returns the note of an event; None if it has none."""
     match event:
         case RunStarted(resumed_from=str(name), step=step):

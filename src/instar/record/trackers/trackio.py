@@ -17,7 +17,7 @@ from typing import Any
 
 from instar.config.sections import TrackioConfig
 from instar.record.events import Event, Placed, RunFinished
-from instar.record.trackers.tracker import Note, Outcome, TrackedRun, measured, note, totals
+from instar.record.trackers.tracker import Note, Outcome, TrackedRun, event_note, measured, totals
 
 DIR = "TRACKIO_DIR"
 MAX_ROWS = 5000
@@ -66,7 +66,7 @@ class Trackio:
             self._last = event
             if numbers := measured(event):
                 self._rows.append((event, event.step, numbers))
-        if text_note := note(event):
+        if text_note := event_note(event):
             self._notes.append((event, text_note))
         if isinstance(event, RunFinished):
             final_values = {f"final/{name}": value for name, value in totals(event).items()}

@@ -20,9 +20,9 @@ from instar.record.trackers.tracker import (
     Level,
     Outcome,
     TrackedRun,
+    event_note,
     measured,
     media_key,
-    note,
     totals,
 )
 
@@ -94,7 +94,7 @@ class Wandb:
             self._log(event, event.step, numbers)
         if isinstance(event, ImageEvent | TableEvent):
             self._log_media(event)
-        if text_note := note(event):
+        if text_note := event_note(event):
             self._log(
                 event,
                 text_note.step,

@@ -16,7 +16,7 @@ from instar.checkpoint.store import publish_checkpoint
 from instar.config.errors import ConfigError
 from instar.config.fields import with_values
 from instar.config.load import Loaded
-from instar.config.origins import resolved
+from instar.config.origins import config_text
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.logs.query.state import run_status
 from instar.logs.read.summary_cache import cached_summary
@@ -27,7 +27,7 @@ from instar.record.rundir import RunDir
 from instar.record.start_folder import note_branch
 from instar.run.loop.checkpointing import snapshot
 from instar.run.loop.components import Components
-from instar.run.origin.load import load_config
+from instar.run.origin.load import load_run_config
 from instar.run.output.save import Snapshot
 from instar.run.state.early_stopping import MetricState
 from instar.run.state.run_state import RunState
@@ -127,7 +127,7 @@ def _fill(
     )
     recorder.close()
     origins = dict.fromkeys(changes, f"branch {branch.name}")
-    atomic.write_synced(run.config, resolved(config, origins).encode())
+    atomic.write_synced(run.config, config_text(config, origins).encode())
 
 
 def _check_existing(
@@ -188,13 +188,13 @@ def unfinished_branches(
         for name in names:
             run = RunDir(_relative(branch_folder(root, name), root))
             # the code of the task is the trunk's: what the file names is not imported before this is known
-            task = load_config(str(run.config), import_task=False).config.task
+            task = load_run_config(str(run.config), import_task=False).config.task
             if task != parts.config.task:
                 raise ConfigError.one(
                     f"task is {task}, and that of its trunk {parts.config.task}",
                     where=str(run.config),
                 )
-            branches.append((run, load_config(str(run.config), resuming=True)))
+            branches.append((run, load_run_config(str(run.config), resuming=True)))
     return branches
 
 

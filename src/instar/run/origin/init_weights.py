@@ -31,7 +31,7 @@ from instar.data.text.tokenizer import (
     TOKENIZER_FILE,
     TRAINED,
     Tokenizer,
-    load_tokenizer,
+    load_saved_tokenizer,
     named_tokenizer,
 )
 from instar.models.hf import CONFIG
@@ -70,7 +70,11 @@ class Weights:
 
     def tokenizer(self) -> Tokenizer | None:
         """Return its tokenizer; None if it has none. Raises ConfigError if it cannot be read."""
-        return load_tokenizer(self.tokenizer_file.parent) if self.tokenizer_file.exists() else None
+        return (
+            load_saved_tokenizer(self.tokenizer_file.parent)
+            if self.tokenizer_file.exists()
+            else None
+        )
 
     def section(self) -> dict[str, Any]:
         """Return the keys of the section `model` that describe it.
@@ -274,7 +278,7 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
     ]
     if isinstance(spec, TextSpec) and spec.dataset is not None:
         source, named = weights.tokenizer(), spec.config.data.tokenizer
-        tokenizer_name = load_tokenizer(spec.dataset.path) if named in TRAINED[1:] else None
+        tokenizer_name = load_saved_tokenizer(spec.dataset.path) if named in TRAINED[1:] else None
         if (
             source is not None
             and tokenizer_name is not None

@@ -11,7 +11,7 @@ from instar.record.rundir import RunDir
 from instar.schedule.checks import load_checked
 
 
-def load_config(
+def load_run_config(
     path: str | None,
     overrides: Sequence[str] = (),
     *,

@@ -24,15 +24,14 @@ from instar.config.fields import (
     PLACES,
     PRIVATE,
     SPELLED,
-    config_class,
     from_values,
     is_fixed,
     is_launch_only,
+    task_config_class,
     values,
     with_values,
 )
-from instar.config.load import Loaded
-from instar.config.load import load as load_config
+from instar.config.load import Loaded, load_config
 from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
@@ -370,7 +369,7 @@ def began_with(run: RunDir, manifest: Manifest | None) -> RunConfig:
     if manifest is not None and manifest.config:
         try:
             task = str(manifest.config["task"])
-            root = config_class(task, manifest.config, plain=True)
+            root = task_config_class(task, manifest.config, plain=True)
             return from_values(root, manifest.config)
         except (LookupError, TypeError, ValueError) as error:
             where = f"{run.checkpoints}: step {manifest.step}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
-from instar.data.text.tokenizer import Tokenizer, load_tokenizer
+from instar.data.text.tokenizer import Tokenizer, load_saved_tokenizer
 from instar.distributed.agree import gather
 from instar.distributed.world import World
 from instar.run.output.run_logger import RunLogger
@@ -65,7 +65,7 @@ class TextSampler:
 
     def _tokenizer(self) -> Tokenizer | None:
         try:
-            return load_tokenizer(self._run)
+            return load_saved_tokenizer(self._run)
         except ConfigError as error:
             logger.info("no sample text: %s", error)
             return None

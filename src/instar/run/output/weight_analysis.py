@@ -14,7 +14,7 @@ import torch
 from instar.config.budget import Counters
 from instar.data.source import Source
 from instar.distributed.agree import agree, raise_on_all_ranks
-from instar.distributed.shards import whole
+from instar.distributed.shards import full_tensor
 from instar.distributed.world import World
 from instar.growth.analysis import (
     CausalAttention,
@@ -78,7 +78,7 @@ class WeightAnalyzer:
             # what the others gather with it begins once rank 0 has the memory
             model = task.shell() if self._world.is_main else None
         for name, parameter in stepper.parameters.items():
-            weights = whole(parameter)
+            weights = full_tensor(parameter)
             if model is not None:
                 copy_tensors({name: model.get_parameter(name)}, {name: weights})
         if model is None:

@@ -9,7 +9,7 @@ from typing import Any
 from instar.config.budget import parse_budget
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
-from instar.data.plan import StepPlan, micro_slices, shares
+from instar.data.plan import StepPlan, divide_step, micro_slices
 from instar.run.state.slices import slices
 from instar.schedule.forecast import Forecast, legs_of
 from instar.schedule.operations import Change, History, State, fold_history
@@ -87,7 +87,7 @@ def _sizes(
     sizes: dict[int, Comes] = {}
 
     def add(samples: int, batch_size: int, comes: Comes) -> None:
-        for places in shares(StepPlan(0, 0, 0, samples), number):
+        for places in divide_step(StepPlan(0, 0, 0, samples), number):
             for first, end in micro_slices(len(places), batch_size) or [(0, stand_in)]:
                 if end > first:
                     sizes.setdefault(end - first, comes)

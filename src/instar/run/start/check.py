@@ -14,7 +14,7 @@ from instar.run.origin.init_weights import Weights, starting_weights
 from instar.run.origin.resume import Continuation
 from instar.run.parallel.micro_batch_sizes import sizes_ahead
 from instar.run.start.plan import RankContext, ResolvedRun, RunPlan
-from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_data
+from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_run_data
 from instar.run.start.rank_consistency import compare_inputs, resolve_precision, resolve_strategy
 from instar.run.start.smoke_test_step import run_trial, try_sizes
 from instar.run.start.weights import open_weights
@@ -41,7 +41,7 @@ def check_run(run: ResolvedRun, rank: RankContext) -> RunPlan:
     world.at("preparing data")
     with raise_on_all_ranks(world, "preparing data"):
         if world.is_main:
-            prepare_data(run.loaded, world.size, rank.console.say)
+            prepare_run_data(run.loaded, world.size, rank.console.say)
     loaded, prepared = _check_config(run, world)
     derived, reason = set(prepared.derived), ""
     if prepared.config.precision == "auto":

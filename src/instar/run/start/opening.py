@@ -12,14 +12,14 @@ from pathlib import Path
 from instar.checkpoint.line import line_of_start, write_line
 from instar.checkpoint.listing import update_pointer
 from instar.checkpoint.store import LATEST, Checkpoint
-from instar.config.origins import DERIVED, in_yaml, resolved
+from instar.config.origins import DERIVED, config_text, in_yaml
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.failure import STOPPED, PeerError, describe_failure, exit_code_of
 from instar.distributed.rank_log import RankLog
 from instar.distributed.world import remember
-from instar.logs.read.cache import columns_kept
+from instar.logs.read.cache import columns_written
 from instar.models.shape import count_parameters
 from instar.processes.identity import this_process
 from instar.record.alerts import AlertSink, Notifier, Rules
@@ -31,7 +31,7 @@ from instar.record.recorder import Recorder, Silent, Sink
 from instar.record.rundir import RunDir, create_run_dir, hold
 from instar.record.start_folder import note_start
 from instar.record.system import machine, versions
-from instar.record.trackers.configured import configured
+from instar.record.trackers.configured import configured_trackers
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun
 from instar.run.changes.scheduled import check_ahead
@@ -143,7 +143,7 @@ def _agree_on_run_dir(plan: RunPlan, rank: RankContext) -> RunDir:
 
 def _write_config(run_dir: RunDir, plan: RunPlan, origins: Mapping[str, str]) -> None:
     origins = {**origins, **dict.fromkeys(plan.prepared.derived, DERIVED)}
-    replace_file(run_dir.config, resolved(plan.prepared.config, origins).encode())
+    replace_file(run_dir.config, config_text(plan.prepared.config, origins).encode())
 
 
 def _open_record(plan: RunPlan, run_dir: RunDir, rank: RankContext) -> tuple[Sink, Recorder | None]:
@@ -152,7 +152,7 @@ def _open_record(plan: RunPlan, run_dir: RunDir, rank: RankContext) -> tuple[Sin
     recorder: Recorder | None = None
     with raise_on_all_ranks(rank.world, "opening the record"):
         if rank.world.is_main:
-            rank.record.enter_context(columns_kept(run_dir))
+            rank.record.enter_context(columns_written(run_dir))
             recorder = Recorder(run_dir.events, warn=rank.console.warn)
             sink = _with_trackers(recorder, run_dir, plan.prepared.config, rank.console)
     rank.record.enter_context(closing(sink))
@@ -165,7 +165,7 @@ def _with_trackers(
 ) -> Sink:
     """Return the sink of all events: the record, the trackers, and the alerts."""
     sink: Sink = recorder
-    if trackers := configured(config.record.trackers):
+    if trackers := configured_trackers(config.record.trackers):
         tracked = TrackedRun.live(run_dir.path, config.model_dump(mode="json"))
         sink = TrackerSink(sink, trackers, tracked, console.warn)
     alerts = config.record.alerts

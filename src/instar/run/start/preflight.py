@@ -26,7 +26,7 @@ from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
 from instar.record.start_folder import explained
 from instar.record.system import host_bytes
-from instar.record.trackers.configured import missing
+from instar.record.trackers.configured import missing_libraries
 from instar.schedule.branches import BRANCH, branch_folder, read_branch
 from instar.schedule.branches import branch_problems as schedule_problems
 from instar.schedule.checks import has_end, without_effect
@@ -90,7 +90,7 @@ class Prepared:
                 return
 
 
-def prepare_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
+def prepare_run_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
     """Prepare the data set unless it exists. One process calls this for all ranks.
 
     Raises:
@@ -385,7 +385,7 @@ def _epochs(loaded: Loaded) -> list[ConfigProblem]:
 
 def _check_place(loaded: Loaded, world_size: int) -> None:
     """Raise ConfigError if the config contradicts the number of ranks, or a package is missing."""
-    problems = [*rank_checks(loaded.config, world_size), *missing(loaded.config.record)]
+    problems = [*rank_checks(loaded.config, world_size), *missing_libraries(loaded.config.record)]
     for extension in active_extensions(loaded.config.extension_names):
         if extension.missing:
             problems += load_target(extension.missing)(loaded.config)

@@ -17,7 +17,7 @@ from instar.checkpoint.manifest import CheckpointError, encode_json
 from instar.checkpoint.store import Checkpoint
 from instar.config.sections import Operation
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.shards import whole
+from instar.distributed.shards import full_tensor
 from instar.models.module import empty_buffers, load_buffers, persistent_buffers
 from instar.run.changes.scheduled import carry_out
 from instar.run.loop.checkpointing import LEFT_OUT
@@ -119,7 +119,7 @@ def _restore(
         f"{checkpoint.path.name} was saved without its {part} state: {LEFT_OUT[part]}"
         for part in without
     ]
-    dead = dead_ranks(stepper.parameters, lambda name: whole(stepper.parameters[name]))
+    dead = dead_ranks(stepper.parameters, lambda name: full_tensor(stepper.parameters[name]))
     return state, [*warnings, f"{checkpoint.path.name}: {dead}"] if dead else warnings
 
 

@@ -15,7 +15,7 @@ from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
 from instar.config.fields import LANGUAGE
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained_folder import open_folder
-from instar.models.hf.tensors import from_tensors, merged
+from instar.models.hf.tensors import from_tensors, merge_adapters
 from instar.models.hf.weights import read_weights
 from instar.run.optim.optimizer import copy_tensors
 from instar.run.origin.init_weights import Weights
@@ -103,7 +103,7 @@ def _gpt(weights: Weights, context: int) -> Mapping[str, Tensor]:
         check_shapes(checkpoint.path, checkpoint.layout(component).entries, shapes)
         if not shape.lora:
             return _Saved(checkpoint, component, context)
-        tensors = merged(shape, _Saved(checkpoint, component))
+        tensors = merge_adapters(shape, _Saved(checkpoint, component))
     if _POSITIONS in tensors:
         tensors[_POSITIONS] = tensors[_POSITIONS][:context]
     return tensors

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.data.broadcast import BroadcastReceiver, BroadcastSender
-from instar.data.columns import Columns, Ragged, each
+from instar.data.columns import Columns, Ragged, map_columns
 from instar.data.loader import LocalReader, Prefetcher, Reader
 from instar.data.order import UNKNOWN, Order
 from instar.data.plan import Laned
@@ -83,7 +83,7 @@ def pin_columns(columns: Columns) -> Columns:
             return Ragged(copied(column.flat), copied(column.offsets - column.offsets[0]))
         return copied(column)
 
-    return each(columns, either)
+    return map_columns(columns, either)
 
 
 class LoaderFactory:

@@ -21,8 +21,7 @@ from instar.config.files import open_regular
 from instar.config.language import DataConfig
 from instar.data.text.files import suffix_of
 from instar.data.text.formats.columns import check_schema, is_text
-from instar.data.text.formats.json_rows import rows as json_rows
-from instar.data.text.formats.json_rows import value_of
+from instar.data.text.formats.json_rows import field_value, json_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -228,7 +227,7 @@ def _check_first_row(files: Sequence[Path], data: DataConfig) -> None:
     if found is None:
         raise at_source(f"{data.source} is empty")
     ids = data.tokens_field is not None
-    value_of(*found, data.tokens_field or data.text_field, ids=ids)
+    field_value(*found, data.tokens_field or data.text_field, ids=ids)
 
 
 def _json_tables(
@@ -243,7 +242,7 @@ def _json_tables(
     kind = pa.list_(pa.int64()) if ids else pa.large_string()
     for shard, name in enumerate(base_files):
         file = Path(name)
-        values = (value_of(file, *row, field, ids=ids) for row in json_rows(file))
+        values = (field_value(file, *row, field, ids=ids) for row in json_rows(file))
         number = 0
         while some := [*islice(values, _PARQUET_ROWS)]:
             yield Key(shard, number), pa.table({field: pa.array(some, kind)})

@@ -30,7 +30,7 @@ def open_source(path: Path) -> IO[bytes]:
         ) from None
 
 
-def rows(path: Path) -> Iterator[tuple[int, bytes]]:
+def json_rows(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the JSON of each row with its line, from 1 on, or its place in the array; blank lines are no rows.
 
     Raises:
@@ -61,7 +61,7 @@ def row_of(path: Path, number: int, row: bytes) -> dict[str, Any]:
     return found
 
 
-def value_of(path: Path, number: int, row: bytes, field: str, *, ids: bool = False) -> Any:
+def field_value(path: Path, number: int, row: bytes, field: str, *, ids: bool = False) -> Any:
     """Return the text in a row's field, where null is an empty one, or its token ids.
 
     Raises:

@@ -41,7 +41,7 @@ from instar.data.text.streams.source import (
     StreamSource,
     no_samples,
 )
-from instar.data.text.tokenizer import load_tokenizer
+from instar.data.text.tokenizer import load_saved_tokenizer
 from instar.processes.pool import WorkerLost, Workers
 from instar.record.atomic import replace_file
 from instar.record.progress import tracked
@@ -147,7 +147,7 @@ def open_stream(
 
 def _open_tokens(data: DataConfig, folder: Path) -> TokenLanes:
     ids = data.tokens_field is not None
-    return TokenLanes(open_items(data), load_tokenizer(folder), ids=ids)
+    return TokenLanes(open_items(data), load_saved_tokenizer(folder), ids=ids)
 
 
 def _cut(tokens: TokenLanes, data: DataConfig, context: int) -> PackedStream | DocumentStream:

@@ -225,7 +225,7 @@ def _values(
     """Yield the values of items, the first of which is in the given row."""
     try:
         for item in items:
-            yield value_of(item, field, partial(place, row), ids=ids)
+            yield item_value(item, field, partial(place, row), ids=ids)
             row += 1
     except ConfigError:
         raise
@@ -234,7 +234,7 @@ def _values(
         raise
 
 
-def value_of(
+def item_value(
     item: Any, field: str, place: Callable[[], str], *, ids: bool
 ) -> str | NDArray[np.int64]:
     """Return an item's text or token ids. Raises ConfigError, naming the place, if it has none."""

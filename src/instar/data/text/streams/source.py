@@ -12,7 +12,7 @@ import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.data.columns import Columns
-from instar.data.order import UNKNOWN, Int64Array, Shuffled, check
+from instar.data.order import UNKNOWN, Int64Array, Shuffled, check_positions
 from instar.data.text.streams.reader import Lanes, StreamUnfit
 from instar.data.text.streams.samples import SampleStream, StreamChanged
 
@@ -174,7 +174,7 @@ class LaneOrder:
         Raises:
             IndexError: the positions are not within the epoch, or not determined yet.
         """
-        check(self, epoch, start, stop)
+        check_positions(self, epoch, start, stop)
         if stop > self.certain:
             raise IndexError(
                 f"position {stop - 1} is not determined yet, only those before {self.certain}"

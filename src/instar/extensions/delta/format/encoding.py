@@ -60,7 +60,7 @@ class BlockDelta:
         return sum(map(len, (*(self.gaps or ()), *self.values)))
 
 
-def encode(old: Words, new: Words, coding: Coding) -> BlockDelta | None:
+def encode_block(old: Words, new: Words, coding: Coding) -> BlockDelta | None:
     """Returns the smallest encoding of the difference; None if there is none."""
     differs = old != new
     changed = int(np.count_nonzero(differs))
@@ -78,7 +78,7 @@ def encode(old: Words, new: Words, coding: Coding) -> BlockDelta | None:
     return min(found, key=lambda each: each.size_bytes)
 
 
-def apply(difference: BlockDelta, words: Words, coding: Coding) -> None:
+def apply_block(difference: BlockDelta, words: Words, coding: Coding) -> None:
     """Changes a block of old words in place to the new ones.
 
     Raises:

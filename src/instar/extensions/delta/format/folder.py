@@ -38,7 +38,7 @@ from instar.extensions.delta.format.link import Head, decode_head, read_link
 from instar.extensions.delta.format.state import State, file_header, outline, write_state
 from instar.record import atomic
 from instar.record.events import Count
-from instar.record.lock import NO_LOCKS, try_lock
+from instar.record.lock import NO_LOCKS, try_flock
 from instar.record.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         with progress(f"waiting for another process that writes {folder}"):
             try:
-                while not try_lock(descriptor, fcntl.LOCK_EX):
+                while not try_flock(descriptor, fcntl.LOCK_EX):
                     if time.monotonic() > deadline:
                         raise CheckpointError(f"{folder}: another process is writing this chain")
                     time.sleep(_POLL_S)
@@ -143,7 +143,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def read_index(folder: Path) -> Index | None:
+def read_chain_index(folder: Path) -> Index | None:
     """Returns the index; None if there is no chain.
 
     Raises:
@@ -167,7 +167,7 @@ def read_index(folder: Path) -> Index | None:
     return index
 
 
-def write_index(folder: Path, index: Index) -> None:
+def write_chain_index(folder: Path, index: Index) -> None:
     atomic.replace_file(folder / INDEX, _encode_index(index))
 
 
@@ -192,7 +192,7 @@ def files(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read(path: Path) -> Link:
+def open_link(path: Path) -> Link:
     """Returns an anchor or a link by its head; checks neither its tensors nor its neighbours.
 
     Raises:
@@ -246,10 +246,10 @@ def links(folder: Path) -> list[Link]:
     Raises:
         CheckpointError: there is no chain, or a file is missing, damaged or from elsewhere.
     """
-    index = read_index(folder)
+    index = read_chain_index(folder)
     if index is None:
         raise CheckpointError(f"{folder}: there is no chain of delta checkpoints here")
-    found = [read(path) for number, path in files(folder).items() if number >= index.first]
+    found = [open_link(path) for number, path in files(folder).items() if number >= index.first]
     chain: list[Link] = []
     for link in reversed(found):  # a squashed link comes after those that it replaces
         if not chain or link.number < chain[-1].first:
@@ -283,7 +283,7 @@ def _check_order(folder: Path, index: Index, chain: Sequence[Link]) -> None:
         raise CheckpointError(f"{folder}: number {index.latest} is not the one that was saved")
 
 
-def find(chain: Sequence[Link], number: int | None = None, step: int | None = None) -> Link:
+def find_link(chain: Sequence[Link], number: int | None = None, step: int | None = None) -> Link:
     """Returns the link with a number, or the last one of a training step; by default the last.
 
     Raises:

@@ -31,7 +31,7 @@ from instar.extensions.delta.format.encoding import (
     Coding,
     EncodingError,
     Words,
-    apply,
+    apply_block,
     compress,
     decompress,
 )
@@ -192,7 +192,7 @@ class LinkFile:
         """
         footer = self.footer
         try:
-            apply(difference, words, coding(footer.tensors[name].dtype, footer.values))
+            apply_block(difference, words, coding(footer.tensors[name].dtype, footer.values))
         except EncodingError as error:
             raise CheckpointError(f"{self.path}: invalid: {name}: {error}") from error
 

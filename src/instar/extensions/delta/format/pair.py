@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.format.encoding import encode
+from instar.extensions.delta.format.encoding import encode_block
 from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values, coding, read_link
 from instar.extensions.delta.format.state import Outline, State, StateHash, open_state, outline
 from instar.extensions.delta.replay import Replay
@@ -13,7 +13,7 @@ from instar.record import atomic
 from instar.record.progress import tracked
 
 
-def compare(base: State, new: State, writer: LinkWriter, values: Values) -> tuple[str, str]:
+def compare_states(base: State, new: State, writer: LinkWriter, values: Values) -> tuple[str, str]:
     """Writes the differences of two states of the same tensors; returns the hashes of both."""
     entries = outline(new)
     hashes = StateHash(entries), StateHash(entries)
@@ -23,13 +23,13 @@ def compare(base: State, new: State, writer: LinkWriter, values: Values) -> tupl
         ):
             hashes[0].update(name, old_words)
             hashes[1].update(name, new_words)
-            difference = encode(old_words, new_words, coding(entries[name].dtype, values))
+            difference = encode_block(old_words, new_words, coding(entries[name].dtype, values))
             if difference is not None:
                 writer.add(name, number, difference)
     return hashes[0].hexdigest(), hashes[1].hexdigest()
 
 
-def create(base: Path, new: Path, target: Path, values: Values = "steps") -> Footer:
+def create_file(base: Path, new: Path, target: Path, values: Values = "steps") -> Footer:
     """Writes the difference from one safetensors file to another as a link.
 
     Args:
@@ -47,7 +47,7 @@ def create(base: Path, new: Path, target: Path, values: Values = "steps") -> Foo
     try:
         with atomic.atomic_file(target.absolute()) as temporary, temporary.open("wb") as file:
             writer = LinkWriter(file, entries, values)
-            base_hash, result = compare(old_state, new_state, writer, values)
+            base_hash, result = compare_states(old_state, new_state, writer, values)
             return writer.finish(head_of(entries, base=base_hash, result=result))
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
@@ -63,7 +63,7 @@ def head_of(entries: Outline, *, base: str, result: str) -> Head:
     )
 
 
-def apply(base: Path, link: Path, target: Path) -> None:
+def apply_file(base: Path, link: Path, target: Path) -> None:
     """Writes the state that a link makes of a base.
 
     Raises:

@@ -80,7 +80,7 @@ class LinkStatistics:
         return fields | {"ratio": self.ratio, **self.whole.to_dict(), "layers": layers}
 
 
-def layer_of(name: str) -> str:
+def layer_name(name: str) -> str:
     """Returns the layer of a tensor: its name up to the first number, or without its last part."""
     if found := _LAYER.match(name):
         return found[0]
@@ -120,7 +120,7 @@ def link_statistics(link: LinkFile, entries: Outline, before: LinkFile | None) -
     link.check_fits(entries)
     layers: dict[str, list[Share]] = {}
     for name, entry in entries.items():
-        layers.setdefault(layer_of(name), []).append(_share(name, entry, link, before))
+        layers.setdefault(layer_name(name), []).append(_share(name, entry, link, before))
     shares = {layer: _sum(found) for layer, found in layers.items()}
     head = link.footer
     whole = _sum(list(shares.values()))

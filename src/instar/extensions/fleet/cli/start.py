@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from instar.extensions.fleet.folder import FleetFolder
 
 
-@fleet.command()
+@fleet.command("plan")
 @click.argument("file")
 @set_option
 @gpus_option
 @engine_option
 @json_option
-def plan(
+def plan_fleet(
     file: str, overrides: tuple[str, ...], gpus: str | None, engine: str | None, as_json: bool
 ) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
@@ -117,13 +117,13 @@ def up(
     return _run(create_fleet_folder(loaded, gpus), indices, wait, detach)
 
 
-@fleet.command()
+@fleet.command("resume")
 @click.argument("name", shell_complete=candidates.fleets)
 @only_option
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
 @detach_option
 @trust_option
-def resume(name: str, only: str | None, wait: bool, detach: bool) -> int:
+def resume_fleet(name: str, only: str | None, wait: bool, detach: bool) -> int:
     """Run the instances of fleet NAME that have not succeeded; finished jobs are not run again.
 
     Pruned trials of a search are run if --only names them, and not pruned again.
@@ -151,12 +151,12 @@ def host(folder: Path, index: int) -> int:
     return code
 
 
-@fleet.command()
+@fleet.command("doctor")
 @click.argument("file")
 @set_option
 @gpus_option
 @json_option
-def doctor(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
+def check_host(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
     """Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits."""
     from instar.extensions.fleet.checks import missing_commands
     from instar.extensions.fleet.doctor import diagnose_fleet

@@ -39,13 +39,13 @@ class Work:
 
     def launcher(self, say: Callable[[str], None], **options: Any) -> Launcher:
         """Return a launcher of this machine with these values of its optional fields."""
-        from instar.config.fields import keys, plain_root_of
-        from instar.config.load import load
+        from instar.config.fields import plain_root_of, schema_keys
+        from instar.config.load import load_config
 
         config_keys: dict[str, None] = {}
         for file in self.started.configs.values():
-            task = load(file, import_task=False).config.task
-            config_keys |= dict.fromkeys(keys(plain_root_of(task)))
+            task = load_config(file, import_task=False).config.task
+            config_keys |= dict.fromkeys(schema_keys(plain_root_of(task)))
         return Launcher(
             self.plan,
             self.started.path,

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, get_args
 
 from instar.config.errors import ConfigProblem, nearest
-from instar.config.fields import keys
+from instar.config.fields import schema_keys
 from instar.extensions.fleet.load import LoadedFleet
 from instar.extensions.fleet.plan import variables_in
 from instar.extensions.fleet.spec import Scalar, Search
@@ -57,7 +57,7 @@ def search_problems(loaded: LoadedFleet, used: Collection[str]) -> Iterator[Conf
 
 def run_problems(loaded: LoadedFleet, search: Search, config: RunConfig) -> Iterator[ConfigProblem]:
     """Compare a search with what it would change in a run and read from it."""
-    fields = keys(type(config))
+    fields = schema_keys(type(config))
     for key, dimension in search.space.items():
         if dimension.choices is None and dimension.is_integer and _is_real(fields.get(key)):
             message = (

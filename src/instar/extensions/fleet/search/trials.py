@@ -23,8 +23,8 @@ from instar.extensions.fleet.state import (
     TrialEvaluated,
     now,
 )
-from instar.logs.read.scan import blocks
-from instar.record.control import ask
+from instar.logs.read.scan import line_blocks
+from instar.record.control import send_request
 from instar.record.events import VERSION, Placed, events_in, metrics
 from instar.record.rundir import RunDir
 
@@ -149,7 +149,7 @@ class Trials:
         if not run.holds_run():
             return False
         try:
-            ask(run.control, "stop")
+            send_request(run.control, "stop")
         except OSError:
             return False
         return True
@@ -204,7 +204,7 @@ class Evaluations:
                     continue
                 with open_regular(path) as file:
                     file.seek(begin)
-                    for block, end in blocks(file, begin):
+                    for block, end in line_blocks(file, begin):
                         self._ends[path] = end
                         yield from self._in(block, path.name == METRICS_FILE)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
-from instar.config.errors import printable
+from instar.config.errors import printable_text
 from instar.extensions.fleet.engines.remote import HostStatus
 from instar.extensions.fleet.plan import Instance, text_of
 from instar.extensions.fleet.spec import Scalar, Search
@@ -224,7 +224,7 @@ def group_name(fleet: str, instance: Instance, status: InstanceStatus | None) ->
     settings = [
         f"{last[key]}={text_of(value)}" for key, value in values.items() if last[key] != "seed"
     ]
-    return printable(" ".join([fleet, *settings]))
+    return printable_text(" ".join([fleet, *settings]))
 
 
 def fleet_state(status: FleetStatus, launcher: int | None) -> str:

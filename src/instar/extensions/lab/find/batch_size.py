@@ -14,7 +14,7 @@ import torch
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.distributed.world import World, join
+from instar.distributed.world import World, join_group
 from instar.extensions.lab.find.training import opened, prepared_alone
 from instar.record.system import peak_resident_bytes, usable_bytes
 from instar.run.start.preflight import Prepared
@@ -86,7 +86,7 @@ def find_batch_size(
     config = prepared.config
     samples = prepared.spec.samples(config.context)
     bound = min(size for size in (most, samples, 2**20) if size is not None)
-    with join(config.parallel, config.device) as world:
+    with join_group(config.parallel, config.device) as world:
         limit = int(MARGIN * usable_bytes(world.device))
         tried: dict[int, BatchTried] = {}
 

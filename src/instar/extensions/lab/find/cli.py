@@ -155,9 +155,9 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
 
 
 def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
-    from instar.run.origin.load import load_config
+    from instar.run.origin.load import load_run_config
 
-    return load_config(cfg, overrides)
+    return load_run_config(cfg, overrides)
 
 
 def _say(text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 from instar.extensions.lab.find.training import final_loss, prepared_alone, shorten_config
 from instar.schedule.halving import rung_steps, survivors
 
@@ -138,7 +138,7 @@ def find_learning_rate(
     run_steps = prepared.forecast.steps or prepared.config.learning_rate.lr_decay_iters
     if steps is None:
         steps = SHORTEST if run_steps is None else min(run_steps, max(run_steps // 8, SHORTEST))
-    with join(loaded.config.parallel, loaded.config.device) as world:
+    with join_group(loaded.config.parallel, loaded.config.device) as world:
         config = prepared.config
         held_out = max(1, steps * config.train.gradient_accumulation_steps // _HELD_OUT)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from instar.config.load import Loaded
-from instar.distributed.world import join
+from instar.distributed.world import join_group
 from instar.extensions.lab.find.training import opened, prepared_alone
 
 _TIMED_S = 1.0
@@ -33,7 +33,7 @@ def step_time(loaded: Loaded, say: Callable[[str], None]) -> StepTime:
     """
     prepared = prepared_alone(loaded, say)
     with (
-        join(loaded.config.parallel, loaded.config.device) as world,
+        join_group(loaded.config.parallel, loaded.config.device) as world,
         opened(prepared, prepared.config, world) as trainer,
     ):
         for _ in range(2):  # the first ones also allocate, compile and choose kernels

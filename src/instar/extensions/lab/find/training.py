@@ -18,7 +18,7 @@ from instar.record.progress import progress
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
 from instar.run.start.build import RunOutputs, build_trainer
-from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_data
+from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_run_data
 from instar.run.trainer import Trainer
 
 _SKIPPED = 3
@@ -31,7 +31,7 @@ def prepared_alone(loaded: Loaded, say: Callable[[str], None]) -> Prepared:
     Raises:
         ConfigError: the run could not start.
     """
-    prepare_data(loaded, 1, say)
+    prepare_run_data(loaded, 1, say)
     # neither the run's folder nor its schedule of operations is needed
     prepared = preflight(loaded, 1, new=False)
     check_memory(loaded, prepared.forecast, loaded.config.device)
