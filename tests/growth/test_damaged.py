@@ -244,3 +244,26 @@ def test_a_folder_that_was_written_wrongly_is_not_published(
             open_folder(tmp_path / "llama"), tmp_path / "out", [OTHER["stack_layers"]]
         )
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_small_model_that_stands_for_a_large_one_is_compared_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are written as those of the large one, which are not compared."""
+    model_of("llama").save_pretrained(tmp_path / "llama")
+    real = on_disk._part
+
+    def spoilt_part(read: Any, part: Any) -> Tensor:
+        tensor = real(read, part)
+        return (
+            DAMAGES[kind](tensor) if part.parameter == "blocks.1.mlp.down_proj.weight" else tensor
+        )
+
+    monkeypatch.setattr(on_disk, "_part", spoilt_part)
+    monkeypatch.setattr(on_disk, "PROOF_BYTES", 0)
+    with pytest.raises(NotProven, match=r"blocks\.1\.mlp\.down_proj\.weight .* is not the tensor"):
+        on_disk.grow_folder(
+            open_folder(tmp_path / "llama"), tmp_path / "out", [EXACT["widen_mlp_split"]]
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]

@@ -7,12 +7,13 @@ import shutil
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError, read_json
@@ -26,19 +27,18 @@ from instar.growth.live.probe import drawn, probed
 from instar.growth.live.twin import twin_of, write_twin
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.offline import (
+    DiskGrowth,
     GrowthStage,
     NotProven,
     OfflineGrowth,
+    PlannedGrowth,
     as_config_error,
-    check_proof,
-    expected_plan,
-    prove_offline,
     stage,
-    verify_written,
+    write_and_prove,
 )
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, VocabularyMap
-from instar.growth.proof import Proof
+from instar.growth.proof import Probe, Proof
 from instar.models.hf import CONFIG
 from instar.models.hf.completed import explicit_config
 from instar.models.hf.families import BUILT_IN
@@ -53,6 +53,8 @@ from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
 
 GENERATION = "generation_config.json"
+TOKENS = "random tokens"
+"""on which outputs are compared, in words"""
 PROOF_BYTES = 2 * 10**9
 """Up to this size of both models in float32, their outputs are compared unless the caller declines."""
 _KEPT_TENSORS = 2
@@ -68,7 +70,7 @@ def grow_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     seed: int = 0,
 ) -> OfflineGrowth:
-    """Creates the folder `out`: the model of `source` after the operations, for `from_pretrained`.
+    """Create the folder `out`: the model of `source` after the operations, for `from_pretrained`.
 
     New values are those of `instar.growth.grow` with the same seed. The folder is published whole or not at all.
 
@@ -85,10 +87,9 @@ def grow_folder(
     """
     begun = time.perf_counter()
     check_new(out)
-    planned = _planned(source, operations, seed)
-    stages, shape = planned.stages, planned.shapes[-1]
+    planned = _plan_folder(source, operations, seed)
     before = count_parameters(source.shape).total
-    size = 4 * (before + stages[-1].parameters)
+    size = 4 * (before + planned.stages[-1].parameters)
     proof, warning, checked_on = None, "", ""
     too_large = check is None and size > PROOF_BYTES
     if not check:
@@ -102,44 +103,32 @@ def grow_folder(
         warning = (
             f"both models take {size / 1e9:.1f} GB and were not compared: {compared}; --check does"
         )
-    with (
-        source.reading() as read,
-        atomic_dir(out) as temporary,
-    ):
-        grown = grow_parameters(planned.steps, TensorReader(source.outlines, read))
-        # new experts are written as published models have them
-        single = source.single_experts or "experts" not in source.shape.sizes()
-        made, make = _file_tensors(shape, grown, single_experts=single)
-        total = sum(outline.size_bytes for outline in made.values())
-        with progress(f"writing {out}", total, measured=lambda: folder_bytes(temporary)):
-            write_weights(temporary, made, make, max_shard_bytes)
-        _copy_files(source.path, planned, temporary)
-        atomic.write_synced(temporary / CONFIG, encode_json_file(source.config_of(shape)))
-        published = open_folder(temporary)
-        _check_published(published, shape)
-        if check or (check is None and not too_large):
-            with published.reading() as read_published:
-                verify_written(read_published, grown, out)
-            checked_on = "random tokens"
-            proof = _prove(source.path, published, (source.shape, shape), stages)
-            check_proof(proof, stages, out, checked_on)
+    compares = check or (check is None and not too_large)
+    with source.reading() as read, atomic_dir(out) as temporary:
+        places = temporary, out
+        growth = _folder_growth(source, read, planned, places, max_shard_bytes=max_shard_bytes)
+        if compares:
+            _, proof = write_and_prove(growth, check=True)
+            checked_on = growth.checked_on
+        else:
+            growth.build()
     seconds = time.perf_counter() - begun
-    return OfflineGrowth(out, before, stages, proof, seconds, warning, checked_on if proof else "")
+    checked_on = checked_on if proof else ""
+    return OfflineGrowth(out, before, planned.stages, proof, seconds, warning, checked_on)
 
 
 @dataclass(frozen=True)
-class _Planned:
-    steps: tuple[GrowthStep, ...]
+class _PlannedFolder(PlannedGrowth):
     shapes: tuple[PretrainedShape, ...]
-    """after each operation"""
-    stages: tuple[GrowthStage, ...]
     tokenizer: Path
     """folder of the grown model's"""
     vocabularies: tuple[VocabularyMap, ...]
     """of operations with a new tokenizer"""
 
 
-def _planned(source: PretrainedFolder, operations: Sequence[Operation], seed: int) -> _Planned:
+def _plan_folder(
+    source: PretrainedFolder, operations: Sequence[Operation], seed: int
+) -> _PlannedFolder:
     steps, stages, vocabularies = list[GrowthStep](), list[GrowthStage](), list[VocabularyMap]()
     shapes = list[PretrainedShape]()
     shape, tokenizer = source.shape, source.path
@@ -147,14 +136,61 @@ def _planned(source: PretrainedFolder, operations: Sequence[Operation], seed: in
         key = (seed, count_parameters(shape).total)
         with as_config_error():
             exact = with_vocabulary(operation, tokenizer)
-            shape, made = plan(shape, exact)
+            shape, growth_plan = plan(shape, exact)
         if isinstance(exact.value, VocabularyMap):
             tokenizer = Path(operation.value["tokenizer"])
             vocabularies.append(exact.value)
-        steps.append(GrowthStep(made, shape.parameters(), key, moments_mode(operation)))
+        steps.append(GrowthStep(growth_plan, shape.parameters(), key, moments_mode(operation)))
         shapes.append(shape)
-        stages.append(stage(operation, made, shape))
-    return _Planned(tuple(steps), tuple(shapes), tuple(stages), tokenizer, tuple(vocabularies))
+        stages.append(stage(operation, growth_plan, shape))
+    return _PlannedFolder(
+        tuple(steps), tuple(stages), tuple(shapes), tokenizer, tuple(vocabularies)
+    )
+
+
+def _folder_growth(
+    source: PretrainedFolder,
+    read: Read,
+    planned: _PlannedFolder,
+    places: tuple[Path, Path],
+    checked_on: str = TOKENS,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> DiskGrowth[PretrainedFolder]:
+    """Return what grows.
+
+    Args:
+        places: in which it is written, and that is to be made of it.
+    """
+    (folder, out), shape = places, planned.shapes[-1]
+    grown = grow_parameters(planned.steps, TensorReader(source.outlines, read))
+
+    def build() -> PretrainedFolder:
+        # new experts are written as published models have them
+        single = source.single_experts or "experts" not in source.shape.sizes()
+        outlines, make = _file_tensors(shape, grown, single_experts=single)
+        total = sum(outline.size_bytes for outline in outlines.values())
+        with progress(f"writing {out}", total, measured=lambda: folder_bytes(folder)):
+            write_weights(folder, outlines, make, max_shard_bytes)
+        _copy_files(source.path, planned, folder)
+        atomic.write_synced(folder / CONFIG, encode_json_file(source.config_of(shape)))
+        published = open_folder(folder)
+        _check_published(published, shape)
+        return published
+
+    def outputs(published: PretrainedFolder) -> tuple[Probe, Probe]:
+        """As transformers loads both, in float32: only the rounding of the weights remains."""
+        batch = drawn(source.shape, shape)
+        old, new = (probed(load_published(each.path), batch) for each in (source, published))
+        return old, new
+
+    def written(published: PretrainedFolder) -> Iterator[tuple[Read, TensorReader]]:
+        with published.reading() as read_published:
+            yield read_published, grown
+
+    def dtypes(published: PretrainedFolder) -> set[torch.dtype]:
+        return {outline.dtype for outline in published.outlines.values()}
+
+    return DiskGrowth(planned, out, checked_on, build, outputs, written, dtypes)
 
 
 def _file_tensors(
@@ -189,7 +225,7 @@ class _Kept:
         return self._tensors[name]
 
 
-def _copy_files(folder: Path, planned: _Planned, to: Path) -> None:
+def _copy_files(folder: Path, planned: _PlannedFolder, to: Path) -> None:
     for name in (TOKENIZER_FILE, *COMPANIONS):
         path = (folder if name == GENERATION else planned.tokenizer) / name
         try:
@@ -223,31 +259,16 @@ def _contains(read: Any, told: Any) -> bool:
     return bool(read == told)
 
 
-def _prove(
-    before: Path,
-    after: PretrainedFolder,
-    shapes: Sequence[PretrainedShape],
-    stages: Sequence[GrowthStage],
-) -> Proof:
-    """Compares both folders as transformers loads them, in float32: only the rounding of the weights remains."""
-    batch = drawn(*shapes)
-    return prove_offline(
-        expected_plan(stages),
-        lambda: (probed(load_published(before), batch), probed(load_published(after.path), batch)),
-        {outline.dtype for outline in after.outlines.values()},
-    )
-
-
 def _try_on_twin(
     source: PretrainedFolder,
-    planned: _Planned,
+    planned: _PlannedFolder,
     operations: Sequence[Operation],
     out: Path,
     seed: int,
 ) -> tuple[Proof | None, str]:
-    """Grows a small model of the same config in the same way, and compares that.
+    """Grow a small model of the same config in the same way, and compare that.
 
-    Returns the proof, and what was compared; without a small model None, and why.
+    Return the proof, and what was compared; without a small model None, and why.
 
     Raises:
         NotProven: the labels do not hold for the small model.
@@ -256,18 +277,20 @@ def _try_on_twin(
         twin = twin_of((source.shape, *planned.shapes), operations)
     except CheckpointError as error:
         return None, str(error)
-    with tempfile.TemporaryDirectory() as place:
-        small, grown = Path(place) / "small", Path(place) / "grown"
+    about = f"a small model of the same config ({twin.about})"
+    with tempfile.TemporaryDirectory() as root:
+        small, grown = Path(root) / "small", Path(root) / "grown"
+        grown.mkdir()
         write_twin(twin.shape, small, single_experts=source.single_experts)
         for name in (TOKENIZER_FILE, *COMPANIONS):
             if (source.path / name).is_file():
                 shutil.copy(source.path / name, small / name)
         folder = open_folder(small)
-        stages = grow_folder(folder, grown, twin.operations, check=False, seed=seed).stages
-        larger = open_folder(grown)
-        proof = _prove(small, larger, (folder.shape, larger.shape), stages)
-    about = f"a small model of the same config ({twin.about})"
-    check_proof(proof, stages, out, f"random tokens, of {about},")
+        narrow = _plan_folder(folder, twin.operations, seed)
+        with folder.reading() as read:
+            checked_on = f"{TOKENS}, of {about},"
+            growth = _folder_growth(folder, read, narrow, (grown, out), checked_on)
+            _, proof = write_and_prove(growth, check=True)
     return proof, about
 
 

@@ -1,22 +1,27 @@
-"""What growth on disk returns: of a run's checkpoint, or of a folder of transformers."""
+"""Growth on disk, of a run's checkpoint or of a folder of transformers: what the engine grows there, and what it returns."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import torch
+from torch import Tensor
 
 from instar.config.errors import ConfigError, InstarError
 from instar.config.sections import Operation
-from instar.growth.apply import Read, TensorReader
-from instar.growth.plan import GrowthError, GrowthPlan, Label
-from instar.growth.proof import Probe, Proof, differing, prove
+from instar.growth.apply import GrowthStep, Read, TensorReader
+from instar.growth.engine.peers import Alone
+from instar.growth.engine.prepare import GrownPart, prepare_candidate
+from instar.growth.plan import GrowthPlan, Label
+from instar.growth.proof import NotFiniteError, Probe, Proof, differing
 from instar.models.shape import Growable, count_parameters
+
+C = TypeVar("C")
 
 
 class NotProven(InstarError):  # noqa: N818
@@ -34,6 +39,17 @@ class GrowthStage:
     notes: tuple[str, ...]
     parameters: int
     """number of parameters after the operation"""
+
+
+@dataclass(frozen=True)
+class PlannedGrowth:
+    """Operations on a model, as they are planned."""
+
+    steps: tuple[GrowthStep, ...]
+    """growth steps, in order"""
+    stages: tuple[GrowthStage, ...]
+    shapes: tuple[Growable, ...]
+    """shape after each growth step"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ class OfflineGrowth:
 
 
 def stage(operation: Operation, plan: GrowthPlan | None, grown: Growable) -> GrowthStage:
-    """Returns the stage of an operation; without a plan, of one on settings."""
+    """Return the stage of an operation; without a plan, of one on settings."""
     size = count_parameters(grown).total
     if plan is None:
         return GrowthStage(operation, None, None, (), size)
@@ -72,49 +88,77 @@ def as_config_error() -> Iterator[None]:
 
 
 def expected_plan(stages: Sequence[GrowthStage]) -> GrowthPlan:
-    """Returns an empty plan with the weakest label; if bounded, with the sum of the bounds."""
+    """Return an empty plan with the weakest label; if bounded, with the sum of the bounds."""
     labels = [stage.label for stage in stages if stage.label is not None]
     weakest: Label = max(labels, key=get_args(Label).index, default="exact")
     bound = sum(stage.bound_nats or 0.0 for stage in stages)
     return GrowthPlan({}, weakest, bound if weakest == "bounded" else None)
 
 
-def prove_offline(
-    expected: GrowthPlan, probed: Callable[[], tuple[Probe, Probe]], dtypes: Collection[torch.dtype]
-) -> Proof:
-    """Returns the proof of models on disk; arguments are those of `prove`.
+@dataclass(frozen=True)
+class DiskGrowth(Generic[C]):
+    """Files that grow into new ones beside them, one tensor at a time: a `GrowthSubject`.
 
-    Raises:
-        NotProven: outputs are not finite.
+    What was written takes the old one's place when its folder is published, which the caller does.
     """
-    try:
-        return prove(expected, probed, dtypes)
-    except GrowthError as error:
-        raise NotProven(f"{error}; nothing was made") from error
 
+    planned: PlannedGrowth
+    out: Path
+    """that is to be made, for messages"""
+    checked_on: str
+    """on what outputs are compared, in words"""
+    build: Callable[[], C]
+    """writes the grown files, and returns them"""
+    outputs: Callable[[C], tuple[Probe, Probe]]
+    """of both models, loaded from their files, as exact as their tensors"""
+    written: Callable[[C], Iterable[tuple[Read, TensorReader]]]
+    """yields readers of the tensors in the files, and of these as they are made again"""
+    dtypes: Callable[[C], Collection[torch.dtype]] = lambda _: {torch.float32}
+    """of the tensors, as far as outputs are not more exact"""
+    tensors: Callable[[C], Mapping[str, Tensor]] = lambda _: {}
+    """none is in memory"""
+    doubled: Callable[[C], None] = lambda _: None
+    """only the rounding of the files is left in `outputs`"""
 
-def check_proof(proof: Proof, stages: Sequence[GrowthStage], out: Path, checked_on: str) -> None:
-    """Raises NotProven unless the labels hold."""
-    if not proof.holds:
-        names = ", ".join(stage.operation.name for stage in stages)
-        raise NotProven(
-            f"{names}: not {proof.label}: outputs moved by {proof.max_logit_diff:.3g} "
-            f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {checked_on} "
-            f"by {proof.delta_loss:+.3g}; {out} was not made"
+    @property
+    def name(self) -> str:
+        return ", ".join(stage.operation.name for stage in self.planned.stages)
+
+    def parts(self, candidate: C) -> Sequence[GrownPart]:
+        """See `GrowthSubject`."""
+        return [GrownPart(lambda _: self._verify(candidate), lambda: None)]
+
+    def _verify(self, candidate: C) -> None:
+        """Raise NotProven unless the files have the tensors that were to be written, bit for bit."""
+        for read, grown in self.written(candidate):
+            for name in grown.outlines:
+                tensor, expected = read(name), grown.read(name)
+                same = tensor.shape == expected.shape and not differing(tensor, expected, None)
+                if not same or tensor.dtype != expected.dtype:
+                    raise NotProven(
+                        f"{name} in the written files is not the tensor that was made; {self.out} was not made: "
+                        "check the disk"
+                    )
+
+    def broken(self, proof: Proof) -> Exception:
+        """See `GrowthSubject`."""
+        return NotProven(
+            f"{self.name}: not {proof.label}: outputs moved by {proof.max_logit_diff:.3g} "
+            f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {self.checked_on} "
+            f"by {proof.delta_loss:+.3g}; {self.out} was not made"
         )
 
 
-def verify_written(written: Read, grown: TensorReader, out: Path) -> None:
-    """Raises NotProven unless files have the tensors that were to be written, bit for bit.
+def write_and_prove(growth: DiskGrowth[C], *, check: bool) -> tuple[C, Proof | None]:
+    """Write grown files, and with `check` prove them: outputs, and every tensor.
 
-    Args:
-        written: returns a tensor of the files.
-        grown: makes it again.
+    Raises:
+        NotProven: a label does not hold, or a file is not what was to be written.
     """
-    for name in grown.outlines:
-        tensor, expected = written(name), grown.read(name)
-        same = tensor.shape == expected.shape and not differing(tensor, expected, None)
-        if not same or tensor.dtype != expected.dtype:
-            raise NotProven(
-                f"{name} in the written files is not the tensor that was made; {out} was not made: check the disk"
-            )
+    if not check:
+        return growth.build(), None
+    try:
+        prepared = prepare_candidate(growth, expected_plan(growth.planned.stages), Alone())
+    except NotFiniteError as error:
+        raise NotProven(f"{error}; nothing was made") from error
+    return prepared.candidate, prepared.proof

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from instar.data.text.foreign.special_tokens import END_FILE
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import (
     GrowthStep,
+    Read,
     TensorReader,
     grow_buffers,
     grow_parameters,
@@ -48,17 +50,15 @@ from instar.growth.apply import (
     moments_mode,
 )
 from instar.growth.offline import (
+    DiskGrowth,
     GrowthStage,
     OfflineGrowth,
+    PlannedGrowth,
     as_config_error,
-    check_proof,
-    expected_plan,
-    prove_offline,
     stage,
-    verify_written,
+    write_and_prove,
 )
-from instar.growth.plan import GrowthPlan
-from instar.growth.proof import Probe, Proof
+from instar.growth.proof import Probe
 from instar.models.gpt import named_generator
 from instar.models.hf.saved import load_language_model
 from instar.models.hf.tokenizer import COMPANIONS
@@ -96,16 +96,14 @@ Build = Callable[[Any], torch.nn.Module]
 
 
 @dataclass(frozen=True)
-class _Result:
-    """Result of planning the operations: growth steps, history, and the final state."""
-
-    links: tuple[GrowthStep, ...]
-    """growth steps, in order"""
-    stages: tuple[GrowthStage, ...]
-    shapes: tuple[Growable, ...]
-    """shape after each growth step"""
+class _PlannedCheckpoint(PlannedGrowth):
     history: History
     state: State
+    """after the operations"""
+
+
+Written = tuple[Path, Mapping[str, torch.Tensor]]
+"""The folder of a grown checkpoint, and its model's persistent buffers."""
 
 
 def grow_checkpoint(
@@ -144,7 +142,7 @@ def grow_checkpoint(
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
     model, state = _in_force(config, history, source)
-    result = _carry_out(operations, config.seed, history, state, source)
+    planned = _plan_checkpoint(operations, config.seed, history, state, source)
     with (
         atomic_dir(out) as temporary,
         progress(f"writing {out}", measured=lambda: folder_bytes(temporary)),
@@ -158,31 +156,32 @@ def grow_checkpoint(
         ):
             if file.is_file():
                 atomic.write_synced(temporary / file.name, read_regular(file))
-        made, buffers = _write(source, new_run, result, model.build)
-        proof, checked_on = None, ""
-        if check:
-            _verify_written(source, load_checkpoint(made), result, buffers, out)
-            expected = expected_plan(result.stages)
-            if config.task in (LANGUAGE, CAUSAL_LM):
-                proof, checked_on = _prove_on_tokens(source.path, made, expected), "random tokens"
-            else:
-                with chdir(base), _code_of(config.task):
-                    task = _task_of(run, moved)
-                    tasks = [
-                        task.at(each.architecture, each.settings.context)
-                        for each in (state, result.state)
-                    ]
-                    proof = _prove_on_samples(
-                        tasks, model.build, source, load_checkpoint(made), expected
-                    )
-                checked_on = "held-out samples"
-            check_proof(proof, result.stages, out, checked_on)
+
+        def outputs(written: Written) -> tuple[Probe, Probe]:
+            if on_tokens:
+                return _outputs_on_tokens(source.path, written[0])
+            with chdir(base), _code_of(config.task):
+                task, ends = _task_of(run, moved), (state, planned.state)
+                tasks = [task.at(end.architecture, end.settings.context) for end in ends]
+                return _outputs_on_samples(tasks, model.build, source, load_checkpoint(written[0]))
+
+        on_tokens = config.task in (LANGUAGE, CAUSAL_LM)
+        growth = DiskGrowth(
+            planned,
+            out,
+            "random tokens" if on_tokens else "held-out samples",
+            partial(_write, source, new_run, planned, model.build),
+            outputs,
+            partial(_read_again, source, planned),
+        )
+        (written, _), proof = write_and_prove(growth, check=check)
     before = count_parameters(state.architecture).total
-    path = RunDir(out).checkpoints / made.name
+    path = RunDir(out).checkpoints / written.name
     with load_checkpoint(path, check=False).reading("model") as read:
-        dead = dead_ranks(result.state.architecture.parameters(), read)
+        dead = dead_ranks(planned.state.architecture.parameters(), read)
     seconds = time.perf_counter() - begun
-    return OfflineGrowth(path, before, result.stages, proof, seconds, dead, checked_on)
+    checked_on = growth.checked_on if proof else ""
+    return OfflineGrowth(path, before, planned.stages, proof, seconds, dead, checked_on)
 
 
 def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
@@ -231,12 +230,12 @@ def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[
     return model, state
 
 
-def _carry_out(
+def _plan_checkpoint(
     operations: Sequence[Operation], seed: int, history: History, state: State, source: Checkpoint
-) -> _Result:
+) -> _PlannedCheckpoint:
     step = source.manifest.step
     cursor = int(source.state.get("progress", {}).get("samples", 0))
-    links: list[GrowthStep] = []
+    steps: list[GrowthStep] = []
     stages: list[GrowthStage] = []
     shapes: list[Growable] = []
     for operation in operations:
@@ -245,31 +244,29 @@ def _carry_out(
         if plan is not None:
             key = (seed, number_of(history))
             table = state.architecture.parameters()
-            links.append(GrowthStep(plan, table, key, moments_mode(operation)))
+            steps.append(GrowthStep(plan, table, key, moments_mode(operation)))
             shapes.append(state.architecture)
         history = (*history, Change(operation, step, cursor, reason=REASON))
         stages.append(stage(operation, plan, state.architecture))
-    return _Result(tuple(links), tuple(stages), tuple(shapes), history, state)
+    return _PlannedCheckpoint(tuple(steps), tuple(stages), tuple(shapes), history, state)
 
 
-def _write(
-    source: Checkpoint, run: RunDir, result: _Result, build: Build
-) -> tuple[Path, Mapping[str, torch.Tensor]]:
+def _write(source: Checkpoint, run: RunDir, planned: _PlannedCheckpoint, build: Build) -> Written:
     """Write the grown checkpoint; return its folder, and its model's persistent buffers."""
     saved = source.manifest
-    exact = all(stage.label in (None, "exact") for stage in result.stages)
+    exact = all(stage.label in (None, "exact") for stage in planned.stages)
     writer = CheckpointWriter(run.path, saved.step)
     with writer.removed_on_error():
         writer.open()
         for component in source.components:
             if component != "model" or not saved.buffers:
-                _write_component(component, source, writer.temporary, result.links)
-        buffers = _grown_buffers(source, result, build)
+                _write_component(component, source, writer.temporary, planned.steps)
+        buffers = _grown_buffers(source, planned, build)
         if buffers:
-            _write_with_buffers(source, writer.temporary, result, buffers)
+            _write_with_buffers(source, writer.temporary, planned, buffers)
         atomic.write_synced(writer.temporary / STATE, encode_json(_state(source.state, exact)))
         writer.add_files(path for path in writer.temporary.rglob("*") if path.is_file())
-        names = ", ".join(stage.operation.name for stage in result.stages)
+        names = ", ".join(stage.operation.name for stage in planned.stages)
         facts = Facts(
             data=saved.data,
             tokenizer=saved.tokenizer,
@@ -283,8 +280,8 @@ def _write(
             buffers=sorted(buffers),
         )
         path = writer.publish(
-            architecture=result.state.architecture.to_dict(),
-            history=history_to_json(result.history),
+            architecture=planned.state.architecture.to_dict(),
+            history=history_to_json(planned.history),
             facts=facts,
             world_size=saved.world_size,
         )
@@ -292,7 +289,7 @@ def _write(
 
 
 def _write_component(
-    component: str, source: Checkpoint, temporary: Path, links: tuple[GrowthStep, ...]
+    component: str, source: Checkpoint, temporary: Path, steps: tuple[GrowthStep, ...]
 ) -> None:
     """Write one component's file, grown; per-rank components are copied unchanged."""
     known = COMPONENTS[component]
@@ -302,40 +299,44 @@ def _write_component(
             atomic.make_folder(to.parent)
             atomic.write_synced(to, read_regular(source.path / known.file(rank)))
         return
-    with _grown(component, source, links) as grown:
+    with _grown(component, source, steps) as grown:
         write_tensors(temporary / known.file(), grown.outlines, grown.read)
 
 
 @contextmanager
 def _grown(
-    component: str, source: Checkpoint, links: tuple[GrowthStep, ...]
+    component: str, source: Checkpoint, steps: tuple[GrowthStep, ...]
 ) -> Iterator[TensorReader]:
     """Context with a reader of a component's tensors, but for buffers, after all growth steps."""
     layout = source.layout(component)
-    if component == "optimizer" and any(link.mode != "reset" for link in links):
+    if component == "optimizer" and any(step.mode != "reset" for step in steps):
         both = (layout, source.layout("model"))
         check_states(*({n: e.shape for n, e in each.entries.items()} for each in both))
     grow = grow_states if component == "optimizer" else grow_parameters
     buffers = source.manifest.buffers if component == "model" else ()
     stored = {name: each for name, each in outlines(layout).items() if name not in buffers}
     with open_reader(layout) as read:
-        yield grow(links, TensorReader(stored, read))
+        yield grow(steps, TensorReader(stored, read))
 
 
 def _write_with_buffers(
-    source: Checkpoint, temporary: Path, result: _Result, buffers: Mapping[str, torch.Tensor]
+    source: Checkpoint,
+    temporary: Path,
+    planned: _PlannedCheckpoint,
+    buffers: Mapping[str, torch.Tensor],
 ) -> None:
     """Write the file of a model with persistent buffers, grown."""
-    added = {name: Outline(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
-    with _grown("model", source, result.links) as parameters:
+    with _grown("model", source, planned.steps) as parameters:
         write_tensors(
             temporary / COMPONENTS["model"].file(),
-            {**parameters.outlines, **added},
+            {**parameters.outlines, **_outlines_of(buffers)},
             lambda name: buffers[name] if name in buffers else parameters.read(name),
         )
 
 
-def _grown_buffers(source: Checkpoint, result: _Result, build: Build) -> dict[str, torch.Tensor]:
+def _grown_buffers(
+    source: Checkpoint, planned: _PlannedCheckpoint, build: Build
+) -> dict[str, torch.Tensor]:
     """Return the persistent buffers after all growth steps.
 
     New elements of a buffer have the values of a new module, so a module of each shape is built.
@@ -344,27 +345,31 @@ def _grown_buffers(source: Checkpoint, result: _Result, build: Build) -> dict[st
         return {}
     with source.reading("model") as read:
         buffers = {name: read(name) for name in source.manifest.buffers}
-    for link, shape in zip(result.links, result.shapes, strict=True):
-        buffers = grow_buffers(link.plan, buffers, build(shape))
+    for step, shape in zip(planned.steps, planned.shapes, strict=True):
+        buffers = grow_buffers(step.plan, buffers, build(shape))
     return buffers
 
 
-def _verify_written(
-    source: Checkpoint,
-    made: Checkpoint,
-    result: _Result,
-    buffers: Mapping[str, torch.Tensor],
-    out: Path,
-) -> None:
-    """Check that every tensor of the grown checkpoint is the one that was made."""
+def _read_again(
+    source: Checkpoint, planned: _PlannedCheckpoint, written: Written
+) -> Iterator[tuple[Read, TensorReader]]:
+    """Yield readers of the tensors that were written, and of these as they are made again."""
+    path, buffers = written
+    checkpoint = load_checkpoint(path)
     for component in source.components:
         if COMPONENTS[component].pattern is not Pattern.PER_RANK:
-            with _grown(component, source, result.links) as grown, made.reading(component) as read:
-                verify_written(read, grown, out)
+            with (
+                _grown(component, source, planned.steps) as grown,
+                checkpoint.reading(component) as read,
+            ):
+                yield read, grown
     if buffers:
-        shapes = {name: Outline(each.dtype, tuple(each.shape)) for name, each in buffers.items()}
-        with made.reading("model") as read:
-            verify_written(read, TensorReader(shapes, buffers.__getitem__), out)
+        with checkpoint.reading("model") as read:
+            yield read, TensorReader(_outlines_of(buffers), buffers.__getitem__)
+
+
+def _outlines_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Outline]:
+    return {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
@@ -377,32 +382,24 @@ def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     return kept
 
 
-def _prove_on_samples(
-    tasks: Sequence[Task],
-    build: Build,
-    before: Checkpoint,
-    after: Checkpoint,
-    expected: GrowthPlan,
-) -> Proof:
-    """Compare both models on the same held-out samples: in float64, or in float32 if the task's
+def _outputs_on_samples(
+    tasks: Sequence[Task], build: Build, before: Checkpoint, after: Checkpoint
+) -> tuple[Probe, Probe]:
+    """Return the outputs of both models for the same held-out samples: in float64, or in float32 if the task's
     code does not accept float64."""
     models = [
-        _restored(task, build, each) for task, each in zip(tasks, (before, after), strict=True)
+        _restored(task, build, checkpoint)
+        for task, checkpoint in zip(tasks, (before, after), strict=True)
     ]
     samples = probe_samples(tasks[0].held_out("val"), torch.device("cpu"))
     pairs = [*zip(tasks, models, strict=True)]
     single = [copy.deepcopy(model) for model in models]
-
-    def probed() -> tuple[Probe, Probe]:
-        try:
-            old, new = (probe(task, model.double(), samples.in_double()) for task, model in pairs)
-        except (RuntimeError, TypeError, ValueError):
-            old, new = (
-                probe(task, model, samples) for task, model in zip(tasks, single, strict=True)
-            )
-        return old, new
-
-    return prove_offline(expected, probed, {torch.float32})
+    try:
+        old, new = (probe(task, model.double(), samples.in_double()) for task, model in pairs)
+    except (RuntimeError, TypeError, ValueError):
+        pairs = [*zip(tasks, single, strict=True)]
+        old, new = (probe(task, model, samples) for task, model in pairs)
+    return old, new
 
 
 def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Module:
@@ -416,8 +413,8 @@ def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Modu
     return model
 
 
-def _prove_on_tokens(before: Path, after: Path, expected: GrowthPlan) -> Proof:
-    """Compare two language models on random tokens, in float64: only the rounding of the weights remains."""
+def _outputs_on_tokens(before: Path, after: Path) -> tuple[Probe, Probe]:
+    """Return the outputs of two language models for random tokens, in float64: only the rounding of the weights remains."""
     old, new = (load_language_model(path).double() for path in (before, after))
     rows = min(model.arch.vocab_size for model in (old, new))
     columns = min(PROBE_TOKENS, *(model.arch.context for model in (old, new)))
@@ -430,4 +427,4 @@ def _prove_on_tokens(before: Path, after: Path, expected: GrowthPlan) -> Proof:
         loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
         return Probe(logits_BTV, loss.item())
 
-    return prove_offline(expected, lambda: (probe_of(old), probe_of(new)), {torch.float32})
+    return probe_of(old), probe_of(new)
