@@ -27,12 +27,13 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
-from instar.config.graph import GraphConfig
 from instar.config.load import load_config
 from instar.data.columns import Ragged
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
+from instar.extensions.graphs.config import GraphConfig
+from instar.extensions.graphs.task import GraphTask
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
@@ -40,7 +41,6 @@ from instar.run.optim.optimizer import group_parameters
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from instar.run.trainer import Trainer
-from instar.tasks.graph import GraphTask
 from report import Case, case, options, parser, publish
 from scaling import Size, pace, ratios
 

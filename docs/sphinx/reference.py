@@ -12,7 +12,7 @@ import click
 
 from instar.cli.config import schema_rows
 from instar.cli.main import instar
-from instar.config.fields import ROOTS, root_of, section_types
+from instar.config.fields import known_tasks, root_of, section_types
 
 Row = Sequence[str]
 
@@ -71,13 +71,13 @@ def config() -> str:
     """Return a page with every key of a config, by section."""
     lines = ["# Configuration", "", "Printed by `instar config schema`.", ""]
     known: set[tuple[str, ...]] = set()
-    for task in ROOTS:
+    for task in known_tasks():
         rows = [row for row in schema_rows(root_of(task)) if row not in known]
         known.update(rows)
         for section in section_types(root_of(task)):
             inside = [row for row in rows if row[0].rpartition(".")[0] == section]
             if inside:
-                of = f" of task `{task}`" if task != next(iter(ROOTS)) else ""
+                of = f" of task `{task}`" if task != next(iter(known_tasks())) else ""
                 lines += [f"## {f'`{section}`' if section else 'Top level'}{of}", ""]
                 lines += _keys(inside, len(section) + 1 if section else 0)
     lines += ["## Entries of `schedule`", ""]

@@ -9,7 +9,7 @@ import pytest
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigError
-from instar.config.fields import ROOTS, choices, json_schema, root_of, schema_keys
+from instar.config.fields import choices, json_schema, known_tasks, root_of, schema_keys
 from instar.config.load import load_config
 from instar.config.sections import LARGEST
 
@@ -30,7 +30,7 @@ def numbers(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from numbers(inner, f"{path}.{name}")
 
 
-@pytest.mark.parametrize("task", ROOTS)
+@pytest.mark.parametrize("task", known_tasks())
 def test_every_number_has_both_bounds(task: str) -> None:
     found = dict(numbers(json_schema(root_of(task))))
     assert len(found) > 60
@@ -45,7 +45,7 @@ def test_every_number_has_both_bounds(task: str) -> None:
 
 def numeric_keys() -> list[tuple[str, str]]:
     found = []
-    for task in ROOTS:
+    for task in known_tasks():
         root = root_of(task)
         for key in schema_keys(root):
             kinds = [each.get("type") for each in choices(root, tuple(key.split(".")))]

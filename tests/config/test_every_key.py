@@ -12,9 +12,9 @@ from cases import shortened
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import (
-    ROOTS,
     choices,
     default,
+    known_tasks,
     root_of,
     schema_keys,
     section_types,
@@ -48,12 +48,12 @@ OTHER: Mapping[str, Any] = {
 """Values that differ from the default, where the type alone does not tell one."""
 
 
-@pytest.fixture(scope="module", params=[*ROOTS, "task.py:Task"])
+@pytest.fixture(scope="module", params=[*known_tasks(), "task.py:Task"])
 def root(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> type[RunConfig]:
     """The config class of each task, also of one of a user's own."""
-    if request.param in ROOTS:
+    if request.param in known_tasks():
         return root_of(request.param)
     path = tmp_path_factory.mktemp("own") / "every_key_task.py"
     path.write_text(OWN, encoding="utf-8")
@@ -85,7 +85,7 @@ def other(root: type[RunConfig], key: str) -> Any:
 
 
 def loaded(root: type[RunConfig], path: Path | None, *overrides: str) -> Loaded:
-    named = [task for task in ROOTS if root_of(task) is root]
+    named = [task for task in known_tasks() if root_of(task) is root]
     task = named[0] if named else root.model_fields["task"].default
     return load_config(path and str(path), [f"task={task}", *overrides], checks=())
 

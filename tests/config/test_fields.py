@@ -9,9 +9,9 @@ from instar.config.fields import (
     section_types,
     values,
 )
-from instar.config.graph import GraphConfig
 from instar.config.language import LanguageConfig
 from instar.config.suggestions import ALIASES, PATTERNS, expected
+from instar.extensions.graphs.config import GraphConfig
 
 
 def test_nested_sections_are_found() -> None:

@@ -15,16 +15,16 @@ from governed import GOVERNED
 from torch import nn
 
 from instar.api import train
-from instar.config.fields import ROOTS, root_of, schema_keys
-from instar.config.graph import GraphConfig
+from instar.config.fields import known_tasks, root_of, schema_keys
 from instar.config.language import LanguageConfig
 from instar.config.load import load_config
 from instar.data.order import order_of
 from instar.distributed import parallel
 from instar.distributed.world import World
+from instar.extensions.graphs.config import GraphConfig
+from instar.extensions.graphs.shape import resolve_graph
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
-from instar.models.graph_shape import resolve_graph
 from instar.run.optim.optimizer import build_optimizers, set_learning_rate
 from instar.schedule.settings import initial_settings, learning_rate
 
@@ -297,7 +297,7 @@ def by_function() -> set[str]:
 
 
 def every_key() -> list[str]:
-    return list(dict.fromkeys(key for task in ROOTS for key in schema_keys(root_of(task))))
+    return list(dict.fromkeys(key for task in known_tasks() for key in schema_keys(root_of(task))))
 
 
 def test_what_each_key_governs_is_seen_to_change() -> None:

@@ -9,13 +9,13 @@ from instar.cli.config import starter
 from instar.config import PRESETS, STARTERS, names_in
 from instar.config.document import parse
 from instar.config.errors import ConfigError
-from instar.config.fields import ROOTS, schema_keys
-from instar.config.graph import GraphConfig, HeadConfig
+from instar.config.fields import known_tasks, schema_keys
 from instar.config.language import LanguageConfig
 from instar.config.load import load_config
 from instar.config.origins import in_yaml, plain_text
 from instar.config.presets.growing import DIVISORS
 from instar.config.schema import RunConfig, Watch
+from instar.extensions.graphs.config import GraphConfig, HeadConfig
 
 KINDS = names_in(STARTERS)
 TASKS = {
@@ -164,7 +164,7 @@ def test_heads_and_rules_are_written_a_line_each_and_read_back_equal(tmp_path: P
 
 
 def test_a_kind_names_a_task_of_its_own_or_none() -> None:
-    assert set(TASKS.values()) == set(ROOTS)
+    assert set(TASKS.values()) == set(known_tasks())
 
 
 def test_presets_are_of_language_models() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.data.columns import Columns, Ragged
+from instar.extensions.graphs import spec as graph_spec
 from instar.schedule.checks import load_checked
-from instar.tasks import graph_spec
 
 PAGE = Path(__file__).parents[2] / "docs/graph-networks.md"
 RING = "{name: ring, kind: classification, classes: 2}"

@@ -22,8 +22,8 @@ from instar.data.targets import TokenTargets
 from instar.data.text.dataset import create_dataset_files, open_data, unread_targets
 from instar.data.text.tokenizer import train_bpe
 from instar.data.user_sets import sample_set
+from instar.extensions.graphs.spec import NodeCounts
 from instar.run.state.gradient_stats import part_of
-from instar.tasks.graph_spec import NodeCounts
 
 TRANSFORMS = """\
 def half(sample, generator):

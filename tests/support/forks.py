@@ -48,7 +48,7 @@ POLL_S = 0.002
 
 MODULES = ["instar.cli.main", "instar.cli.train"]
 MODULES += ["instar.run.worker", "instar.run.offline"]
-MODULES += ["instar.run.analysis", "instar.tasks.graph"]
+MODULES += ["instar.run.analysis", "instar.extensions.graphs.task"]
 MODULES += [
     "torch._dynamo",
     "torch.distributed",

@@ -31,9 +31,9 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
         "growth/test_upscaling.py::test_a_scaled_context_is_what_transformers_makes_of_its_config",
     ),
     "model.mask": (
-        "tasks/test_graph_spec.py::test_one_graph_may_be_in_every_split_with_a_mask_of_each",
+        "extensions/graphs/test_spec.py::test_one_graph_may_be_in_every_split_with_a_mask_of_each",
     ),
-    "model.max_nodes": ("tasks/test_graph_survey.py::test_all_mistakes_are_told_at_once",),
+    "model.max_nodes": ("extensions/graphs/test_survey.py::test_all_mistakes_are_told_at_once",),
     "data.path": ("data/test_tokens.py::test_nothing_is_visible_after_a_failure",),
     "data.seed": ("run/test_preflight.py::test_samples_are_divided_by_the_seed_of_the_data",),
     "data.strategy": (
@@ -79,10 +79,10 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "data.lanes": ("data/test_iterable.py::test_a_folder_of_save_to_disk_is_a_stream_of_lanes",),
     "data.val": ("data/test_split.py::test_sizes_that_cannot_be",),
     "data.test": ("data/test_split.py::test_sizes_that_cannot_be",),
-    "data.stratify": ("tasks/test_graph_spec.py::test_classes_are_in_all_splits_alike",),
+    "data.stratify": ("extensions/graphs/test_spec.py::test_classes_are_in_all_splits_alike",),
     "data.causal_sets.*": (
-        "tasks/test_graph_spec.py::test_causal_sets_are_made_once",
-        "recipes/test_causal_sets.py::test_columns_say_what_the_order_says",
+        "extensions/graphs/test_spec.py::test_causal_sets_are_made_once",
+        "extensions/graphs/test_causal_sets.py::test_columns_say_what_the_order_says",
     ),
     "train.max_skipped_steps": (
         "run/test_trainer.py::test_a_non_finite_gradient_is_skipped_and_the_weights_are_kept",

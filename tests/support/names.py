@@ -185,6 +185,7 @@ LIMITS = {
     "extensions/board": 79,
     "extensions/delta": 99,
     "extensions/fleet": 80,
+    "extensions/graphs": 71,
     "extensions/grpo": 75,
     "extensions/lab": 131,
     "growth": 193,

@@ -264,7 +264,7 @@ class _Reader:
 
     def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        merged: dict[str, Any] = {}
+        values_below: dict[str, Any] = {}
         keys = set[str]()
         inside = f" in {self.name(path)}" if path else ""
         # own keys override merged ones wherever they are written, so read merges first
@@ -279,21 +279,21 @@ class _Reader:
             if key_node.style is None and (odd := odd_space(key)):
                 self.report(f"invalid key: {odd}", place, hint="write ordinary spaces")
             elif key_node.tag == f"{_TAG}merge":
-                merged = self.merge(value_node, path, place) | merged
+                values_below = self.merge(value_node, path, place) | values_below
             elif key in keys:
                 first = self.places[(*path, key)][0]
                 message = f"duplicate key '{key}'{inside}; first given at {first}"
                 self.report(message, place, self.name((*path, key)))
             else:
                 keys.add(key)
-                merged.pop(key, None)
+                values_below.pop(key, None)
                 own_path = (*path, key)
                 if own_path in self.places:  # from a merge
                     self.unreadable = {p for p in self.unreadable if p[: len(own_path)] != own_path}
                 value = self.read(value_node, own_path, place)
                 if own_path not in self.unreadable:
                     values[key] = value
-        return merged | values
+        return values_below | values
 
     def merge(self, node: Node, path: KeyPath, place: SourceLocation) -> dict[str, Any]:
         """Return the merged keys of the mappings that `<<` names; earlier ones take precedence."""
@@ -302,12 +302,12 @@ class _Reader:
             hint = "give it an alias of one, e.g. <<: *base"
             self.report("'<<' merges mappings only", place, hint=hint)
             return {}
-        merged: dict[str, Any] = {}
+        values_below: dict[str, Any] = {}
         own_path = self.places[path]
         for part in reversed(parts):
-            merged |= self.read(part, path) or {}
+            values_below |= self.read(part, path) or {}
         self.places[path] = own_path
-        return merged
+        return values_below
 
     def scalar(self, node: ScalarNode, place: SourceLocation, path: KeyPath) -> Any:
         text: str = node.value

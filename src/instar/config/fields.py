@@ -10,7 +10,6 @@ A dotted key such as `model.n_head` names a value; the parts before the last dot
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -36,7 +35,14 @@ from instar.config.sections import (
     with_from,
 )
 from instar.config.user_code import load_named
-from instar.extensions import entry_points, load_target, third_party
+from instar.extensions import (
+    entry_points,
+    find_task,
+    how_to_install,
+    load_target,
+    tasks,
+    third_party,
+)
 
 FORMER = frozenset({"compile_ahead"})
 """Keys of earlier versions without any effect: configs that have them still load."""
@@ -47,11 +53,15 @@ C = TypeVar("C", bound=RunConfig)
 
 LANGUAGE = "language"
 CAUSAL_LM = "causal_lm"
-ROOTS: Mapping[str, str] = {
+_CORE_TASKS: Mapping[str, str] = {
     LANGUAGE: "instar.config.language:LanguageConfig",
     CAUSAL_LM: "instar.config.causal_lm:CausalLMConfig",
-    "graph": "instar.config.graph:GraphConfig",
 }
+
+
+def known_tasks() -> dict[str, str]:
+    """Return the tasks that a config may name, with the targets of their config classes."""
+    return {**_CORE_TASKS, **{name: task.config for name, task in tasks().items()}}
 
 
 class CustomTaskConfig(RunConfig):
@@ -91,7 +101,8 @@ def plain_root_of(task: str) -> type[RunConfig]:
     Raises:
         ConfigError: there is no such task.
     """
-    return PlainConfig if ":" in task else root_of(task)
+    is_foreign = ":" in task or (task not in known_tasks() and task in entry_points())
+    return PlainConfig if is_foreign else root_of(task)
 
 
 def task_config_class(task: str, names: Iterable[str], *, plain: bool = False) -> type[RunConfig]:
@@ -132,15 +143,20 @@ def root_of(task: str) -> type[RunConfig]:
     Raises:
         ConfigError: the task does not exist, or is not a valid task class; says why.
     """
-    if task in ROOTS:
-        module, _, name = ROOTS[task].partition(":")
-        root: type[RunConfig] = getattr(importlib.import_module(module), name)
+    known = known_tasks()
+    target = known.get(task)
+    if target is None and ":" not in task and (names := find_task(task)) is not None:
+        target = names.config
+    if target is not None:
+        root: type[RunConfig] = load_target(target)
         return root
     if ":" not in task:
-        closest = nearest(task, ROOTS)
+        if remedy := how_to_install("tasks", task):
+            raise _task_error(f"the extension of task '{task}' is not installed", remedy)
+        closest = nearest(task, known)
         custom_task = _own_class(task) or "or name your own as module:class"
         raise _task_error(
-            f"unknown task '{task}'; known are {', '.join(ROOTS)}",
+            f"unknown task '{task}'; known are {', '.join(known)}",
             f"did you mean '{closest}'?" if closest else custom_task,
         )
     task_class = custom_task_class(task)

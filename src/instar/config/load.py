@@ -151,28 +151,28 @@ def load_config(
     if import_task:
         check_trusted(path, [document.data for document in documents])
     root = _root(documents, findings, import_task=import_task)
-    merged: dict[KeyPath, ConfigEntry] = {}
+    typed_entries: dict[KeyPath, ConfigEntry] = {}
     emptied: dict[KeyPath, str] = {}
     for document in documents:
         origin = SET if document in options else ""
         entries = _entries(root, document, findings, origin)
         for section in emptied_sections(root, document.data, null=bool(origin)):
             emptied[section] = origin or str(document.place(section, key=True))
-            merged = {p: e for p, e in merged.items() if p[: len(section)] != section}
-        merged |= {p: entry.over(merged.get(p)) for p, entry in entries.items()}
+            typed_entries = {p: e for p, e in typed_entries.items() if p[: len(section)] != section}
+        typed_entries |= {p: entry.over(typed_entries.get(p)) for p, entry in entries.items()}
     layer: dict[KeyPath, ConfigEntry] = {}
-    for name in _chosen_presets(root, merged, findings):
+    for name in _chosen_presets(root, typed_entries, findings):
         text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
         preset = findings.add(*parse(text, f"{PRESET}{name}"))
         layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
     layer = {p: e for p, e in layer.items() if not any(p[: len(up)] == up for up in emptied)}
-    layer |= merged
+    layer |= typed_entries
     if checks:
         _refuse_addresses(layer, findings)
     conflicts: Sequence[ConfigProblem] = ()
-    if weights is not None and ("model", FROM) in merged and ("model", FROM) in layer:
+    if weights is not None and ("model", FROM) in typed_entries and ("model", FROM) in layer:
         weight_values, origin, conflicts = weights(
-            {dotted(p): entry.value for p, entry in merged.items()}
+            {dotted(p): entry.value for p, entry in typed_entries.items()}
         )
         weights_layer = findings.add(*parse(yaml_of(weight_values), origin))
         layer |= (

@@ -48,6 +48,18 @@ class SectionSpec:
 
 
 @dataclass(frozen=True)
+class TaskNames:
+    """A task."""
+
+    config: str
+    """`module:attribute` of its config class, a `RunConfig`"""
+    spec: str
+    """`module:attribute` of its `TaskSpec`"""
+    shape: str = ""
+    """the class of its models' shapes, whose `from_dict` takes an architecture from a manifest"""
+
+
+@dataclass(frozen=True)
 class MetricName:
     """How a metric is called and written."""
 
@@ -79,6 +91,8 @@ class Extension:
     """click commands by the module that is typed after `python -m`"""
     sections: Mapping[str, SectionSpec] = field(default_factory=dict)
     """by their dotted names, such as "checkpoint.delta\""""
+    tasks: Mapping[str, TaskNames] = field(default_factory=dict)
+    """by what a config has as `task`"""
     conflicts: str = ""
     """a function from a config to the conflicts of its keys"""
     missing: str = ""
@@ -111,6 +125,7 @@ class Words:
     programs: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     plots: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
 
 
 BUILT_IN: Mapping[str, Words] = {
@@ -118,6 +133,7 @@ BUILT_IN: Mapping[str, Words] = {
     "delta": Words("delta", commands=("delta",), sections=("checkpoint.delta",)),
     "fleet": Words("fleet", commands=("fleet",)),
     "lab": Words("lab", commands=("find", "doctor", "schedule pilot", "schedule search")),
+    "graphs": Words("graph", tasks=("graph",)),
     "grpo": Words("grpo", programs=("instar.recipes.grpo", "instar.recipes.grpo.serve")),
 }
 """The extensions of Instar."""
@@ -166,7 +182,9 @@ def extend_commands(
     return {name: rows[name] for name in names}
 
 
-def how_to_install(kind: Literal["commands", "programs", "sections", "plots"], word: str) -> str:
+def how_to_install(
+    kind: Literal["commands", "programs", "sections", "plots", "tasks"], word: str
+) -> str:
     """Return the command that installs a deleted extension to which a word belongs; empty if none does."""
     for name, words in BUILT_IN.items():
         if word in getattr(words, kind) and name not in built_in():
@@ -191,6 +209,24 @@ def sections_in(section: str) -> Mapping[str, SectionSpec]:
         for name, spec in extension.sections.items()
         if name.rpartition(".")[0] == section
     }
+
+
+@cache
+def tasks() -> Mapping[str, TaskNames]:
+    """Return the tasks that extensions of Instar add."""
+    return {
+        name: task for extension in built_in().values() for name, task in extension.tasks.items()
+    }
+
+
+def find_task(name: str) -> TaskNames | None:
+    """Return the task of an extension, of other packages too; None if there is none of this name.
+
+    Raises:
+        ConfigError: the package cannot be imported.
+    """
+    extension = None if name in tasks() else third_party(name)
+    return tasks().get(name) or (extension and extension.tasks.get(name)) or None
 
 
 def active_extensions(names: Iterable[str]) -> Iterator[Extension]:
@@ -364,7 +400,7 @@ def third_party(name: str) -> Extension | None:
         raise ConfigError.one(message, where=str(point)) from error
     if not isinstance(extension, Extension) or extension.name != name:
         raise ConfigError.one(f"{point.target} is no Extension named {name}", where=str(point))
-    words_of = (*extension.commands, *extension.sections, *extension.events)
+    words_of = (*extension.commands, *extension.sections, *extension.events, *extension.tasks)
     if strange := [words for words in words_of if words.split()[0].split(".")[0] != name]:
         raise ConfigError.one(f"'{strange[0]}' does not begin with its name", where=str(point))
     return extension

@@ -1,1 +1,1 @@
-"""GPTs, graph networks and modules of users, with the named axes that growth needs."""
+"""GPTs and modules of users, with the named axes that growth needs."""

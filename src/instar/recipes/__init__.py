@@ -1,1 +1,1 @@
-"""Generators of data that configs name, and modules that are typed after `python -m`."""
+"""Modules that are typed after `python -m`."""

@@ -21,6 +21,7 @@ from instar.config.fields import values
 from instar.config.language import LanguageConfig
 from instar.config.load import load_config
 from instar.data.text.dataset import open_data
+from instar.extensions import load_target, tasks
 from instar.growth.analysis import (
     NO_ATTENTION,
     HeadEntropy,
@@ -30,7 +31,6 @@ from instar.growth.analysis import (
 )
 from instar.models.architecture import Architecture
 from instar.models.gpt import load_gpt
-from instar.models.graph_shape import GraphShape
 from instar.models.shape import ArchitectureError, Fixed, Parameter
 from instar.record.rundir import RunDir
 from instar.record.start_folder import paths_folder
@@ -92,9 +92,10 @@ def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
     with two or more dimensions counts as a matrix."""
     manifest = checkpoint.manifest
     stored = outlines(checkpoint.layout(checkpoint.weights))
-    for shape_of in (Architecture.from_dict, GraphShape.from_dict):
+    shapes = [load_target(task.shape).from_dict for task in tasks().values() if task.shape]
+    for shape_of in (Architecture.from_dict, *shapes):
         try:
-            parameters = shape_of(manifest.architecture).parameters()
+            parameters: Mapping[str, Parameter] = shape_of(manifest.architecture).parameters()
         except (ArchitectureError, KeyError, TypeError, ValueError):
             continue
         if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in stored.items()}:

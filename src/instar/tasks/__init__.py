@@ -1,1 +1,1 @@
-"""What is trained: text, token tasks, graphs, tasks of users; losses, metrics, what is logged."""
+"""What is trained: text, token tasks, tasks of users; losses, metrics, what is logged."""

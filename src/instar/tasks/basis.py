@@ -8,7 +8,7 @@ operation, a value that a resume sets, other data, or an edit of a custom task.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -29,8 +29,6 @@ _TOKENIZER = "tokenizer"
 _CHOICE = "seed of their choice"
 _SOURCE = "source of the task"
 _UNTOLD = (SAMPLES, _TOKENIZER, _SOURCE)
-_HEADS = "model.heads"
-"""The losses of a graph network, with their weights."""
 
 
 def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = None) -> Basis:
@@ -53,7 +51,9 @@ def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = 
         "vocabulary": f"{task.architecture.sizes().get('vocab', 0):,}",
         _SOURCE: digest_of_sources(config.task),
     }
-    return basis | {key: json.dumps(value) for key, value in _loss_keys(config).items()}
+    return basis | {
+        key: json.dumps(value) for key, value in _loss_keys(config, task.spec.loss_keys).items()
+    }
 
 
 def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
@@ -90,12 +90,12 @@ def digest(basis: Basis) -> str:
     )
 
 
-def _loss_keys(config: RunConfig) -> Mapping[str, object]:
+def _loss_keys(config: RunConfig, loss_keys: Collection[str]) -> Mapping[str, object]:
     """Return the config's values that may define the loss or a metric: any key that a custom task has
-    of its own, and the heads of a graph network. Other keys change the model, not what is measured."""
+    of its own, and those that a task names. Other keys change the model, not what is measured."""
     every = values(config)
     if ":" not in config.task:
-        return {_HEADS: every[_HEADS]} if _HEADS in every else {}
+        return {key: every[key] for key in loss_keys}
     common = {f"data.{name}" for name in (*FeedConfig.model_fields, *SamplesConfig.model_fields)}
     return {
         key: value

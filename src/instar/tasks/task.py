@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, run
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.extensions import load_target
+from instar.extensions import find_task, load_target
 from instar.models.cost import NONE_FROZEN, FrozenParameters, state_bytes
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
 
@@ -39,15 +39,18 @@ Say = Callable[[str], None]
 SPECS: Mapping[str, str] = {
     "language": "instar.tasks.language:LanguageSpec",
     "causal_lm": "instar.tasks.causal_lm:CausalLMSpec",
-    "graph": "instar.tasks.graph_spec:GraphSpec",
 }
-"""`TaskSpec` of each built-in task; its module imports no torch."""
+"""`TaskSpec` of each task of the core; its module imports no torch."""
 CUSTOM_SPEC = "instar.tasks.custom_spec:CustomSpec"
 
 
 def spec_class(task: str) -> type[TaskSpec]:
     """Return the `TaskSpec` of the task that a config names, `module:class` for a custom task."""
-    spec: type[TaskSpec] = load_target(SPECS.get(task, CUSTOM_SPEC))
+    target = SPECS.get(task)
+    if target is None:
+        names = None if ":" in task else find_task(task)
+        target = CUSTOM_SPEC if names is None else names.spec
+    spec: type[TaskSpec] = load_target(target)
     return spec
 
 
@@ -74,6 +77,8 @@ class TaskSpec(ABC):
 
     task_class: ClassVar[str]
     """its `Task`, as module:class"""
+    loss_keys: ClassVar[tuple[str, ...]] = ()
+    """keys of the config that define the loss or a metric"""
 
     @classmethod
     def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:

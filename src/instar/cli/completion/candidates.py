@@ -100,10 +100,10 @@ def _keys() -> list[str]:
             if cache["of"] == state:
                 return [str(key) for key in cache["keys"]]
 
-    from instar.config.fields import ROOTS, root_of, schema_keys
+    from instar.config.fields import known_tasks, root_of, schema_keys
     from instar.record.atomic import atomic_file
 
-    every = dict.fromkeys(key for task in ROOTS for key in schema_keys(root_of(task)))
+    every = dict.fromkeys(key for task in known_tasks() for key in schema_keys(root_of(task)))
     if home is not None:
         with suppress(OSError), atomic_file(home / "keys.json", durable=False) as aside:
             aside.write_text(json.dumps({"of": state, "keys": [*every]}))

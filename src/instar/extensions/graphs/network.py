@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from instar.config.graph import Activation, Layer
+from instar.extensions.graphs.config import Activation, Layer
+from instar.extensions.graphs.shape import GraphShape
 from instar.models.gpt import set_parameters
-from instar.models.graph_shape import GraphShape
 from instar.models.layers import rms_norm
 from instar.models.loss import at_least_float32
 from instar.models.shape import Parameter

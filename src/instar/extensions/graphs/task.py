@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from instar.config.graph import GraphConfig, HeadConfig, HeadMetric
 from instar.data.columns import Column, Ragged
+from instar.extensions.graphs.config import GraphConfig, HeadConfig, HeadMetric
+from instar.extensions.graphs.network import GraphNetwork, reduce_by_graph
+from instar.extensions.graphs.shape import GraphShape
+from instar.extensions.graphs.spec import GraphSpec
+from instar.extensions.graphs.survey import NO_CLASS
 from instar.models.gpt import InitialValues
-from instar.models.graph import GraphNetwork, reduce_by_graph
-from instar.models.graph_shape import GraphShape
 from instar.models.loss import at_least_float32
-from instar.tasks.graph_spec import GraphSpec
-from instar.tasks.graph_survey import NO_CLASS
 from instar.tasks.task import Batch, Measured, Tally, Task
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.config.fields import values
-from instar.config.graph import GraphConfig, GraphModelConfig
 from instar.config.load import Loaded, load_config
 from instar.data.arrays import write_arrays
 from instar.data.columns import Columns, Ragged
-from instar.models.graph_shape import GraphShape, resolve_graph
-from instar.tasks.graph_spec import GraphSpec
+from instar.extensions.graphs.config import GraphConfig, GraphModelConfig
+from instar.extensions.graphs.shape import GraphShape, resolve_graph
+from instar.extensions.graphs.spec import GraphSpec
 
 SIZES = np.array([3, 4, 5, 6] * 10)
 KIND = "model.heads=[{name: kind, kind: classification, classes: 2}]"
@@ -107,7 +107,7 @@ def test_classes_are_in_all_splits_alike(stored: Path) -> None:
 
 def test_a_function_gives_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_graphs.py").write_text("from test_graph_spec import paths\n")
+    (tmp_path / "my_graphs.py").write_text("from test_spec import paths\n")
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     found = GraphSpec.open(config("my_graphs:paths", "data.stratify=kind"), 1)
     assert len(found.data.source) == 40

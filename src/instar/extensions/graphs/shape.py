@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from instar.config.graph import (
+from instar.config.sections import MOST_HEADS, MOST_LAYERS, MOST_MLP, MOST_WIDTH
+from instar.extensions.graphs.config import (
     Activation,
     Flow,
     GraphModelConfig,
@@ -29,7 +30,6 @@ from instar.config.graph import (
     Norm,
     Pooling,
 )
-from instar.config.sections import MOST_HEADS, MOST_LAYERS, MOST_MLP, MOST_WIDTH
 from instar.models.shape import (
     ArchitectureError,
     axis_size,

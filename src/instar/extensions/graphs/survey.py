@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.graph import GraphModelConfig, HeadConfig
 from instar.data.columns import Column, Columns, Ragged, as_ragged
 from instar.data.order import Int64Array
 from instar.data.source import Source
+from instar.extensions.graphs.config import GraphModelConfig, HeadConfig
 from instar.record.progress import tracked
 
 NO_CLASS = -1

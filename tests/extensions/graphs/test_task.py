@@ -15,16 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from instar.config.graph import ClassMetric, GraphConfig, GraphModelConfig, HeadConfig, ValueMetric
 from instar.data.columns import Columns, Ragged, as_ragged, cut, pick, stack
 from instar.data.order import Int64Array, Order, Shuffled
 from instar.data.source import Source
 from instar.distributed.world import World
-from instar.models.graph_shape import flops_per_graph, resolve_graph
+from instar.extensions.graphs.config import (
+    ClassMetric,
+    GraphConfig,
+    GraphModelConfig,
+    HeadConfig,
+    ValueMetric,
+)
+from instar.extensions.graphs.shape import flops_per_graph, resolve_graph
+from instar.extensions.graphs.spec import GraphSpec
+from instar.extensions.graphs.survey import GraphSurvey
+from instar.extensions.graphs.task import GraphTask
 from instar.run.step.stepper import to_device
-from instar.tasks.graph import GraphTask
-from instar.tasks.graph_spec import GraphSpec
-from instar.tasks.graph_survey import GraphSurvey
 from instar.tasks.metrics import compute, set_metrics, update
 from instar.tasks.task import Task
 

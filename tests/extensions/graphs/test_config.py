@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from instar.config.checks import cross_checks
-from instar.config.graph import GraphConfig, graph_checks
 from instar.config.schema import RunConfig
+from instar.extensions.graphs.config import GraphConfig, graph_checks
 
 KIND = {"name": "kind", "kind": "classification", "classes": 2}
 SIZE = {"name": "size", "kind": "regression"}

@@ -31,10 +31,10 @@ from instar.config.sections import (
     Width,
 )
 
-GENERATORS: Mapping[str, str] = {"causal_sets": "instar.recipes.causal_sets"}
+GENERATORS: Mapping[str, str] = {"causal_sets": "instar.extensions.graphs.causal_sets"}
 """Packages that generate graphs, by the `data.source` that names them. `<package>.options` has the
 class `Options` of the section `data.<name>`, default `HEADS`, and `conflicts`; `<package>.generate`
-has `prepare` and `preview` (see `instar.tasks.graph_spec.Generator`)."""
+has `prepare` and `preview` (see `instar.extensions.graphs.spec.Generator`)."""
 DEFAULT_SOURCE = "causal_sets"
 
 

@@ -14,14 +14,9 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATv2Conv, GINEConv, aggr
 from torch_geometric.utils import scatter, softmax
 
-from instar.config.graph import GraphModelConfig, HeadConfig
 from instar.config.sections import Operation
-from instar.growth.apply import Role, apply
-from instar.growth.operators import plan
-from instar.growth.plan import GrowthError
-from instar.growth.proof import Probe, compare
-from instar.models.gpt import named_generator
-from instar.models.graph import (
+from instar.extensions.graphs.config import GraphModelConfig, HeadConfig
+from instar.extensions.graphs.network import (
     ACTIVATIONS,
     GraphNetwork,
     _flows,
@@ -29,7 +24,12 @@ from instar.models.graph import (
     _sum_by_node,
     reduce_by_graph,
 )
-from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph
+from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_graph
+from instar.growth.apply import Role, apply
+from instar.growth.operators import plan
+from instar.growth.plan import GrowthError
+from instar.growth.proof import Probe, compare
+from instar.models.gpt import named_generator
 from instar.models.shape import ArchitectureError, count_parameters
 from instar.run.state.gradient_stats import split_grad_norms
 

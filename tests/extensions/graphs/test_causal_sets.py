@@ -14,7 +14,7 @@ from samples import same
 from instar.config.errors import ConfigError
 from instar.data.arrays import open_arrays
 from instar.data.columns import Columns, Ragged, cut, join_columns
-from instar.recipes.causal_sets.generate import (
+from instar.extensions.graphs.causal_sets.generate import (
     Relation,
     causal_relation,
     causal_sets,
@@ -24,7 +24,7 @@ from instar.recipes.causal_sets.generate import (
     prepare,
     sprinkle,
 )
-from instar.recipes.causal_sets.options import CausalSetsConfig
+from instar.extensions.graphs.causal_sets.options import CausalSetsConfig
 
 MYRHEIM_MEYER = {2: 1 / 2, 3: 8 / 35, 4: 1 / 10}
 SEEDS = st.integers(0, 2**32)

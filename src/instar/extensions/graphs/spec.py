@@ -13,7 +13,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.graph import GENERATORS, GraphConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.config.sections import Section
@@ -24,13 +23,14 @@ from instar.data.order import Int64Array
 from instar.data.source import Source, WeightedSource
 from instar.data.split import SampleSet
 from instar.data.user_sets import sample_set, split_samples
-from instar.models.graph_shape import GraphShape, flops_per_graph, resolve_graph, sizes_of
+from instar.extensions.graphs.config import GENERATORS, GraphConfig
+from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_graph, sizes_of
+from instar.extensions.graphs.survey import GraphSurvey, survey_graphs, true_counts
 from instar.models.shape import ArchitectureError
-from instar.tasks.graph_survey import GraphSurvey, survey_graphs, true_counts
 from instar.tasks.task import SampleSetSpec, SavedModel, Say
 
 if TYPE_CHECKING:
-    from instar.models.graph import GraphNetwork
+    from instar.extensions.graphs.network import GraphNetwork
 
 
 class Generator(Protocol):
@@ -77,7 +77,8 @@ def generator_of(source: str) -> Generator:
 class GraphSpec(SampleSetSpec):
     """`TaskSpec` of a graph network on surveyed graphs."""
 
-    task_class = "instar.tasks.graph:GraphTask"
+    loss_keys = ("model.heads",)
+    task_class = "instar.extensions.graphs.task:GraphTask"
 
     config: GraphConfig
     architecture: GraphShape
@@ -185,7 +186,7 @@ class GraphSpec(SampleSetSpec):
 
 
 def _module(shape: GraphShape) -> GraphNetwork:
-    from instar.models.graph import GraphNetwork
+    from instar.extensions.graphs.network import GraphNetwork
 
     return GraphNetwork(shape)
 

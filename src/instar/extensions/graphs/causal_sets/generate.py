@@ -22,7 +22,7 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.data.arrays import holds_arrays, open_arrays, write_arrays
 from instar.data.columns import Ragged
 from instar.data.order import key_bytes
-from instar.recipes.causal_sets.options import CausalSetsConfig, conflicts
+from instar.extensions.graphs.causal_sets.options import CausalSetsConfig, conflicts
 from instar.record.progress import progress
 
 Float64Array = NDArray[np.float64]

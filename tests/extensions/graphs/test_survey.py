@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.config.graph import GraphModelConfig, HeadConfig
 from instar.data.columns import Column, Columns, Ragged, pick
 from instar.data.order import Int64Array
-from instar.tasks.graph_survey import GraphSurvey, survey_graphs
+from instar.extensions.graphs.config import GraphModelConfig, HeadConfig
+from instar.extensions.graphs.survey import GraphSurvey, survey_graphs
 
 MODEL = GraphModelConfig(
     heads=(

@@ -1,0 +1,17 @@
+"""What graph networks add to Instar."""
+
+from instar.extensions import Extension, TaskNames
+
+_HERE = "instar.extensions.graphs"
+
+EXTENSION = Extension(
+    name="graphs",
+    summary="graph networks and causal sets",
+    tasks={
+        "graph": TaskNames(
+            f"{_HERE}.config:GraphConfig",
+            f"{_HERE}.spec:GraphSpec",
+            f"{_HERE}.shape:GraphShape",
+        )
+    },
+)
