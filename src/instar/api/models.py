@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instar.checkpoint.listing import resolve_checkpoint
+from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.config.errors import ConfigError
 from instar.distributed.placement import share_cores
+from instar.models.shape import count_parameters
+from instar.record.progress import tracked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from instar.data.text.tokenizer import Tokenizer
     from instar.models.sampling import LanguageModel
 
@@ -111,7 +114,6 @@ def stream_samples(
     """
     path = _folder(checkpoint)
 
-    from instar.checkpoint.manifest import CheckpointError
     from instar.data.text.tokenizer import prompt_tokens
     from instar.models.sampling import continuations
 
@@ -173,8 +175,6 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
 
     from instar.data.text.token_bytes import token_bytes
     from instar.models.module import enough_threads
-    from instar.models.shape import count_parameters
-    from instar.record.progress import tracked
 
     tokenizer = _tokenizer(path)
     ids = tokenizer.encode(text).tolist()
@@ -201,8 +201,6 @@ def _folder(checkpoint: Source) -> Path:
     Raises:
         CheckpointError: it is one of another task; says how its weights are loaded.
     """
-    from instar.checkpoint.listing import resolve_checkpoint
-    from instar.checkpoint.manifest import CheckpointError, read_manifest
     from instar.config.fields import CAUSAL_LM, LANGUAGE
 
     path = resolve_checkpoint(os.fspath(checkpoint))

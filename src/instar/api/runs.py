@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instar.checkpoint.listing import list_checkpoints
 from instar.config.errors import ConfigError
+from instar.record.rundir import runs_in
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -93,8 +95,6 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints, oldest first."""
-        from instar.checkpoint.listing import list_checkpoints
-
         return list_checkpoints(self.path)
 
 
@@ -135,7 +135,6 @@ def list_runs(
     """
     from instar.logs.query.runs import list_rows as rows_of
     from instar.logs.query.runs import row_to_json
-    from instar.record.rundir import runs_in
 
     rows = rows_of(runs_in(Path(folder)), state=state, name=name, last=last)
     return [row_to_json(row) for row in rows]

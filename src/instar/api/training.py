@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
+from instar.distributed.launch import environment, print_stderr, run_ranks, threads_per_rank
 from instar.distributed.placement import (
     LAUNCH_VARIABLE,
     LaunchOptions,
@@ -23,6 +24,9 @@ from instar.distributed.placement import (
     resolve_ranks,
     share_cores,
 )
+from instar.distributed.rank_log import RankLog
+from instar.distributed.signals import StopSignal
+from instar.record.rundir import find_run
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
@@ -60,10 +64,6 @@ def train(
         Interrupted: all ranks stopped at the same step after a stop signal (SIGINT, SIGTERM,
             SIGHUP, …); its subclass StoppedUnsaved if there is nothing to resume.
     """
-    from instar.distributed.launch import environment
-    from instar.distributed.rank_log import RankLog
-    from instar.distributed.signals import StopSignal
-
     share_cores(os.environ)
     with environment(_variables(rank, world_size, port)), StopSignal() as signal:
         from instar.run.origin.load import load_run_config
@@ -138,8 +138,6 @@ def resume(
         CheckpointError: there is no such checkpoint, or it is damaged.
         RunFailed, Interrupted: see `launch`.
     """
-    from instar.distributed.launch import print_stderr
-    from instar.record.rundir import find_run
     from instar.record.start_folder import begun_in
     from instar.run.origin.resume import Resume, named_checkpoint
 
@@ -193,7 +191,6 @@ def _launch(
     devices: Sequence[int] | None,
     max_restarts: int,
 ) -> Path:
-    from instar.distributed.launch import print_stderr, run_ranks
     from instar.run.origin.load import load_run_config
 
     loaded = load_run_config(config, overrides)
@@ -319,8 +316,6 @@ def _variables(rank: int | None, world_size: int | None, port: int | None) -> di
 def _share_threads() -> None:
     """Divide the cores of this machine among its ranks, unless OMP_NUM_THREADS is set."""
     import torch
-
-    from instar.distributed.launch import threads_per_rank
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(placement(os.environ).local_size))

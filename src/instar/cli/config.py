@@ -6,12 +6,14 @@ import json
 import shlex
 import textwrap
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from instar.api.training import train
 from instar.cli.options import (
     CommandGroup,
     json_option,
@@ -19,7 +21,12 @@ from instar.cli.options import (
     trust_option,
 )
 from instar.cli.output import print_json, print_table
+from instar.cli.sample import sample
 from instar.config import PRESETS, STARTERS, names_in
+from instar.config.document import dotted, parse
+from instar.config.errors import ConfigError, ConfigProblem, nearest, printable_text
+from instar.config.user_code import is_trusted
+from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
@@ -48,9 +55,6 @@ def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> 
 
     Every key is in it, with its meaning; what begins with '#key:' is at its default.
     """
-    from pathlib import Path
-
-    from instar.config.errors import ConfigError
 
     path = path or f"{kind}.yaml"
     text = starter(kind, path, presets)
@@ -82,10 +86,6 @@ def demo(overrides: tuple[str, ...]) -> None:
     It learns from the Python standard library's source code, in about a minute on two cores, and
     needs no download. The run is kept in the folder `runs`, its data in `data`.
     """
-    from importlib.util import find_spec
-
-    from instar.api.training import train
-    from instar.cli.sample import sample
 
     click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
     run = train(STARTERS / "demo.yaml", overrides)
@@ -109,8 +109,6 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: the presets are for another task.
     """
-    from instar.config.document import dotted, parse
-    from instar.config.errors import ConfigError, printable_text
     from instar.config.fields import LANGUAGE, flatten_config, root_of, schema_keys, values
     from instar.config.load import load_config
     from instar.config.origins import entry_text, opening
@@ -225,7 +223,6 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 
     --json prints the JSON Schema of a config file, which editors use to complete and check.
     """
-    from instar.config.errors import ConfigError, nearest
     from instar.config.fields import editor_schema, schema_keys, section_types, task_config_class
     from instar.config.suggestions import suggest_key
 
@@ -244,7 +241,6 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, str, str]]:
     """Return key, type, default and meaning of every key of a config class, or of those of the
     section or key `name`."""
-    from instar.config.document import dotted
     from instar.config.fields import default, schedule_keys, schema_keys
     from instar.config.origins import in_yaml
     from instar.config.suggestions import expected
@@ -297,7 +293,6 @@ def validate(cfg: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @json_option
 def diff(a: str, b: str, as_json: bool) -> None:
     """List the keys in which the configs A and B differ, defaults and presets included."""
-    from instar.config.errors import ConfigError, ConfigProblem
     from instar.config.fields import differing_keys, values
     from instar.config.origins import in_yaml
 
@@ -328,8 +323,6 @@ def diff(a: str, b: str, as_json: bool) -> None:
 def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     """Load a config and check it. Without `--trust-code`, a run's own config, which may belong to
     another user, is only read: the class of its task is not imported."""
-    from instar.config.user_code import is_trusted
-    from instar.record.rundir import RunDir
     from instar.run.origin.load import load_run_config
 
     run = None if cfg is None else RunDir(Path(cfg).parent)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from instar.cli.options import MOST_RANKS, CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import print_json, print_named, print_table
+from instar.config.errors import ConfigError
+from instar.config.files import read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from instar.data.text.shards import TokenDataset
     from instar.data.text.tokenizer import Tokenizer
 
@@ -146,7 +148,6 @@ def inspect(path: str, sample: int, verify: bool, as_json: bool) -> None:
 
 def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
     """Open a folder. Raises ConfigError unless it holds a complete data set."""
-    from instar.config.errors import ConfigError
     from instar.data.text.shards import DATASET_FILE, open_dataset
     from instar.data.text.tokenizer import load_saved_tokenizer
 
@@ -186,9 +187,6 @@ def _elsewhere(dataset: TokenDataset) -> dict[str, Any]:
     lanes = dataset.path / LANES_FILE
     if not lanes.exists():
         return {}
-    import msgspec
-
-    from instar.config.files import read_regular
 
     record = msgspec.json.decode(read_regular(lanes, follow=True), type=LanesRecord)
     return {"tokens" if record.packing else "documents": list(record.counts)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -21,14 +22,19 @@ from instar.cli.output import (
     runs_argument,
     selected_runs,
 )
+from instar.config.document import parse
+from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
+from instar.logs.read.filters import FilteredEvent, check_kinds, event_kind, filter_events
+from instar.logs.read.lineage import SegmentTree
+from instar.logs.text.format_event import EventFormatter
 from instar.record.atomic import atomic_file, sync_file
+from instar.record.events import event_kinds
 from instar.record.progress import tracked
+from instar.record.rundir import RunDir
 from instar.record.trackers import TRACKERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from instar.config.sections import TrackersConfig
     from instar.logs.read.record import RunRecord
     from instar.logs.read.rows import Rows
@@ -36,9 +42,6 @@ if TYPE_CHECKING:
 
 
 if TYPE_CHECKING:
-    from instar.logs.read.filters import FilteredEvent
-    from instar.record.rundir import RunDir
-
     Each = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
 
 
@@ -71,9 +74,6 @@ def events(
     JSON lines of a single run are identical to its record; for several runs, or with
     --superseded, `run` and `superseded` are added.
     """
-    from instar.logs.read.filters import check_kinds, event_kind, filter_events
-    from instar.record.events import event_kinds
-
     run_dirs, seen_kinds = selected_runs(runs), set[str]()
 
     def filtered(run: RunDir) -> Iterator[FilteredEvent]:
@@ -98,7 +98,6 @@ def events(
 
 
 def _text(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
-    from instar.logs.text.format_event import EventFormatter
 
     for number, (run, events) in enumerate(events_by_run):
         if several:
@@ -190,14 +189,10 @@ Written = dict[str, Any]
 
 
 def _usage(message: str, hint: str) -> Exception:
-    from instar.config.errors import ConfigError
-
     return ConfigError.one(message, hint=hint)
 
 
 def _last_steps(record: RunRecord, superseded: bool) -> dict[int, int]:
-    from instar.logs.read.lineage import SegmentTree
-
     if superseded:
         return {}
     lineage = SegmentTree()
@@ -207,7 +202,6 @@ def _last_steps(record: RunRecord, superseded: bool) -> dict[int, int]:
 
 
 def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], Written]:
-    from instar.config.errors import ConfigError, ConfigProblem
     from instar.config.sections import RecordConfig
     from instar.record.trackers.configured import missing_libraries
     from instar.record.trackers.sink import replay_record
@@ -242,8 +236,6 @@ def _tracker(settings: TrackersConfig) -> Tracker:
 def _config(record: RunRecord) -> dict[str, Any]:
     """Return the run's nested config as far as it can be read; if it belongs to another user,
     without the section `record`, which sets where trackers write."""
-    from instar.config.document import parse
-
     try:
         is_own = record.run.config.stat().st_uid == os.geteuid()
         text = read_regular(record.run.config).decode("utf-8", "replace")
@@ -324,8 +316,6 @@ def _write_jsonl(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
 
 def _write_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     """Write CSV; missing values are empty, non-finite numbers are NaN, Infinity or -Infinity."""
-    import csv
-
     rows = _rows(record, superseded)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:

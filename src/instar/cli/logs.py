@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from instar.cli.completion import candidates
 from instar.cli.options import LazyGroup
@@ -25,14 +26,20 @@ from instar.cli.output import (
     selected_runs,
     terminal_width,
 )
+from instar.config.errors import ConfigError
+from instar.logs.query.labels import RunLabels, change_labels, labels_of
+from instar.logs.query.tail import follow_log, last_events, last_lines, unit_of
+from instar.logs.query.tail import follow_record as added
+from instar.logs.text.format_event import EventFormatter
+from instar.logs.text.tables import aligned, indented
+from instar.record.events import RecordError, to_words
+from instar.record.format import duration, loss, si
+from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from instar.logs.query.groups import By
     from instar.logs.query.runs import Row
     from instar.logs.query.summary import Summary
-    from instar.record.rundir import RunDir
 
 
 COMMANDS = {
@@ -117,7 +124,6 @@ def _print_rows(rows: list[Row]) -> None:
 
 def _rows_as_text(rows: list[Row], form: str) -> str:
     from instar.logs.text.summary import markdown_table
-    from instar.logs.text.tables import aligned
 
     headers, cells = _table(rows)
     right = [headers.index(header) for header in NUMBERS]
@@ -148,8 +154,6 @@ def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
     from instar.logs.text.summary import NONE, best_text, date
-    from instar.logs.text.tables import indented
-    from instar.record.format import duration, loss, si
 
     summary = row.summary
     return (
@@ -173,8 +177,6 @@ def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
 def tag(runs: tuple[str, ...], add: tuple[str, ...], remove: tuple[str, ...]) -> None:
     """Add or remove tags of each RUN, then print them. They are kept in .instar/labels.json."""
 
-    from instar.logs.query.labels import RunLabels, change_labels, labels_of
-
     def tagged(labels: RunLabels) -> RunLabels:
         tags = dict.fromkeys((*labels.tags, *add))
         return RunLabels(tuple(t for t in tags if t not in remove), labels.note, labels.archived)
@@ -191,8 +193,6 @@ def tag(runs: tuple[str, ...], add: tuple[str, ...], remove: tuple[str, ...]) ->
 @click.option("-m", "--message", metavar="TEXT", help="The note; an empty one removes it.")
 def note(runs: tuple[str, ...], message: str | None) -> None:
     """Set the note of each RUN, then print it."""
-    from instar.logs.query.labels import RunLabels, change_labels, labels_of
-
     run_dirs = selected_runs(runs)
     if message is not None:
         change_labels(run_dirs, lambda labels: RunLabels(labels.tags, message, labels.archived))
@@ -205,8 +205,6 @@ def note(runs: tuple[str, ...], message: str | None) -> None:
 @click.option("--undo", is_flag=True, help="Show them again.")
 def archive(runs: tuple[str, ...], undo: bool) -> None:
     """Leave each RUN out of lists and of the dashboard; its files stay as they are."""
-    from instar.logs.query.labels import RunLabels, change_labels
-
     run_dirs = selected_runs(runs)
     change_labels(run_dirs, lambda labels: RunLabels(labels.tags, labels.note, archived=not undo))
     for run in run_dirs:
@@ -313,7 +311,6 @@ def compare(
     "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
     deviation over runs. The keys in which the configs differ follow at the end.
     """
-    from instar.config.errors import ConfigError
     from instar.logs.query.alignment import axis_named, parse_place
     from instar.logs.query.compare import compare_groups as compared
     from instar.logs.query.compare import comparison_to_json
@@ -374,7 +371,6 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
 
     Superseded events are shown too.
     """
-    from instar.config.errors import ConfigError
     from instar.logs.query.runs import find_runs
 
     if as_json and (follow or rank is not None):
@@ -395,10 +391,6 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
 
 
 def _tail_events(run: RunDir, count: int, follow: bool) -> None:
-    from instar.logs.query.tail import follow_record as added
-    from instar.logs.query.tail import last_events, unit_of
-    from instar.logs.text.format_event import EventFormatter
-
     formatter = EventFormatter(run.path, terminal_width(), unit_of(run.events))
     with _readable(run.events):
         events, end = last_events(run.events, max(count, 1))
@@ -412,9 +404,6 @@ def _tail_events(run: RunDir, count: int, follow: bool) -> None:
 
 
 def _tail_log(run: RunDir, rank: int, count: int, follow: bool) -> None:
-    from instar.config.errors import ConfigError
-    from instar.logs.query.tail import follow_log, last_lines
-
     path = run.log(rank)
     if not path.is_file():
         ranks = sorted(
@@ -426,17 +415,12 @@ def _tail_log(run: RunDir, rank: int, count: int, follow: bool) -> None:
         lines, end = last_lines(path, count)
     for line in lines:
         click.echo(line.decode("utf-8", "replace"))
-    for added in follow_log(run, path, end) if follow else ():
-        for line in added:
+    for new_lines in follow_log(run, path, end) if follow else ():
+        for line in new_lines:
             click.echo(line.decode("utf-8", "replace"))
 
 
 def _tail_json(run: RunDir, count: int) -> None:
-    import msgspec
-
-    from instar.logs.query.tail import last_events
-    from instar.record.events import to_words
-
     with _readable(run.events):
         events, _ = last_events(run.events, max(count, 1))
     click.echo(as_text(to_words(msgspec.to_builtins(events if count else []))))
@@ -444,8 +428,6 @@ def _tail_json(run: RunDir, count: int) -> None:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    from instar.record.events import RecordError
-
     try:
         yield
     except OSError as error:

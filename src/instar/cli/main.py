@@ -12,16 +12,20 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.shell_completion import shell_complete
 
 from instar import __version__
 from instar.cli.options import LazyGroup, Say, in_one_line, json_requested, say
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.config.files import check_words
+from instar.distributed.placement import share_cores
 from instar.extensions import how_to_install, load_target, programs
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
+from instar.record.atomic import abandon
 from instar.record.progress import Display, showing
 
 if TYPE_CHECKING:
@@ -157,7 +161,6 @@ def run_program(module: str) -> NoReturn:
 
 def entry() -> NoReturn:
     """Entry point of the installed command."""
-    from instar.distributed.placement import share_cores
     from instar.distributed.signals import PromptInterrupt, exit_now, ignore_stop_signals
 
     share_cores(os.environ)
@@ -173,7 +176,6 @@ def entry() -> NoReturn:
 def _leave() -> NoReturn:
     """End an interrupted command that cannot end by itself in time: a library is at work in it."""
     from instar.distributed.signals import exit_now
-    from instar.record.atomic import abandon
 
     abandon()
     with suppress(OSError):
@@ -203,8 +205,6 @@ def _run_with_trust(args: list[str]) -> int:
 
 def _run(args: list[str]) -> int:
     if instruction := os.environ.get("_INSTAR_COMPLETE"):
-        from click.shell_completion import shell_complete
-
         return shell_complete(instar, {}, "instar", "_INSTAR_COMPLETE", instruction)
     try:
         click.Context.formatter_class = HelpFormatter
@@ -229,8 +229,6 @@ class HelpFormatter(click.HelpFormatter):
 
 def _help_width() -> int:
     """Return the terminal's width, at most 78 columns; click's own minimum is 50."""
-    from shutil import get_terminal_size
-
     return min(get_terminal_size().columns, 80) - 2
 
 

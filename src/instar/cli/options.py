@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
@@ -386,8 +387,6 @@ FOREIGN_COMMANDS = {
 
 def suggest_command(name: str, table: Collection[str]) -> str:
     """Return the command that an unknown word probably means; empty if it is ambiguous."""
-    from difflib import get_close_matches
-
     if "train" in table and name.endswith((".yaml", ".yml")):
         return f"instar train {shlex.quote(name)}"
     suggestion = FOREIGN_COMMANDS.get(name, "")

@@ -21,10 +21,13 @@ from instar.config.errors import ConfigError, unfiltered, visible
 from instar.extensions import run_set
 from instar.logs.text.encoding import ENCODING
 from instar.logs.text.tables import aligned, columns_that_fit
+from instar.record.atomic import replace_file
+from instar.record.events import RecordError, to_words
+from instar.record.format import to_ascii
+from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
     from instar.logs.read.record import RunRecord
-    from instar.record.rundir import RunDir
 
 
 _GAP = 2
@@ -63,7 +66,6 @@ def as_shown(text: str) -> str:
     text = visible(text)
     if text.isascii() or getattr(sys.stdout, "encoding", None) != ENCODING:
         return text
-    from instar.record.format import to_ascii
 
     return to_ascii(text)
 
@@ -157,8 +159,6 @@ def print_named(texts: Iterable[tuple[str, str]], indent: int) -> None:
 def print_json(value: Any) -> None:
     """Print one line of JSON; non-finite numbers are strings, and what would act on a terminal is
     escaped."""
-    from instar.record.events import to_words
-
     text = visible(json.dumps(to_words(value), ensure_ascii=False))
     # escape surrogates, from file names that are not UTF-8
     click.echo(text.encode("utf-8", "backslashreplace").decode())
@@ -246,8 +246,6 @@ def write_picture(path: Path, content: bytes, option: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from instar.record.atomic import replace_file
-
     try:
         replace_file(path, content)
     except OSError as error:
@@ -329,7 +327,6 @@ def read_all(runs: Sequence[RunDir]) -> Read:
         RecordError: none of them can be read.
     """
     from instar.logs.read.record import read_record, read_records
-    from instar.record.events import RecordError
 
     with suppress(RecordError):
         return Read(tuple(read_records(runs)), ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -23,6 +24,7 @@ from instar.cli.output import (
 )
 from instar.config.errors import ConfigError, unfiltered
 from instar.extensions import how_to_install, plot_in
+from instar.record.atomic import replace_file
 
 if TYPE_CHECKING:
     from instar.logs.plot.chart import Chart
@@ -202,11 +204,7 @@ def _drawn(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, 
 
 def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None:
     """Write atomically to FILE; without it to stdout, or to a new file that is opened."""
-    from instar.record.atomic import replace_file
-
     if output is None and open_it:
-        import tempfile
-
         output = str(Path(tempfile.mkdtemp(prefix="instar-")) / f"plot.{form}")
     if output is None or output == "-":
         if terminal_width() is not None:

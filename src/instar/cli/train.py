@@ -8,10 +8,13 @@ import time
 from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.api.training import launch_options, preflight_launch
+from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.cli.completion import candidates
 from instar.cli.options import (
     allow_option,
@@ -24,17 +27,25 @@ from instar.cli.options import (
     trust_option,
 )
 from instar.cli.output import print_json
-from instar.config.errors import InstarError
+from instar.config.errors import ConfigError, InstarError
 from instar.config.files import read_regular
+from instar.distributed.failure import NOTHING_STARTED, stopped_before_start
+from instar.distributed.launch import print_stderr, torchrun_line
+from instar.distributed.placement import DEVICES_VARIABLE, RankCount, placement, resolve_ranks
+from instar.distributed.rank_log import RankLog, run_rank
+from instar.distributed.signals import StopSignal
 from instar.extensions import forecast_notes, values_of_notes
+from instar.logs.query.state import run_status
+from instar.record.atomic import abandon
+from instar.record.control import REQUESTED, send_request
+from instar.record.events import Saved
+from instar.record.format import bytes_text
+from instar.record.lock import lock_owner
+from instar.record.rundir import RunDir, find_run
+from instar.record.system import host_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from instar.config.load import Loaded
-    from instar.distributed.placement import RankCount
-    from instar.distributed.rank_log import RankLog
-    from instar.record.rundir import RunDir
     from instar.run.origin.resume import Resume
 
 
@@ -108,10 +119,7 @@ class _TrainOptions:
 
 
 def _train(options: _TrainOptions) -> int:
-    from instar.distributed.placement import DEVICES_VARIABLE, placement, resolve_ranks
-
     if options.resume is not None and options.cfg is None:
-        from instar.record.rundir import find_run
         from instar.record.start_folder import begun_in
 
         run, base, overrides = begun_in(
@@ -136,7 +144,6 @@ def _train(options: _TrainOptions) -> int:
 
 def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     """Return the config, the resume if there is one, and the words for each rank."""
-    from instar.config.errors import ConfigError
     from instar.config.load import from_launcher
     from instar.run.origin.load import load_run_config
 
@@ -144,7 +151,6 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
     resume = None
     if options.resume is not None:
-        from instar.record.rundir import find_run
         from instar.run.origin.resume import Resume, named_checkpoint
 
         run, start = find_run(options.resume), options.start
@@ -174,9 +180,6 @@ def _launch(
     count: RankCount,
 ) -> int:
     """Check everything before any rank starts; then run in this process, or launch ranks."""
-    from instar.api.training import launch_options, preflight_launch
-    from instar.distributed.failure import stopped_before_start
-
     devices, max_restarts = options.devices, options.max_restarts
     try:
         preflight_launch(
@@ -197,13 +200,6 @@ def _launch(
 
 
 def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> int:
-    from instar.distributed.failure import NOTHING_STARTED
-    from instar.distributed.launch import print_stderr
-    from instar.distributed.placement import placement
-    from instar.distributed.rank_log import run_rank
-    from instar.distributed.signals import StopSignal
-    from instar.record.atomic import abandon
-
     def leave() -> None:
         abandon()
         if placement(os.environ).rank == 0:
@@ -235,9 +231,6 @@ def _forecast(
     argv: Sequence[str],
     ranks: int,
 ) -> int:
-    from instar.distributed.launch import torchrun_line
-    from instar.record.format import bytes_text
-    from instar.record.system import host_bytes
     from instar.run.origin.init_weights import starting_weights
     from instar.run.origin.resume import automatic
     from instar.run.start.preflight import foreseen_precision, preflight, suggestion
@@ -317,8 +310,6 @@ def test(context: click.Context, /, run: str, as_json: bool, **options: Any) -> 
     """
     code: int = context.invoke(train, resume=run, only_test=True, **options)
     if as_json and code == 0:
-        from instar.record.rundir import find_run
-
         print_json(json.loads(read_regular(find_run(run).path / "test" / "result.json")))
     return code
 
@@ -347,10 +338,6 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
     `stop` saves and ends the run as Ctrl-C does; `instar resume` continues it. Requests are files
     in the run's folder, so everyone with write access there can make them.
     """
-    from instar.record.control import send_request
-    from instar.record.lock import lock_owner
-    from instar.record.rundir import find_run
-
     run_dir = find_run(run)
     if command == "status":
         _print_status(_status(run_dir), as_json)
@@ -401,9 +388,6 @@ def _identity(path: Path) -> tuple[int, int]:
 
 def _saved_on_request(latest: Path) -> bool:
     """Whether the checkpoint that `latest` names was saved on request."""
-    from instar.checkpoint.manifest import CheckpointError, read_manifest
-    from instar.record.control import REQUESTED
-
     try:
         name = read_regular(latest).decode("utf-8", "replace").strip()
         return REQUESTED in (read_manifest(latest.with_name(name)).reason)
@@ -413,10 +397,8 @@ def _saved_on_request(latest: Path) -> bool:
 
 def _status(run: RunDir) -> dict[str, Any]:
     """Return the status of a run, from its record, its lock and its logs."""
-    from instar.logs.query.state import run_status
     from instar.logs.query.summary import summarize
     from instar.logs.read.record import read_record
-    from instar.record.events import Saved
 
     if not run.events.exists():  # it is preparing its data, or stopped before training
         state = run_status(run, (), 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import pwd
 import re
 import sys
 import sysconfig
@@ -247,8 +248,6 @@ def foreign_owner(path: Path) -> str:
 
 
 def _user(number: int) -> str:
-    import pwd
-
     try:
         return f"user {pwd.getpwuid(number).pw_name}"
     except KeyError:

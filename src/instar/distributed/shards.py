@@ -10,14 +10,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -66,7 +64,6 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(like):
         return in_order_of(tensor, like)
-    from torch.distributed.tensor import distribute_tensor
 
     mesh, places = like.device_mesh, like.placements
     made = distribute_tensor(tensor.to(mesh.device_type), mesh, places, src_data_rank=None)
@@ -104,8 +101,6 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:
     """Return the sharded tensor, laid out as `like`, of which this rank holds the rows `local`."""
-    from torch.distributed.tensor import DTensor
-
     return DTensor.from_local(
         local,
         like.device_mesh,

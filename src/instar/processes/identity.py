@@ -16,6 +16,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 SAME_PROCESS_S = 2.0
 """Start times of one process may differ by this much if the clock was set meanwhile."""
 _MOST_PIDS = 1 << 22
@@ -58,8 +60,6 @@ class ProcessName:
     @property
     def runs(self) -> bool:
         """Whether it runs on this host; False if processes of other users are hidden."""
-        import psutil
-
         if not self.is_here:
             return False
         try:
@@ -140,8 +140,6 @@ def _check_holder(descriptor: int, name: ProcessName) -> None:
 def kill_stopped_sibling(pid: int) -> None:
     """Kill a process if it is stopped (SIGSTOP) and is what this one is: it has the same user, parent
     and command line. Anything else is left alone."""
-    import psutil
-
     with suppress(psutil.Error, ValueError, TypeError, OverflowError):
         process, this = psutil.Process(pid), psutil.Process()
         if (

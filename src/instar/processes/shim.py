@@ -12,6 +12,7 @@ Messages are JSON in one packet each. To a shim: {"stop": signal, "grace": secon
 exited, and {"gone": true} when nothing of its tree is left.
 """
 
+import ctypes
 import json
 import os
 import select
@@ -290,8 +291,6 @@ def _close(fds: list[int]) -> None:
 
 def _adopt_descendants() -> None:
     if sys.platform == "linux":
-        import ctypes
-
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -16,10 +16,10 @@ import xxhash
 from instar.config.fields import values
 from instar.config.schema import FeedConfig, RunConfig, SamplesConfig
 from instar.tasks.sources import digest_of_sources
+from instar.tasks.task import Task
 
 if TYPE_CHECKING:
     from instar.data.source import Source
-    from instar.tasks.task import Task
 
 Basis = Mapping[str, str]
 """What a metric depends on, by name."""

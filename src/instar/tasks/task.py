@@ -7,6 +7,7 @@ and its data.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +24,6 @@ from instar.models.cost import NONE_FROZEN, FrozenParameters, state_bytes
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
 
 if TYPE_CHECKING:
-    import weakref
-
     import torch
 
     from instar.data.columns import Columns

@@ -13,6 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from instar.config.errors import ConfigError
 from instar.config.language import BITS_PER_BYTE, TextConfig
 from instar.config.load import Loaded
@@ -39,9 +42,7 @@ from instar.record.system import has_bf16_units
 from instar.tasks.task import Batch, Measured, Say, Tally, Task, TaskSpec
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
     from instar.models.sampling import LanguageModel
 

@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
+from instar.checkpoint.inspect import Verification, read_header, verify_checkpoint
+from instar.checkpoint.line import Line, line_of, superseded_at
+from instar.checkpoint.listing import (
+    dangling_pointers,
+    latest_intact,
+    list_checkpoints,
+    pointer_target,
+    pointers,
+    resolve_checkpoint,
+)
+from instar.checkpoint.manifest import (
+    MANIFEST,
+    SUFFIX,
+    CheckpointError,
+    Manifest,
+    UnreadableError,
+    read_manifest,
+)
+from instar.checkpoint.store import load_checkpoint
+from instar.cli.checkpoints.describe import (
+    parameter_count,
+    pretrained_facts,
+    print_analysis,
+    print_check,
+    print_facts,
+    print_headers,
+    print_manifest,
+    print_rows,
+    print_tensors,
+)
 from instar.cli.completion import candidates
 from instar.cli.options import CommandGroup, NewFolder, byte_size, json_option
-from instar.cli.output import print_json
+from instar.cli.output import print_json, print_named
+from instar.config.errors import ConfigError
+from instar.models.hf import is_pretrained
 from instar.record.progress import tracked
-
-if TYPE_CHECKING:
-    from instar.checkpoint.inspect import Verification
-    from instar.checkpoint.line import Line
-    from instar.checkpoint.manifest import Manifest
+from instar.record.rundir import RunDir, find_run
 
 EXIT_BROKEN = 3
 EXPECTED = (
@@ -43,10 +73,6 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
 
     `left at step N`: the checkpoint is on a branch; the run was resumed from step N before it.
     """
-    from instar.checkpoint.line import line_of
-    from instar.checkpoint.listing import list_checkpoints
-    from instar.cli.checkpoints.describe import print_rows
-
     root = _root(run)
     line = line_of(root)
     rows = [_row(path, verify, line) for path in _each(list_checkpoints(root))]
@@ -77,16 +103,9 @@ def inspect_checkpoint(where: str, tensors: bool, config_only: bool, as_json: bo
 
     Of a FOLDER that transformers saved: its family, axes and parameters, as `instar grow` knows them.
     """
-    from instar.models.hf import is_pretrained
-
     if is_pretrained(Path(where)) and not config_only:
         _inspect_pretrained(Path(where), tensors, as_json)
         return
-    import msgspec
-
-    from instar.checkpoint.inspect import read_header
-    from instar.checkpoint.manifest import SUFFIX, CheckpointError, read_manifest
-    from instar.cli.checkpoints.describe import parameter_count, print_headers, print_manifest
 
     path = checkpoint_at(where)
     with _with_advice(path):
@@ -129,10 +148,6 @@ def inspect_checkpoint(where: str, tensors: bool, config_only: bool, as_json: bo
 
 
 def _inspect_pretrained(path: Path, tensors: bool, as_json: bool) -> None:
-    import msgspec
-
-    from instar.cli.checkpoints.describe import pretrained_facts, print_headers
-    from instar.cli.output import print_named
     from instar.models.hf.pretrained_folder import open_folder
 
     folder = open_folder(path)
@@ -157,11 +172,6 @@ def verify_checkpoints(where: str, every: bool, as_json: bool) -> int:
 
     Lists every broken and every unreadable file; the exit code is 3 if there is one.
     """
-    from instar.checkpoint.inspect import verify_checkpoint
-    from instar.checkpoint.listing import dangling_pointers, list_checkpoints
-    from instar.checkpoint.manifest import MANIFEST, CheckpointError
-    from instar.cli.checkpoints.describe import print_check
-
     paths = list_checkpoints(_root(where)) if every else [checkpoint_at(where)]
     if not paths:
         raise CheckpointError(f"{_root(where)} has no checkpoint yet")
@@ -190,8 +200,6 @@ def verify_checkpoints(where: str, every: bool, as_json: bool) -> int:
 def diff_checkpoints(a: str, b: str, tensors: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B (each a folder, or a run: its latest)."""
     from instar.checkpoint.compare import compare_facts, compare_tensors
-    from instar.checkpoint.manifest import read_manifest
-    from instar.cli.checkpoints.describe import print_facts, print_tensors
     from instar.config.fields import differing_keys
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)
@@ -228,8 +236,6 @@ def analyze_weights(where: str, against: str | None, as_json: bool) -> None:
     Reports effective ranks of matrices and adapters, attention entropy over held-out tokens if the
     data exist, and the change since an earlier checkpoint.
     """
-    from instar.cli.checkpoints.describe import print_analysis
-
     path = checkpoint_at(where)
     before = None if against is None else checkpoint_at(against)
 
@@ -265,8 +271,6 @@ def export_checkpoint(
     A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM, and a model
     of transformers what it was; the run's tokenizer is included. One tensor at a time is in memory.
     """
-    from instar.checkpoint.store import load_checkpoint
-
     path = checkpoint_at(where)
 
     from instar.models.architecture import Architecture
@@ -305,9 +309,6 @@ def import_(folder: Path, run_dir: Path, tokenizer: str | None) -> None:
 @contextmanager
 def _checkpoint_errors(*advice: str) -> Iterator[None]:
     """Convert ConfigErrors of a run, config or tokenizer to CheckpointErrors, exit code 3."""
-    from instar.checkpoint.manifest import CheckpointError
-    from instar.config.errors import ConfigError
-
     try:
         yield
     except ConfigError as error:
@@ -317,8 +318,6 @@ def _checkpoint_errors(*advice: str) -> Iterator[None]:
 @contextmanager
 def _with_advice(path: Path) -> Iterator[None]:
     """Add to a CheckpointError the command that lists the whole checkpoints of the run."""
-    from instar.checkpoint.manifest import CheckpointError
-
     try:
         yield
     except CheckpointError as error:
@@ -333,8 +332,6 @@ def checkpoint_at(text: str) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    from instar.checkpoint.listing import resolve_checkpoint
-
     with _checkpoint_errors(EXPECTED):
         return resolve_checkpoint(text)
 
@@ -345,8 +342,6 @@ def _each(paths: list[Path]) -> Iterator[Path]:
 
 def _root(text: str) -> Path:
     """Return the folder of the run, or of the checkpoint's run, that `text` names."""
-    from instar.record.rundir import find_run
-
     path = Path(text).absolute()
     if path.is_dir() and path.parent.name == "checkpoints":
         return path.parent.parent
@@ -357,11 +352,6 @@ def _root(text: str) -> Path:
 
 
 def _row(path: Path, verify: bool, line: Line | None) -> dict[str, Any]:
-    from instar.checkpoint.inspect import verify_checkpoint
-    from instar.checkpoint.line import superseded_at
-    from instar.checkpoint.listing import pointer_target, pointers
-    from instar.checkpoint.manifest import CheckpointError, UnreadableError, read_manifest
-
     root = path.parent.parent
     pointer_names = [pointer for pointer in pointers(root) if pointer_target(root, pointer) == path]
     row: dict[str, Any] = {"name": path.name, "path": str(path), "pointers": pointer_names}
@@ -402,9 +392,6 @@ def _check_to_json(check: Verification) -> dict[str, Any]:
 
 def _print_newest_intact(root: Path) -> int:
     """Print on stderr the newest whole checkpoint of a run with a damaged one; return exit code 3."""
-    from instar.checkpoint.listing import latest_intact
-    from instar.checkpoint.manifest import CheckpointError
-
     try:
         intact, _ = latest_intact(root)
         click.echo(f"The newest whole checkpoint of this run is {intact.path}", err=True)
@@ -416,11 +403,7 @@ def _print_newest_intact(root: Path) -> int:
 def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the config's keys and, as `in force: …`, the settings after the history; empty if the
     checkpoint is not in a run's folder."""
-    import dataclasses
-
-    from instar.checkpoint.manifest import CheckpointError
     from instar.config.fields import values
-    from instar.record.rundir import RunDir
     from instar.run.origin.resume import began_with
     from instar.schedule.operations import effective, history_from_json
 

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.checkpoint.inspect import TensorEntry, Verification
+from instar.checkpoint.layout import files_of
+from instar.checkpoint.manifest import Manifest
 from instar.cli.output import print_named, print_table
+from instar.models.hf.lora_shape import LoraShape
+from instar.models.shape import ArchitectureError, count_parameters
 from instar.record.format import bytes_text, duration, loss, si
 
 if TYPE_CHECKING:
     from instar.checkpoint.compare import Difference
-    from instar.checkpoint.inspect import TensorEntry, Verification
-    from instar.checkpoint.manifest import Manifest
     from instar.models.hf.pretrained_folder import PretrainedFolder
     from instar.run.analysis import CheckpointAnalysis
 
@@ -47,8 +50,6 @@ def print_manifest(path: Path, manifest: Manifest, headers: Headers) -> None:
 
 def pretrained_facts(folder: PretrainedFolder) -> dict[str, Any]:
     """Return what is known of a model of transformers on disk, as JSON values."""
-    from instar.models.shape import count_parameters
-
     entries = [folder.layout.entries[name] for name in folder.stored.values()]
     return {
         "folder": str(folder.path),
@@ -72,8 +73,6 @@ def print_headers(headers: Headers) -> None:
 
 def parameter_count(manifest: Manifest, headers: Headers) -> int | None:
     """Return the number of elements of the model's parameters; None if a file is unreadable."""
-    from instar.checkpoint.layout import files_of
-
     files = files_of(manifest, "model")
     if not files or not files.keys() <= headers.keys():
         return None
@@ -164,9 +163,6 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
 
 def _pretrained(fields: Mapping[str, Any]) -> list[str]:
     """Describe a model of transformers; empty if it is not known."""
-    from instar.models.hf.lora_shape import LoraShape
-    from instar.models.shape import ArchitectureError
-
     try:
         shape = LoraShape.from_dict(fields)
     except ArchitectureError:

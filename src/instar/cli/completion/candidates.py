@@ -15,6 +15,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from instar import __version__
+from instar.config.files import cache_home, read_regular
+from instar.record.atomic import atomic_file
 
 Items = list[CompletionItem[str]]
 
@@ -88,8 +90,6 @@ def _matching(names: Iterable[str], incomplete: str, *, with_files: bool = True)
 
 def _keys() -> list[str]:
     """Return the keys of the built-in tasks. They are cached: the schema takes long to import."""
-    from instar.config.files import cache_home, read_regular
-
     home = cache_home("completion")
     schema = Path(__file__).parents[2] / "config"
     files = [*schema.glob("*.py"), *schema.parent.glob("extensions/*/*.py")]
@@ -101,7 +101,6 @@ def _keys() -> list[str]:
                 return [str(key) for key in cache["keys"]]
 
     from instar.config.fields import known_tasks, root_of, schema_keys
-    from instar.record.atomic import atomic_file
 
     every = dict.fromkeys(key for task in known_tasks() for key in schema_keys(root_of(task)))
     if home is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from click.shell_completion import get_completion_class
 
 VARIABLE = "_INSTAR_COMPLETE"
 """Environment variable by which a shell asks for completions, see `instar.cli.main`."""
@@ -16,8 +17,6 @@ VARIABLE = "_INSTAR_COMPLETE"
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print the script with which SHELL completes commands, options, runs, checkpoints and keys."""
-    from click.shell_completion import get_completion_class
-
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(context.find_root().command, {}, "instar", VARIABLE).source())

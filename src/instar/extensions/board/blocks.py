@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import shortened
 from instar.logs.text.encoding import encodable
-from instar.record.events import ImageEvent, TableEvent
+from instar.record.events import Event, ImageEvent, TableEvent
 from instar.record.format import duration, si
 from instar.record.media import read_image
 
 if TYPE_CHECKING:
     from instar.logs.read.record import RecordedEvent, RunRecord
-    from instar.record.events import Event
 
 Section = dict[str, Any]
 Cell = str | dict[str, str]

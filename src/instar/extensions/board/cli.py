@@ -10,6 +10,7 @@ from instar.cli.options import json_option
 from instar.cli.output import as_text, deliver, open_file, read_all, runs_argument, selected_groups
 from instar.config.errors import ConfigError
 from instar.extensions import catalog
+from instar.record.atomic import replace_file
 
 REPORT_OF_SEVERAL = "report.html"
 
@@ -35,7 +36,6 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     """
     from instar.extensions.board.report import report_html
     from instar.logs.query.summary import summarize, summary_to_json
-    from instar.record.atomic import replace_file
 
     groups = selected_groups(runs)
     read = read_all([*groups])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instar.config.errors import shortened
 from instar.config.fields import differing_keys
@@ -24,14 +24,10 @@ from instar.extensions.board.sections import folder_name, key_figures
 from instar.logs.query.basis import comparability
 from instar.logs.query.config import config_values
 from instar.logs.query.groups import RunGroup, short_values, warnings_on_data
-from instar.logs.query.labels import labels_of
-from instar.logs.query.stages import stages
+from instar.logs.query.labels import RunLabels, labels_of
+from instar.logs.query.stages import RunStage, stages
 from instar.logs.query.summary import Summary, summarize
-
-if TYPE_CHECKING:
-    from instar.logs.query.labels import RunLabels
-    from instar.logs.query.stages import RunStage
-    from instar.logs.read.record import RunRecord
+from instar.logs.read.record import RunRecord
 
 _FIRST_KEYS = 3
 """keys in which configs differ that are columns of the table from the start"""

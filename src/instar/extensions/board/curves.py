@@ -11,6 +11,7 @@ import numpy as np
 from instar.logs.plot.marks import WHOLE_AXES, marks
 from instar.logs.plot.transforms import thin
 from instar.logs.query.groups import By, given_values, grouped
+from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, AXES, Series, read_record
 from instar.logs.text.encoding import encodable
 from instar.record.rundir import RunDir
@@ -38,8 +39,6 @@ def chart_data(
         metrics: default all but standard errors.
         axes: x axes to include.
     """
-    from instar.logs.query.summary import summarize
-
     summary = summarize(record)
     names = [m for m in record.metrics if not m.endswith(":error")] if metrics is None else metrics
     return {

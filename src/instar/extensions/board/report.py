@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,21 +28,15 @@ from instar.extensions.board.blocks import MAX_ROWS
 from instar.extensions.board.comparison import comparison
 from instar.extensions.board.curves import chart_data, chart_groups, chart_series
 from instar.extensions.board.sections import PARTS, folder_name, page_sections
+from instar.logs.plot.chart import Chart
+from instar.logs.plot.compose import ChartRequest
 from instar.logs.query.groups import run_labels
 from instar.logs.query.summary import summarize
-from instar.logs.read.record import ALIASES, read_record
+from instar.logs.read.record import ALIASES, RunRecord, read_record
 from instar.logs.text.encoding import encodable
 from instar.logs.text.summary import page as summary_lines
 from instar.record.atomic import replace_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from instar.logs.plot.chart import Chart
-    from instar.logs.plot.compose import ChartRequest
-    from instar.logs.read.record import RunRecord
-    from instar.record.rundir import RunDir
-
+from instar.record.rundir import RunDir
 
 CURVE_BYTES = 3_600_000
 """approximate size of all curves of a page"""

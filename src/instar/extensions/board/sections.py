@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,6 +29,7 @@ from instar.logs.query.failure import run_failure
 from instar.logs.query.final_test import Scatter, read_final_test
 from instar.logs.query.stages import RunStage, stages
 from instar.logs.query.summary import Summary, summarize
+from instar.logs.read.record import RecordedEvent, RunRecord
 from instar.logs.text.encoding import encodable
 from instar.logs.text.summary import family_rows
 from instar.record.events import (
@@ -45,10 +45,6 @@ from instar.record.events import (
     Warn,
 )
 from instar.record.format import bytes_text, duration, scientific, si
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import RecordedEvent, RunRecord
-
 
 Figure = tuple[str, str, str, float]
 """label, value, note, and the number to sort by"""

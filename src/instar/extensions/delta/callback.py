@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.writer import DTYPES, DeltaWriter
@@ -19,9 +20,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "DeltaCallback needs `transformers`; pip install 'instar[hf,delta]'", name=error.name
     ) from error
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
 class DeltaCallback(TrainerCallback):

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import load_checkpoint
+from instar.cli.checkpoints.checkpoint import checkpoint_at
 from instar.cli.completion import candidates
 from instar.cli.options import CommandGroup, NewFolder, json_option
 from instar.cli.output import (
@@ -17,6 +20,11 @@ from instar.cli.output import (
     print_table,
     write_picture,
 )
+from instar.config.errors import ConfigError
+from instar.extensions.delta.events import gap_text
+from instar.record.atomic import WriteError
+from instar.record.format import bytes_text
+from instar.record.rundir import RunDir, check_folders, find_run
 
 if TYPE_CHECKING:
     from instar.extensions.delta.format.folder import Link
@@ -55,7 +63,6 @@ def create_link(base: Path, new: Path, target: Path, values: Any) -> None:
     BASE and NEW are safetensors files, or folders that transformers saved.
     """
     from instar.extensions.delta.format.pair import create_file
-    from instar.record.format import bytes_text
 
     _check_new(target)
     footer = create_file(base, new, target, values)
@@ -214,7 +221,6 @@ def checkout(where: str, target: Path, number: int | None, step: int | None) -> 
 def squash(where: str, first: int, last: int) -> None:
     """Replace the links FIRST to LAST by one; the states between them are given up."""
     from instar.extensions.delta.upkeep import squash_links
-    from instar.record.format import bytes_text
 
     link = squash_links(chain_at(where), first, last)
     click.echo(f"{link.file}: {bytes_text(link.size_bytes)}, from {link.first} to {link.number}")
@@ -263,8 +269,6 @@ def export_chain(where: str, folder: Path, like: str, number: int | None, step: 
         for note in export_like(chain, number, Path(like), folder):
             click.echo(f"note: {note}", err=True)
     else:
-        from instar.checkpoint.store import load_checkpoint
-        from instar.cli.checkpoints.checkpoint import checkpoint_at
         from instar.extensions.delta.chain import load_state
         from instar.models.hf.folder import export_folder
 
@@ -280,10 +284,7 @@ def chain_at(text: str) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    from instar.checkpoint.manifest import CheckpointError
-    from instar.config.errors import ConfigError
     from instar.extensions.delta.format.folder import deltas_of, files
-    from instar.record.rundir import RunDir, check_folders, find_run
 
     path = Path(text)
     if files(path):
@@ -310,8 +311,6 @@ def _gaps(folder: Path, chain: Sequence[Link]) -> list[tuple[tuple[int, int], st
 
 
 def _say_gaps(gaps: Sequence[tuple[tuple[int, int], str]]) -> None:
-    from instar.extensions.delta.events import gap_text
-
     for missing, before in gaps:
         click.echo(gap_text(missing, before), err=True)
 
@@ -333,8 +332,6 @@ def _number(folder: Path, number: int | None, step: int | None) -> int:
 
 
 def _check_new(target: Path) -> None:
-    from instar.record.atomic import WriteError
-
     if target.exists():
         raise WriteError(f"{target} exists; choose a new file")
 
@@ -364,8 +361,6 @@ def _text(value: Any) -> str:
 
 
 def _row(link: Link) -> list[str]:
-    from instar.record.format import bytes_text
-
     span = f"{link.number:,}" if link.first == link.number else f"{link.first:,}-{link.number:,}"
     cells = [span, f"{link.step:,}", link.kind, bytes_text(link.size_bytes)]
     if link.kind == "anchor":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from instar.config.errors import ConfigError
+from instar.extensions.delta.format.statistics import LinkStatistics
 from instar.logs.plot.figure import rendered
 from instar.logs.plot.style import COLOURS, INK, WIDTH
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from instar.extensions.delta.format.statistics import LinkStatistics
 
 _CURVE, _ROW = 1.8, 0.16
 """inches: height of a curve, and of a layer"""

@@ -13,7 +13,10 @@ from typing import Any
 
 from instar.config.document import KeyPath, dotted
 from instar.config.errors import ConfigError, ConfigProblem, nearest
+from instar.config.fields import plain_root_of, schema_keys
+from instar.config.load import load_config
 from instar.config.schema import RunConfig
+from instar.config.suggestions import suggest_key
 from instar.extensions.fleet.load import LoadedFleet, resolve_beside
 from instar.extensions.fleet.nodes import program_path
 from instar.extensions.fleet.plan import (
@@ -320,10 +323,6 @@ def _collisions(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]
 
 def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
     """Validate the config of each run, once per value of the matrix."""
-    from instar.config.fields import plain_root_of, schema_keys
-    from instar.config.load import load_config
-    from instar.config.suggestions import suggest_key
-
     spec, search = plan.spec, plan.spec.search
     runs = {name: job for name, job in spec.jobs.items() if job.run is not None}
     used, instances = _used(spec), plan.instances

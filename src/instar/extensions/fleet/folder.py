@@ -14,7 +14,7 @@ import msgspec
 import psutil
 from pydantic import ValidationError
 
-from instar.config.document import Document
+from instar.config.document import Document, parse
 from instar.config.errors import ConfigError, SourceLocation, nearest, printable_text
 from instar.config.files import make_folder, of_bounded_depth, read_regular
 from instar.config.user_code import (
@@ -124,8 +124,6 @@ def create_fleet_folder(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
 
 
 def _check_run_trusted(file: Path) -> None:
-    from instar.config.document import parse
-
     document, _ = parse(read_regular(file, follow=True).decode(), str(file))
     check_trusted(str(file), [document.data] if document else [])
 

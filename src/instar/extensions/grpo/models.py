@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from instar.config.errors import ConfigError
 from instar.data.text.foreign.chat_template import ChatTemplate, Messages
 from instar.data.text.foreign.engine import engine_of
@@ -141,7 +143,6 @@ def make_tiny(texts: Iterable[str]) -> tuple[Any, Any]:
     Both are functions of the texts alone, so that a trainer and its server make the same.
     """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     trained = Tokenizer(models.BPE(unk_token="<unk>"))

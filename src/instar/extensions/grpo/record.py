@@ -5,9 +5,11 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instar import __version__
 from instar.extensions.grpo.evaluate import PassRates
 from instar.extensions.grpo.options import Options
 from instar.processes.identity import this_process
@@ -132,9 +134,5 @@ class GrpoRecord:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    from instar import __version__
-
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
     return {"instar": __version__, "python": platform.python_version(), **versions}

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from instar.config.errors import InstarError
 from instar.data.order import Shuffled
 from instar.distributed.failure import Interrupted, StoppedUnsaved, exit_code_of
@@ -239,7 +241,6 @@ def exact_answer(completions: list[str], solution: list[str], **_: Any) -> list[
 
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy, and torch on all devices."""
-    import numpy as np
     import torch
 
     random.seed(seed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from instar.extensions import metric_names
 from instar.logs.query.stages import stages
@@ -16,8 +17,6 @@ from instar.record.events import to_words
 from instar.record.format import si
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     Floats = npt.NDArray[np.float64]
 
 _ROOM = 0.015

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from instar.config.errors import ConfigError, shortened
 from instar.logs.plot.axes import axis_label, check_axis
@@ -29,8 +30,6 @@ from instar.record.events import RunStarted
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     Floats = npt.NDArray[np.float64]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from instar.logs.plot.chart import Chart, Curve, Panel, curve_text, metric_text, short_names
@@ -20,8 +20,6 @@ from instar.logs.plot.style import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instar.config.errors import shortened
 from instar.logs.query.stages import event_place, operation_text, place_at
-from instar.logs.read.record import AXES, RecordedEvent
+from instar.logs.read.record import AXES, RecordedEvent, RunRecord
 from instar.logs.text.encoding import encodable
 from instar.record.events import (
     Alert,
@@ -21,10 +21,6 @@ from instar.record.events import (
     Stop,
 )
 from instar.record.format import bytes_text
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import RunRecord
-
 
 WHOLE_AXES = ("step", "samples", "tokens")
 """axes whose values are integers"""

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     Floats = npt.NDArray[np.float64]
     Ints = npt.NDArray[np.int64]
 

@@ -12,16 +12,14 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigError
+from instar.logs.read.record import Series
 from instar.record.format import duration, scientific, si, unit_text
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from instar.logs.read.record import Series
-
     Floats = npt.NDArray[np.float64]
 
 

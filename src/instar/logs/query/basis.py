@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from instar.checkpoint.manifest import STATE
 from instar.config.files import of_bounded_depth, read_regular
+from instar.logs.query.groups import RunGroup
 from instar.record.rundir import RunDir
 from instar.tasks.basis import Basis, incomparable, without_seed
-
-if TYPE_CHECKING:
-    from instar.logs.query.groups import RunGroup
 
 _CHECKPOINT = re.compile(r"step-[0-9.]+")
 _MOST_BYTES = 1 << 24

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from instar.config.errors import ConfigError
 from instar.config.fields import differing_keys
@@ -30,8 +31,6 @@ from instar.record.events import BeginsAnew, RunStarted, to_words
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     Floats = npt.NDArray[np.float64]
 
 COMPARED = ("val/loss", "val/bits_per_byte", "loss")

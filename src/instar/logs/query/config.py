@@ -10,7 +10,9 @@ from typing import Any
 
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.config.errors import ConfigError
+from instar.config.fields import values, with_values
 from instar.config.files import check_regular, open_regular, read_regular
+from instar.config.load import load_config
 from instar.config.origins import (
     DERIVED,
     ConfigLine,
@@ -20,6 +22,7 @@ from instar.config.origins import (
     redacted_value,
 )
 from instar.record.rundir import RunDir
+from instar.schedule.operations import OVERRIDE, history_from_json
 
 MAX_BYTES = 1 << 20
 """maximum size of a config file"""
@@ -59,7 +62,6 @@ def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
         return changes
     if not entries:
         return changes
-    from instar.schedule.operations import OVERRIDE, history_from_json
 
     with suppress(TypeError, ValueError):  # an edited manifest
         for change in history_from_json(entries):
@@ -81,9 +83,6 @@ def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[st
 
     A run whose config cannot be read has no keys. Data and machine are not checked.
     """
-    from instar.config.fields import values, with_values
-    from instar.config.load import load_config
-
     derived = derived_keys([config_lines(run) for run in runs])
     configs, faults = list[dict[str, Any]](), list[str]()
     for run in runs:

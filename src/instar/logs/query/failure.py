@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from instar.logs.query.summary import summarize
 from instar.logs.query.tail import last_lines
+from instar.logs.read.record import RunRecord
 from instar.record.events import Failed
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import RunRecord
 
 MAX_LINES = 40
 _SENTENCE = re.compile(r"rank (\d{1,9}) failed(?: at step ([\d,]{1,20}))?: (.+)", re.DOTALL)

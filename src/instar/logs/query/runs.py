@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -234,8 +235,6 @@ def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
     with ExitStack() as stack:
         more: Iterator[Row] = (_row(*pair) for pair in later_runs)
         if waited > computed:
-            from concurrent.futures import ThreadPoolExecutor
-
             pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
             more = pool.map(lambda pair: _row(*pair), later_runs)
         return rows + list(tracked(more, "reading records", "runs", len(later_runs)))
@@ -252,8 +251,6 @@ def _matches(run: RunDir, name: str) -> bool:
 
 
 def _state_hint(state: str) -> str:
-    from difflib import get_close_matches
-
     matching = [state_name for state_name in STATES if state_name.startswith(state.lower())]
     near = matching or get_close_matches(state.lower(), STATES, n=1)
     return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(STATES)}"

@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from instar.logs.read.record import AXES
+import numpy as np
+
+from instar.logs.read.record import AXES, RunRecord, Series
 from instar.record.events import OperationEvent, Placed, RunStarted
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import RunRecord, Series
-
 
 Place = dict[str, float]
 """a place in a run: its value on each of `AXES`"""
@@ -111,7 +109,6 @@ def place_at(record: RunRecord, step: int) -> Place:
     ruler = _ruler(record)
     if ruler is None or not len(ruler):
         return dict.fromkeys(AXES, 0.0) | {"step": float(step), "time": _began(record)}
-    import numpy as np
 
     at, place = ruler.axis("step"), dict[str, float]()
     for axis in AXES:

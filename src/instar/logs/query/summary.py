@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from instar.config.files import read_regular
 from instar.logs.query.family import RunTreeMember, run_tree
 from instar.logs.query.stages import architecture_text
 from instar.logs.query.state import State, run_status
+from instar.logs.read.record import RunRecord, Series
 from instar.record.events import (
     Alert,
     BeginsAnew,
@@ -27,12 +29,6 @@ from instar.record.events import (
     Warn,
     to_words,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from instar.logs.read.record import RunRecord, Series
-
 
 _CHECKPOINT = re.compile(r"step-(\d+)(?:\.\d+)?")
 _OF_ERRORS = ":error"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import astuple
 
 from instar.record.events import (
@@ -28,8 +29,6 @@ from instar.record.events import (
 )
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     Column = npt.NDArray[Any]
     Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers] | Sequence[ExtensionEvent]
 

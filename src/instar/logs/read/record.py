@@ -10,9 +10,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from instar.config.errors import ConfigError
 from instar.logs.read import cache
@@ -34,8 +36,6 @@ from instar.record.progress import tracked
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     Floats = npt.NDArray[np.float64]
     Ints = npt.NDArray[np.int64]
     Bools = npt.NDArray[np.bool_]
@@ -210,8 +210,6 @@ class RunRecord:
 
 
 def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigError:
-    from difflib import get_close_matches
-
     near = get_close_matches(metric, [*metrics, *ALIASES], n=1)
     available = ", ".join(metrics) or "none"
     hint = f"did you mean {near[0]!r}?" if near else f"it has {available}"

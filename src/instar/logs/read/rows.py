@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from instar.logs.read.record import Series
-
+from instar.logs.read.record import Series
 
 PLACES = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s", "time", "segment")
 _TIMES_BITS, _STEP_BITS = 10, 40

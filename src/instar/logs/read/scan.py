@@ -28,6 +28,7 @@ from instar.logs.read.columns import (
     join_tables,
     tables_of,
 )
+from instar.processes.pool import WorkerLost, Workers
 from instar.record.events import NOT_AN_EVENT, VERSION, Event, RecordError, decode_event
 from instar.record.progress import Advance, progress
 
@@ -314,7 +315,6 @@ def _spread(path: Path, after: Content, max_workers: int, until: int | None) -> 
     count = min(max_workers, MOST_WORKERS, (size - after.end) // PIECE_BYTES)
     if count < 2 or size - after.end < WORTH_BYTES:
         return
-    from instar.processes.pool import WorkerLost, Workers
 
     lines, begin = after.lines, after.end
     pending: deque[tuple[int, Future[Content]]] = deque()

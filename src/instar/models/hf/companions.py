@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.checkpoint.manifest import read_json
+from instar.config.document import read_document
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
@@ -82,8 +83,6 @@ def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
 
 def _trains_chats(run: Path) -> bool:
     """Whether the config of a run says so; nothing that it names need be there any more."""
-    from instar.config.document import read_document
-
     file = RunDir(run).config
     document, problems = read_document(str(file), "") if file.is_file() else (None, ())
     if problems:

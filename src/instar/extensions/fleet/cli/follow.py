@@ -16,6 +16,8 @@ from instar.cli.options import json_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
 from instar.extensions.fleet.cli.group import fleet, say_to_terminal
+from instar.record.console import LiveScreen, open_screen
+from instar.record.control import put_request
 
 if TYPE_CHECKING:
     from instar.extensions.fleet.view.reader import FleetReader
@@ -113,7 +115,6 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
     from instar.extensions.fleet.engines import slurm
     from instar.extensions.fleet.folder import check_own, find_fleet
     from instar.extensions.fleet.state import CONTROL
-    from instar.record.control import put_request
 
     folder = find_fleet(name)
     arrays = slurm.find_job_arrays(folder)
@@ -221,7 +222,6 @@ def _print_view(view: FleetView) -> None:
 
 def _watch(reader: FleetReader) -> int:
     from instar.extensions.fleet.view.live import watch_fleet
-    from instar.record.console import LiveScreen, open_screen
 
     screen = open_screen(sys.stdout)
     try:

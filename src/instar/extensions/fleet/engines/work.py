@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from instar.config.fields import plain_root_of, schema_keys
+from instar.config.load import load_config
 from instar.extensions.fleet.checks import make_plan
 from instar.extensions.fleet.folder import FleetFolder
 from instar.extensions.fleet.launcher import Launcher, this_machine
@@ -39,9 +41,6 @@ class Work:
 
     def launcher(self, say: Callable[[str], None], **options: Any) -> Launcher:
         """Return a launcher of this machine with these values of its optional fields."""
-        from instar.config.fields import plain_root_of, schema_keys
-        from instar.config.load import load_config
-
         config_keys: dict[str, None] = {}
         for file in self.started.configs.values():
             task = load_config(file, import_task=False).config.task

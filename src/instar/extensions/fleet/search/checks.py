@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
+
+from pydantic.fields import FieldInfo
 
 from instar.config.errors import ConfigProblem, nearest
 from instar.config.fields import schema_keys
+from instar.config.schema import RunConfig
 from instar.extensions.fleet.load import LoadedFleet
 from instar.extensions.fleet.plan import variables_in
 from instar.extensions.fleet.spec import Scalar, Search
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
-    from instar.config.schema import RunConfig
 
 
 def search_problems(loaded: LoadedFleet, used: Collection[str]) -> Iterator[ConfigProblem]:
