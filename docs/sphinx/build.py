@@ -41,6 +41,7 @@ NAVIGATION = {
     "Development": [
         "docs/architecture",
         "docs/adding",
+        "docs/extensions",
         "docs/internals",
         "CONTRIBUTING",
         "docs/decisions/README",

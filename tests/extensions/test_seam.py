@@ -125,7 +125,7 @@ def test_manifests_import_only_the_seam() -> None:
 # A package of somebody else.
 
 MANIFEST = """\
-from instar.extensions import CommandSpec, Extension, SectionSpec
+from instar.extensions import CommandSpec, Extension, SectionSpec, TaskNames
 
 EXTENSION = Extension(
     name="census",
@@ -135,7 +135,19 @@ EXTENSION = Extension(
     conflicts="census_tools.run:conflicts",
     hook="census_tools.run:Census",
     events={"census": "census_tools.run:Counted"},
+    tasks={"census": TaskNames("census_tools.task:CensusRun", "census_tools.task:CensusSpec")},
+    page="census_tools.cli:page",
 )
+"""
+TASK = """\
+from instar.config.language import LanguageConfig
+from instar.tasks.language import LanguageSpec
+
+class CensusRun(LanguageConfig):
+    pass
+
+class CensusSpec(LanguageSpec):
+    pass
 """
 RUN = """\
 from typing import ClassVar
@@ -182,6 +194,9 @@ def census():
 def count():
     "Count them."
     click.echo("42 parameters")
+
+def page(runs):
+    return f"<h1>{len(runs)} runs</h1>"
 """
 
 
@@ -195,6 +210,7 @@ def install(
     (package / "extension.py").write_text(MANIFEST)
     (package / "cli.py").write_text(CLI)
     (package / "run.py").write_text(RUN)
+    (package / "task.py").write_text(TASK)
     info = folder / "census_tools-1.0.dist-info"
     info.mkdir()
     metadata = (
@@ -283,3 +299,58 @@ def test_a_package_takes_part_in_a_run_whose_config_has_its_section(tmp_path: Pa
     # where the package is not installed, its run can still be read
     listed = run(tmp_path, "logs", "list", "--json", at=tmp_path)
     assert '"step": 6' in listed.stdout
+
+
+PAGES = """\
+from pathlib import Path
+from starlette.testclient import TestClient
+from instar.extensions.board.app import dashboard_app
+
+client = TestClient(dashboard_app(Path("runs")))
+print(client.get("/extensions/census").text)
+print('<a href="/extensions/census">census</a>' in client.get("/").text)
+print(client.get("/extensions/other").status_code)
+"""
+
+
+def test_a_package_installed_by_pip_adds_a_task_and_a_page(tmp_path: Path) -> None:
+    source = install(tmp_path / "source")
+    shutil.rmtree(source / "census_tools-1.0.dist-info")
+    (source / "pyproject.toml").write_text(PROJECT)
+    path = tmp_path / "installed"
+    pip = ["-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
+    words = [sys.executable, *pip, "--target", str(path), str(source)]
+    subprocess.run(words, check=True, capture_output=True)
+    done = run(path, "train", tiny(tmp_path), "--set=task=census", at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "task: census" in run(path, "config", "show", "--set=task=census", at=tmp_path).stdout
+    resumed = run(path, "resume", "latest", "--until", "6it", at=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    env = {**os.environ, "PYTHONPATH": str(path)}
+    served = subprocess.run(
+        [sys.executable, "-c", PAGES],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=env,
+        check=True,
+    )
+    assert served.stdout.splitlines() == ["<h1>1 runs</h1>", "True", "404"]
+
+
+PROJECT = """\
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "census-tools"
+version = "1.0"
+description = "Counts parameters"
+
+[project.entry-points."instar.extensions"]
+census = "census_tools.extension:EXTENSION"
+
+[tool.setuptools]
+packages = ["census_tools"]
+"""

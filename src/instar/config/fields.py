@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 
 from instar.config.document import KeyPath
 from instar.config.errors import ConfigError, nearest
-from instar.config.schema import Direction, RunConfig, SamplesConfig, extended
+from instar.config.schema import Direction, FeedConfig, RunConfig, SamplesConfig, extended
 from instar.config.sections import (
     CurveSection,
     NoiseTrigger,
@@ -72,16 +72,20 @@ class CustomTaskConfig(RunConfig):
         return {"loss": "min", **getattr(custom_task_class(self.task), "better", {})}
 
 
-class PlainSamplesConfig(SamplesConfig, PlainSection):
+class PlainFeedConfig(FeedConfig, PlainSection):
+    """The `data` section of a package's task, which is not imported."""
+
+
+class PlainSamplesConfig(SamplesConfig, PlainFeedConfig):
     """The `data` section of a task whose class is not imported."""
 
 
-class PlainConfig(RunConfig):
-    """A whole run of a task whose class is not imported."""
+class PlainRunConfig(RunConfig):
+    """A whole run of a task of a package, which is not imported."""
 
     model: PlainSection = Field(default_factory=PlainSection, description="the model's shape")
-    data: PlainSamplesConfig = Field(
-        default_factory=PlainSamplesConfig, description="samples and their order"
+    data: PlainFeedConfig = Field(
+        default_factory=PlainFeedConfig, description="samples and their order"
     )
 
     @property
@@ -95,14 +99,24 @@ class PlainConfig(RunConfig):
         return {"loss": "min", **dict.fromkeys(required, "min")}
 
 
+class PlainConfig(PlainRunConfig):
+    """A whole run of a task whose class is not imported."""
+
+    data: PlainSamplesConfig = Field(
+        default_factory=PlainSamplesConfig, description="samples and their order"
+    )
+
+
 def plain_root_of(task: str) -> type[RunConfig]:
     """Return the same as `root_of`, without importing a task `module:class`.
 
     Raises:
         ConfigError: there is no such task.
     """
-    is_foreign = ":" in task or (task not in known_tasks() and task in entry_points())
-    return PlainConfig if is_foreign else root_of(task)
+    if ":" in task:
+        return PlainConfig
+    is_of_package = task not in known_tasks() and task in entry_points()
+    return PlainRunConfig if is_of_package else root_of(task)
 
 
 def task_config_class(task: str, names: Iterable[str], *, plain: bool = False) -> type[RunConfig]:

@@ -109,6 +109,8 @@ class Extension:
     """a function from a forecast, the loaded config, its path and files by name to a `ForecastNote`"""
     at_end: str = ""
     """called on rank 0 with a run's folder and config when it has ended, however it did"""
+    page: str = ""
+    """a function from the dashboard's runs by key to a page of HTML, served as /extensions/NAME"""
     run_sets: Mapping[str, str] = field(default_factory=dict)
     """functions from a folder to its runs, each with its group, by the file that marks such a folder"""
     catalogs: Mapping[str, str] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.config.errors import InstarError
+from instar.extensions import entry_points, load_target, third_party
 from instar.extensions.board import PLACES
 from instar.extensions.board.catalog import Catalog, MakeFleets
 from instar.extensions.board.comparison import comparison
@@ -63,6 +64,7 @@ def dashboard_app(
     routes = [
         Route("/", site.page),
         Route("/page/{name}", site.page),
+        Route("/extensions/{name}", site.extension),
         Route("/api/runs", site.runs),
         Route("/api/curves", site.curves),
         Route("/api/compare", site.compare),
@@ -95,7 +97,18 @@ class Site:
         kind = mimetypes.guess_type(path.name)[0] or "text/plain"
         kind = "text/javascript" if path.suffix == ".js" else kind
         body = path.read_bytes()
+        if path.name == "index.html":
+            body = body.replace(b"</main>", _links_to_extensions() + b"</main>")
         return Response(body, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    def extension(self, request: Request) -> Response:
+        """Returns the page of another package's extension, which is imported when it is asked for."""
+        extension = third_party(request.path_params["name"])
+        if extension is None or not extension.page:
+            raise HTTPException(404)
+        self._catalog.refresh()
+        page: str = load_target(extension.page)(self._catalog.runs())
+        return Response(page, media_type="text/html", headers={"Cache-Control": "no-cache"})
 
     def runs(self, request: Request) -> Response:  # noqa: ARG002
         self._catalog.refresh()
@@ -164,6 +177,12 @@ class Site:
         if run is None:
             raise HTTPException(404)
         return run
+
+
+def _links_to_extensions() -> bytes:
+    names = entry_points()  # of letters, digits, _ and -
+    links = " ".join(f'<a href="/extensions/{name}">{name}</a>' for name in names)
+    return f'<nav aria-label="Extensions">{links}</nav>\n'.encode() if links else b""
 
 
 def _json(data: Any) -> Response:
