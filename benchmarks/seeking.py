@@ -65,7 +65,7 @@ def stream_seek(data: DataConfig, folder: Path, context: int) -> Callable[[], ob
     """Opens a stream and reads a batch near its end, of samples of every lane."""
 
     def seek() -> object:
-        source, order = open_stream(data, folder, context, seed=1, counted=True)
+        source, order = open_stream(data, folder, context, seed=1, use_sizes=True)
         try:
             end = order.samples_per_epoch - 4 * data.lanes
             return source.read(order.indices(0, end, end + 2 * data.lanes))

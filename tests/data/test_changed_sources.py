@@ -141,7 +141,7 @@ def test_the_same_text_is_no_change_and_is_compared_once(monkeypatch: pytest.Mon
     def never(*_: Any) -> Any:
         raise AssertionError("a file was read again")
 
-    monkeypatch.setattr(provenance, "_recorded", never)
+    monkeypatch.setattr(provenance, "_record_file", never)
     create_dataset_files(data, 1)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data.text.chat import TARGET, encoded
+from instar.data.text.chat import TARGET, encode_renderings
 from instar.data.text.dataset import create_dataset_files, open_data
 from instar.data.text.foreign.chat_template import template_beside
 from instar.data.text.streams.items import open_items
@@ -239,7 +239,7 @@ def test_marked_conversations_have_the_tokens_and_masks_of_transformers(
     template = template_beside(folders / kind, ours, tmp_path / "marked.jinja")
     for messages in conversations(kind):
         (rendering,) = template.renderings(messages)
-        ((ids, marks),) = encoded(iter([rendering]), ours)
+        ((ids, marks),) = encode_renderings(iter([rendering]), ours)
         expected = theirs.apply_chat_template(
             messages, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -282,7 +282,7 @@ def test_a_sampled_answer_ends_with_the_token_that_ends_one(
         [{"role": "user", "content": "so?"}], tokenize=False, add_generation_prompt=True
     )
     ours = load_saved_tokenizer(folders / kind)
-    assert template_beside(folders / kind, ours).opened("so?") == (prompt, end)
+    assert template_beside(folders / kind, ours).around_answer("so?") == (prompt, end)
 
 
 SAYS = {

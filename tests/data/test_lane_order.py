@@ -112,7 +112,7 @@ def test_what_an_open_order_calls_certain_stays_true(
     for lane, (count, length) in enumerate(zip(seen, lengths, strict=True)):
         if count == length and data.draw(st.booleans()):
             order.end(lane, length)
-    certain = order.seen(seen)
+    certain = order.certain_until(seen)
     closed = LaneOrder(lengths, seed=5, window=window)
     assert order.indices(1, 0, certain).tolist() == epoch_of(closed, 1)[:certain]
     with pytest.raises(IndexError):
@@ -128,9 +128,9 @@ def test_what_is_wanted_is_enough_and_no_lane_could_do_with_a_window_less(
     for lane in data.draw(st.sets(st.sampled_from(range(len(lengths))), max_size=len(lengths) - 1)):
         order.end(lane, lengths[lane])
     stop = data.draw(st.integers(1, 200))
-    wanted = order.wanted(stop)
+    wanted = order.samples_needed(stop)
     counts = [wanted.get(lane, 0) for lane in range(len(lengths))]
-    assert order.seen(counts) >= stop
+    assert order.certain_until(counts) >= stop
     for lane, count in wanted.items():
         if count:
             fewer = LaneOrder([None] * len(lengths), window=window)
@@ -138,7 +138,7 @@ def test_what_is_wanted_is_enough_and_no_lane_could_do_with_a_window_less(
                 fewer.end(ended, length)
             counts_less = [*counts]
             counts_less[lane] = count - window
-            assert fewer.seen(counts_less) < stop
+            assert fewer.certain_until(counts_less) < stop
 
 
 def test_the_end_is_unknown_until_the_last_lane_has_ended() -> None:
@@ -146,7 +146,7 @@ def test_the_end_is_unknown_until_the_last_lane_has_ended() -> None:
     order.end(0, 3)
     assert order.samples_per_epoch == UNKNOWN
     order.end(1, 2)
-    assert (order.samples_per_epoch, order.seen([3, 2])) == (5, 5)
+    assert (order.samples_per_epoch, order.certain_until([3, 2])) == (5, 5)
     assert epoch_of(order) == round_robin((3, 2))
 
 

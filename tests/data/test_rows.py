@@ -52,7 +52,7 @@ def ensure_rows(data: DataConfig, seed: int) -> TokenDataset:
 
 def chosen(rows: TokenDataset) -> list[int]:
     """The rows of the training split."""
-    return read_row_index(rows.path, rows.tokenizer_fingerprint).chosen.tolist()
+    return read_row_index(rows.path, rows.tokenizer_fingerprint).rows.tolist()
 
 
 def write(kind: str, folder: Path, columns: dict[str, Any]) -> str:
@@ -192,7 +192,7 @@ def test_training_needs_the_shards_alone(
         raise AssertionError("the rows were read")
 
     monkeypatch.setattr(module, "load_rows", never)
-    monkeypatch.setattr("instar.data.text.documents._encoded", never)
+    monkeypatch.setattr("instar.data.text.documents._encode_parts", never)
     assert windows(open_rows(config.path or ""), "train") == before
 
 

@@ -78,7 +78,7 @@ def read(
     counted: bool = False,
 ) -> list[Any]:
     """Rows at 15 positions, or at those before `stop`, as a process that starts anew reads them."""
-    source, order = open_stream(data, folder, context, seed=3, counted=counted)
+    source, order = open_stream(data, folder, context, seed=3, use_sizes=counted)
     found: list[Any] = []
     step = 5 if stop is None else 100
     try:
@@ -211,10 +211,10 @@ def test_another_document_at_a_point_is_an_error(folder: Path) -> None:
 
 def test_a_lane_that_begins_otherwise_the_next_time_is_an_error(folder: Path) -> None:
     data = stream(folder, kind="python", source=f"{__name__}:begins_otherwise")
-    source, order = open_stream(data, folder, CONTEXT, seed=3, counted=False)
+    source, order = open_stream(data, folder, CONTEXT, seed=3, use_sizes=False)
     assert isinstance(source, OpenStreamSource)
     source.explore(0, 5)
-    source._samples._kept[0].first = 10**6
+    source._samples._caches[0].first = 10**6
     with pytest.raises(StreamChanged, match="begins_otherwise, item 0 is not what it was"):
         source.read(order.indices(0, 0, 5))
 

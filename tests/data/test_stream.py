@@ -359,7 +359,7 @@ def test_all_lanes_are_asked_for_before_the_first_is_waited_for() -> None:
         asked.append((lane, begin, count))
         return reader.ask(lane, begin, count)
 
-    lanes = HostedLanes(ask, lambda: None, ahead=7)
+    lanes = HostedLanes(ask, lambda: None, fetch_ahead=7)
     samples = LaneSamples(stream, lanes, [None] * 3, keep=4)
     ids_of(samples, 1200, 1201, 1202)
     assert asked[:3] == [(0, 400, 1), (1, 400, 1), (2, 400, 1)]

@@ -48,7 +48,7 @@ def config(folder: Path, **fields: Any) -> DataConfig:
 
 def epoch_of(data: DataConfig, folder: Path, *, counted: bool, step: int = 7) -> Iterator[Any]:
     """Columns and weight of every step of an epoch."""
-    source, order = open_stream(data, folder, CONTEXT, seed=3, counted=counted)
+    source, order = open_stream(data, folder, CONTEXT, seed=3, use_sizes=counted)
     start, known = 0, order.samples_per_epoch
     while start < known:
         if isinstance(source, OpenStreamSource):
@@ -125,7 +125,7 @@ def test_another_context_needs_no_counting_anew(folder: Path) -> None:
     data = config(folder)
     count_lanes(data, folder)
     for context in (5, 50):
-        source, order = open_stream(data, folder, context, seed=3, counted=True)
+        source, order = open_stream(data, folder, context, seed=3, use_sizes=True)
         ids = order.indices(0, 0, order.samples_per_epoch)
         targets = source.read(ids)["targets"]
         assert isinstance(targets, np.ndarray)
@@ -135,7 +135,7 @@ def test_another_context_needs_no_counting_anew(folder: Path) -> None:
 def test_what_was_counted_of_another_stream_is_not_used(folder: Path) -> None:
     data = config(folder)
     with pytest.raises(ConfigError, match=r"were not counted.*dispatched"):
-        open_stream(data, folder, CONTEXT, seed=3, counted=True)
+        open_stream(data, folder, CONTEXT, seed=3, use_sizes=True)
     count_lanes(data, folder)
     others = [
         config(folder, lanes=2),
@@ -144,12 +144,12 @@ def test_what_was_counted_of_another_stream_is_not_used(folder: Path) -> None:
     ]
     for other in others[:2]:
         with pytest.raises(ConfigError, match="were not counted"):
-            open_stream(other, folder, CONTEXT, seed=3, counted=True)
+            open_stream(other, folder, CONTEXT, seed=3, use_sizes=True)
     with (folder.parent / "rows-0.jsonl").open("ab") as file:
         file.write(b'{"text": "one more"}\n')
     with pytest.raises(ConfigError, match="were not counted, or it has changed"):
-        open_stream(data, folder, CONTEXT, seed=3, counted=True)
-    source, order = open_stream(data, folder, CONTEXT, seed=3, counted=False)
+        open_stream(data, folder, CONTEXT, seed=3, use_sizes=True)
+    source, order = open_stream(data, folder, CONTEXT, seed=3, use_sizes=False)
     assert isinstance(source, OpenStreamSource)
     assert (order.samples_per_epoch, order.certain) == (UNKNOWN, 0)
 
@@ -161,7 +161,7 @@ def test_data_that_changed_without_another_size_is_noticed_when_a_lane_ends(fold
     lines = file.read_bytes().splitlines()
     short, size = b"\n".join([*lines[:-20], b""]), file.stat().st_size
     file.write_bytes(short + b"\n" * (size - len(short)))
-    source, order = open_stream(data, folder, CONTEXT, seed=3, counted=True)
+    source, order = open_stream(data, folder, CONTEXT, seed=3, use_sizes=True)
     assert isinstance(source, StreamSource)
     assert order.samples_per_epoch == len(source)
     with pytest.raises(StreamChanged, match="lane 0 ended after"):

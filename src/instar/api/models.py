@@ -228,7 +228,7 @@ def _opened(path: Path, tokenizer: Tokenizer, message: str) -> tuple[list[int], 
     if not isinstance(tokenizer, BPETokenizer):
         raise ConfigError.one("the tokenizer has no special tokens", where="--chat")
     try:
-        text, end = template_beside(run_dir, tokenizer).opened(message)
+        text, end = template_beside(run_dir, tokenizer).around_answer(message)
     except (ValueError, ImportError) as error:
         raise ConfigError.one(str(error), where="--chat") from None
     ends = filter(None, dict.fromkeys((end, tokenizer.end_token)))

@@ -206,7 +206,7 @@ class BroadcastReceiver:
 
     def __init__(self, transport: Transport, feed: int) -> None:
         self._transport, self._feed = transport, feed
-        self._ended = False
+        self._is_over = False
         self._message: tuple[int, Bytes] | None = None
         """The newest message, if it has not been requested yet."""
 
@@ -218,7 +218,7 @@ class BroadcastReceiver:
         """
         while self._message is None or self._message[0] < request.serial:
             self._next()
-            if self._ended:
+            if self._is_over:
                 raise SourceFailed("rank 0 sends no more samples")
         serial, message = self._message
         if serial > request.serial:
@@ -229,13 +229,13 @@ class BroadcastReceiver:
     def close(self) -> None:
         """Receive the messages in flight, so that the next prefetcher starts with its own."""
         with suppress(PeerLost):
-            while not self._ended:
+            while not self._is_over:
                 self._next()
 
     def _next(self) -> None:
         (feed, serial), message = self._transport.receive()
         if feed == self._feed:
-            self._ended = serial == _END
+            self._is_over = serial == _END
             self._message = serial, message
 
 

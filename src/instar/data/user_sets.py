@@ -189,7 +189,7 @@ class IterableStream:
         ValueError: an item cannot be used, or there are none.
     """
 
-    lanes, counted = 1, "samples"
+    lanes, unit = 1, "samples"
 
     def __init__(self, begin: Callable[[], Iterable[Any]], fields: Sequence[str]) -> None:
         self._begin, self._fields = begin, tuple(fields)

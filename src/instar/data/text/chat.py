@@ -105,20 +105,20 @@ def _conversation(row: dict[str, Any]) -> Conversation:
         if weight is not None and (weight not in (0, 1) or message["role"] != ASSISTANT):
             raise ValueError(f"`weight` is 0 or 1, of a message of the assistant, not {weight!r}")
     for old, new in _OLD_FORMS.items():
-        if any(old in each for each in (row, *messages)):
+        if any(old in entry for entry in (row, *messages)):
             raise ValueError(f"`{old}` is of an older form of conversations: say `{new}`")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise ValueError("none of `messages` is the assistant's, so that there is nothing to learn")
     options = {key: row[key] for key in ("tools", "documents") if row.get(key) is not None}
     for key, value in options.items():
-        value = _parsed(value) if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        value = _parse_json(value) if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
             raise ValueError(f"`{key}` is a list of objects")
         options[key] = value
     return Conversation(messages, options)
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -146,7 +146,7 @@ class _Lines:
         return cls(np.array(sizes, np.int64), digests)
 
 
-def divided(data: DataConfig, seed: int, say: Say) -> dict[str, tuple[str, Parts]]:
+def divide_conversations(data: DataConfig, seed: int, say: Say) -> dict[str, tuple[str, Parts]]:
     """Returns the source and the conversations of each split; all lines are read and checked.
 
     Args:
@@ -154,17 +154,17 @@ def divided(data: DataConfig, seed: int, say: Say) -> dict[str, tuple[str, Parts
     """
     lines = _Lines.of(data.source)
     held_out = None if data.val_source is None else _Lines.of(data.val_source)
-    wanted = _once(lines, held_out, say) if data.drop_duplicates else lines.sizes
-    count = int(np.count_nonzero(wanted))
+    sizes = _first_copies(lines, held_out, say) if data.drop_duplicates else lines.sizes
+    count = int(np.count_nonzero(sizes))
     if held_out is None and count:
-        parts = divide_whole(wanted, data.val_fraction, data.test_fraction, seed)
+        parts = divide_whole(sizes, data.val_fraction, data.test_fraction, seed)
         if parts is not None:
             _say_leaks(parts, lines.digests, None, say)
             return {name: (data.source, rows) for name, rows in parts.items()}
     elif held_out is not None and data.val_source is not None and count:
         every = np.arange(held_out.sizes.size)
         parts = {
-            "train": whole_documents(np.flatnonzero(wanted), wanted),
+            "train": whole_documents(np.flatnonzero(sizes), sizes),
             "val": whole_documents(every, held_out.sizes),
         }
         _say_leaks(parts, lines.digests, held_out.digests, say)
@@ -180,28 +180,32 @@ def divided(data: DataConfig, seed: int, say: Say) -> dict[str, tuple[str, Parts
     )
 
 
-def _once(lines: _Lines, held_out: _Lines | None, say: Say) -> Int64Array:
+def _first_copies(lines: _Lines, held_out: _Lines | None, say: Say) -> Int64Array:
     """Return the sizes, 0 of conversations that are there before or held out."""
-    seen = set() if held_out is None else set(held_out.digests)
-    wanted = lines.sizes.copy()
+    earlier = set() if held_out is None else set(held_out.digests)
+    sizes = lines.sizes.copy()
     for number, digest in enumerate(lines.digests):
-        if digest in seen:
-            wanted[number] = 0
-        seen.add(digest)
-    if count := int(np.count_nonzero(wanted == 0)):
+        if digest in earlier:
+            sizes[number] = 0
+        earlier.add(digest)
+    if count := int(np.count_nonzero(sizes == 0)):
         of = "" if held_out is None else " or held out"
-        say(f"left out {count:,} of {wanted.size:,} conversations, which are there before{of}")
-    return wanted
+        say(f"left out {count:,} of {sizes.size:,} conversations, which are there before{of}")
+    return sizes
 
 
 def _say_leaks(
     parts: Mapping[str, Parts], digests: list[bytes], held_out: list[bytes] | None, say: Say
 ) -> None:
     """Say how many held-out conversations are trained on too; `held_out`: of another source."""
-    trained = {digests[number] for number in parts["train"][:, 0].tolist()}
-    theirs = digests if held_out is None else held_out
+    train_digests = {digests[number] for number in parts["train"][:, 0].tolist()}
+    split_digests = digests if held_out is None else held_out
     for name, rows in parts.items():
-        leaks = 0 if name == "train" else sum(theirs[n] in trained for n in rows[:, 0].tolist())
+        leaks = (
+            0
+            if name == "train"
+            else sum(split_digests[n] in train_digests for n in rows[:, 0].tolist())
+        )
         if leaks:
             say(
                 f"warning: {leaks:,} of {len(rows):,} conversations of {name} are trained on too, word for "
@@ -214,29 +218,29 @@ class _Counts:
     """What became of the conversations, for a person."""
 
     read: int = 0
-    alone: int = 0
+    split_up: int = 0
     """of which each answer is a sample"""
     samples: int = 0
     """those of these"""
-    nothing: int = 0
+    empty: int = 0
     """without anything to learn"""
     without_tools: int = 0
     """whose tools the template leaves out"""
 
     def remarks(self) -> Iterator[str]:
-        if self.alone:
+        if self.split_up:
             yield (
-                f"{self.alone:,} conversations became {self.samples:,}, one for each answer: the chat template "
+                f"{self.split_up:,} conversations became {self.samples:,}, one for each answer: the chat template "
                 "renders an answer otherwise when others follow, and it is trained as it is generated"
             )
-        if self.nothing:
-            yield f"{self.nothing:,} of {self.read:,} conversations have nothing to learn and are left out"
+        if self.empty:
+            yield f"{self.empty:,} of {self.read:,} conversations have nothing to learn and are left out"
         if self.without_tools:
             yield f"the chat template leaves out the tools of {self.without_tools:,} conversations"
 
 
 def write_conversations(
-    aside: Path, data: DataConfig, seed: int, source: dict[str, Any], say: Say
+    temporary: Path, data: DataConfig, seed: int, source: dict[str, Any], say: Say
 ) -> dict[str, int]:
     """Writes a folder of prepared conversations; returns the tokens of each split.
 
@@ -253,10 +257,10 @@ def write_conversations(
             f"data.kind chat needs a tokenizer.json, not {data.tokenizer}", key="data.tokenizer"
         )
     template = template_of(data, tokenizer)
-    splits = divided(data, seed, say)
+    splits = divide_conversations(data, seed, say)
     record = TokenizerRecord(tokenizer.kind, tokenizer.fingerprint)
-    (aside / MARKS).mkdir()
-    written: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    (temporary / MARKS).mkdir()
+    shards_of: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     counts = _Counts()
     for name, (path, parts) in splits.items():
         writers = [
@@ -267,33 +271,33 @@ def write_conversations(
                 vocab_size=size,
                 shard_tokens=_SHARD_TOKENS,
             )
-            for folder, size in ((aside, tokenizer.vocab_size), (aside / MARKS, 4))
+            for folder, size in ((temporary, tokenizer.vocab_size), (temporary / MARKS, 4))
         ]
-        rendered = _rendered(path, set(parts[:, 0].tolist()), template, counts)
-        for tokens, marks in encoded(rendered, tokenizer):
+        renderings = _render(path, set(parts[:, 0].tolist()), template, counts)
+        for tokens, marks in encode_renderings(renderings, tokenizer):
             writers[0].append(tokens)
             writers[1].append(marks)
-        for found, writer in zip(written, writers, strict=True):
-            found[name] = writer.close()
-    for folder, size, found in (
-        (aside / MARKS, 4, written[1]),
-        (aside, tokenizer.vocab_size, written[0]),
+        for shards, writer in zip(shards_of, writers, strict=True):
+            shards[name] = writer.close()
+    for folder, size, shards in (
+        (temporary / MARKS, 4, shards_of[1]),
+        (temporary, tokenizer.vocab_size, shards_of[0]),
     ):
         for name, content in tokenizer_files(tokenizer).items():
             write_once(folder / name, content)
-        write_record(folder, tokenizer=record, vocab_size=size, splits=found, source=source)
+        write_record(folder, tokenizer=record, vocab_size=size, splits=shards, source=source)
     for remark in filter(None, (template.remark, *counts.remarks())):
         say(f"note: {remark}")
     release()
-    return {name: sum(shard.count for shard in shards) for name, shards in written[0].items()}
+    return {name: sum(shard.count for shard in shards) for name, shards in shards_of[0].items()}
 
 
-def _rendered(
-    source: str, wanted: set[int], template: ChatTemplate, counts: _Counts
+def _render(
+    source: str, numbers: set[int], template: ChatTemplate, counts: _Counts
 ) -> Iterator[Rendering]:
     """Yields the texts of the conversations wanted that have something to learn."""
     for number, (_, conversation) in enumerate(conversations(source)):
-        if number not in wanted:
+        if number not in numbers:
             continue
         messages, options = conversation.messages, conversation.options
         try:
@@ -303,24 +307,28 @@ def _rendered(
         except (ValueError, ImportError) as error:
             where = f"{source}: conversation {number + 1}"
             raise ConfigError.one(str(error), where=where, key="data.source") from None
-        used = [each for each in renderings if any(begin < end for begin, end in each.spans)]
+        used = [
+            rendering
+            for rendering in renderings
+            if any(begin < end for begin, end in rendering.spans)
+        ]
         counts.read += 1
-        counts.nothing += not used
+        counts.empty += not used
         counts.without_tools += "tools" in options and "tools" not in template.text
         if len(renderings) > 1:
-            counts.alone += 1
+            counts.split_up += 1
             counts.samples += len(used)
         yield from used
 
 
-def encoded(
+def encode_renderings(
     renderings: Iterator[Rendering], tokenizer: BPETokenizer
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Yields tokens and marks. Special tokens in a conversation's text are those of the template: transformers does
     not tell them apart either."""
     while batch := list(islice(renderings, _BATCH)):
-        parsed = tokenizer.engine.parse([each.text for each in batch])
-        for (ids, places), rendering in zip(parsed, batch, strict=True):
+        encodings = tokenizer.engine.parse([rendering.text for rendering in batch])
+        for (ids, places), rendering in zip(encodings, batch, strict=True):
             yield ids, _marks(places, rendering)
 
 
@@ -367,11 +375,11 @@ class ChatSamples:
         used = counts > 0
         self.remark = ""
         if not packing and (targets[whole_ends] > targets[ends]).any():
-            lost = targets[whole_ends] - targets[ends]
+            cut_targets = targets[whole_ends] - targets[ends]
             self.remark = (
                 f"{tokens.name}: {(~used).sum():,} of {used.size:,} conversations have no answer within the context "
-                f"of {context:,} tokens and are left out, {((lost > 0) & used).sum():,} are cut off in one: "
-                f"{lost.sum():,} of {targets[-1]:,} target tokens are lost"
+                f"of {context:,} tokens and are left out, {((cut_targets > 0) & used).sum():,} are cut off in one: "
+                f"{cut_targets.sum():,} of {targets[-1]:,} target tokens are lost"
             )
         self._begins, self._ends, self._counts = begins[used], ends[used], counts[used]
         if not used.any():

@@ -87,21 +87,23 @@ def open_corpus(source: str, text_field: str) -> Corpus:
         ConfigError: there are no files, or rows lack `text_field`.
     """
     if source == STDLIB:
-        found: list[_Format] = [_TextFile(f, decodable_only=True) for f in standard_library()]
+        formats: list[_Format] = [_TextFile(f, decodable_only=True) for f in standard_library()]
     else:
         files = find_files(source)
-        found = [_format(file, text_field, files.json_is_rows) for file in files.files]
+        formats = [_format(file, text_field, files.json_is_rows) for file in files.files]
     with progress(f"reading {source}") as advance:
-        sizes_of_files = [np.fromiter(_told(file.sizes(), advance), np.int64) for file in found]
+        sizes_of_files = [
+            np.fromiter(_report_sizes(file.sizes(), advance), np.int64) for file in formats
+        ]
     sizes = np.concatenate(sizes_of_files) if sizes_of_files else np.empty(0, np.int64)
     if not sizes.any():
-        what = "is empty" if len(found) == 1 else f"has no text in its {len(found)} files"
+        what = "is empty" if len(formats) == 1 else f"has no text in its {len(formats)} files"
         raise ConfigError.one(f"{source} {what}", where="data.source", key="data.source")
-    firsts = np.cumsum([0, *(one.size for one in sizes_of_files)], dtype=np.int64)
-    return Corpus(files=tuple(found), firsts=firsts, sizes=sizes)
+    firsts = np.cumsum([0, *(file_sizes.size for file_sizes in sizes_of_files)], dtype=np.int64)
+    return Corpus(files=tuple(formats), firsts=firsts, sizes=sizes)
 
 
-def _told(sizes: Iterator[int], advance: Advance) -> Iterator[int]:
+def _report_sizes(sizes: Iterator[int], advance: Advance) -> Iterator[int]:
     for size in sizes:
         advance(size)
         yield size
@@ -112,11 +114,11 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
 
     Raises ConfigError if there are no such files.
     """
-    found = find_files(source)
+    listing = find_files(source)
     files = [
         file
-        for file in found.files
-        if suffix_of(file) in LINES or (suffix_of(file) == JSON and found.json_is_rows)
+        for file in listing.files
+        if suffix_of(file) in LINES or (suffix_of(file) == JSON and listing.json_is_rows)
     ]
     if not files:
         raise ConfigError.one(
@@ -166,23 +168,23 @@ class _TextFile:
             begin, end = (_next_character(file, at) for at in (begin, end))
             file.seek(begin)
             decoder = codecs.getincrementaldecoder("utf-8-sig" if begin == 0 else "utf-8")()
-            held = ""
+            text = ""
             while begin < end:
                 content = file.read(min(_PIECE_BYTES, end - begin))
                 pending = len(decoder.getstate()[0])
                 begin += len(content)
                 try:
-                    held += decoder.decode(content, final=begin >= end or not content)
+                    text += decoder.decode(content, final=begin >= end or not content)
                 except UnicodeDecodeError as error:
                     at = begin - len(content) - pending + error.start
                     raise _undecodable(self.path, at) from None
                 if not content:
                     break
-                cut = held.rfind("\n") + 1 or len(held)
-                yield held[:cut]
-                held = held[cut:]
-            if held:
-                yield held
+                cut = text.rfind("\n") + 1 or len(text)
+                yield text[:cut]
+                text = text[cut:]
+            if text:
+                yield text
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class _JSONRows:
             yield len(self._text(row).encode())
 
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
-        return _clipped(json_rows(self.path), parts, self._text)
+        return _clip_documents(json_rows(self.path), parts, self._text)
 
     def _text(self, row: tuple[int, bytes]) -> str:
         text: str = field_value(self.path, *row, self.text_field)
@@ -216,7 +218,7 @@ class _Parquet:
             yield from (len(text.encode()) for text in texts)
 
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
-        return _clipped(chain.from_iterable(self._batches()), parts, str)
+        return _clip_documents(chain.from_iterable(self._batches()), parts, str)
 
     def _batches(self) -> Iterator[list[str]]:
         try:
@@ -240,10 +242,10 @@ class _Parquet:
                         hint="name the column of the text in data.text_field",
                         key="data.text_field",
                     )
-                found = table.schema_arrow.field(self.text_field).type
-                if not is_text(found):
+                dtype = table.schema_arrow.field(self.text_field).type
+                if not is_text(dtype):
                     raise ConfigError.one(
-                        f"cannot read column {self.text_field!r} as text: it holds {found}",
+                        f"cannot read column {self.text_field!r} as text: it holds {dtype}",
                         where=str(self.path),
                         hint="name the column of the text in data.text_field",
                         key="data.text_field",
@@ -258,17 +260,17 @@ class _Parquet:
                 ) from None
 
 
-def _clipped(
+def _clip_documents(
     documents: Iterable[Document], parts: list[Part], text: Callable[[Document], str]
 ) -> Iterator[Iterator[str]]:
     """Yield the parts of a file's documents, in order; `text` reads one document. Stops reading
     after the last part."""
-    wanted = iter(parts)
-    part = next(wanted, None)
+    ranges = iter(parts)
+    part = next(ranges, None)
     for number, document in enumerate(documents):
         while part is not None and part[0] == number:
             yield iter([clip(text(document), part)])
-            part = next(wanted, None)
+            part = next(ranges, None)
         if part is None:
             return
 

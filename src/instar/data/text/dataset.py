@@ -20,7 +20,7 @@ from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindo
 from instar.data.targets import TargetCount, TokenTargets, at_most, count_targets, mean_target_count
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
-from instar.data.text.prepare import prepare_dataset, settle
+from instar.data.text.prepare import prepare_dataset, settle_folder
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.streams.index import check_stream, count_lanes, open_stream
@@ -41,7 +41,7 @@ def create_dataset_files(
     """
     for part in _parts(data, seed):
         folder = prepare_dataset(part, seed, say=say)
-        if _counted(part, world_size):
+        if _counts_lanes(part, world_size):
             count_lanes(part, folder, say)
         elif part.read_from_start:
             check_stream(part, folder)
@@ -57,7 +57,7 @@ def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path
     """
     absent = []
     for part in _parts(data, seed):
-        folder, is_complete = settle(part, seed, say)
+        folder, is_complete = settle_folder(part, seed, say)
         if is_complete:
             continue
         absent.append(folder)
@@ -75,7 +75,7 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
         return MixtureData(data, parts[0].dataset, parts)
     if data.read_from_start:
         folder = data.path or default_path(data, seed)
-        return StreamData(data, open_dataset(folder), _counted(data, world_size))
+        return StreamData(data, open_dataset(folder), _counts_lanes(data, world_size))
     if data.kind == "chat":
         folder = data.path or default_path(data, seed)
         return ChatData(data, open_dataset(folder), open_dataset(Path(folder) / MARKS), seed)
@@ -84,11 +84,13 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
 
 def lost_conversations(data: DataConfig, seed: int, context: int) -> list[str]:
     """Return in words which conversations of prepared data do not fit into the context, for each split."""
-    opened = open_data(data, seed)
-    if not isinstance(opened, ChatData):
+    data_set = open_data(data, seed)
+    if not isinstance(data_set, ChatData):
         return []
-    samples = [opened.held_out(split, context) for split in opened.dataset.splits]
-    return [each.remark for each in samples if isinstance(each, ChatSamples) and each.remark]
+    samples = [data_set.held_out(split, context) for split in data_set.dataset.splits]
+    return [
+        source.remark for source in samples if isinstance(source, ChatSamples) and source.remark
+    ]
 
 
 def folders(data: DataConfig, seed: int) -> list[Path]:
@@ -146,35 +148,35 @@ class DataSet(ABC):
 
     def check_transform(self, context: int) -> None:
         """Raise ConfigError if `data.transform` fails on a training sample. A stream is not read for it."""
-        if self.data.transform is None or (samples := self.untransformed(context)) is None:
+        if self.data.transform is None or (samples := self.train_source(context)) is None:
             return
         with self._transforming():
-            self._transformed(samples, context, 0).read(np.zeros(1, dtype=np.int64))
+            self._transform(samples, context, 0).read(np.zeros(1, dtype=np.int64))
 
     def targets(self, context: int) -> TargetCount:
         """Return the targets of a training sample of `context` tokens, on the mean.
 
         Raises ConfigError if `data.transform` fails on one.
         """
-        samples = self.untransformed(context)
+        samples = self.train_source(context)
         if samples is None:
             return unread_targets(self.data, context)
         with self._transforming():
-            return count_targets(self._transformed(samples, context, 0), context)
+            return count_targets(self._transform(samples, context, 0), context)
 
     @contextmanager
     def _transforming(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            key, said = "data.transform", what_happened(error)
-            raise ConfigError.one(f"{self.data.transform}: {said}", where=key, key=key) from error
+            key, reason = "data.transform", what_happened(error)
+            raise ConfigError.one(f"{self.data.transform}: {reason}", where=key, key=key) from error
 
-    def untransformed(self, context: int) -> Source | None:  # noqa: ARG002
+    def train_source(self, context: int) -> Source | None:  # noqa: ARG002
         """Return the training samples before `data.transform`; None: they are read forward only."""
         return None
 
-    def _transformed(self, source: Source, context: int, seed: int) -> Source:
+    def _transform(self, source: Source, context: int, seed: int) -> Source:
         return transform_source(source, self.data, seed, TokenTargets(context, self.vocab_size))
 
 
@@ -196,13 +198,13 @@ class TokenData(DataSet):
             return len(self.dataset.split("train"))
         return super().train_tokens(context)
 
-    def untransformed(self, context: int) -> Source:
+    def train_source(self, context: int) -> Source:
         return self.samples(context, self.seed)[0]
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         source, order = self.samples(context, seed)
-        return hosted(
-            self._transformed(source, context, seed), self.data, self.seed, context, seed
+        return host_source(
+            self._transform(source, context, seed), self.data, self.seed, context, seed
         ), order
 
     def samples(self, context: int, seed: int) -> tuple[Source, Order]:
@@ -229,8 +231,8 @@ class MixtureData(DataSet):
 
     @property
     def fingerprint(self) -> str:
-        told = [f"{part.fingerprint}/{weight}" for part, weight in self._weighed()]
-        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+        lines = [f"{part.fingerprint}/{weight}" for part, weight in self._weighted_parts()]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
     def train_samples(self, context: int) -> int:
         return sum(part.train_samples(context) for part in self.parts)
@@ -238,12 +240,12 @@ class MixtureData(DataSet):
     def targets(self, context: int) -> TargetCount:
         shares = [
             part.train_samples(context) if weight is None else weight
-            for part, weight in self._weighed()
+            for part, weight in self._weighted_parts()
         ]
         return mean_target_count([part.targets(context) for part in self.parts], shares)
 
-    def untransformed(self, context: int) -> Source:
-        return Concatenated([part.untransformed(context) for part in self.parts])
+    def train_source(self, context: int) -> Source:
+        return Concatenated([part.train_source(context) for part in self.parts])
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         sources = [part.samples(context, seed)[0] for part in self.parts]
@@ -251,15 +253,15 @@ class MixtureData(DataSet):
         order = mixture_order(
             partial(order_of, self.data), [len(source) for source in sources], weights or None, seed
         )
-        whole = self._transformed(Concatenated(sources), context, seed)
-        return hosted(whole, self.data, self.parts[0].seed, context, seed), order
+        transformed_source = self._transform(Concatenated(sources), context, seed)
+        return host_source(transformed_source, self.data, self.parts[0].seed, context, seed), order
 
     def held_out(self, split: str, context: int) -> Source:
         # val_source is the same for all parts
         parts = self.parts if self.data.val_source is None else self.parts[:1]
         return Concatenated([part.held_out(split, context) for part in parts])
 
-    def _weighed(self) -> zip[tuple[TokenData, float | None]]:
+    def _weighted_parts(self) -> zip[tuple[TokenData, float | None]]:
         return zip(self.parts, (part.weight for part in self.data.mixture), strict=True)
 
 
@@ -273,19 +275,19 @@ class ChatData(DataSet):
 
     @property
     def fingerprint(self) -> str:
-        told = f"{self.dataset.fingerprint}\n{self.marks.fingerprint}"
-        return xxhash.xxh3_128_hexdigest(told.encode())
+        text = f"{self.dataset.fingerprint}\n{self.marks.fingerprint}"
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     def train_samples(self, context: int) -> int:
         return len(self._samples("train", context))
 
-    def untransformed(self, context: int) -> Source:
+    def train_source(self, context: int) -> Source:
         return self._samples("train", context)
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         samples = self._samples("train", context)
-        whole = self._transformed(samples, context, seed)
-        return hosted(whole, self.data, self.seed, context, seed), order_of(
+        transformed_source = self._transform(samples, context, seed)
+        return host_source(transformed_source, self.data, self.seed, context, seed), order_of(
             self.data, len(samples), seed
         )
 
@@ -301,21 +303,21 @@ class ChatData(DataSet):
 class StreamData(DataSet):
     """A stream to train on, read from its beginning, and token shards for held-out splits."""
 
-    counted: bool
+    use_sizes: bool
     """Whether the lanes were counted, so that each rank can read its own."""
 
     @property
     def fingerprint(self) -> str:
         """Hash of the held-out shards and of the config; the stream is not read for it."""
-        told = [self.dataset.fingerprint, *map(str, parameters(self.data, 0).items())]
-        return xxhash.xxh3_128_hexdigest("\n".join(told).encode())
+        lines = [self.dataset.fingerprint, *map(str, parameters(self.data, 0).items())]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
     def train_samples(self, context: int) -> None:  # noqa: ARG002
         return None
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
-        source, order = open_stream(self.data, self.path, context, seed, counted=self.counted)
-        return self._transformed(source, context, seed), order
+        source, order = open_stream(self.data, self.path, context, seed, use_sizes=self.use_sizes)
+        return self._transform(source, context, seed), order
 
 
 def unread_targets(data: DataConfig, context: int) -> TargetCount:
@@ -329,12 +331,14 @@ def unread_targets(data: DataConfig, context: int) -> TargetCount:
     return TargetCount(context)
 
 
-def hosted(source: Source, data: DataConfig, seed: int, context: int, order_seed: int) -> Source:
+def host_source(
+    source: Source, data: DataConfig, seed: int, context: int, order_seed: int
+) -> Source:
     """Return the source, read by worker processes if the config has any."""
     if not data.workers:
         return source
-    alone = data.model_copy(update={"workers": 0})
-    return WorkerSource(partial(_source, alone, seed, context, order_seed), data.workers)
+    worker_data = data.model_copy(update={"workers": 0})
+    return WorkerSource(partial(_source, worker_data, seed, context, order_seed), data.workers)
 
 
 def _source(data: DataConfig, seed: int, context: int, order_seed: int) -> Source:
@@ -343,8 +347,8 @@ def _source(data: DataConfig, seed: int, context: int, order_seed: int) -> Sourc
 
 
 def _open_tokens(data: DataConfig, seed: int) -> TokenData:
-    opened = open_rows if data.kind == "rows" else open_dataset
-    return TokenData(data, opened(data.path or default_path(data, seed)), seed)
+    open_shards = open_rows if data.kind == "rows" else open_dataset
+    return TokenData(data, open_shards(data.path or default_path(data, seed)), seed)
 
 
 def _parts(data: DataConfig, seed: int) -> list[DataConfig]:
@@ -359,11 +363,11 @@ def _parts(data: DataConfig, seed: int) -> list[DataConfig]:
             "tokens_field": part.tokens_field or data.tokens_field,
             "mixture": (),
         }
-        own = data.model_copy(update=fields)
-        path = f"{data.path}/{number}" if data.path else first_path(own, seed)
-        parts.append(own.model_copy(update={"path": path}))
+        part_data = data.model_copy(update=fields)
+        path = f"{data.path}/{number}" if data.path else first_path(part_data, seed)
+        parts.append(part_data.model_copy(update={"path": path}))
     return parts
 
 
-def _counted(data: DataConfig, world_size: int) -> bool:
+def _counts_lanes(data: DataConfig, world_size: int) -> bool:
     return data.kind == "stream" and data.strategy == "sharded" and world_size > 1

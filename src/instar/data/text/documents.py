@@ -52,23 +52,23 @@ class Documents:
     def digests(self, numbers: Int64Array) -> list[bytes]:
         """Return the xxh3-128 of what each of some documents holds; reads them."""
         sizes = self.sizes
-        parts, found = whole_documents(numbers, sizes), []
+        parts, digests = whole_documents(numbers, sizes), []
         with progress("comparing documents", int(sizes[numbers].sum())) as advance:
             if self.corpus is None:
-                kept = {number: ids.astype("<i8") for number, ids in id_pieces(self.ids, parts)}
-                return [xxhash.xxh3_128_digest(kept[n].tobytes()) for n in range(len(numbers))]
+                ids_of = {number: ids.astype("<i8") for number, ids in id_pieces(self.ids, parts)}
+                return [xxhash.xxh3_128_digest(ids_of[n].tobytes()) for n in range(len(numbers))]
             for texts in self.corpus.texts(parts):
                 digest = xxhash.xxh3_128()
                 for text in texts:
                     digest.update(content := text.encode())
                     advance(len(content))
-                found.append(digest.digest())
-        return found
+                digests.append(digest.digest())
+        return digests
 
     def tokens(self, parts: Parts, tokenizer: Tokenizer, advance: Advance) -> Pieces:
         """Yield the tokens of the parts; `advance` counts the bytes of their documents."""
         if self.corpus is not None:
-            yield from _encoded(tokenizer, self.corpus, parts, advance)
+            yield from _encode_parts(tokenizer, self.corpus, parts, advance)
             return
         for number, ids in id_pieces(self.ids, parts):
             yield number, ids
@@ -98,38 +98,40 @@ def open_held_out(data: DataConfig, source: str, tokenizer: Tokenizer | None) ->
     """Open the documents of `val_source`."""
     if data.tokens_field is None:
         return Documents(open_corpus(source, data.text_field))
-    others = {"source": source, "subset": None, "source_split": "train"}
-    return open_rows_of(data.model_copy(update=others), tokenizer)
+    fields = {"source": source, "subset": None, "source_split": "train"}
+    return open_rows_of(data.model_copy(update=fields), tokenizer)
 
 
 def same_documents(
-    one: Documents, other: Documents, ones: Int64Array, others: Int64Array
+    documents: Documents, other: Documents, numbers: Int64Array, other_numbers: Int64Array
 ) -> Int64Array:
-    """Return for each of some documents of `one` the first of some of `other` that holds the same, or -1.
+    """Return for each of some documents of `documents` the first of some of `other` that holds the same, or -1.
 
     Args:
-        ones, others: numbers of documents, ascending, [n] and [m]; those compared with themselves may be the
+        numbers, other_numbers: of documents, ascending, [n] and [m]; those compared with themselves may be the
             same.
     """
-    found = np.full(ones.size, -1, dtype=np.int64)
-    sizes, theirs = one.sizes[ones], other.sizes[others]
-    mine = np.flatnonzero(np.isin(sizes, theirs) & (sizes > 0))
-    if one is other and np.array_equal(ones, others):
+    matches = np.full(numbers.size, -1, dtype=np.int64)
+    sizes, other_sizes = documents.sizes[numbers], other.sizes[other_numbers]
+    candidates = np.flatnonzero(np.isin(sizes, other_sizes) & (sizes > 0))
+    if documents is other and np.array_equal(numbers, other_numbers):
         values, counts = np.unique(sizes, return_counts=True)
-        mine = np.flatnonzero(np.isin(sizes, values[counts > 1]) & (sizes > 0))
-        alike = mine
+        candidates = np.flatnonzero(np.isin(sizes, values[counts > 1]) & (sizes > 0))
+        other_candidates = candidates
     else:
-        alike = np.flatnonzero(np.isin(theirs, sizes) & (theirs > 0))
-    if not mine.size or not alike.size:
-        return found
-    keys = one.digests(ones[mine])
-    first: dict[bytes, int] = {}
+        other_candidates = np.flatnonzero(np.isin(other_sizes, sizes) & (other_sizes > 0))
+    if not candidates.size or not other_candidates.size:
+        return matches
+    keys = documents.digests(numbers[candidates])
+    number_of: dict[bytes, int] = {}
     for number, key in zip(
-        others[alike].tolist(), keys if alike is mine else other.digests(others[alike]), strict=True
+        other_numbers[other_candidates].tolist(),
+        keys if other_candidates is candidates else other.digests(other_numbers[other_candidates]),
+        strict=True,
     ):
-        first.setdefault(key, number)
-    found[mine] = [first.get(key, -1) for key in keys]
-    return found
+        number_of.setdefault(key, number)
+    matches[candidates] = [number_of.get(key, -1) for key in keys]
+    return matches
 
 
 def pieces_of(corpus: Corpus, parts: Parts) -> Iterator[tuple[int, str | None]]:
@@ -141,7 +143,7 @@ def pieces_of(corpus: Corpus, parts: Parts) -> Iterator[tuple[int, str | None]]:
             yield number, piece
 
 
-def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: Advance) -> Pieces:
+def _encode_parts(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: Advance) -> Pieces:
     """Yield the tokens of the parts' text, each with what the tokenizer adds to a text, and a separator between
     documents."""
     begin, end, separator = tokenizer.before, tokenizer.after, separator_of(tokenizer)
@@ -149,10 +151,10 @@ def _encoded(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: Advanc
 
     def tokens() -> Pieces:
         texts = [text for _, text in batch if isinstance(text, str)]
-        encoded = iter(tokenizer.encode_batch(texts))
+        encodings = iter(tokenizer.encode_batch(texts))
         for number, piece in batch:
             if isinstance(piece, str):
-                yield number, next(encoded)
+                yield number, next(encodings)
                 advance(len(piece.encode()))
             else:
                 yield number, piece

@@ -81,16 +81,16 @@ def find_files(source: str, key: str = "data.source") -> SourceFiles:
     path = Path(source)
     if path.is_dir():
         left_out: list[str] = []
-        known = _TEXT | _ROWS
+        suffixes = _TEXT | _ROWS
         files = []
         for file in walk(path, left_out):
-            packed = file.suffix.lower() in PACKED
-            if suffix_of(file) in (LINES | {JSON} if packed else known):
+            is_compressed = file.suffix.lower() in PACKED
+            if suffix_of(file) in (LINES | {JSON} if is_compressed else suffixes):
                 files.append(file)
             else:
                 left_out.append(os.path.relpath(file, path))
-        chosen = _of_data(path, files, is_of_hub=_is_of_hub(path))
-        chosen = SourceFiles(path, chosen.files, (*chosen.left_out, *left_out))
+        source_files = _of_data(path, files, is_of_hub=_is_of_hub(path))
+        source_files = SourceFiles(path, source_files.files, (*source_files.left_out, *left_out))
         missing = f"the folder {source} has no text files"
     elif path.exists():
         return SourceFiles(path.parent, (path,))
@@ -98,11 +98,11 @@ def find_files(source: str, key: str = "data.source") -> SourceFiles:
         # Path.glob rejects absolute patterns
         matches = sorted(Path(name) for name in glob.glob(source, recursive=True))  # noqa: PTH207
         files = [file for file in matches if file.is_file()]
-        chosen = _of_data(_fixed(source), files, is_of_hub=False)
+        source_files = _of_data(_fixed(source), files, is_of_hub=False)
         missing = f"no file matches {source}"
     else:
-        chosen, missing = SourceFiles(path, ()), f"there is no file or folder {source}"
-    if not chosen.files:
+        source_files, missing = SourceFiles(path, ()), f"there is no file or folder {source}"
+    if not source_files.files:
         raise NoFiles(
             ConfigProblem(
                 (key,),
@@ -112,17 +112,17 @@ def find_files(source: str, key: str = "data.source") -> SourceFiles:
                 place=key,
             )
         )
-    return chosen
+    return source_files
 
 
-def same_place(one: object, other: object) -> bool:
+def same_place(first: object, other: object) -> bool:
     """Whether two config values name the same file, folder or glob."""
-    if one == other:
+    if first == other:
         return True
     words = {STDLIB, "byte", "char", "bpe"}
-    if not (isinstance(one, str) and isinstance(other, str)) or words & {one, other}:
+    if not (isinstance(first, str) and isinstance(other, str)) or words & {first, other}:
         return False
-    return os.path.realpath(one) == os.path.realpath(other)
+    return os.path.realpath(first) == os.path.realpath(other)
 
 
 def standard_library() -> list[Path]:
@@ -146,20 +146,20 @@ def walk(
         folders[:] = []
         for name in inside:
             path = Path(place, name)
-            if reason := _closed(path):
+            if reason := _reason_to_skip(path):
                 notes.append(f"{os.path.relpath(path, folder)}/ ({reason})")
             else:
                 folders.append(name)
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
-def named(names: Sequence[str]) -> str:
+def names_text(names: Sequence[str]) -> str:
     """Return some names as text: the first ones, and how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _closed(folder: Path) -> str:
+def _reason_to_skip(folder: Path) -> str:
     """Return why a folder is not searched, or an empty string."""
     if folder.is_symlink():
         return "a link"

@@ -42,16 +42,16 @@ def load_rows(data: DataConfig) -> datasets.Dataset:
             type, files cannot be read, there is no network, or `datasets` is not installed.
     """
     module = library()
-    with _quiet(), _explained(data):
+    with _quiet(), _explain_errors(data):
         if is_saved(data.source):
-            rows = _saved(data)
+            rows = _load_from_disk(data)
         else:
             builder = open_builder(data)
             with progress(
                 f"downloading and converting {data.source}",
                 builder.info.dataset_size,
                 left="downloaded files are kept; the same command goes on",
-                measured=_written(builder, data.source),
+                measured=_count_bytes(builder, data.source),
             ):
                 builder.download_and_prepare()
             rows = builder.as_dataset(split=data.source_split)
@@ -62,7 +62,7 @@ def load_rows(data: DataConfig) -> datasets.Dataset:
     return rows
 
 
-def _written(builder: Any, source: str) -> Callable[[], float]:
+def _count_bytes(builder: Any, source: str) -> Callable[[], float]:
     """Return a function that measures how many bytes of a data set the library has written."""
     import huggingface_hub
 
@@ -79,9 +79,9 @@ def load_stream(data: DataConfig) -> datasets.IterableDataset:
     as `load_rows` does.
     """
     module = library()
-    with _quiet(), _explained(data):
+    with _quiet(), _explain_errors(data):
         if is_saved(data.source):
-            rows = _saved(data)
+            rows = _load_from_disk(data)
             stream = rows.to_iterable_dataset(num_shards=max(1, min(data.lanes, len(rows))))
         else:
             builder = open_builder(data, streams=True)
@@ -98,7 +98,7 @@ def unread_files(data: DataConfig) -> tuple[str, ...]:
     if not folder.is_dir() or is_saved(data.source):
         return ()
     module = library()
-    with _quiet(), _explained(data):
+    with _quiet(), _explain_errors(data):
         splits = module.load_dataset_builder(data.source, data.subset).config.data_files or {}
     read = {os.path.realpath(file) for files in splits.values() for file in files}
     left_out: list[str] = []
@@ -138,7 +138,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(data: DataConfig) -> Iterator[None]:
+def _explain_errors(data: DataConfig) -> Iterator[None]:
     """Turn exceptions of the library and its parsers into a ConfigError about the source."""
     try:
         yield
@@ -154,7 +154,9 @@ def _explained(data: DataConfig) -> Iterator[None]:
     except StopIteration:  # the library raises it for files without rows
         raise at_source(f"{data.source} is empty") from None
     except FileNotFoundError as error:
-        raise at_source(f"there is nothing to load at {data.source}: {_said(error)}") from None
+        raise at_source(
+            f"there is nothing to load at {data.source}: {_cause_text(error)}"
+        ) from None
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None:
@@ -164,32 +166,34 @@ def _explained(data: DataConfig) -> Iterator[None]:
                 raise differs from None
             cause = cause.__cause__
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
-            raise ConfigError.one(_said(error), where="data.subset", key="data.subset") from None
-        raise at_source(f"{data.source} cannot be loaded: {_said(error)}") from None
+            raise ConfigError.one(
+                _cause_text(error), where="data.subset", key="data.subset"
+            ) from None
+        raise at_source(f"{data.source} cannot be loaded: {_cause_text(error)}") from None
 
 
-def _said(error: BaseException) -> str:
+def _cause_text(error: BaseException) -> str:
     """Return the first lines of an error and of its causes."""
-    said: list[str] = []
+    lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
         line = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
-        if line not in said:
-            said.append(line)
+        if line not in lines:
+            lines.append(line)
         cause = cause.__cause__
-    return ": ".join(line.rstrip(".:") for line in said)
+    return ": ".join(line.rstrip(".:") for line in lines)
 
 
-def _saved(data: DataConfig) -> Any:
+def _load_from_disk(data: DataConfig) -> Any:
     """Load what `save_to_disk` wrote: one data set, or one per split."""
-    found = library().load_from_disk(data.source)
-    if isinstance(found, Mapping):
-        if data.source_split not in found:
-            raise no_split(found, data)
-        return found[data.source_split]
-    if data.source_split not in {"train", str(found.split)}:
+    data_set = library().load_from_disk(data.source)
+    if isinstance(data_set, Mapping):
+        if data.source_split not in data_set:
+            raise no_split(data_set, data)
+        return data_set[data.source_split]
+    if data.source_split not in {"train", str(data_set.split)}:
         raise no_split(["train"], data)
-    return found
+    return data_set
 
 
 def local_files(source: str) -> SourceFiles | None:
@@ -200,8 +204,8 @@ def local_files(source: str) -> SourceFiles | None:
     """
     path = Path(source)
     if path.is_dir():
-        known = {*FORMATS, ".arrow"}
-        inside = (file for file in walk(path) if suffix_of(file) in known)
+        suffixes = {*FORMATS, ".arrow"}
+        inside = (file for file in walk(path) if suffix_of(file) in suffixes)
         return SourceFiles(path, tuple(inside))
     if glob.has_magic(source) or path.exists():
         return find_files(source)

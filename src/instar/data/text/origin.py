@@ -35,7 +35,7 @@ NOTE = "note: "
 def default_path(data: DataConfig, seed: int) -> str:
     """Return the folder of a config without data.path: the last that was prepared; see `next_path`."""
     first = first_path(data, seed)
-    return _numbered(first, _last_number(first))
+    return _numbered_path(first, _last_number(first))
 
 
 def next_path(data: DataConfig, seed: int) -> str:
@@ -44,10 +44,10 @@ def next_path(data: DataConfig, seed: int) -> str:
     Runs that began with the folders before still find them.
     """
     first = first_path(data, seed)
-    return _numbered(first, _last_number(first) + 1)
+    return _numbered_path(first, _last_number(first) + 1)
 
 
-def _numbered(first: str, number: int) -> str:
+def _numbered_path(first: str, number: int) -> str:
     return first if number == 1 else f"{first}.{number}"
 
 
@@ -96,10 +96,10 @@ def _tokenizer_name(name: str) -> str:
     return _plain(path.parent.name if path.name == TOKENIZER_FILE else path.stem) or "file"
 
 
-def made_from(data: DataConfig, seed: int, wanted: Int64Array) -> dict[str, Any]:
-    """Return the source in a data set's record; `wanted` is the bytes taken, [documents]."""
+def made_from(data: DataConfig, seed: int, byte_counts: Int64Array) -> dict[str, Any]:
+    """Return the source in a data set's record; `byte_counts` are the bytes taken, [documents]."""
     source = parameters(data, seed)
-    source |= {"documents": int(np.count_nonzero(wanted)), "bytes": int(wanted.sum())}
+    source |= {"documents": int(np.count_nonzero(byte_counts)), "bytes": int(byte_counts.sum())}
     paths = {key: source[key] for key in _PATHS if source.get(key) not in (None, STDLIB, *TRAINED)}
     source["resolved"] = {key: os.path.realpath(path) for key, path in paths.items()}
     if STDLIB in (data.source, data.val_source):
@@ -125,24 +125,30 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
     """
     dataset = open_dataset(folder)
     always = ("kind", "val_source", "drop_duplicates")
-    made = {"kind": "tokens", "val_source": None, "drop_duplicates": False} | dict(dataset.source)
-    asked = {key: getattr(data, key) for key in always} | parameters(data, seed)
-    lead_to: dict[str, str] = made.get("resolved", {})
+    recorded_source = {"kind": "tokens", "val_source": None, "drop_duplicates": False} | dict(
+        dataset.source
+    )
+    settings = {key: getattr(data, key) for key in always} | parameters(data, seed)
+    lead_to: dict[str, str] = recorded_source.get("resolved", {})
     differing = [
         key
-        for key in asked
+        for key in settings
         if key != "seed"
-        and made.get(key) != asked[key]
+        and recorded_source.get(key) != settings[key]
         # a path leads where it led, or, after a project was moved, where its words lead from here
-        and not (key in _PATHS and same_place(lead_to.get(key, made.get(key)), asked[key]))
-        and not (key in _PATHS and same_place(made.get(key), asked[key]))
+        and not (
+            key in _PATHS and same_place(lead_to.get(key, recorded_source.get(key)), settings[key])
+        )
+        and not (key in _PATHS and same_place(recorded_source.get(key), settings[key]))
         # the file's content is compared below, whatever the tokenizer was made from
-        and not (key == "tokenizer" and _is_file(asked[key]))
+        and not (key == "tokenizer" and _is_file(settings[key]))
     ]
     if differing:
-        found = ", ".join(f"{key}={made.get(key)!r}, not {asked[key]!r}" for key in differing)
+        differences = ", ".join(
+            f"{key}={recorded_source.get(key)!r}, not {settings[key]!r}" for key in differing
+        )
         raise ConfigError.one(
-            f"the data set {folder} was made otherwise: {found}",
+            f"the data set {folder} was made otherwise: {differences}",
             where="data.path",
             hint="set these keys under data as it was made, or name another data.path",
             key="data.path",
@@ -186,11 +192,11 @@ def is_made(folder: Path, data: DataConfig, seed: int) -> bool:
 class SourceChanges:
     """How the sources of a data set differ from what was read, in words.
 
-    `gone` are keys of sources that no longer exist, which is allowed.
+    `absent` are keys of sources that no longer exist, which is allowed.
     """
 
-    changed: tuple[str, ...]
-    gone: tuple[str, ...]
+    sentences: tuple[str, ...]
+    absent: tuple[str, ...]
     has_files: bool
     """whether the training data come from files that were recorded"""
 
@@ -202,35 +208,38 @@ def preparation_files(data: DataConfig) -> dict[str, SourceFiles]:
     Raises:
         ConfigError: a source has no files.
     """
-    found = ((key, _files(data, key)) for key in _READ)
-    return {key: files for key, files in found if files is not None}
+    files_of = ((key, _files(data, key)) for key in _READ)
+    return {key: files for key, files in files_of if files is not None}
 
 
 def source_changes(folder: Path, data: DataConfig) -> SourceChanges:
     """Compare the sources with what the data set in a folder was made from."""
-    recorded, now, gone = read_survey(folder), dict[str, SourceFiles](), []
-    found: list[str] = []
-    for key in recorded:
+    surveys, now, absent = read_survey(folder), dict[str, SourceFiles](), []
+    sentences: list[str] = []
+    for key in surveys:
         try:
             files = _files(data, key)
         except NoFiles:
-            gone.append(key)
+            absent.append(key)
         else:
             if files is None:  # neither a file nor a folder any more
-                gone.append(key)
+                absent.append(key)
             else:
                 now[key] = files
     sources = {key: str(getattr(data, key)) for key in _READ}
-    found += changes(folder, recorded, now, sources)
-    made = open_dataset(folder).source
+    sentences += changes(folder, surveys, now, sources)
+    recorded_source = open_dataset(folder).source
     python = platform.python_version()
-    if made.get("python", python) != python:
-        found.append(
-            f"the standard library is that of Python {python}, not of {made['python']} any more,"
+    if recorded_source.get("python", python) != python:
+        sentences.append(
+            f"the standard library is that of Python {python}, not of {recorded_source['python']} any more,"
         )
-    if "template" in made and _template_now(data) not in (None, made["template"]):
-        found.append("the chat template or its special tokens have changed")
-    return SourceChanges(tuple(found), tuple(gone), "source" in recorded)
+    if "template" in recorded_source and _template_now(data) not in (
+        None,
+        recorded_source["template"],
+    ):
+        sentences.append("the chat template or its special tokens have changed")
+    return SourceChanges(tuple(sentences), tuple(absent), "source" in surveys)
 
 
 def _template_now(data: DataConfig) -> str | None:

@@ -30,7 +30,7 @@ from instar.data.text.documents import (
     pieces_of,
     same_documents,
 )
-from instar.data.text.files import SourceFiles, named
+from instar.data.text.files import SourceFiles, names_text
 from instar.data.text.hf import load_rows, unread_files
 from instar.data.text.origin import (
     NOTE,
@@ -88,7 +88,7 @@ def prepare_dataset(
         ConfigError: bad input, the folder holds something else, or the sources have changed since it was
             prepared and `data.if_changed` refuses that.
     """
-    folder, is_complete = settle(data, seed, say, path)
+    folder, is_complete = settle_folder(data, seed, say, path)
     if is_complete:
         return folder
     if (folder / DATASET_FILE).exists():
@@ -102,30 +102,32 @@ def prepare_dataset(
     _say_left_out(sources, data, say)
     files = survey(sources)
     plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"), say)
-    with atomic_dir(folder, key="data.path", first_wins=True) as aside:
+    with atomic_dir(folder, key="data.path", first_wins=True) as temporary:
         splits: dict[str, tuple[Shard, ...]] = {}
         for name, (documents, parts) in plan.splits.items():
-            splits[name], sizes = _write_split(aside, name, documents, parts, plan.tokenizer, data)
+            splits[name], sizes = _write_split(
+                temporary, name, documents, parts, plan.tokenizer, data
+            )
             if name == "train" and documents.rows is not None:
                 index = RowIndex(documents.rows, parts[:, 0].copy(), sizes)
-                write_row_index(aside, index, plan.tokenizer.fingerprint)
+                write_row_index(temporary, index, plan.tokenizer.fingerprint)
         for name, content in tokenizer_files(plan.tokenizer).items():
-            write_once(aside / name, content)
+            write_once(temporary / name, content)
         write_record(
-            aside,
+            temporary,
             tokenizer=TokenizerRecord(plan.tokenizer.kind, plan.tokenizer.fingerprint),
             vocab_size=plan.tokenizer.vocab_size,
             splits=splits,
-            source=made_from(data, seed, plan.wanted),
+            source=made_from(data, seed, plan.byte_counts),
         )
-        _write_survey(aside, sources, files)
+        _write_survey(temporary, sources, files)
     check_made_from(folder, data, seed)
     counts = (f"{name} {sum(s.count for s in shards):,}" for name, shards in splits.items())
-    told = f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}"
+    summary = f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}"
     say(
-        told
+        summary
         if data.tokens_field is not None
-        else f"{told}; documents {surroundings(plan.tokenizer)}"
+        else f"{summary}; documents {surroundings(plan.tokenizer)}"
     )
     return folder
 
@@ -137,15 +139,15 @@ def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
     _say_left_out(sources, data, say)
     files = survey(sources)
     say(f"preparing {data.source} → {folder}")
-    with atomic_dir(folder, key="data.path", first_wins=True) as aside:
-        made = made_from(data, seed, np.empty(0, dtype=np.int64))
-        counts = write_conversations(aside, data, seed, made, say)
-        _write_survey(aside, sources, files)
+    with atomic_dir(folder, key="data.path", first_wins=True) as temporary:
+        source = made_from(data, seed, np.empty(0, dtype=np.int64))
+        counts = write_conversations(temporary, data, seed, source, say)
+        _write_survey(temporary, sources, files)
     check_made_from(folder, data, seed)
     say(f"tokens: {', '.join(f'{name} {count:,}' for name, count in counts.items())}")
 
 
-def settle(
+def settle_folder(
     data: DataConfig, seed: int, say: Say, path: str | Path | None = None
 ) -> tuple[Path, bool]:
     """Return the folder of a config's data set, and whether the complete data set is there.
@@ -158,17 +160,21 @@ def settle(
     folder = Path(path or data.path or default_path(data, seed))
     if not is_made(folder, data, seed):
         return folder, False
-    found = source_changes(folder, data)
-    for key in found.gone:
+    difference = source_changes(folder, data)
+    for key in difference.absent:
         say(f"{NOTE}data.{key} {getattr(data, key)} is not there; the tokens in {folder} are used")
-    changed = [*found.changed]
-    if data.kind == "rows" and "source" not in found.gone and (changed or not found.has_files):
+    sentences = [*difference.sentences]
+    if (
+        data.kind == "rows"
+        and "source" not in difference.absent
+        and (sentences or not difference.has_files)
+    ):
         rows = _changed_rows(folder, data, say)
-        others = [text for text in changed if "data.source" not in text]
-        changed = changed if rows and changed else [*others, *rows]
-    if not changed:
+        other_sentences = [text for text in sentences if "data.source" not in text]
+        sentences = sentences if rows and sentences else [*other_sentences, *rows]
+    if not sentences:
         return folder, True
-    text = f"{'; '.join(changed)} since {folder} was prepared"
+    text = f"{'; '.join(sentences)} since {folder} was prepared"
     if data.if_changed == "keep":
         say(f"{NOTE}{text}; it is used as it was prepared")
         return folder, True
@@ -176,11 +182,11 @@ def settle(
     if data.if_changed == "prepare" and not is_named:
         say(f"{text}; it is prepared anew in another folder")
         return Path(next_path(data, seed)), False
-    anew = "name another data.path" if is_named else "set data.if_changed: prepare"
+    remedy = "name another data.path" if is_named else "set data.if_changed: prepare"
     raise ConfigError.one(
         text,
         where="data.source",
-        hint=f"{anew} to prepare it anew, or set data.if_changed: keep to use it as it was prepared",
+        hint=f"{remedy} to prepare it anew, or set data.if_changed: keep to use it as it was prepared",
         key="data.source",
     )
 
@@ -191,27 +197,27 @@ def _say_left_out(sources: Mapping[str, SourceFiles], data: DataConfig, say: Say
         left_out["source"] = unread_files(data)
     for key, names in left_out.items():
         if names:
-            say(f"left out of {getattr(data, key)}: {named(names)}")
+            say(f"left out of {getattr(data, key)}: {names_text(names)}")
 
 
 def _write_survey(
-    aside: Path, sources: Mapping[str, SourceFiles], files: Mapping[str, Files]
+    folder: Path, sources: Mapping[str, SourceFiles], files: Mapping[str, Files]
 ) -> None:
     check_unchanged(sources, files)
-    write_survey(aside, files)
+    write_survey(folder, files)
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The content of a data set; `wanted` is the bytes taken of each document of the source."""
+    """The content of a data set; `byte_counts` are the bytes taken of each document of the source."""
 
     tokenizer: Tokenizer
     splits: dict[str, tuple[Documents, Parts]]
-    wanted: Int64Array
+    byte_counts: Int64Array
 
 
 def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say, say: Say) -> _Plan:
-    wanted, empty = np.empty(0, dtype=np.int64), 0
+    byte_counts, empty = np.empty(0, dtype=np.int64), 0
     splits: dict[str, tuple[Documents, Parts]] = {}
     held_out = None if data.val_source is None else open_held_out(data, data.val_source, tokenizer)
     if not data.read_from_start:
@@ -220,74 +226,78 @@ def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say,
         else:
             documents = Documents(open_corpus(data.source, data.text_field))
         empty = int(np.count_nonzero(documents.sizes == 0))
-        wanted = _wanted(documents, held_out, data, seed, say)
-        divided = _divided(wanted, data, seed, say)
-        splits = {name: (documents, parts) for name, parts in divided.items()}
-    begins(_amounts(data, wanted) + (f", without {empty:,} empty ones" if empty else ""))
+        byte_counts = _bytes_to_take(documents, held_out, data, seed, say)
+        parts_of = _divide_documents(byte_counts, data, seed, say)
+        splits = {name: (documents, parts) for name, parts in parts_of.items()}
+    begins(_amounts(data, byte_counts) + (f", without {empty:,} empty ones" if empty else ""))
     if held_out is not None:
-        divided = divide_held_out(held_out.sizes, data, seed)
-        splits |= {name: (held_out, parts) for name, parts in divided.items()}
+        parts_of = divide_held_out(held_out.sizes, data, seed)
+        splits |= {name: (held_out, parts) for name, parts in parts_of.items()}
     if "train" in splits:
         _say_leaks(splits, say)
     if tokenizer is None:
         documents, parts = splits["train"]
         assert documents.corpus is not None
         tokenizer = _train_tokenizer(documents.corpus, parts, data, seed)
-    return _Plan(tokenizer, splits, wanted)
+    return _Plan(tokenizer, splits, byte_counts)
 
 
-def _wanted(
+def _bytes_to_take(
     documents: Documents, held_out: Documents | None, data: DataConfig, seed: int, say: Say
 ) -> Int64Array:
     """Return the bytes to take of each document of the source."""
-    wanted = chosen_bytes(documents.sizes, data, seed)
+    byte_counts = chosen_bytes(documents.sizes, data, seed)
     if data.kind == "rows":
-        wanted = np.where(wanted > 0, documents.sizes, 0)
-    if not wanted.any():
+        byte_counts = np.where(byte_counts > 0, documents.sizes, 0)
+    if not byte_counts.any():
         raise ConfigError.one(
             f"the rows of {data.source} are all empty", where="data.source", key="data.source"
         )
     if not data.drop_duplicates:
-        return wanted
-    taken = np.flatnonzero(wanted)
-    first = same_documents(documents, documents, taken, taken)
-    again = (first >= 0) & (first != taken)
+        return byte_counts
+    documents_in_use = np.flatnonzero(byte_counts)
+    first = same_documents(documents, documents, documents_in_use, documents_in_use)
+    is_duplicate = (first >= 0) & (first != documents_in_use)
     if held_out is not None:
         every = np.arange(held_out.sizes.size)
-        again |= same_documents(documents, held_out, taken, every) >= 0
-    if count := int(np.count_nonzero(again)):
+        is_duplicate |= same_documents(documents, held_out, documents_in_use, every) >= 0
+    if count := int(np.count_nonzero(is_duplicate)):
         of = "" if held_out is None else " or held out"
-        say(f"left out {count:,} of {taken.size:,} documents, which are there before{of}")
-    kept = wanted.copy()
-    kept[taken[again]] = 0
-    if not kept.any():
+        say(
+            f"left out {count:,} of {documents_in_use.size:,} documents, which are there before{of}"
+        )
+    unique_counts = byte_counts.copy()
+    unique_counts[documents_in_use[is_duplicate]] = 0
+    if not unique_counts.any():
         raise ConfigError.one(
             f"every document of {data.source} is held out by data.val_source too",
             where="data.drop_duplicates",
             key="data.drop_duplicates",
         )
-    return kept
+    return unique_counts
 
 
-def _divided(wanted: Int64Array, data: DataConfig, seed: int, say: Say) -> dict[str, Parts]:
+def _divide_documents(
+    byte_counts: Int64Array, data: DataConfig, seed: int, say: Say
+) -> dict[str, Parts]:
     """Return the parts of each split; rows are whole."""
     if data.val_source is not None:
-        return {"train": whole_documents(np.flatnonzero(wanted), wanted)}
+        return {"train": whole_documents(np.flatnonzero(byte_counts), byte_counts)}
     fractions = data.val_fraction, data.test_fraction
     if data.kind != "rows":
-        parts = divide(wanted, *fractions, seed)
-        if is_cut(parts, wanted):
-            number = int(np.count_nonzero(wanted))
+        parts = divide(byte_counts, *fractions, seed)
+        if is_cut(parts, byte_counts):
+            number = int(np.count_nonzero(byte_counts))
             what = "one document is" if number == 1 else f"{number:,} documents are"
             say(
                 f"{what} too few or too unequal to hold out whole ones: the end of each is held out, "
                 f"{sum(fractions):.3g} of it"
             )
         return parts
-    whole_parts = divide_whole(wanted, *fractions, seed)
+    whole_parts = divide_whole(byte_counts, *fractions, seed)
     if whole_parts is None:
         raise ConfigError.one(
-            f"{_amounts(data, wanted)}: too few or too unequal to hold out whole ones",
+            f"{_amounts(data, byte_counts)}: too few or too unequal to hold out whole ones",
             where="data.val_source",
             hint="give text to hold out in data.val_source, or other fractions",
             key="data.val_source",
@@ -298,13 +308,15 @@ def _divided(wanted: Int64Array, data: DataConfig, seed: int, say: Say) -> dict[
 def _say_leaks(splits: Mapping[str, tuple[Documents, Parts]], say: Say) -> None:
     """Say how many held-out documents are trained on too."""
     documents, parts = splits["train"]
-    for name, (held, held_parts) in splits.items():
+    for name, (held_out, held_parts) in splits.items():
         if name == "train":
             continue
-        numbers, trained = held_parts[:, 0], parts[:, 0]
-        if held is documents and np.intersect1d(numbers, trained).size:
+        numbers, train_numbers = held_parts[:, 0], parts[:, 0]
+        if held_out is documents and np.intersect1d(numbers, train_numbers).size:
             return  # parts of the same documents
-        count = int(np.count_nonzero(same_documents(held, documents, numbers, trained) >= 0))
+        count = int(
+            np.count_nonzero(same_documents(held_out, documents, numbers, train_numbers) >= 0)
+        )
         if count:
             say(
                 f"warning: {count:,} of {numbers.size:,} documents of {name} are trained on too, word for "
@@ -312,12 +324,12 @@ def _say_leaks(splits: Mapping[str, tuple[Documents, Parts]], say: Say) -> None:
             )
 
 
-def _amounts(data: DataConfig, wanted: Int64Array) -> str:
+def _amounts(data: DataConfig, byte_counts: Int64Array) -> str:
     if data.read_from_start:
         return f"the held-out text of {data.source}, {data.val_source}"
-    documents = int(np.count_nonzero(wanted))
+    documents = int(np.count_nonzero(byte_counts))
     plural = "" if documents == 1 else "s"
-    return f"{data.source}: {documents:,} document{plural}, {int(wanted.sum()):,} bytes"
+    return f"{data.source}: {documents:,} document{plural}, {int(byte_counts.sum()):,} bytes"
 
 
 def _train_tokenizer(corpus: Corpus, train: Parts, data: DataConfig, seed: int) -> Tokenizer:
@@ -359,9 +371,9 @@ def _write_split(
     sizes = np.zeros(len(parts), dtype=np.int64)
     total = int((parts[:, 2] - parts[:, 1]).sum())
     with progress(f"tokenising {name}", total) as advance:
-        for document, some in documents.tokens(parts, tokenizer, advance):
-            writer.append(some)
-            sizes[document] += some.size
+        for document, tokens in documents.tokens(parts, tokenizer, advance):
+            writer.append(tokens)
+            sizes[document] += tokens.size
     count = int(sizes.sum())
     if count < 2:
         key, source = "data.source", data.source
@@ -393,8 +405,8 @@ def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
         return []
     if (index.record.rows, index.record.loaded) == (len(rows), rows._fingerprint):
         return []
-    found = open_rows_of(data, load_saved_tokenizer(folder)).rows
-    if found is not None and (found.rows, found.content) == (
+    current = open_rows_of(data, load_saved_tokenizer(folder)).rows
+    if current is not None and (current.rows, current.content) == (
         index.record.rows,
         index.record.content,
     ):
@@ -405,8 +417,8 @@ def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
 def _check_content(
     documents: Documents, record: RowsRecord, data: DataConfig, folder: Path
 ) -> None:
-    found = documents.rows
-    if found is None or (found.rows, found.content) != (record.rows, record.content):
+    current = documents.rows
+    if current is None or (current.rows, current.content) != (record.rows, record.content):
         raise ConfigError.one(
             f"the rows of {data.source} are not those that {folder} was made from",
             where="data.source",
@@ -427,7 +439,7 @@ def _add_training_tokens(folder: Path, data: DataConfig, say: Say) -> None:
     documents = open_rows_of(data, tokenizer)
     _check_content(documents, index.record, data, folder)
     say(f"tokenising the training split of {data.source} → {folder}")
-    parts, files = whole_documents(index.chosen, documents.sizes), f"train-{secrets.token_hex(4)}"
+    parts, files = whole_documents(index.rows, documents.sizes), f"train-{secrets.token_hex(4)}"
     shards, sizes = _write_split(folder, "train", documents, parts, tokenizer, data, files)
     if not np.array_equal(sizes, index.counts):
         raise ConfigError.one(

@@ -16,7 +16,7 @@ import xxhash
 
 from instar.config.errors import ConfigError
 from instar.config.files import cache_home, open_regular, read_regular
-from instar.data.text.files import SourceFiles, named
+from instar.data.text.files import SourceFiles, names_text
 from instar.data.text.shards import write_once
 from instar.record.atomic import atomic_file
 from instar.record.progress import Advance, progress
@@ -46,7 +46,7 @@ def survey(sources: Mapping[str, SourceFiles]) -> dict[str, Files]:
     """
     with progress("reading the files of the source") as advance:
         return {
-            key: {source.name(file): _recorded(file, advance) for file in source.files}
+            key: {source.name(file): _record_file(file, advance) for file in source.files}
             for key, source in sources.items()
         }
 
@@ -72,53 +72,55 @@ def check_unchanged(sources: Mapping[str, SourceFiles], files: Mapping[str, File
 
 def changes(
     folder: Path,
-    recorded: Mapping[str, Files],
+    records: Mapping[str, Files],
     sources: Mapping[str, SourceFiles],
     texts: Mapping[str, str],
 ) -> list[str]:
     """Return what has changed in the sources since the data in a folder were prepared, in words.
 
     Args:
-        recorded: what was read, see `read_survey`.
+        records: what was read, see `read_survey`.
         sources: the files that there are now; a source that is not there is not compared.
         texts: the sources as the config spells them.
     """
     cache = _cache(folder)
-    known = _known(cache)
-    count = len(known)
-    found: list[str] = []
+    contents = _cached_contents(cache)
+    count = len(contents)
+    sentences: list[str] = []
     for key, source in sources.items():
-        before, now = recorded[key], {source.name(file): file for file in source.files}
-        both = sorted(now.keys() & before.keys())
+        before, now = records[key], {source.name(file): file for file in source.files}
+        common = sorted(now.keys() & before.keys())
         kinds = {
             "new": sorted(now.keys() - before.keys()),
             "gone": sorted(before.keys() - now.keys()),
             "changed": [
                 name
-                for name in both
-                if not _is_same(now[name], before[name], known, f"{key}/{name}")
+                for name in common
+                if not _is_same(now[name], before[name], contents, f"{key}/{name}")
             ],
         }
-        told = "; ".join(f"{kind}: {named(names)}" for kind, names in kinds.items() if names)
-        if told:
-            found.append(f"the files of data.{key} {texts[key]} have changed ({told})")
-    if len(known) != count and cache is not None:
+        details = "; ".join(
+            f"{kind}: {names_text(names)}" for kind, names in kinds.items() if names
+        )
+        if details:
+            sentences.append(f"the files of data.{key} {texts[key]} have changed ({details})")
+    if len(contents) != count and cache is not None:
         # on failure the files are compared again next time
-        with suppress(OSError), atomic_file(cache, durable=False) as aside:
-            aside.write_bytes(msgspec.json.encode(known))
-    return found
+        with suppress(OSError), atomic_file(cache, durable=False) as temporary:
+            temporary.write_bytes(msgspec.json.encode(contents))
+    return sentences
 
 
-def _is_same(file: Path, before: FileRecord, known: Files, name: str) -> bool:
-    """Whether a file holds what was recorded; what is read to find out is added to `known`."""
+def _is_same(file: Path, before: FileRecord, contents: Files, name: str) -> bool:
+    """Whether a file holds what was recorded; what is read to find out is added to `contents`."""
     now = _size_and_stamp(file)
     if now[0] != before.bytes or now == (before.bytes, before.stamp):
         return now[0] == before.bytes
     name = f"{name}/{now[1]}"
-    if name not in known:
+    if name not in contents:
         with progress(f"comparing {file}", before.bytes) as advance:
-            known[name] = _recorded(file, advance)
-    return known[name].digest == before.digest
+            contents[name] = _record_file(file, advance)
+    return contents[name].digest == before.digest
 
 
 def read_survey(folder: Path) -> dict[str, Files]:
@@ -143,7 +145,7 @@ def read_survey(folder: Path) -> dict[str, Files]:
         ) from None
 
 
-def _recorded(path: Path, advance: Advance) -> FileRecord:
+def _record_file(path: Path, advance: Advance) -> FileRecord:
     digest = xxhash.xxh3_128()
     try:
         with open_regular(path, follow=True) as file:
@@ -173,7 +175,7 @@ def _cache(folder: Path) -> Path | None:
     return None if home is None else home / f"{name}.json"
 
 
-def _known(cache: Path | None) -> Files:
+def _cached_contents(cache: Path | None) -> Files:
     """Return what files were found to hold since, by key, name and stamp."""
     try:
         return {} if cache is None else msgspec.json.decode(read_regular(cache), type=Files)

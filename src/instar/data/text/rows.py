@@ -50,16 +50,16 @@ class RowIndex:
     """Rows of the training split, ascending, and their tokens, separators included; both [n]."""
 
     record: RowsRecord
-    chosen: Int64Array
+    rows: Int64Array
     counts: Int64Array
 
     def fingerprint(self, tokenizer: str) -> str:
         """Return a hash of the training data, independent of the rows' location and loading."""
-        made = xxhash.xxh3_128_hexdigest(f"{self.record.content}{tokenizer}".encode())
-        found = xxhash.xxh3_128(made.encode())
-        found.update(self.chosen.data)
-        found.update(self.counts.data)
-        return found.hexdigest()
+        content_hash = xxhash.xxh3_128_hexdigest(f"{self.record.content}{tokenizer}".encode())
+        digest = xxhash.xxh3_128(content_hash.encode())
+        digest.update(self.rows.data)
+        digest.update(self.counts.data)
+        return digest.hexdigest()
 
 
 def write_row_index(folder: Path, index: RowIndex, tokenizer: str) -> None:
@@ -69,7 +69,7 @@ def write_row_index(folder: Path, index: RowIndex, tokenizer: str) -> None:
         "index": msgspec.json.encode(index.record).decode(),
         "fingerprint": index.fingerprint(tokenizer),
     }
-    tensors = {"chosen": index.chosen, "counts": index.counts}
+    tensors = {"chosen": index.rows, "counts": index.counts}
     write_once(folder / INDEX_FILE, safetensors.numpy.save(tensors, metadata=metadata))
 
 
@@ -80,14 +80,14 @@ def read_row_index(folder: Path, tokenizer: str) -> RowIndex:
     if not file.is_file():
         raise ConfigError.one("the index of the rows is missing", where=str(file), hint=hint)
     try:
-        with safetensors.safe_open(file, "numpy") as opened:
-            metadata = opened.metadata() or {}
+        with safetensors.safe_open(file, "numpy") as reader:
+            metadata = reader.metadata() or {}
             record = msgspec.json.decode(metadata.get("index", ""), type=RowsRecord)
-            index = RowIndex(record, opened.get_tensor("chosen"), opened.get_tensor("counts"))
+            index = RowIndex(record, reader.get_tensor("chosen"), reader.get_tensor("counts"))
     except (OSError, safetensors.SafetensorError, msgspec.DecodeError) as error:
         raise ConfigError.one(f"not an index of rows: {error}", where=str(file)) from None
-    written = metadata.get("format"), metadata.get("fingerprint")
-    if written != (INDEX_FORMAT, index.fingerprint(tokenizer)):
+    identity = metadata.get("format"), metadata.get("fingerprint")
+    if identity != (INDEX_FORMAT, index.fingerprint(tokenizer)):
         raise ConfigError.one(
             f"this is not the index that was written ({INDEX_FORMAT}) for this tokenizer",
             where=str(file),
@@ -105,10 +105,12 @@ def open_rows(folder: str | Path) -> TokenDataset:
     dataset = open_dataset(folder)
     index = read_row_index(dataset.path, dataset.tokenizer_fingerprint)
     held_out = {name: shards for name, shards in dataset.shards.items() if name != "train"}
-    told = index.fingerprint(dataset.tokenizer_fingerprint) + splits_fingerprint(dataset, held_out)
+    identity = index.fingerprint(dataset.tokenizer_fingerprint) + splits_fingerprint(
+        dataset, held_out
+    )
     return replace(
         dataset,
-        fingerprint=xxhash.xxh3_128_hexdigest(told.encode()),
+        fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
         document_sizes=index.counts,
     )
 
@@ -194,8 +196,8 @@ def _ids(chunk: Any) -> NDArray[Any]:
 def _utf8(chunk: Any) -> NDArray[np.uint8]:
     """Return the concatenated UTF-8 of a chunk, not copied."""
     offsets, content = _text_offsets(chunk), chunk.buffers()[2]
-    whole = np.frombuffer(content, dtype=np.uint8) if content else np.empty(0, dtype=np.uint8)
-    return whole[offsets[0] : offsets[-1]]
+    text_bytes = np.frombuffer(content, dtype=np.uint8) if content else np.empty(0, dtype=np.uint8)
+    return text_bytes[offsets[0] : offsets[-1]]
 
 
 def _sizes(chunk: Any) -> Int64Array:

@@ -115,13 +115,13 @@ class ShardFile:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
 
-    def read_bytes(self, start: int, into: memoryview) -> None:
+    def read_bytes(self, start: int, buffer: memoryview) -> None:
         """Fill `into` with the bytes of the tokens from `start` on."""
         place = self.first_byte + start * self.dtype.itemsize
-        got = os.preadv(self.descriptor, (into,), place)
-        while got < len(into):
-            into, place = into[got:], place + got
-            got = os.preadv(self.descriptor, (into,), place)
+        got = os.preadv(self.descriptor, (buffer,), place)
+        while got < len(buffer):
+            buffer, place = buffer[got:], place + got
+            got = os.preadv(self.descriptor, (buffer,), place)
             if not got:
                 raise ConfigError.one(
                     "this shard was cut short after it was opened", where=str(self.path)
@@ -133,10 +133,10 @@ def read_rows(
 ) -> None:
     """Fill each row of `tokens`, which is contiguous, from its shard, beginning at its start."""
     size, item, read = tokens.strides[0], tokens.itemsize, os.preadv
-    into = tokens.data.cast("B")
+    buffer = tokens.data.cast("B")
     begin = 0
     for shard, start in zip(shards, starts, strict=True):
-        file, row = files[shard], into[begin : begin + size]
+        file, row = files[shard], buffer[begin : begin + size]
         if read(file.descriptor, (row,), file.first_byte + start * item) != size:
             file.read_bytes(start, row)
         begin += size
@@ -164,7 +164,7 @@ def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> 
             f"this safetensors file is not a token shard ({SHARD_FORMAT})", where=str(path)
         )
     tensor_found = tensor.get_dtype(), tensor.get_shape()
-    stated: dict[str, tuple[object, object]] = {
+    claims: dict[str, tuple[object, object]] = {
         "count": (metadata.get("count"), str(shard.count)),
         "dtype": (metadata.get("dtype"), dtype.name),
         "fingerprint": (metadata.get("fingerprint"), shard.fingerprint),
@@ -172,10 +172,10 @@ def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> 
         "vocab_size": (metadata.get("vocab_size"), str(vocab_size)),
         "tensor": (tensor_found, (f"U{8 * dtype.itemsize}", [shard.count])),
     }
-    for key, (found, expected) in stated.items():
-        if found != expected:
+    for key, (actual, expected) in claims.items():
+        if actual != expected:
             raise ConfigError.one(
-                f"this shard does not belong to the data set: {key} is {found}, "
+                f"this shard does not belong to the data set: {key} is {actual}, "
                 f"dataset.json asks for {expected}",
                 where=str(path),
             )
@@ -262,8 +262,8 @@ class TokenSplit:
         at = start
         while at < stop:
             first, end = int(self.offsets[shard]), min(stop, int(self.offsets[shard + 1]))
-            into = tokens[at - start : end - start].data.cast("B")
-            self.shards[shard].read_bytes(at - first, into)
+            buffer = tokens[at - start : end - start].data.cast("B")
+            self.shards[shard].read_bytes(at - first, buffer)
             at, shard = end, shard + 1
         return tokens
 

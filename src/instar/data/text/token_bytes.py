@@ -20,15 +20,15 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
         return np.array([*(len(c.encode()) for c in tokenizer.characters), 1], dtype=np.int64)
     if not isinstance(tokenizer, BPETokenizer):
         return np.ones(tokenizer.vocab_size, dtype=np.int64)
-    saved = json.loads(tokenizer.to_json())
-    if (saved.get("decoder") or {}).get("type") != "ByteLevel" or saved["model"].get(
+    content = json.loads(tokenizer.to_json())
+    if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get(
         "type"
     ) != "BPE":
         return None
-    added = {each["content"]: each for each in saved.get("added_tokens", ())}
-    found = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    added_tokens = {token["content"]: token for token in content.get("added_tokens", ())}
+    sizes = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for token, number in tokenizer.vocabulary.items():
         # in byte-level BPE, each character of a token is a byte; added tokens are literal text
-        size = len(token) if token not in added else len(token.encode())
-        found[number] = 0 if added.get(token, {}).get("special") else size
-    return found
+        size = len(token) if token not in added_tokens else len(token.encode())
+        sizes[number] = 0 if added_tokens.get(token, {}).get("special") else size
+    return sizes

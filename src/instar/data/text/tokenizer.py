@@ -160,18 +160,18 @@ class BPETokenizer:
 
     kind = "bpe"
 
-    def __init__(self, saved: str) -> None:
+    def __init__(self, text: str) -> None:
         """Parse the JSON. Raises any exception of the parser."""
-        self._saved = saved
-        content = json.loads(saved)
-        self.engine = engine_of(saved, content)
-        added = content.get("added_tokens") or ()
-        self.added = tuple(token["content"] for token in added)
-        self.special = tuple(token["content"] for token in added if token.get("special"))
+        self._text = text
+        content = json.loads(text)
+        self.engine = engine_of(text, content)
+        added_tokens = content.get("added_tokens") or ()
+        self.added_tokens = tuple(token["content"] for token in added_tokens)
+        self.special = tuple(token["content"] for token in added_tokens if token.get("special"))
         before, after = added_to_text(content.get("post_processor"))
         self.before: TokenIds = np.array(before, dtype=np.uint32)
         self.after: TokenIds = np.array(after, dtype=np.uint32)
-        self._end = EndToken(END if self.added == (END,) else None, "no file says it")
+        self._end = EndToken(END if self.added_tokens == (END,) else None, "no file says it")
 
     def with_end(self, end: EndToken) -> BPETokenizer:
         """Return this tokenizer with another end-of-document token."""
@@ -195,7 +195,7 @@ class BPETokenizer:
         around = ""
         if self.before.size or self.after.size or self.end_token not in (None, END):
             around = json.dumps([self.before.tolist(), self.after.tolist(), self.end_token])
-        return xxhash.xxh3_128_hexdigest((self._saved + around).encode())
+        return xxhash.xxh3_128_hexdigest((self._text + around).encode())
 
     @property
     def end_token(self) -> str | None:
@@ -210,7 +210,7 @@ class BPETokenizer:
     def missing_end(self) -> str:
         """Why no end-of-document token is known of a tokenizer with special tokens; empty if one is, or if it
         has no such tokens."""
-        return self._end.missing if self._end.token is None and self.added else ""
+        return self._end.missing if self._end.token is None and self.added_tokens else ""
 
     def encode(self, text: str) -> TokenIds:
         return np.concatenate([self.before, *self.encode_batch([text]), self.after])
@@ -223,7 +223,7 @@ class BPETokenizer:
         return self.engine.decode([int(token) for token in ids])
 
     def to_json(self) -> str:
-        return self._saved
+        return self._text
 
 
 def prompt_tokens(tokenizer: Tokenizer, text: str) -> TokenIds:
@@ -272,17 +272,17 @@ def in_pieces(texts: Iterable[str]) -> Iterator[str]:
     They have at most 2^20 characters and end at a line end where possible. So the tokens of a
     document do not depend on how it is read, and a large one takes little memory.
     """
-    held = ""
+    pending = ""
     for text in texts:
-        held, begin = held + text, 0
-        while len(held) - begin > _PIECE_CHARACTERS:
+        pending, begin = pending + text, 0
+        while len(pending) - begin > _PIECE_CHARACTERS:
             end = begin + _PIECE_CHARACTERS
-            cut = held.rfind("\n", begin, end) + 1 or end
-            yield held[begin:cut]
+            cut = pending.rfind("\n", begin, end) + 1 or end
+            yield pending[begin:cut]
             begin = cut
-        held = held[begin:]
-    if held:
-        yield held
+        pending = pending[begin:]
+    if pending:
+        yield pending
 
 
 def train_char(texts: Iterable[str]) -> CharTokenizer:
@@ -397,28 +397,28 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 def _read(file: Path) -> Tokenizer:
     try:
-        saved = read_regular(file, follow=True)
+        content = read_regular(file, follow=True)
     except FileNotFoundError:
         raise ConfigError.one("there is no tokenizer here", where=str(file)) from None
     except OSError as error:
         raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
     try:
-        tokenizer = parse_tokenizer(saved.decode("utf-8"))
+        tokenizer = parse_tokenizer(content.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError.one(error.problems[0].message, where=str(file)) from None
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
     if not isinstance(tokenizer, BPETokenizer) or tokenizer.end_token is not None:
         return tokenizer
-    end = end_token_of(file.parent, tokenizer.vocabulary, tokenizer.added, follow=True)
+    end = end_token_of(file.parent, tokenizer.vocabulary, tokenizer.added_tokens, follow=True)
     return tokenizer.with_end(end)
 
 
-def parse_tokenizer(saved: str) -> Tokenizer:
+def parse_tokenizer(text: str) -> Tokenizer:
     """Parse a tokenizer.json. Raises any exception of the parser."""
-    match json.loads(saved):
+    match json.loads(text):
         case {"model": dict()}:
-            return BPETokenizer(saved)
+            return BPETokenizer(text)
         case {"format": "instar-tokenizer/1", "kind": "byte"}:
             return ByteTokenizer()
         case {"format": "instar-tokenizer/1", "kind": "char", "characters": str(characters)}:

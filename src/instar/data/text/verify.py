@@ -27,11 +27,11 @@ def verify_tokens(dataset: TokenDataset) -> None:
     if dataset.source.get("kind") == "chat" and dataset.path.name != MARKS:
         verify_tokens(open_dataset(dataset.path / MARKS))
     with progress(f"verifying {dataset.path}") as advance:
-        found = []
+        damages = []
         for shard, tokens in _shards(dataset):
-            found.append(_damage(dataset, shard, tokens))
+            damages.append(_damage(dataset, shard, tokens))
             advance(tokens.nbytes)
-    if problems := [problem for problem in found if problem is not None]:
+    if problems := [problem for problem in damages if problem is not None]:
         raise ConfigError(*problems)
 
 
@@ -46,27 +46,27 @@ def verify_changed(folder: str | Path) -> None:
     dataset = open_dataset(folder)
     if dataset.source.get("kind") == "chat" and dataset.path.name != MARKS:
         verify_changed(dataset.path / MARKS)
-    kept = _kept_in(dataset.path)
-    verified = _verified(kept)
+    cache = _cache_file(dataset.path)
+    stamp_of = _cached_stamps(cache)
     stamps = {shard.file: _stamp(dataset.path, shard) for shard, _ in _shards(dataset, read=False)}
-    changed = {file for file, stamp in stamps.items() if verified.get(file) != stamp}
-    if not changed:
+    files = {file for file, stamp in stamps.items() if stamp_of.get(file) != stamp}
+    if not files:
         return
     problems: list[ConfigProblem] = []
-    total = sum(stamps[file][0] for file in changed)
+    total = sum(stamps[file][0] for file in files)
     with progress(f"verifying {dataset.path}", total) as advance:
-        for shard, tokens in _shards(dataset, only=changed):
+        for shard, tokens in _shards(dataset, only=files):
             problem = _damage(dataset, shard, tokens)
             if problem is None:
-                verified[shard.file] = stamps[shard.file]
+                stamp_of[shard.file] = stamps[shard.file]
             else:
                 problems.append(problem)
             advance(stamps[shard.file][0])
-    if kept is not None:
-        known = {file: verified[file] for file in stamps if file in verified}
+    if cache is not None:
+        valid_stamps = {file: stamp_of[file] for file in stamps if file in stamp_of}
         # on failure the shards are verified again next time
-        with suppress(OSError), atomic_file(kept, durable=False) as aside:
-            aside.write_bytes(msgspec.json.encode(known))
+        with suppress(OSError), atomic_file(cache, durable=False) as temporary:
+            temporary.write_bytes(msgspec.json.encode(valid_stamps))
     if problems:
         raise ConfigError(*problems)
 
@@ -89,13 +89,13 @@ def _shards(
 def _damage(dataset: TokenDataset, shard: Shard, tokens: TokenArray) -> ConfigProblem | None:
     """Return the damage of a shard's tokens, if any."""
     file = str(dataset.path / shard.file)
-    found = xxhash.xxh3_128_hexdigest(tokens.data)
-    if found != shard.fingerprint:
+    fingerprint = xxhash.xxh3_128_hexdigest(tokens.data)
+    if fingerprint != shard.fingerprint:
         return ConfigProblem(
             (),
-            f"the tokens are not those that were written: fingerprint {found}, "
+            f"the tokens are not those that were written: fingerprint {fingerprint}, "
             f"recorded {shard.fingerprint}",
-            f"prepare the data set again: {_again(dataset)}",
+            f"prepare the data set again: {_prepare_command(dataset)}",
             place=file,
         )
     if int(tokens.max()) >= dataset.vocab_size:
@@ -107,12 +107,12 @@ def _damage(dataset: TokenDataset, shard: Shard, tokens: TokenArray) -> ConfigPr
     return None
 
 
-def _again(dataset: TokenDataset) -> str:
+def _prepare_command(dataset: TokenDataset) -> str:
     """Return the command that creates the data set again."""
     facts = ("documents", "bytes", "file_bytes", "python", "resolved")
-    given = {k: v for k, v in dataset.source.items() if v is not None and k not in facts}
-    given = {"path": str(dataset.path)} | given
-    sets = (f"--set {shlex.quote(f'data.{key}={value}')}" for key, value in given.items())
+    settings = {k: v for k, v in dataset.source.items() if v is not None and k not in facts}
+    settings = {"path": str(dataset.path)} | settings
+    sets = (f"--set {shlex.quote(f'data.{key}={value}')}" for key, value in settings.items())
     return f"rm -r {shlex.quote(str(dataset.path))} && instar data prepare {' '.join(sets)}"
 
 
@@ -122,16 +122,16 @@ def _stamp(folder: Path, shard: Shard) -> Stamp:
     return status.st_size, *times, status.st_ino, shard.fingerprint
 
 
-def _kept_in(folder: Path) -> Path | None:
+def _cache_file(folder: Path) -> Path | None:
     home = cache_home("shards")
     name = xxhash.xxh3_128_hexdigest(os.fsencode(folder.resolve()))
     return None if home is None else home / f"{name}.json"
 
 
-def _verified(kept: Path | None) -> dict[str, Stamp]:
-    if kept is None:
+def _cached_stamps(cache: Path | None) -> dict[str, Stamp]:
+    if cache is None:
         return {}
     try:
-        return msgspec.json.decode(read_regular(kept), type=dict[str, Stamp])
+        return msgspec.json.decode(read_regular(cache), type=dict[str, Stamp])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}

@@ -60,7 +60,7 @@ class AnswerEnd:
 
     token: str = ""
     """the special token; empty if there is none"""
-    appended: str = ""
+    suffix: str = ""
     """text up to that token, where a template writes it only with the next message"""
     only_last: str = ""
     """what follows the last answer of a conversation only"""
@@ -98,10 +98,10 @@ class ChatTemplate:
         """
         options = options or {}
         count = len(messages)
-        trained = [number for number, message in enumerate(messages) if _is_trained(message)]
+        targets = [number for number, message in enumerate(messages) if _is_trained(message)]
         if self.marks_answers:
-            ((text, marked),) = self._marked(messages, options, [count])
-            renderings = self._of_messages(messages, options, marked, trained)
+            ((text, answer_spans),) = self._mark(messages, options, [count])
+            renderings = self._of_messages(messages, options, answer_spans, targets)
             return [Rendering(text, renderings, of_template=True)]
         answers = [
             number for number, message in enumerate(messages) if message["role"] == ASSISTANT
@@ -110,8 +110,8 @@ class ChatTemplate:
         throughs = [(number + 1, False) for number in answers]
         *parts, text = self._texts(messages, options, [*prompts, *throughs, (count, False)])
         pairs = zip(parts[: len(answers)], parts[len(answers) :], strict=True)
-        added = dict(zip(answers, pairs, strict=True))
-        if not all(through.startswith(prompt) for prompt, through in added.values()):
+        suffixes = dict(zip(answers, pairs, strict=True))
+        if not all(through.startswith(prompt) for prompt, through in suffixes.values()):
             raise ValueError(
                 "the chat template renders the prompt for an answer otherwise when the answer follows, so that "
                 "the assistant's tokens cannot be told apart; give a data.chat_template with "
@@ -119,24 +119,24 @@ class ChatTemplate:
             )
         last = count - 1
         spans = {}
-        for number, (prompt, through) in added.items():
+        for number, (prompt, through) in suffixes.items():
             stays = through if number == last else through.removesuffix(self.end.only_last)
             if not text.startswith(stays):
-                return [self._alone(*added[number]) for number in trained]
+                return [self._of_answer(*suffixes[number]) for number in targets]
             spans[number] = (len(prompt), len(stays))
         ends = dict(spans)
         for number, (begin, end) in spans.items():
             if number == last:
-                text += self.end.appended
+                text += self.end.suffix
                 ends[number] = (begin, len(text))
-            elif self.end.appended:
+            elif self.end.suffix:
                 first, upto = self._first_token(text[end:])
                 if not text[end : end + first].strip():
                     ends[number] = (begin, end + upto)
-        return [Rendering(text, [ends[number] for number in trained])]
+        return [Rendering(text, [ends[number] for number in targets])]
 
-    def _alone(self, prompt: str, through: str) -> Rendering:
-        text = through + self.end.appended
+    def _of_answer(self, prompt: str, through: str) -> Rendering:
+        text = through + self.end.suffix
         return Rendering(text, [(len(prompt), len(text))])
 
     def _of_messages(
@@ -144,17 +144,17 @@ class ChatTemplate:
         messages: Messages,
         options: Options,
         spans: Spans,
-        trained: list[int],
+        targets: list[int],
     ) -> Spans:
         """Return those of a template's spans that belong to the trained messages."""
         answers = [
             number for number, message in enumerate(messages) if message["role"] == ASSISTANT
         ]
-        if answers == trained:
+        if answers == targets:
             return spans
         if len(spans) == len(answers):
-            return [span for number, span in zip(answers, spans, strict=True) if number in trained]
-        through = self._marked(messages, options, [number + 1 for number in answers])
+            return [span for number, span in zip(answers, spans, strict=True) if number in targets]
+        through = self._mark(messages, options, [number + 1 for number in answers])
         counts = [0, *(len(before) for _, before in through)]  # several of one message
         if counts != sorted(counts) or counts[-1] != len(spans):
             raise ValueError(
@@ -162,9 +162,9 @@ class ChatTemplate:
             )
         first = dict(zip(answers, counts, strict=False))
         last = dict(zip(answers, counts[1:], strict=True))
-        return [span for number in trained for span in spans[first[number] : last[number]]]
+        return [span for number in targets for span in spans[first[number] : last[number]]]
 
-    def opened(self, question: str) -> tuple[str, str]:
+    def around_answer(self, question: str) -> tuple[str, str]:
         """Return the conversation that a user opens, up to the assistant's answer, and the text that ends an
         answer: a special token, if one does.
 
@@ -209,8 +209,10 @@ class ChatTemplate:
                 return AnswerEnd(text=opening.strip(), is_learnt=False)
             return AnswerEnd(opening[begin:end], opening[:end].removeprefix(tail))
         begin, end = self._first_token(tail)
-        alike = map(operator.eq, tail, opening)
-        common = next((n for n, same in enumerate(alike) if not same), min(len(tail), len(opening)))
+        is_equal = map(operator.eq, tail, opening)
+        common = next(
+            (n for n, same in enumerate(is_equal) if not same), min(len(tail), len(opening))
+        )
         for first, last in (*self._places(tail), *self._places(opening)):
             if first < common < last:
                 common = first
@@ -240,9 +242,9 @@ class ChatTemplate:
         if not (self.marks_answers and self.end.token):
             return ""
         messages = [_message("user", _QUESTION), _message(ASSISTANT, _ANSWER)]
-        ((text, spans),) = self._marked(messages, {}, [2])
+        ((text, spans),) = self._mark(messages, {}, [2])
         ending = text[max((end for _, end in spans), default=0) :]
-        if not (self.end.appended or self.end.token in ending):
+        if not (self.end.suffix or self.end.token in ending):
             return ""
         return (
             f"the chat template leaves {self.end.token} out of its {{% generation %}}: the model will not "
@@ -253,15 +255,15 @@ class ChatTemplate:
         self, messages: Messages, options: Options, parts: Sequence[tuple[int, bool]]
     ) -> list[str]:
         """Return the texts of first messages, each with a prompt for an answer if that is said."""
-        return [text for text, _ in self._rendered(messages, options, parts, spans=False)]
+        return [text for text, _ in self._render(messages, options, parts, spans=False)]
 
-    def _marked(
+    def _mark(
         self, messages: Messages, options: Options, counts: Sequence[int]
     ) -> list[tuple[str, Spans]]:
         """Return the texts of first messages, and their places of `{% generation %}`."""
-        return self._rendered(messages, options, [(count, False) for count in counts], spans=True)
+        return self._render(messages, options, [(count, False) for count in counts], spans=True)
 
-    def _rendered(
+    def _render(
         self,
         messages: Messages,
         options: Options,
@@ -275,10 +277,10 @@ class ChatTemplate:
             request = json.dumps({"messages": list(messages), "variables": variables}).encode()
         except (RecursionError, ValueError) as error:
             raise ValueError(f"a chat template cannot be given it: {error}") from error
-        some = max(1, _TEXTS_BYTES // len(request))
-        rendered: list[tuple[str, Spans]] = []
-        for first in range(0, len(parts), some):
-            message = {"ask": "render", "texts": parts[first : first + some], "spans": spans}
+        batch_size = max(1, _TEXTS_BYTES // len(request))
+        renderings: list[tuple[str, Spans]] = []
+        for first in range(0, len(parts), batch_size):
+            message = {"ask": "render", "texts": parts[first : first + batch_size], "spans": spans}
             try:
                 reply, _ = _process(self.text).ask(message, request)
             except RequestFailed as error:
@@ -292,8 +294,8 @@ class ChatTemplate:
             if "refused" in reply:
                 raise ValueError(f"the chat template refuses it: {reply['refused']}")
             places = [[(begin, end) for begin, end in text_spans] for text_spans in reply["spans"]]
-            rendered += zip(reply["texts"], places, strict=True)
-        return rendered
+            renderings += zip(reply["texts"], places, strict=True)
+        return renderings
 
 
 @lru_cache(maxsize=1)
@@ -343,14 +345,14 @@ def template_beside(
         return template(_text(chosen_file, follow=True), chosen_file)
     if (file := folder / "chat_template.jinja").is_file():
         return template(_text(file, follow=follow), file)
-    saved = config.get("chat_template")
-    if isinstance(saved, list):  # of several by name
+    entry = config.get("chat_template")
+    if isinstance(entry, list):  # of several by name
         by_name = {
-            entry.get("name"): entry.get("template") for entry in saved if isinstance(entry, dict)
+            item.get("name"): item.get("template") for item in entry if isinstance(item, dict)
         }
-        saved = by_name.get("default")
-    if isinstance(saved, str):
-        return template(saved, folder / TOKENIZER_CONFIG)
+        entry = by_name.get("default")
+    if isinstance(entry, str):
+        return template(entry, folder / TOKENIZER_CONFIG)
     begin = tokenizer.decode(tokenizer.before.tolist())
     return template(f"{{{{- {json.dumps(begin)} -}}}}\n{PLAIN}" if begin else PLAIN, folder)
 

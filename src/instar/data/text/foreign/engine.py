@@ -54,9 +54,9 @@ class Engine(Protocol):
         ...
 
 
-def engine_of(saved: str, content: dict[str, Any]) -> Engine:
+def engine_of(text: str, content: dict[str, Any]) -> Engine:
     """Return an engine for a tokenizer's JSON, which is also given parsed. Raises Exception if it is none."""
-    return Local(saved) if is_harmless(content) else _limited(saved)
+    return Local(text) if is_harmless(content) else _limited_engine(text)
 
 
 def is_harmless(content: dict[str, Any]) -> bool:
@@ -86,9 +86,9 @@ def _is_plain(token: Any) -> bool:
 class Local:
     """An engine in this process."""
 
-    def __init__(self, saved: str) -> None:
+    def __init__(self, text: str) -> None:
         """Parse the JSON. Raises any exception of the parser."""
-        self._fast = tokenizers.Tokenizer.from_str(saved)
+        self._fast = tokenizers.Tokenizer.from_str(text)
         self._fast.no_truncation()
         self._fast.no_padding()
         self._fast.post_processor = None  # one that trims offsets leaves whitespace without a place
@@ -97,16 +97,16 @@ class Local:
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         with self._lock:
             self._fast.encode_special_tokens = True
-            encoded = self._fast.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
+            encodings = self._fast.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def parse(self, texts: Sequence[str]) -> list[tuple[TokenIds, Places]]:
         with self._lock:
             self._fast.encode_special_tokens = False
-            encoded = self._fast.encode_batch(texts, add_special_tokens=False)
+            encodings = self._fast.encode_batch(texts, add_special_tokens=False)
         return [
             (np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2))
-            for encoding in encoded
+            for encoding in encodings
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -121,19 +121,19 @@ class Local:
 class Limited:
     """An engine in a process with limits."""
 
-    def __init__(self, saved: str, limit_s: int = LIMIT_S) -> None:
+    def __init__(self, text: str, limit_s: int = LIMIT_S) -> None:
         """Load the JSON. Raises ConfigError if that fails."""
-        self.process = LimitedProcess("tokenizer", saved.encode("utf-8", "replace"), limit_s)
+        self.process = LimitedProcess("tokenizer", text.encode("utf-8", "replace"), limit_s)
         try:
             self.process.start()
         except RequestFailed as error:
-            raise _failed("load", str(error)) from None
+            raise _failure("load", str(error)) from None
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
-        return [ids for some in _in_requests(texts) for ids in self._rows("encode", some)]
+        return [ids for batch in _in_requests(texts) for ids in self._rows("encode", batch)]
 
     def parse(self, texts: Sequence[str]) -> list[tuple[TokenIds, Places]]:
-        rows = [row for some in _in_requests(texts) for row in self._rows("parse", some)]
+        rows = [row for batch in _in_requests(texts) for row in self._rows("parse", batch)]
         return [
             (row[: row.size // 3], row[row.size // 3 :].astype(np.int64).reshape(-1, 2))
             for row in rows
@@ -151,39 +151,39 @@ class Limited:
         return ids
 
     def _rows(self, ask: str, texts: Sequence[bytes]) -> list[TokenIds]:
-        reply, packed = self._ask({"ask": ask, "sizes": [*map(len, texts)]}, b"".join(texts))
-        return np.split(np.frombuffer(packed, dtype=np.uint32), np.cumsum(reply["counts"])[:-1])
+        reply, content = self._ask({"ask": ask, "sizes": [*map(len, texts)]}, b"".join(texts))
+        return np.split(np.frombuffer(content, dtype=np.uint32), np.cumsum(reply["counts"])[:-1])
 
     def _ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
         try:
             return self.process.ask(request, content)
         except RequestFailed as error:
-            raise _failed(request["ask"], str(error)) from None
+            raise _failure(request["ask"], str(error)) from None
 
 
 @lru_cache(maxsize=8)
-def _limited(saved: str) -> Limited:
-    return Limited(saved)
+def _limited_engine(text: str) -> Limited:
+    return Limited(text)
 
 
 _TASKS = {"load": "loaded", "vocabulary": "read", "decode": "used to decode tokens"}
 
 
-def _failed(ask: str, reason: str) -> ConfigError:
+def _failure(ask: str, reason: str) -> ConfigError:
     what = _TASKS.get(ask, "used to encode text")
     return ConfigError.one(f"the tokenizer cannot be {what}: {reason}", where="data.tokenizer")
 
 
 def _in_requests(texts: Sequence[str]) -> Iterator[list[bytes]]:
     """Split texts, as UTF-8, into requests of a bounded size; a longer text is one of its own."""
-    some: list[bytes] = []
+    batch: list[bytes] = []
     size = 0
     for text in texts:
         content = text.encode()
-        if some and size + len(content) > _REQUEST_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(content)
+        if batch and size + len(content) > _REQUEST_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(content)
         size += len(content)
-    if some:
-        yield some
+    if batch:
+        yield batch

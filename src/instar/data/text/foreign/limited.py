@@ -39,14 +39,14 @@ class LimitedProcess:
     def ask(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
         """Return the reply to a request. Raises RequestFailed if there is none."""
         with self._lock:
-            return self._exchange(self._started(), request, content)
+            return self._exchange(self._start(), request, content)
 
     def start(self) -> None:
         """Load the content, unless that is done. Raises RequestFailed if it cannot be loaded."""
         with self._lock:
-            self._started()
+            self._start()
 
-    def _started(self) -> AnsweringProcess:
+    def _start(self) -> AnsweringProcess:
         process = self._process
         if process is None or process.is_inherited:
             process = AnsweringProcess(

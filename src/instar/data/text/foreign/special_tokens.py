@@ -52,27 +52,26 @@ def special_tokens(folder: Path, *, follow: bool) -> dict[str, str]:
 
 
 def end_token_of(
-    folder: Path, vocabulary: Mapping[str, int], added: Iterable[str], *, follow: bool
+    folder: Path, vocabulary: Mapping[str, int], added_tokens: Iterable[str], *, follow: bool
 ) -> EndToken:
     """Return the end-of-document token: the one that was read before, `eos_token` of the tokenizer's files, or
     else the token of the first `eos_token_id` of generation_config.json or config.json.
 
     Args:
         vocabulary: the ids of all tokens.
-        added: the tokenizer's added tokens, of which an `eos_token_id` must be one: configs have defaults.
+        added_tokens: the tokenizer's added tokens, of which an `eos_token_id` must be one: configs have defaults.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    saved = read_json_file(folder / END_FILE, follow=follow).get("eos_token")
-    token = (
-        saved if isinstance(saved, str) else special_tokens(folder, follow=follow).get("eos_token")
-    )
+    token = read_json_file(folder / END_FILE, follow=follow).get("eos_token")
+    if not isinstance(token, str):
+        token = special_tokens(folder, follow=follow).get("eos_token")
     if token is not None:
         if token in vocabulary:
             return EndToken(token)
         return EndToken(missing=f"the eos_token {token!r} beside it is not in its vocabulary")
-    texts = {vocabulary[text]: text for text in added if text in vocabulary}
+    texts = {vocabulary[text]: text for text in added_tokens if text in vocabulary}
     for name in _EOS_IDS:
         ids = read_json_file(folder / name, follow=follow).get("eos_token_id")
         number = ids[0] if isinstance(ids, list) and ids else ids

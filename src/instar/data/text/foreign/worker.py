@@ -62,13 +62,13 @@ def serve_limited(connection: socket.socket, kind: str, limit_s: int) -> None:
         os._exit(0)
 
 
-def _template(saved: bytes) -> Answer:
+def _template(text: bytes) -> Answer:
     """Return what renders conversations with this template, as transformers does.
 
     Of the first `count` messages of each of `texts`, with a prompt for an answer if that is asked; `spans` are
     the places of `{% generation %}` in each text.
     """
-    template = saved.decode("utf-8", "surrogatepass")
+    template = text.decode("utf-8", "surrogatepass")
 
     def answer(request: dict[str, Any], content: bytes) -> Reply:
         try:
@@ -82,7 +82,7 @@ def _template(saved: bytes) -> Answer:
             if prompt:
                 more["add_generation_prompt"] = True
             try:
-                rendered: Any = render_jinja_template(
+                renderings: Any = render_jinja_template(
                     conversations=[conversation["messages"][:count]],
                     chat_template=template,
                     **{**conversation["variables"], **more},
@@ -93,8 +93,8 @@ def _template(saved: bytes) -> Answer:
                 return {"missing": str(error)}, b""
             except Exception as error:  # whatever jinja2 makes of it
                 return {"refused": str(error)}, b""
-            texts.append(str(rendered[0][0]))
-            spans.append(rendered[1][0] if request["spans"] else [])
+            texts.append(str(renderings[0][0]))
+            spans.append(renderings[1][0] if request["spans"] else [])
             if len(texts[-1]) > _TEXT_BYTES + _TEXT_PER_BYTE * len(content):
                 return {"error": f"it makes a text of {len(texts[-1]):,} characters"}, b""
         return {"texts": texts, "spans": spans}, b""
@@ -102,17 +102,17 @@ def _template(saved: bytes) -> Answer:
     return answer
 
 
-def _tokenizer(saved: bytes) -> Answer:
+def _tokenizer(text: bytes) -> Answer:
     from tokenizers import Tokenizer
 
-    tokenizer: Any = Tokenizer.from_str(saved.decode())
+    tokenizer: Any = Tokenizer.from_str(text.decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.post_processor = None  # what it adds is added elsewhere
-    return partial(_answered, tokenizer)
+    return partial(_tokens_reply, tokenizer)
 
 
-def _answered(tokenizer: Any, request: dict[str, Any], content: bytes) -> Reply:
+def _tokens_reply(tokenizer: Any, request: dict[str, Any], content: bytes) -> Reply:
     match request["ask"]:
         case "vocabulary":
             return {}, json.dumps(tokenizer.get_vocab(with_added_tokens=True)).encode()
@@ -125,13 +125,13 @@ def _answered(tokenizer: Any, request: dict[str, Any], content: bytes) -> Reply:
         at += size
     tokenizer.encode_special_tokens = request["ask"] == "encode"
     if request["ask"] == "encode":
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        rows = [array.array("I", encoding.ids) for encoding in encoded]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        rows = [array.array("I", encoding.ids) for encoding in encodings]
     else:
-        encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         rows = [
             array.array("I", encoding.ids) + array.array("I", chain(*encoding.offsets))
-            for encoding in encoded
+            for encoding in encodings
         ]
     return {"counts": [*map(len, rows)]}, b"".join(rows)
 

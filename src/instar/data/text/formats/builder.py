@@ -60,12 +60,12 @@ def open_builder(data: DataConfig, *, streams: bool = False) -> Any:
         return _of_files({_SPLIT: files}, data, {}, streams=streams)
     # `datasets` reads a format's name, e.g. "csv", as all such files in the current folder
     if data.source in library().packaged_modules._PACKAGED_DATASETS_MODULES:
-        raise _nothing(data.source)
+        raise _no_rows(data.source)
     load = library().load_dataset_builder
     builder = load(data.source, data.subset)
     if Path(data.source).is_dir() and (splits := _files_of(builder)):
-        asked = check_split(splits, data)
-        splits = {name: files for name, files in splits.items() if {name, "all"} & asked}
+        names = check_split(splits, data)
+        splits = {name: files for name, files in splits.items() if {name, "all"} & names}
         return _of_files(splits, data, _settings(builder.config), streams=streams)
     check_split(builder.info.splits or builder.config.data_files or (), data)
     for format_name, options in {**_OPTIONS, "parquet": {"batch_size": _PARQUET_ROWS}}.items():
@@ -79,17 +79,17 @@ def is_saved(source: str) -> bool:
     return any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def check_split(known: Iterable[Any], data: DataConfig) -> set[str]:
+def check_split(existing: Iterable[Any], data: DataConfig) -> set[str]:
     """Return the names in `data.source_split`; splits may be sliced, "train[:10%]", and added, "a+b".
 
     Raises:
         ConfigError: there are others only.
     """
-    names = [str(name) for name in known]
-    asked = {re.sub(r"\[.*", "", part).strip() for part in data.source_split.split("+")}
-    if names and not asked <= {*names, "all"}:
+    names = [str(name) for name in existing]
+    split_names = {re.sub(r"\[.*", "", part).strip() for part in data.source_split.split("+")}
+    if names and not split_names <= {*names, "all"}:
         raise no_split(names, data)
-    return asked
+    return split_names
 
 
 def no_split(names: Iterable[Any], data: DataConfig) -> ConfigError:
@@ -204,8 +204,8 @@ def _check_parquet(files: Sequence[Path], data: DataConfig) -> None:
     import pyarrow.parquet as pq
 
     for file in files:
-        with open_regular(file, follow=True) as opened:
-            schema = pq.read_schema(opened)
+        with open_regular(file, follow=True) as stream:
+            schema = pq.read_schema(stream)
         check_schema(schema, data, str(file))
 
 
@@ -223,11 +223,11 @@ def _as_text(name: str, table: pa.Table) -> pa.Table:
 
 def _check_first_row(files: Sequence[Path], data: DataConfig) -> None:
     """Raise ConfigError unless the first row of JSON files has what the config names."""
-    found = next(((file, *row) for file in files for row in json_rows(file)), None)
-    if found is None:
+    first_row = next(((file, *row) for file in files for row in json_rows(file)), None)
+    if first_row is None:
         raise at_source(f"{data.source} is empty")
     ids = data.tokens_field is not None
-    field_value(*found, data.tokens_field or data.text_field, ids=ids)
+    field_value(*first_row, data.tokens_field or data.text_field, ids=ids)
 
 
 def _json_tables(
@@ -244,8 +244,8 @@ def _json_tables(
         file = Path(name)
         values = (field_value(file, *row, field, ids=ids) for row in json_rows(file))
         number = 0
-        while some := [*islice(values, _PARQUET_ROWS)]:
-            yield Key(shard, number), pa.table({field: pa.array(some, kind)})
+        while batch := [*islice(values, _PARQUET_ROWS)]:
+            yield Key(shard, number), pa.table({field: pa.array(batch, kind)})
             number += 1
 
 
@@ -264,11 +264,11 @@ def _files(source: str) -> list[Path]:
             raise at_source(f"no file matches {source}")
         return files
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source) or suffix_of(path) in FORMATS:
-        raise _nothing(source)
+        raise _no_rows(source)
     return []
 
 
-def _nothing(source: str) -> ConfigError:
+def _no_rows(source: str) -> ConfigError:
     return at_source(
         f"there is no file or folder {source}", "give a path, a glob, or a name on the hub"
     )

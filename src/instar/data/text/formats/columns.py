@@ -28,32 +28,32 @@ def check_schema(schema: pa.Schema, data: DataConfig, place: str) -> None:
             "data.tokens_field",
             key=key,
         )
-    found = schema.field(name).type
-    if not (is_text(found) if data.tokens_field is None else is_ids(found)):
-        wanted = "text" if data.tokens_field is None else "lists of token ids"
+    dtype = schema.field(name).type
+    if not (is_text(dtype) if data.tokens_field is None else is_ids(dtype)):
+        expected = "text" if data.tokens_field is None else "lists of token ids"
         raise ConfigError.one(
-            f"the column {name!r} of {place} holds {found}, not {wanted}",
+            f"the column {name!r} of {place} holds {dtype}, not {expected}",
             where=key,
             hint="name another column",
             key=key,
         )
 
 
-def is_text(found: pa.DataType) -> bool:
+def is_text(dtype: pa.DataType) -> bool:
     import pyarrow as pa
 
-    if pa.types.is_dictionary(found):
-        found = found.value_type
+    if pa.types.is_dictionary(dtype):
+        dtype = dtype.value_type
     of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     of_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-    return any(is_kind(found) for is_kind in (*of_text, *of_bytes))
+    return any(is_kind(dtype) for is_kind in (*of_text, *of_bytes))
 
 
-def is_ids(found: pa.DataType) -> bool:
+def is_ids(dtype: pa.DataType) -> bool:
     import pyarrow as pa
 
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_list(found) for is_list in lists) and pa.types.is_integer(found.value_type)
+    return any(is_list(dtype) for is_list in lists) and pa.types.is_integer(dtype.value_type)
 
 
 def other_columns(error: BaseException, place: str) -> ConfigError | None:

@@ -38,7 +38,7 @@ def json_rows(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     try:
         with open_source(path) as file:
-            for number, row in _rows(path, _unpacked(path, file)):
+            for number, row in _rows(path, _unpack(path, file)):
                 try:
                     yield number, of_bounded_depth(row)
                 except TooDeep as error:
@@ -52,13 +52,13 @@ def row_of(path: Path, number: int, row: bytes) -> dict[str, Any]:
     """Return a row as an object. Raises ConfigError, naming its place, if it is none."""
     where = f"{path}:{number}"
     try:
-        found: Any = msgspec.json.decode(row)
+        content: Any = msgspec.json.decode(row)
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError.one(f"this line is not JSON: {error}", where=where) from None
-    if not isinstance(found, dict):
-        kind = type(found).__name__
+    if not isinstance(content, dict):
+        kind = type(content).__name__
         raise ConfigError.one(f"this line is not a JSON object but a {kind}", where=where)
-    return found
+    return content
 
 
 def field_value(path: Path, number: int, row: bytes, field: str, *, ids: bool = False) -> Any:
@@ -67,18 +67,18 @@ def field_value(path: Path, number: int, row: bytes, field: str, *, ids: bool = 
     Raises:
         ConfigError: the row has none; names its place.
     """
-    found = row_of(path, number, row)
-    value = found.get(field)
-    if field in found and value is None and not ids:
+    content = row_of(path, number, row)
+    value = content.get(field)
+    if field in content and value is None and not ids:
         return ""
-    is_list = isinstance(value, list) and all(type(each) is int for each in value)
+    is_list = isinstance(value, list) and all(type(element) is int for element in value)
     if is_list if ids else isinstance(value, str):
         return value
-    keys = ", ".join(map(str, found)) or "none"
-    wanted, key = (
+    keys = ", ".join(map(str, content)) or "none"
+    expected, key = (
         ("a list of token ids", "data.tokens_field") if ids else ("text", "data.text_field")
     )
-    what = f"is not {wanted}" if field in found else f"is missing (keys: {keys})"
+    what = f"is not {expected}" if field in content else f"is missing (keys: {keys})"
     raise ConfigError.one(
         f"the field {field!r} {what}",
         where=f"{path}:{number}",
@@ -87,7 +87,7 @@ def field_value(path: Path, number: int, row: bytes, field: str, *, ids: bool = 
     )
 
 
-def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
+def _unpack(path: Path, file: IO[bytes]) -> IO[bytes]:
     match path.suffix.lower():
         case ".gz":
             return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
@@ -129,10 +129,10 @@ def _rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def _of_array(path: Path, content: bytes) -> Iterator[tuple[int, bytes]]:
     try:
-        found = msgspec.json.decode(of_bounded_depth(content), type=list[msgspec.Raw])
+        elements = msgspec.json.decode(of_bounded_depth(content), type=list[msgspec.Raw])
     except (msgspec.DecodeError, ValueError) as error:
         raise _no_rows(path, str(error)) from None
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(elements, 1):
         yield number, bytes(row)
 
 

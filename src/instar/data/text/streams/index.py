@@ -82,19 +82,19 @@ def count_lanes(
         ConfigError: the stream cannot be read or has no samples.
     """
     tokens = _open_tokens(data, folder)
-    if _known(tokens, data, folder, sizes=True) is not None:
+    if _stored_record(tokens, data, folder, sizes=True) is not None:
         return
     workers = min(data.workers, tokens.lanes)
     how = f"in {workers} processes" if workers else "in this process; data.workers makes it faster"
     say(f"counting {data.source}: read once to the end, {tokens.lanes} lanes, {how}")
     try:
-        counts = _counted(tokens, data, folder, workers, say)
+        counts = _count(tokens, data, folder, workers, say)
     except ConfigError:
         raise
     except Exception as error:  # parsers raise any type
-        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        reason = "; ".join([str(error), *getattr(error, "__notes__", ())])
         raise ConfigError.one(
-            f"{data.source} cannot be read to its end: {said}",
+            f"{data.source} cannot be read to its end: {reason}",
             where="data.source",
             key="data.source",
         ) from error
@@ -110,7 +110,7 @@ def count_lanes(
 
 
 def open_stream(
-    data: DataConfig, folder: Path, context: int, seed: int, *, counted: bool
+    data: DataConfig, folder: Path, context: int, seed: int, *, use_sizes: bool
 ) -> tuple[StreamSource | OpenStreamSource, LaneOrder]:
     """Open the samples of a stream and their order; the caller closes the source.
 
@@ -125,23 +125,23 @@ def open_stream(
     tokens = _open_tokens(data, folder)
     stream = _cut(tokens, data, context)
     window = 1 if data.order == "sequential" else data.shuffle_window
-    known = _known(tokens, data, folder, sizes=counted)
-    if known is None and counted:
+    record = _stored_record(tokens, data, folder, sizes=use_sizes)
+    if record is None and use_sizes:
         raise ConfigError.one(
             f"the lanes of {data.source} were not counted, or it has changed since",
             where=str(folder / LANES_FILE),
             hint="count them first, or use data.strategy: dispatched, which needs no counts",
             key="data.strategy",
         )
-    counts = [None] * tokens.lanes if known is None else known.counts
+    counts = [None] * tokens.lanes if record is None else record.counts
     sample_bytes = (context + 1) * tokens.dtype.itemsize
     keep = max(2 * window, _KEPT_BYTES // (tokens.lanes * sample_bytes))
     lanes = _lanes(stream, data, folder, max(1, _AHEAD_BYTES // sample_bytes))
     samples = LaneSamples(stream, lanes, counts, keep, window)
     lengths = [samples.length(lane) for lane in range(tokens.lanes)]
     order = LaneOrder(lengths, seed, window)
-    if known is not None and counted:
-        return StreamSource(samples, _weights(known, folder, context)), order
+    if record is not None and use_sizes:
+        return StreamSource(samples, _weights(record, folder, context)), order
     return OpenStreamSource(samples, order, partial(_keep, tokens, data, folder)), order
 
 
@@ -155,7 +155,7 @@ def _cut(tokens: TokenLanes, data: DataConfig, context: int) -> PackedStream | D
 
 
 def _lanes(
-    stream: PackedStream | DocumentStream, data: DataConfig, folder: Path, ahead: int
+    stream: PackedStream | DocumentStream, data: DataConfig, folder: Path, fetch_ahead: int
 ) -> Lanes:
     number = min(data.workers, stream.lanes)
     if not number:
@@ -164,13 +164,13 @@ def _lanes(
 
     def close() -> None:
         with suppress(WorkerLost):  # closed already, or dead
-            wait([workers.call(each, "close") for each in range(number)], _SAVING_S)
+            wait([workers.call(number, "close") for number in range(number)], _SAVING_S)
         workers.close()
 
     return HostedLanes(
         lambda lane, begin, count: workers.call(lane % number, "fetch", lane, begin, count),
         close,
-        ahead,
+        fetch_ahead,
     )
 
 
@@ -185,27 +185,27 @@ def _worker(data: DataConfig, folder: Path, context: int) -> LaneReader:
     return _reader(_cut(_open_tokens(data, folder), data, context), folder)
 
 
-def _counted(
+def _count(
     tokens: TokenLanes, data: DataConfig, folder: Path, workers: int, say: Callable[[str], None]
 ) -> list[int | NDArray[np.uint32]]:
     began = time.monotonic()
     counts: list[int | NDArray[np.uint32]] = []
 
-    def told(lane: int, count: int | NDArray[np.uint32]) -> None:
+    def report(lane: int, count: int | NDArray[np.uint32]) -> None:
         counts.append(count)
-        many = f"{count:,} tokens" if isinstance(count, int) else f"{count.size:,} documents"
-        say(f"lane {lane}: {many}, after {time.monotonic() - began:.1f} s")
+        amount = f"{count:,} tokens" if isinstance(count, int) else f"{count.size:,} documents"
+        say(f"lane {lane}: {amount}, after {time.monotonic() - began:.1f} s")
 
     context = 1  # counts do not depend on it
     if not workers:
         reader = _reader(_cut(tokens, data, context), folder)
         for lane in tracked(range(tokens.lanes), "counting", "lanes", tokens.lanes):
-            told(lane, reader.count(lane))
+            report(lane, reader.count(lane))
         return counts
     with Workers(partial(_worker, data, folder, context), workers) as hosts:
         coming = [hosts.call(lane % workers, "count", lane) for lane in range(tokens.lanes)]
         for lane, future in enumerate(tracked(coming, "counting", "lanes", tokens.lanes)):
-            told(lane, future.result())
+            report(lane, future.result())
     return counts
 
 
@@ -215,7 +215,7 @@ def _keep(tokens: TokenLanes, data: DataConfig, folder: Path, counts: Sequence[i
     replace_file(folder / LANES_FILE, content + b"\n")
 
 
-def _known(
+def _stored_record(
     tokens: TokenLanes, data: DataConfig, folder: Path, *, sizes: bool
 ) -> LanesRecord | None:
     """Return the stored counts of this stream; with `sizes`, require document sizes if unpacked.
@@ -240,16 +240,16 @@ def _known(
         return None
     if sizes and not record.packing:
         try:
-            with safetensors.safe_open(folder / SIZES_FILE, framework="numpy") as opened:
-                found = (opened.metadata() or {}).get("fingerprint")
+            with safetensors.safe_open(folder / SIZES_FILE, framework="numpy") as reader:
+                fingerprint = (reader.metadata() or {}).get("fingerprint")
         except (OSError, safetensors.SafetensorError):
             return None
-        return record if found == tokens.fingerprint else None
+        return record if fingerprint == tokens.fingerprint else None
     return record
 
 
-def _weights(known: LanesRecord, folder: Path, context: int) -> list[LaneWeights]:
-    if known.packing:
-        return [PackedLane(count, context) for count in known.counts]
+def _weights(record: LanesRecord, folder: Path, context: int) -> list[LaneWeights]:
+    if record.packing:
+        return [PackedLane(count, context) for count in record.counts]
     sizes = safetensors.numpy.load_file(folder / SIZES_FILE)
-    return [DocumentLane(sizes[f"sizes-{lane}"], context) for lane in range(len(known.counts))]
+    return [DocumentLane(sizes[f"sizes-{lane}"], context) for lane in range(len(record.counts))]

@@ -102,7 +102,7 @@ class RowLanes:
                 batches = self._of_tables(rows, place, row)
             else:
                 values = _values(islice(rows, row, None), self._field, place, row, ids=self._ids)
-                batches = collected(values, ids=self._ids)
+                batches = collect_items(values, ids=self._ids)
             for batch in batches:
                 yield part, row, batch
                 row += len(batch)
@@ -125,25 +125,25 @@ class RowLanes:
         self, rows: datasets.IterableDataset, place: Callable[[int], str], row: int
     ) -> Iterator[Items]:
         """Yield a part's items from a row on; the rows before it are skipped as tables."""
-        passed = 0
+        first_row = 0
         try:
             for table in rows.with_format("arrow").iter(batch_size=_ROWS):
                 if self._field not in table.column_names:
-                    raise _no_field(place(passed), self._field, table.column_names)
+                    raise _no_field(place(first_row), self._field, table.column_names)
                 for column in table.column(self._field).chunks:
-                    skipped = min(max(row - passed, 0), len(column))
-                    passed += skipped
-                    yield from self._of_column(place, passed, column.slice(skipped))
-                    passed += len(column) - skipped
+                    offset = min(max(row - first_row, 0), len(column))
+                    first_row += offset
+                    yield from self._of_column(place, first_row, column.slice(offset))
+                    first_row += len(column) - offset
         except ConfigError as error:
             (problem,) = error.problems
             if problem.place:
                 raise
-            raise ConfigError(replace(problem, place=place(passed))) from None
+            raise ConfigError(replace(problem, place=place(first_row))) from None
         except Exception as error:
-            if differs := other_columns(error, place(passed)):
+            if differs := other_columns(error, place(first_row)):
                 raise differs from None
-            error.add_note(f"while reading {place(passed)} and what follows")
+            error.add_note(f"while reading {place(first_row)} and what follows")
             raise
 
     def _of_column(
@@ -156,20 +156,20 @@ class RowLanes:
             column = column.cast(pa.string())
         if not self._ids and is_text(column.type):
             column = column.cast(pa.large_string()).fill_null("")
-        whole = _before_null(column)
-        if whole:
+        count = _before_null(column)
+        if count:
             if not (is_ids if self._ids else is_text)(column.type):
                 raise _strange(place(first), self._field, str(column.type), self._ids)
-            values = column.slice(0, whole)
+            values = column.slice(0, count)
             if not self._ids:
                 yield values.to_pylist()
             else:
-                ids = _ragged(values)
-                whole = len(ids)
+                ids = _ragged_ids(values)
+                count = len(ids)
                 yield ids
-        if whole < len(column):
-            found = "nothing" if column[whole].as_py() is None else "a list with nothing in it"
-            raise _strange(place(first + whole), self._field, found, self._ids)
+        if count < len(column):
+            content = "nothing" if column[count].as_py() is None else "a list with nothing in it"
+            raise _strange(place(first + count), self._field, content, self._ids)
 
 
 class FunctionLane:
@@ -187,25 +187,25 @@ class FunctionLane:
         self.fingerprint = _fingerprint("python", name, [], field, ids, 1)
 
     def open(self, lane: int, part: int = 0, row: int = 0) -> Iterator[tuple[int, int, Items]]:
-        made = self._function()
+        iterable = self._function()
         try:
-            iterator = iter(made)
+            iterator = iter(iterable)
         except TypeError:
             raise self._unfit(
-                f"returned an object of type {type(made).__name__}, which is not iterable"
+                f"returned an object of type {type(iterable).__name__}, which is not iterable"
             ) from None
-        if iterator is made and made is self._last:
+        if iterator is iterable and iterable is self._last:
             raise self._unfit("returned the same iterator again, which is used up")
-        self._last = made
+        self._last = iterable
         place = partial(self.place, lane, part)
         values = _values(islice(iterator, row, None), self._field, place, row, ids=self._ids)
         try:
-            for batch in collected(values, ids=self._ids):
+            for batch in collect_items(values, ids=self._ids):
                 yield part, row, batch
                 row += len(batch)
         finally:
-            if iterator is made and hasattr(made, "close"):
-                made.close()
+            if iterator is iterable and hasattr(iterable, "close"):
+                iterable.close()
 
     def place(self, lane: int, part: int, row: int) -> str:  # noqa: ARG002
         return f"{self._name}, item {row}"
@@ -255,7 +255,7 @@ def item_value(
     raise _strange(place(), field, "nothing" if item is None else type(item).__name__, ids)
 
 
-def collected(values: Iterator[str | NDArray[np.int64]], *, ids: bool) -> Iterator[Items]:
+def collect_items(values: Iterator[str | NDArray[np.int64]], *, ids: bool) -> Iterator[Items]:
     """Yield batches of values; small ones if values arrive slowly. An exception of `values` is
     raised after the values before it."""
     failure: Exception | None = None
@@ -275,7 +275,7 @@ def collected(values: Iterator[str | NDArray[np.int64]], *, ids: bool) -> Iterat
                 break
             size += len(batch[-1])
         if batch and ids:
-            ends = np.cumsum([0, *(len(one) for one in batch)], dtype=np.int64)
+            ends = np.cumsum([0, *(len(item) for item in batch)], dtype=np.int64)
             yield Ragged(np.concatenate(batch), ends)
         elif batch:
             yield batch
@@ -283,7 +283,7 @@ def collected(values: Iterator[str | NDArray[np.int64]], *, ids: bool) -> Iterat
         raise failure
 
 
-def _ragged(lists: pa.Array) -> Ragged:
+def _ragged_ids(lists: pa.Array) -> Ragged:
     """Convert lists without a copy, up to the first that contains a null."""
     import pyarrow as pa
 
@@ -293,11 +293,11 @@ def _ragged(lists: pa.Array) -> Ragged:
     else:
         offsets = lists.offsets.to_numpy().astype(np.int64)
         offsets -= offsets[0]
-    whole = len(lists)
+    rows = len(lists)
     if flat.null_count:
-        whole = int(np.searchsorted(offsets, _before_null(flat), side="right")) - 1
-    count = int(offsets[whole])
-    return Ragged(flat.slice(0, count).to_numpy(zero_copy_only=True), offsets[: whole + 1])
+        rows = int(np.searchsorted(offsets, _before_null(flat), side="right")) - 1
+    count = int(offsets[rows])
+    return Ragged(flat.slice(0, count).to_numpy(zero_copy_only=True), offsets[: rows + 1])
 
 
 def _before_null(column: pa.Array) -> int:
@@ -310,9 +310,9 @@ def _before_null(column: pa.Array) -> int:
 def _check_unshuffled(rows: datasets.IterableDataset, name: str) -> None:
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
 
-    shuffled = any(isinstance(each, BufferShuffledExamplesIterable) for each in _within(rows))
-    if shuffled or rows.epoch or rows._distributed is not None:
-        what = "shuffled" if shuffled or rows.epoch else "shared out among nodes"
+    is_shuffled = any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _within(rows))
+    if is_shuffled or rows.epoch or rows._distributed is not None:
+        what = "shuffled" if is_shuffled or rows.epoch else "shared out among nodes"
         raise ConfigError.one(
             f"{name} is already {what}; a resumed run would lose rows and repeat others",
             where="data.source",
@@ -352,8 +352,8 @@ def _fingerprint(*identity: Any) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(identity))
 
 
-def _no_field(where: str, field: str, found: Iterable[Any]) -> ConfigError:
-    fields = ", ".join(map(str, found)) or "none"
+def _no_field(where: str, field: str, names: Iterable[Any]) -> ConfigError:
+    fields = ", ".join(map(str, names)) or "none"
     return ConfigError.one(
         f"there is no field {field!r} (fields: {fields})",
         where=where,
@@ -362,11 +362,11 @@ def _no_field(where: str, field: str, found: Iterable[Any]) -> ConfigError:
     )
 
 
-def _strange(where: str, field: str, found: str, ids: bool) -> ConfigError:
-    wanted = "a list of token ids" if ids else "text"
+def _strange(where: str, field: str, kind: str, ids: bool) -> ConfigError:
+    expected = "a list of token ids" if ids else "text"
     key = "data.tokens_field" if ids else "data.text_field"
     return ConfigError.one(
-        f"{field!r} is {found}, not {wanted}",
+        f"{field!r} is {kind}, not {expected}",
         where=where,
         hint=f"{key} names the field of {'token ids' if ids else 'the text'}",
         key=key,

@@ -92,7 +92,7 @@ class LaneReader:
     def count(self, lane: int) -> int | NDArray[np.uint32]:
         """Return `SampleStream.measure` of a lane, and save its seek points."""
         self._points.begin(lane, START)
-        with progress(f"counting lane {lane}", unit=self._stream.counted) as advance:
+        with progress(f"counting lane {lane}", unit=self._stream.unit) as advance:
             before = 0
 
             def note(point: SeekPoint) -> None:
@@ -163,28 +163,30 @@ class HostedLanes:
         self,
         ask: Callable[[int, int, int], Future[Chunk]],
         close: Callable[[], None],
-        ahead: int,
+        fetch_ahead: int,
     ) -> None:
-        self._ask, self._close, self._ahead = ask, close, ahead
-        self._held: dict[int, _Ahead] = {}
+        self._ask, self._close, self._fetch_ahead = ask, close, fetch_ahead
+        self._read_ahead: dict[int, _Ahead] = {}
 
     def expect(self, lane: int, begin: int, count: int) -> None:
-        if lane not in self._held or self._held[lane].first != begin:
-            self._held[lane] = _Ahead(begin, self._ask(lane, begin, count))
+        if lane not in self._read_ahead or self._read_ahead[lane].first != begin:
+            self._read_ahead[lane] = _Ahead(begin, self._ask(lane, begin, count))
 
     def fetch(self, lane: int, begin: int, count: int) -> Chunk:
         self.expect(lane, begin, count)
-        held = self._held[lane]
-        while len(held.samples) < count and held.end is None:
-            chunk = held.coming.result()
-            held.samples += chunk.samples
-            held.end = chunk.end
-            if held.end is None:
-                held.coming = self._ask(lane, held.first + len(held.samples), self._ahead)
-        taken, held.samples = held.samples[:count], held.samples[count:]
-        held.first += len(taken)
-        return Chunk(taken, held.end if len(taken) < count else None)
+        read_ahead = self._read_ahead[lane]
+        while len(read_ahead.samples) < count and read_ahead.end is None:
+            chunk = read_ahead.coming.result()
+            read_ahead.samples += chunk.samples
+            read_ahead.end = chunk.end
+            if read_ahead.end is None:
+                read_ahead.coming = self._ask(
+                    lane, read_ahead.first + len(read_ahead.samples), self._fetch_ahead
+                )
+        samples, read_ahead.samples = read_ahead.samples[:count], read_ahead.samples[count:]
+        read_ahead.first += len(samples)
+        return Chunk(samples, read_ahead.end if len(samples) < count else None)
 
     def close(self) -> None:
-        self._held.clear()
+        self._read_ahead.clear()
         self._close()

@@ -48,7 +48,7 @@ class SampleStream(Protocol):
     @property
     def fingerprint(self) -> str: ...
     @property
-    def counted(self) -> str:
+    def unit(self) -> str:
         """What a count counts, in the plural, e.g. "tokens"."""
         ...
 
@@ -118,9 +118,9 @@ class TokenLanes:
         before, after = self._tokenizer.before, self._tokenizer.after
         for begin, texts in _some_at_a_time(batch):
             pieces = [list(in_pieces([text])) for text in texts if text]
-            encoded = iter(self._tokenizer.encode_batch(list(itertools.chain(*pieces))))
+            encodings = iter(self._tokenizer.encode_batch(list(itertools.chain(*pieces))))
             documents: list[Tokens] = [
-                np.concatenate([before, *(next(encoded) for _ in document), after]).astype(
+                np.concatenate([before, *(next(encodings) for _ in document), after]).astype(
                     self.dtype
                 )
                 for document in pieces
@@ -131,19 +131,19 @@ class TokenLanes:
 
     def _of_ids(self, lane: int, part: int, first: int, batch: Ragged) -> Iterator[Documents]:
         ids, offsets = batch.flat, batch.offsets - batch.offsets[0]
-        size, whole = self._tokenizer.vocab_size, len(batch)
+        size, count = self._tokenizer.vocab_size, len(batch)
         strange = np.flatnonzero((ids < 0) | (ids >= size)) if ids.size else ids
         if strange.size:
-            whole = int(np.searchsorted(offsets, strange[0], side="right")) - 1
-        tokens = ids[: offsets[whole]].astype(self.dtype)
-        edges = itertools.pairwise(offsets[: whole + 1].tolist())
+            count = int(np.searchsorted(offsets, strange[0], side="right")) - 1
+        tokens = ids[: offsets[count]].astype(self.dtype)
+        edges = itertools.pairwise(offsets[: count + 1].tolist())
         documents = [tokens[begin:end] for begin, end in edges if begin < end]
         if documents:
             yield part, first + int(np.flatnonzero(np.diff(offsets))[0]), documents
         if strange.size:
             raise ConfigError.one(
                 f"token {ids[strange[0]]} is not in the vocabulary of {size:,}",
-                where=self._items.place(lane, part, first + whole),
+                where=self._items.place(lane, part, first + count),
                 hint="name the tokenizer that made the ids in data.tokenizer",
                 key="data.tokenizer",
             )
@@ -153,7 +153,7 @@ class _TokenSamples(ABC):
     """Samples of at most context + 1 successive tokens of a lane."""
 
     kind: str
-    counted: str
+    unit: str
 
     def __init__(self, tokens: TokenLanes, context: int) -> None:
         self._tokens, self.context = tokens, context
@@ -210,40 +210,40 @@ class PackedStream(_TokenSamples):
     Every token of a lane but the first is a target once; a lane's last window may be shorter.
     """
 
-    kind, counted = "packed", "tokens"
+    kind, unit = "packed", "tokens"
     spacing = 1 << 16
 
     def open(
         self, lane: int, seek: SeekPoint = START, note: Note = lambda _: None
     ) -> Generator[Tokens, None, int]:
         begin, context = seek.offset, self.context
-        passed = -begin % context
+        offset = -begin % context
         """tokens before the first sample"""
-        held: list[Tokens] = []
+        pending: list[Tokens] = []
         size = 0
         between: tuple[Tokens, ...] = ()
         for documents in self.documents(lane, seek, note):
             for document in documents:
-                held += (*between, document)
+                pending += (*between, document)
                 size += document.size + sum(part.size for part in between)
                 between = (self.separator,)
-            if size - passed > context:
-                tokens = np.concatenate(held)
-                end = passed + (size - passed - 1) // context * context
-                for first in range(passed, end, context):
+            if size - offset > context:
+                tokens = np.concatenate(pending)
+                end = offset + (size - offset - 1) // context * context
+                for first in range(offset, end, context):
                     yield tokens[first : first + context + 1]
-                held = [tokens[end:].copy()]
-                begin, size, passed = begin + end, size - end, 0
-        if size - passed > 1:
-            yield np.concatenate(held)[passed:]
+                pending = [tokens[end:].copy()]
+                begin, size, offset = begin + end, size - end, 0
+        if size - offset > 1:
+            yield np.concatenate(pending)[offset:]
         return begin + size
 
     def count_of(self, documents: list[Tokens]) -> int:
         return sum(document.size + self.separator.size for document in documents)
 
     def measure(self, lane: int, note: Note) -> int:
-        whole = sum(map(self.count_of, self.documents(lane, START, note)))
-        return max(0, whole - self.separator.size)
+        total = sum(map(self.count_of, self.documents(lane, START, note)))
+        return max(0, total - self.separator.size)
 
     def first_after(self, offset: int) -> int:
         return -(-offset // self.context)
@@ -261,7 +261,7 @@ class DocumentStream(_TokenSamples):
     Documents too short to have a target are skipped.
     """
 
-    kind, counted = "documents", "documents"
+    kind, unit = "documents", "documents"
     spacing = 1 << 8
 
     def open(
@@ -284,8 +284,8 @@ class DocumentStream(_TokenSamples):
         for documents in self.documents(lane, START, note):
             of_each = (document.size + self.separator.size for document in documents)
             sizes.append(np.fromiter(of_each, dtype=np.uint32))
-        joined = np.concatenate(sizes)
-        return joined[joined > 1]
+        all_sizes = np.concatenate(sizes)
+        return all_sizes[all_sizes > 1]
 
     def first_after(self, offset: int) -> int:
         return offset

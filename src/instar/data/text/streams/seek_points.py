@@ -78,15 +78,15 @@ class _Lane:
     """offset at which the current pass began"""
     last: int = 0
     """offset of the point that the current pass noted last"""
-    ended: bool = False
+    is_complete: bool = False
     """Whether the current pass has reached the lane's end."""
-    begun: bool = False
+    has_start: bool = False
     """Whether this process has read the lane's first document."""
-    changed: bool = False
+    is_dirty: bool = False
 
-    def beyond(self, point: SeekPoint) -> bool:
+    def lies_beyond(self, point: SeekPoint) -> bool:
         """Whether the current pass has not come to a point."""
-        return not self.ended and point.offset > self.last
+        return not self.is_complete and point.offset > self.last
 
 
 @dataclass
@@ -104,8 +104,8 @@ class SeekPoints:
     fingerprint: str
     spacing: int
     _lanes: dict[int, _Lane] = field(default_factory=dict)
-    _saved: float = _NEVER
-    _warned: bool = False
+    _save_time: float = _NEVER
+    _has_warned: bool = False
 
     def before(self, lane: int, offset: int) -> SeekPoint:
         """Return the last point of a lane at or before an offset, or START.
@@ -113,73 +113,73 @@ class SeekPoints:
         The first document is only compared with what this process has read: a new run may begin
         with another stream than the one that the points are of.
         """
-        known = self._of(lane)
-        index = bisect_right(known.points, offset, key=_OFFSET)
-        if index and (known.begun or known.points[index - 1].offset):
-            return known.points[index - 1]
-        if not known.points and offset > 2 * self.spacing and self.folder is not None:
+        state = self._of(lane)
+        index = bisect_right(state.points, offset, key=_OFFSET)
+        if index and (state.has_start or state.points[index - 1].offset):
+            return state.points[index - 1]
+        if not state.points and offset > 2 * self.spacing and self.folder is not None:
             self._warn(f"there are no seek points of lane {lane} in {self.folder}")
         return START
 
     def begin(self, lane: int, point: SeekPoint) -> None:
         """Begin a pass over a lane at a point."""
-        known = self._of(lane)
-        if known.changed:
-            self._write(lane, known)
-        known.first = known.last = point.offset
-        known.ended = False
+        state = self._of(lane)
+        if state.is_dirty:
+            self._write(lane, state)
+        state.first = state.last = point.offset
+        state.is_complete = False
 
     def note(self, lane: int, point: SeekPoint) -> None:
         """Take up a document of the current pass, unless it is too close to the last point."""
-        known = self._of(lane)
-        known.begun |= point.offset == 0
-        if 0 < point.offset < known.last + max(self.spacing, point.offset // _FINENESS):
+        state = self._of(lane)
+        state.has_start |= point.offset == 0
+        if 0 < point.offset < state.last + max(self.spacing, point.offset // _FINENESS):
             return
-        low = bisect_right(known.points, known.last, key=_OFFSET) if point.offset else 0
-        high = bisect_right(known.points, point.offset, key=_OFFSET)
-        known.changed |= known.points[low:high] != [point]
-        known.points[low:high] = [point]
-        known.last = point.offset
-        if time.monotonic() >= self._saved + _SAVE_EVERY_S:
+        low = bisect_right(state.points, state.last, key=_OFFSET) if point.offset else 0
+        high = bisect_right(state.points, point.offset, key=_OFFSET)
+        state.is_dirty |= state.points[low:high] != [point]
+        state.points[low:high] = [point]
+        state.last = point.offset
+        if time.monotonic() >= self._save_time + _SAVE_EVERY_S:
             self.save()
 
     def end(self, lane: int, length: int) -> None:
         """Forget what an older stream had after the end of a lane."""
-        known = self._of(lane)
-        beyond = bisect_left(known.points, max(length, 1), key=_OFFSET)
-        known.changed |= beyond < len(known.points)
-        known.ended = True
-        del known.points[beyond:]
+        state = self._of(lane)
+        index = bisect_left(state.points, max(length, 1), key=_OFFSET)
+        state.is_dirty |= index < len(state.points)
+        state.is_complete = True
+        del state.points[index:]
 
     def save(self) -> None:
         """Write the points noted since the last call."""
         if self.folder is None:
             return
-        if self._saved == _NEVER:
+        if self._save_time == _NEVER:
             sweep(self.folder / POINTS_FOLDER)
-        for lane, known in self._lanes.items():
-            if known.changed:
-                self._write(lane, known)
-        self._saved = time.monotonic()
+        for lane, state in self._lanes.items():
+            if state.is_dirty:
+                self._write(lane, state)
+        self._save_time = time.monotonic()
 
-    def _write(self, lane: int, known: _Lane) -> None:
+    def _write(self, lane: int, state: _Lane) -> None:
         # another rank may have passed through the lane meanwhile, and this one only through a part
-        if stored := self._load(lane):
-            known.points = [
-                *(point for point in stored if point.offset < known.first),
-                *(p for p in known.points if known.first <= p.offset and not known.beyond(p)),
-                *filter(known.beyond, stored),
+        if saved_points := self._load(lane):
+            state.points = [
+                *(point for point in saved_points if point.offset < state.first),
+                *(p for p in state.points if state.first <= p.offset and not state.lies_beyond(p)),
+                *filter(state.lies_beyond, saved_points),
             ]
         record = PointsRecord(
-            POINTS_FORMAT, self.fingerprint, _checksum(known.points), known.points
+            POINTS_FORMAT, self.fingerprint, _checksum(state.points), state.points
         )
         try:
             self._file(lane).parent.mkdir(exist_ok=True)
-            with atomic_file(self._file(lane), durable=False) as aside:
-                aside.write_bytes(msgspec.json.encode(record))
+            with atomic_file(self._file(lane), durable=False) as temporary:
+                temporary.write_bytes(msgspec.json.encode(record))
         except OSError as error:
             self._warn(f"cannot write {self._file(lane)}: {error.strerror}")
-        known.changed = False
+        state.is_dirty = False
 
     def _of(self, lane: int) -> _Lane:
         if lane not in self._lanes:
@@ -202,8 +202,8 @@ class SeekPoints:
         if (record.format, record.fingerprint) != (POINTS_FORMAT, self.fingerprint):
             return []
         ascending = all(
-            one.offset < other.offset and one[1:3] < other[1:3]
-            for one, other in pairwise(record.points)
+            point.offset < other.offset and point[1:3] < other[1:3]
+            for point, other in pairwise(record.points)
         )
         if record.checksum != _checksum(record.points) or not ascending:
             self._warn(f"{file} is not used: it is damaged")
@@ -215,9 +215,9 @@ class SeekPoints:
         return self.folder / POINTS_FOLDER / f"lane-{lane}.json"
 
     def _warn(self, what: str) -> None:
-        if not self._warned:
+        if not self._has_warned:
             logger.warning("%s: a resumed stream is read from its beginning", what)
-        self._warned = True
+        self._has_warned = True
 
 
 _OFFSET = attrgetter("offset")

@@ -51,7 +51,7 @@ class LaneSamples:
         self.stream = stream
         self.counts = list(counts)
         self._lanes, self._keep, self._window = lanes, keep, window
-        self._kept = [_LaneCache() for _ in self.counts]
+        self._caches = [_LaneCache() for _ in self.counts]
 
     def take(self, ids: Int64Array) -> list[Any]:
         """Return the samples with these ids.
@@ -68,36 +68,36 @@ class LaneSamples:
             of_lane = numbers[lanes == lane]
             ranges[lane] = range(int(of_lane.min()), int(of_lane.max()) + 1)
         self.read(ranges)
-        for lane, wanted in ranges.items():
-            if self._kept[lane].stop < wanted.stop:
-                there = self.length(lane)
-                raise IndexError(f"sample {wanted[-1]} of lane {lane}, which has {there}")
+        for lane, positions in ranges.items():
+            if self._caches[lane].stop < positions.stop:
+                length = self.length(lane)
+                raise IndexError(f"sample {positions[-1]} of lane {lane}, which has {length}")
         places = zip(lanes.tolist(), numbers.tolist(), strict=True)
-        return [self._kept[lane].samples[number] for lane, number in places]
+        return [self._caches[lane].samples[number] for lane, number in places]
 
     def read(self, ranges: Mapping[int, range]) -> None:
         """Cache ranges of samples by lane, as far as the lanes go."""
-        for lane, wanted in ranges.items():
-            kept, begin = self._kept[lane], wanted.start // self._window * self._window
-            self._keep = max(self._keep, 2 * (wanted.stop - begin))
+        for lane, positions in ranges.items():
+            cache, begin = self._caches[lane], positions.start // self._window * self._window
+            self._keep = max(self._keep, 2 * (positions.stop - begin))
             # a window of which a part was dropped is read whole: a worker that reads ahead cannot
             # go back for what the cache lacked
-            if not kept.first <= begin <= kept.stop:
-                kept = self._kept[lane] = _LaneCache(begin)
-            if missing := self._missing(lane, wanted.stop):
-                self._lanes.expect(lane, kept.stop, missing)
-        for lane, wanted in ranges.items():
-            while missing := self._missing(lane, wanted.stop):
+            if not cache.first <= begin <= cache.stop:
+                cache = self._caches[lane] = _LaneCache(begin)
+            if missing := self._missing(lane, positions.stop):
+                self._lanes.expect(lane, cache.stop, missing)
+        for lane, positions in ranges.items():
+            while missing := self._missing(lane, positions.stop):
                 self._fetch(lane, missing)
-            kept = self._kept[lane]
-            for number in range(kept.first, wanted.stop - self._keep):
-                del kept.samples[number]
-                kept.first = number + 1
+            cache = self._caches[lane]
+            for number in range(cache.first, positions.stop - self._keep):
+                del cache.samples[number]
+                cache.first = number + 1
 
-    def seen(self, lane: int) -> int:
+    def sample_count(self, lane: int) -> int:
         """Return the number of samples of a lane that are known to exist."""
         length = self.length(lane)
-        return self._kept[lane].stop if length is None else length
+        return self._caches[lane].stop if length is None else length
 
     def length(self, lane: int) -> int | None:
         """Return the number of samples of a lane, None if unknown."""
@@ -110,20 +110,23 @@ class LaneSamples:
     def _missing(self, lane: int, stop: int) -> int:
         """Return the number of samples to fetch of a lane; at its expected end one more, to verify
         that it ends."""
-        there, length = self._kept[lane].stop, self.length(lane)
+        cache_end, length = self._caches[lane].stop, self.length(lane)
         end = stop if length is None else min(stop, length)
-        return end - there + (length is not None and stop >= length) if there < end else 0
+        return end - cache_end + (length is not None and stop >= length) if cache_end < end else 0
 
     def _fetch(self, lane: int, count: int) -> None:
-        kept, length = self._kept[lane], self.length(lane)
-        chunk = self._lanes.fetch(lane, kept.stop, count)
+        cache, length = self._caches[lane], self.length(lane)
+        chunk = self._lanes.fetch(lane, cache.stop, count)
         for sample in chunk.samples:
-            kept.samples[kept.stop] = sample
+            cache.samples[cache.stop] = sample
         if length is None:
             self.counts[lane] = chunk.end
-        elif kept.stop > length or chunk.end not in (None, self.counts[lane]):
-            ended = "goes on" if chunk.end is None else self.stream.samples(chunk.end)
-            what = "goes on" if chunk.end is None else f"ended after {ended:,} samples"
+        elif cache.stop > length or chunk.end not in (None, self.counts[lane]):
+            what = (
+                "goes on"
+                if chunk.end is None
+                else f"ended after {self.stream.samples(chunk.end):,} samples"
+            )
             raise StreamChanged(
                 f"lane {lane} {what}, when it was read before it had {length:,}; a stream must give "
                 "the same samples every time"
@@ -161,7 +164,7 @@ class LaneOrder:
         """The number of samples of each lane whose end is known."""
         self.certain = 0
         self._lay_out()
-        self.seen([0] * self.lanes)
+        self.certain_until([0] * self.lanes)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -184,7 +187,7 @@ class LaneOrder:
             for lane in np.unique(lanes).tolist():
                 rows = np.flatnonzero(lanes == lane)
                 begin = int(numbers[rows[0]])
-                numbers[rows] = self._shuffled(epoch, lane, begin, begin + rows.size)
+                numbers[rows] = self._shuffle(epoch, lane, begin, begin + rows.size)
         ids: Int64Array = numbers * self.lanes + lanes
         return ids
 
@@ -202,7 +205,7 @@ class LaneOrder:
         self.ends[lane] = length
         self._lay_out()
 
-    def wanted(self, stop: int) -> dict[int, int]:
+    def samples_needed(self, stop: int) -> dict[int, int]:
         """Return how many samples of each unended lane must be read to determine all positions
         before `stop`: whole windows, because a window that is cut short by the lane's end is
         shuffled differently."""
@@ -220,7 +223,7 @@ class LaneOrder:
         lanes, numbers = self._places(position, position + 1)
         return int(lanes[0]), int(numbers[0])
 
-    def seen(self, counts: Sequence[int]) -> int:
+    def certain_until(self, counts: Sequence[int]) -> int:
         """Return the position up to which the samples read of each lane determine the order."""
         unknown = [
             (counts[lane] // self.window * self.window, lane)
@@ -265,15 +268,15 @@ class LaneOrder:
             stretch, at = stretch + 1, end
         return lanes, numbers
 
-    def _shuffled(self, epoch: int, lane: int, begin: int, end: int) -> Int64Array:
+    def _shuffle(self, epoch: int, lane: int, begin: int, end: int) -> Int64Array:
         """Return the samples of a lane at its turns begin … end-1."""
         numbers = np.empty(end - begin, dtype=np.int64)
         for window in range(begin // self.window, (end - 1) // self.window + 1):
             first = window * self.window
             size = min(self.window, int(self._lengths[lane]) - first)
             low, high = max(begin, first), min(end, first + size)
-            permuted = Shuffled(size, _window_seed(self.seed, lane, window))
-            numbers[low - begin : high - begin] = first + permuted.indices(
+            permutation = Shuffled(size, _window_seed(self.seed, lane, window))
+            numbers[low - begin : high - begin] = first + permutation.indices(
                 epoch, low - first, high - first
             )
         return numbers
@@ -325,10 +328,10 @@ class OpenStreamSource(_LaneSource):
         self,
         samples: LaneSamples,
         order: LaneOrder,
-        ended: Callable[[Sequence[int]], None] = lambda _: None,
+        on_end: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         super().__init__(samples)
-        self._order, self._ended = order, ended
+        self._order, self._on_end = order, on_end
         order.explorer = self.explore
 
     def __len__(self) -> int:
@@ -351,15 +354,15 @@ class OpenStreamSource(_LaneSource):
         order, samples = self._order, self._samples
         while order.samples_per_epoch == UNKNOWN and order.certain <= stop:
             _, first = order.turn(start)
-            wanted = order.wanted(stop + 1)
+            ranges = order.samples_needed(stop + 1)
             # at least one of each lane, as that it has those before is not known without
-            samples.read({lane: range(first, max(end, first + 1)) for lane, end in wanted.items()})
-            for lane in wanted:
+            samples.read({lane: range(first, max(end, first + 1)) for lane, end in ranges.items()})
+            for lane in ranges:
                 if (length := samples.length(lane)) is not None:
                     order.end(lane, length)
-            order.seen([samples.seen(lane) for lane in range(order.lanes)])
+            order.certain_until([samples.sample_count(lane) for lane in range(order.lanes)])
             if order.samples_per_epoch != UNKNOWN:
-                self._ended([count for count in samples.counts if count is not None])
+                self._on_end([count for count in samples.counts if count is not None])
         if order.samples_per_epoch == 0:
             raise StreamUnfit.of(no_samples())
         return min(order.samples_per_epoch, order.certain)
