@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -279,36 +279,52 @@ def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], value: An
         return (
             "" if instead is None else f"leave the line out for the default, {value_text(instead)}"
         )
-    if isinstance(value, str):
-        text, number = value.lower(), _number(value)
-        is_number = "number" in types or ("integer" in types and (number or 0) % 1 == 0)
-        if "boolean" in types and text in _YES_NO:
-            return f"YAML 1.2 reads '{value}' as text, write {_YES_NO[text]}"
-        if odd := odd_space(value):
-            return f"{odd}; write ordinary spaces, or none"
-        if (number is not None and is_number) or ("boolean" in types and text in ("true", "false")):
-            return "drop the quotes"
-        if "null" in types and text in ("none", "nil"):
-            return "write null"
-        if suggestion := nearest(
-            value, [str(w) for choice in allowed for w in choice.get("enum", ())]
-        ):
-            return f"did you mean '{suggestion}'?"
-        if name == "device" and text in ("gpu", "nvidia"):
-            return "did you mean 'cuda'?"
-        number = meant_number(value, name)
-        if number is not None and ("number" in types or ("integer" in types and number % 1 == 0)):
-            return f"write the number out, {value_text(number)}"
-    if name == "device" and type(value) is int:
-        return f"write cuda:{value}"
+    if isinstance(value, str) and (hint := _hint_for_text(name, allowed, types, value)):
+        return hint
     if name == "schedule":
         return "or the path of a file with it"
+    if isinstance(value, bool | int | float):
+        has_pattern = any("pattern" in choice for choice in allowed)
+        return _hint_for_number(name, types, value, has_pattern=has_pattern)
+    return ""
+
+
+def _hint_for_text(
+    name: str, allowed: Sequence[Mapping[str, Any]], types: Collection[str | None], value: str
+) -> str:
+    text, number = value.lower(), _number(value)
+    if "boolean" in types and text in _YES_NO:
+        return f"YAML 1.2 reads '{value}' as text, write {_YES_NO[text]}"
+    if odd := odd_space(value):
+        return f"{odd}; write ordinary spaces, or none"
+    if _may_be(number, types) or ("boolean" in types and text in ("true", "false")):
+        return "drop the quotes"
+    if "null" in types and text in ("none", "nil"):
+        return "write null"
+    words = [str(word) for choice in allowed for word in choice.get("enum", ())]
+    if suggestion := nearest(value, words):
+        return f"did you mean '{suggestion}'?"
+    if name == "device" and text in ("gpu", "nvidia"):
+        return "did you mean 'cuda'?"
+    number = meant_number(value, name)
+    return f"write the number out, {value_text(number)}" if _may_be(number, types) else ""
+
+
+def _may_be(number: float | None, types: Collection[str | None]) -> bool:
+    """Whether a key of these types takes the number."""
+    return number is not None and ("number" in types or ("integer" in types and number % 1 == 0))
+
+
+def _hint_for_number(
+    name: str, types: Collection[str | None], value: Any, *, has_pattern: bool
+) -> str:
+    if name == "device" and type(value) is int:
+        return f"write cuda:{value}"
     if isinstance(value, int) and name.startswith("train.until"):
         return f"write {value}it for steps"
     if isinstance(value, float) and "integer" in types and value.is_integer():
         return f"write {int(value)}"
-    has_pattern = any("pattern" in choice for choice in allowed)
-    if isinstance(value, bool | int | float) and "string" in types and not has_pattern:
+    if "string" in types and not has_pattern:
         return f"put it in quotes to make it text: {value_text(value_text(value))}"
     return ""
 
