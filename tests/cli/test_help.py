@@ -12,7 +12,16 @@ from instar import __version__
 from instar.cli.main import COMMANDS, main
 from instar.extensions import extend_commands
 
-HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel", "ruamel.yaml", "instar.config.load"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "pydantic",
+    "rich",
+    "ruamel",
+    "ruamel.yaml",
+    "instar.config.load",
+    "instar.api",
+}
 
 
 def instar(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:

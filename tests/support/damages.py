@@ -172,6 +172,8 @@ NO_CHECKS = (
     NoCheck("src/instar/extensions/delta/format/pair.py", "save the new state as a whole", PARTS),
     NoCheck("src/instar/record/rundir.py", "put the whole run there", PARTS),
     NoCheck("src/instar/run/changes/scheduled.py", "will stay equal to them", SAME),
+    NoCheck("docs/adding.md", "tested and grown as the built-in ones", PROPERTY),
+    NoCheck("docs/architecture.md", "each the whole change", PARTS),
     NoCheck("docs/checkpoints.md", "count over the whole run|run as a whole|whole tensor", PARTS),
     NoCheck("docs/checkpoints.md", "equal to `n_head`", SAME),
     NoCheck("docs/coming-from.md", "is whole on every rank", PARTS),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from instar.api.training import train
 from instar.cli.options import (
     CommandGroup,
     json_option,
@@ -21,9 +20,7 @@ from instar.cli.options import (
     trust_option,
 )
 from instar.cli.output import print_json, print_table
-from instar.cli.sample import sample
 from instar.config import PRESETS, STARTERS, names_in
-from instar.config.document import dotted, parse
 from instar.config.errors import ConfigError, ConfigProblem, nearest, printable_text
 from instar.config.user_code import is_trusted
 from instar.record.rundir import RunDir
@@ -86,6 +83,8 @@ def demo(overrides: tuple[str, ...]) -> None:
     It learns from the Python standard library's source code, in about a minute on two cores, and
     needs no download. The run is kept in the folder `runs`, its data in `data`.
     """
+    from instar.api.training import train
+    from instar.cli.sample import sample
 
     click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
     run = train(STARTERS / "demo.yaml", overrides)
@@ -109,6 +108,7 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: the presets are for another task.
     """
+    from instar.config.document import dotted, parse
     from instar.config.fields import LANGUAGE, flatten_config, root_of, schema_keys, values
     from instar.config.load import load_config
     from instar.config.origins import entry_text, opening
@@ -241,6 +241,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, str, str]]:
     """Return key, type, default and meaning of every key of a config class, or of those of the
     section or key `name`."""
+    from instar.config.document import dotted
     from instar.config.fields import default, schedule_keys, schema_keys
     from instar.config.origins import in_yaml
     from instar.config.suggestions import expected

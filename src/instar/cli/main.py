@@ -25,7 +25,6 @@ from instar.config.files import check_words
 from instar.distributed.placement import share_cores
 from instar.extensions import how_to_install, load_target, programs
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
-from instar.record.atomic import abandon
 from instar.record.progress import Display, showing
 
 if TYPE_CHECKING:
@@ -176,6 +175,7 @@ def entry() -> NoReturn:
 def _leave() -> NoReturn:
     """End an interrupted command that cannot end by itself in time: a library is at work in it."""
     from instar.distributed.signals import exit_now
+    from instar.record.atomic import abandon  # not before: `instar --help` does not wait for it
 
     abandon()
     with suppress(OSError):

@@ -17,10 +17,17 @@ from typing import Any, TextIO, TypeVar, cast
 
 import click
 
-from instar import extensions
 from instar.cli.completion import candidates
 from instar.config.errors import ConfigError
 from instar.config.user_code import FLAG, TRUST_VARIABLE
+from instar.extensions import (
+    commands_in,
+    extend_commands,
+    how_to_install,
+    load_target,
+    third_party,
+    usable_entry_points,
+)
 
 MOST_RANKS = 2**16
 
@@ -260,12 +267,12 @@ class CommandGroup(click.Group):
     command_class = StrictCommand
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *extensions.commands_in(self.name or "")})
+        return sorted({*super().list_commands(ctx), *commands_in(self.name or "")})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = super().get_command(ctx, cmd_name)
-        if command is None and (added := extensions.commands_in(self.name or "").get(cmd_name)):
-            command = extensions.load_target(added.target)
+        if command is None and (added := commands_in(self.name or "").get(cmd_name)):
+            command = load_target(added.target)
         return command and takes_json(command)
 
     def resolve_command(
@@ -286,7 +293,7 @@ class CommandGroup(click.Group):
 
 def refuse_deleted(words: str) -> None:
     """Raise ConfigError if a command belongs to an extension of Instar that is not installed."""
-    if remedy := extensions.how_to_install("commands", words):
+    if remedy := how_to_install("commands", words):
         raise ConfigError.one(
             "this command's extension is not installed", where=f"instar {words}", hint=remedy
         )
@@ -310,7 +317,7 @@ class LazyGroup(click.Group):
     def table(self) -> Mapping[str, tuple[str, str]]:
         """The commands of the core and of Instar's extensions."""
         group = "" if self.is_open else self.name or ""
-        return extensions.extend_commands(self.core_table, group)
+        return extend_commands(self.core_table, group)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(self.table)
@@ -322,10 +329,10 @@ class LazyGroup(click.Group):
     ) -> click.Command | None:
         row = self.core_table.get(cmd_name) or self.table.get(cmd_name)
         if row is not None:
-            return takes_json(extensions.load_target(row[0]))
-        extension = extensions.third_party(cmd_name) if self.is_open else None
+            return takes_json(load_target(row[0]))
+        extension = third_party(cmd_name) if self.is_open else None
         command = extension and extension.commands.get(cmd_name)
-        return takes_json(extensions.load_target(command.target)) if command else None
+        return takes_json(load_target(command.target)) if command else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -344,7 +351,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, help_text) for name, (_, help_text) in self.table.items()])
         if not self.is_open:
             return
-        points, messages = extensions.usable_entry_points(self.table)
+        points, messages = usable_entry_points(self.table)
         for message in messages:
             say(message)
         if points:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from instar.config.errors import ConfigError
 
@@ -26,8 +26,7 @@ GROUP = "instar.extensions"
 """The group of entry points of other packages' extensions."""
 
 
-@dataclass(frozen=True)
-class CommandSpec:
+class CommandSpec(NamedTuple):
     """A command or a group of commands of the command line."""
 
     target: str
@@ -38,8 +37,7 @@ class CommandSpec:
     """the command that it is listed after; empty: at the end"""
 
 
-@dataclass(frozen=True)
-class SectionSpec:
+class SectionSpec(NamedTuple):
     """A section of the config."""
 
     target: str
@@ -47,8 +45,7 @@ class SectionSpec:
     description: str
 
 
-@dataclass(frozen=True)
-class TaskNames:
+class TaskNames(NamedTuple):
     """A task."""
 
     config: str
@@ -59,8 +56,7 @@ class TaskNames:
     """the class of its models' shapes, whose `from_dict` takes an architecture from a manifest"""
 
 
-@dataclass(frozen=True)
-class MetricName:
+class MetricName(NamedTuple):
     """How a metric is called and written."""
 
     label: str
@@ -69,17 +65,17 @@ class MetricName:
     """title of the values by layer, metrics "name/group"; empty: there are none"""
 
 
-@dataclass(frozen=True)
-class ForecastNote:
+class ForecastNote(NamedTuple):
     """What an extension says of a run's forecast."""
 
     text: str
     """lines below it; may be empty"""
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
     """added to it as JSON"""
 
 
-@dataclass(frozen=True)
+# without methods that nobody calls: each is compiled at import, which `instar --help` waits for
+@dataclass(frozen=True, eq=False, repr=False)
 class Extension:
     """What an extension adds. Targets are `module:attribute`, imported when they are used."""
 
@@ -117,8 +113,7 @@ class Extension:
     """makers of what the dashboard shows besides runs, by the name of the part of its page"""
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """What the user types that belongs to an extension of Instar, also where its folder is deleted."""
 
     extra: str
@@ -309,8 +304,7 @@ def catalog(part: str) -> Any:
     return load_target(targets[0]) if targets else None
 
 
-@dataclass(frozen=True)
-class EntryPoint:
+class EntryPoint(NamedTuple):
     """An extension of another package, of which nothing has been imported."""
 
     name: str

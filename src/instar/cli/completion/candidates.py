@@ -16,7 +16,6 @@ from click.shell_completion import CompletionItem
 
 from instar import __version__
 from instar.config.files import cache_home, read_regular
-from instar.record.atomic import atomic_file
 
 Items = list[CompletionItem[str]]
 
@@ -104,6 +103,9 @@ def _keys() -> list[str]:
 
     every = dict.fromkeys(key for task in known_tasks() for key in schema_keys(root_of(task)))
     if home is not None:
+        # hashes and temporary files, which `instar --help` does not wait for
+        from instar.record.atomic import atomic_file
+
         with suppress(OSError), atomic_file(home / "keys.json", durable=False) as aside:
             aside.write_text(json.dumps({"of": state, "keys": [*every]}))
     return [*every]
