@@ -76,7 +76,7 @@ class Proof:
 def compare(
     plan: GrowthPlan, before: Probe, after: Probe, dtype: torch.dtype = torch.float32
 ) -> Proof:
-    """Compares outputs for the same batch before and after growth with the label of the plan.
+    """Compare outputs for the same batch before and after growth with the label of the plan.
 
     Logits of new tokens are not compared. Non-finite outputs never hold.
 
@@ -98,15 +98,15 @@ def compare(
 
 
 def _differences(old: Tensor, new: Tensor) -> tuple[float, float]:
-    """Returns the largest difference and the largest magnitude of `old`, in float64; a few rows at a time,
+    """Return the largest difference and the largest magnitude of `old`, in float64; a few rows at a time,
     because those of a large vocabulary take much memory."""
     rows = max(1, _COMPARED // old.shape[-1])
-    pairs = [torch.split(each.reshape(-1, old.shape[-1]), rows) for each in (old, new)]
-    found = [
+    pairs = [torch.split(logits.reshape(-1, old.shape[-1]), rows) for logits in (old, new)]
+    extremes = [
         torch.stack(((after.double() - before.double()).abs().max(), before.abs().max().double()))
         for before, after in zip(*pairs, strict=True)
     ]
-    difference, largest = torch.stack(found).amax(0).tolist()
+    difference, largest = torch.stack(extremes).amax(0).tolist()
     return difference, largest
 
 
@@ -135,7 +135,7 @@ def prove(
     name: str = "",
     peers: Peers | None = None,
 ) -> Proof:
-    """Compares the old model with the grown one that is to be used. A collective of the peers, who decide together
+    """Compare the old model with the grown one that is to be used. A collective of the peers, who decide together
     before each exchange that depends on it.
 
     Rounding in deep models can exceed the tolerance. Then both are compared in float64, and every tensor of the grown one
@@ -176,22 +176,22 @@ def prove(
 
 
 def coarsest(types: Collection[torch.dtype]) -> torch.dtype:
-    """Returns the floating point type that rounds most."""
+    """Return the floating point type that rounds most."""
     order = (torch.bfloat16, torch.float16, torch.float32)
-    return next((each for each in order if each in types), torch.float64)
+    return next((dtype for dtype in order if dtype in types), torch.float64)
 
 
 def _is_finite(probe: Probe) -> bool:
     flat = probe.logits.reshape(-1)
     return math.isfinite(probe.loss) and all(
-        bool(each.isfinite().all()) for each in torch.split(flat, _COMPARED)
+        bool(part.isfinite().all()) for part in torch.split(flat, _COMPARED)
     )
 
 
 def verify_rounded(
     plan: GrowthPlan, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    """Checks that tensors are others, which are laid out alike, but for rounding.
+    """Check that tensors are others, which are laid out alike, but for rounding.
 
     Raises:
         GrowthError: one is not, or is missing.
@@ -199,8 +199,8 @@ def verify_rounded(
     if odd := sorted(tensors.keys() ^ expected.keys()):
         raise GrowthError(f"the grown model has other tensors than were planned: {odd[0]}")
     for name, tensor in tensors.items():
-        made = plan.tensors.get(name)
-        margin = None if made is None else _margin(made, Role.PARAMETER)
+        tensor_plan = plan.tensors.get(name)
+        margin = None if tensor_plan is None else _margin(tensor_plan, Role.PARAMETER)
         _check(name, own(tensor), own(expected[name]), margin)
 
 
@@ -211,7 +211,7 @@ def verify_parameters(
     key: Key,
     peers: Peers | None = None,
 ) -> None:
-    """Checks that the parameters of a grown model, or their moving average, are what the plan makes of the old ones.
+    """Check that the parameters of a grown model, or their moving average, are what the plan makes of the old ones.
 
     One tensor at a time is made again, and whole. A collective of the peers.
 
@@ -221,8 +221,8 @@ def verify_parameters(
     wholes, neighbour = Wholes(old), neighbours(old)
 
     def make(name: str) -> Tensor:
-        made = plan.tensors[name]
-        like = old.get(neighbour(name)) if isinstance(made, Fresh) else None
+        tensor_plan = plan.tensors[name]
+        like = old.get(neighbour(name)) if isinstance(tensor_plan, Fresh) else None
         tensor = apply_one(
             plan,
             name,
@@ -246,7 +246,7 @@ def verify_states(
     peers: Peers | None = None,
     grown: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Does the same for optimizer states, named ``<parameter>/<state>``.
+    """Do the same for optimizer states, named ``<parameter>/<state>``.
 
     Args:
         grown: makes a state that is not of the parameter's shape; default: `grow_state`.
@@ -286,35 +286,37 @@ def _check_one(
     new: Tensor,
 ) -> None:
     parameter, slash, state = (name, "", "") if name in plan.tensors else name.rpartition("/")
-    made = plan.tensors[parameter]
+    tensor_plan = plan.tensors[parameter]
     role = state_role(state) if slash else Role.PARAMETER
-    source = old.get(f"{made.source}{slash}{state}") if _is_kept_whole(made) else None
+    source = old.get(f"{tensor_plan.source}{slash}{state}") if _is_kept_whole(tensor_plan) else None
     if source is not None and _laid_out_alike(source, new):
         _check(name, own(new), own(source), None)  # without communication
     else:
-        _check(name, own(new), own_rows(make(name), new), _margin(made, role))
+        _check(name, own(new), own_rows(make(name), new), _margin(tensor_plan, role))
 
 
-def _is_kept_whole(made: TensorPlan) -> TypeGuard[Grown]:
-    return isinstance(made, Grown) and made == Grown(made.source)
+def _is_kept_whole(tensor_plan: TensorPlan) -> TypeGuard[Grown]:
+    return isinstance(tensor_plan, Grown) and tensor_plan == Grown(tensor_plan.source)
 
 
-def _laid_out_alike(one: Tensor, other: Tensor) -> bool:
-    if not is_sharded(one) or not is_sharded(other) or one.shape != other.shape:
+def _laid_out_alike(tensor: Tensor, other: Tensor) -> bool:
+    if not is_sharded(tensor) or not is_sharded(other) or tensor.shape != other.shape:
         return False
-    return one.device_mesh == other.device_mesh and one.placements == other.placements
+    return tensor.device_mesh == other.device_mesh and tensor.placements == other.placements
 
 
-def _margin(made: TensorPlan, role: Role) -> float | None:
-    """Returns the magnitude, beside the tensor's own, of what is added up for its elements; None if each element is one
+def _margin(tensor_plan: TensorPlan, role: Role) -> float | None:
+    """Return the magnitude, beside the tensor's own, of what is added up for its elements; None if each element is one
     old element times factors, or drawn."""
-    if isinstance(made, Grown):
-        pieces = [piece for edit in made.edits for piece in edit.pieces if isinstance(piece, New)]
+    if isinstance(tensor_plan, Grown):
+        pieces = [
+            piece for edit in tensor_plan.edits for piece in edit.pieces if isinstance(piece, New)
+        ]
         means = pieces and role is Role.SECOND_MOMENT
-        if made.offset or means or any(piece.fill == "mean" for piece in pieces):
-            return abs(made.offset)
+        if tensor_plan.offset or means or any(piece.fill == "mean" for piece in pieces):
+            return abs(tensor_plan.offset)
         return None
-    return None if isinstance(made, Fresh) else 0.0
+    return None if isinstance(tensor_plan, Fresh) else 0.0
 
 
 def _check(name: str, tensor: Tensor, expected: Tensor, margin: float | None) -> None:
@@ -331,7 +333,7 @@ def _check(name: str, tensor: Tensor, expected: Tensor, margin: float | None) ->
 
 @torch.no_grad()
 def differing(tensor: Tensor, expected: Tensor, margin: float | None) -> int:
-    """Returns how many elements differ by more than rounding; a few at a time in float64.
+    """Return how many elements differ by more than rounding; a few at a time in float64.
 
     Args:
         margin: magnitude, beside the tensor's own, of what was added up for its elements; None: nothing was.
@@ -344,16 +346,16 @@ def differing(tensor: Tensor, expected: Tensor, margin: float | None) -> int:
     info, scale = torch.finfo(tensor.dtype), 0.0
     if margin is not None:
         scale = margin + float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    found = 0
-    pairs = (torch.split(each.reshape(-1), _COMPARED) for each in (tensor, expected))
+    count = 0
+    pairs = (torch.split(elements.reshape(-1), _COMPARED) for elements in (tensor, expected))
     for mine, planned in zip(*pairs, strict=True):
-        found += int((~_rounds_to(mine.double(), planned.double(), info, scale)).sum())
-    return found
+        count += int((~_rounds_to(mine.double(), planned.double(), info, scale)).sum())
+    return count
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
     """Whether both are the same memory."""
-    return (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+    return (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride())
 
 
 def _rounds_to(mine: Tensor, planned: Tensor, info: torch.finfo, scale: float) -> Tensor:

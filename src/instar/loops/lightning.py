@@ -17,7 +17,7 @@ from instar.schedule.operations import Change
 
 
 class LightningGrowth(Callback):
-    """Grows a model inside a `LightningModule` when the triggers of a schedule fire.
+    """Grow a model inside a `LightningModule` when the triggers of a schedule fire.
 
     Resuming needs nothing more than ``trainer.fit(module, ckpt_path=...)``: the module is built as for a new run, and
     grown before its tensors are loaded.
@@ -102,9 +102,9 @@ class LightningGrowth(Callback):
         return done
 
     def _found(self, module: LightningModule) -> Module:
-        found = getattr(module, self._model, None)
-        if not isinstance(found, Module):
+        model = getattr(module, self._model, None)
+        if not isinstance(model, Module):
             raise GrowthError(
                 f"{type(module).__name__} has no module {self._model!r}: name the attribute of its model (model=)"
             )
-        return found
+        return model

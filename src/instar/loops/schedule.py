@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from instar.growth.operators import OPERATORS, is_growth
 from instar.growth.plan import GrowthError
 from instar.models.shape import Growable
 from instar.schedule.checks import mistakes
+from instar.schedule.driver import attempt_change, next_due
 from instar.schedule.operations import Change, History, State, history_from_json, history_to_json
 from instar.schedule.settings import initial_settings
 from instar.schedule.triggers import (
@@ -39,7 +41,6 @@ from instar.schedule.triggers import (
     Trigger,
     due,
     last_step,
-    next_entry,
     schedule_entries,
     too_large,
 )
@@ -51,7 +52,7 @@ HISTORY = "growth.json"
 
 
 class GrowthSchedule:
-    """Grows a model when the triggers of a schedule fire.
+    """Grow a model when the triggers of a schedule fire.
 
     Call `step` after each update. A checkpoint holds `state_dict()`; to resume, build the model as for a new run, call
     `load_state_dict`, then `replay`, and load the tensors of the checkpoint.
@@ -80,13 +81,13 @@ class GrowthSchedule:
         shape: Growable | None = None,
         build: Build | None = None,
     ) -> None:
-        given = (
+        text = (
             str(schedule)
             if isinstance(schedule, str | Path)
             else json.dumps([*map(dict, schedule)])
         )
         budget = [] if steps is None else [f"train.until=[{steps}it]"]
-        self._config = load_config(None, [f"schedule={given}", *budget], (mistakes,)).config
+        self._config = load_config(None, [f"schedule={text}", *budget], (mistakes,)).config
         self.entries = schedule_entries(self._config)
         self.steps, self.tokens_per_step, self.seed = steps, tokens_per_step, seed
         self._check()
@@ -106,7 +107,7 @@ class GrowthSchedule:
         probe: Any = None,
         wrapped: Module | None = None,
     ) -> tuple[Change, ...]:
-        """Carries out what is due, and returns it; empty: nothing.
+        """Carry out what is due, and returns it; empty: nothing.
 
         Args:
             step: number of updates done.
@@ -123,19 +124,40 @@ class GrowthSchedule:
             loss = peers.first(loss)
             self._losses = (*self._losses, (step, loss))
         done: list[Change] = []
-        while (entry := next_entry(self.entries, self.history)) is not None:
-            reason = self._due(entry, model, step, loss, operated=bool(done))
-            if reason is None:
-                break
-            skipped = self._carry_out(entry, model, optimizer, ema, probe, peers)
-            change = Change(entry.operation, step, 0, entry.number, skipped, reason)
-            self.history = (*self.history, change)
-            done.append(change)
+        while due_now := next_due(
+            self.entries, self.history, partial(self._due, model, step, loss, bool(done))
+        ):
+            entry, reason = due_now
+            attempt = attempt_change(
+                Change(entry.operation, step, 0, entry.number, reason=reason),
+                entry,
+                partial(
+                    self._prepared,
+                    entry.operation,
+                    model,
+                    optimizer,
+                    peers,
+                    ema=ema,
+                    probe=probe,
+                    allow_inexact=entry.allow_inexact,
+                    refuses=partial(too_large, entry),
+                ),
+            )
+            if attempt.outcome is None:
+                logger.warning(
+                    "%s is skipped: %s; the model is as before",
+                    entry.operation.name,
+                    attempt.change.skipped,
+                )
+            else:
+                self._swap(attempt.outcome)
+            self.history = (*self.history, attempt.change)
+            done.append(attempt.change)
         self._parameters = _count(model)
         return tuple(done)
 
     def replay(self, model: Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -> None:
-        """Grows a model built as for a new run by the history, so that the tensors of a checkpoint fit it; and
+        """Grow a model built as for a new run by the history, so that the tensors of a checkpoint fit it; and
         an optimizer."""
         if self._parameters is not None and self._parameters < _count(model):
             raise GrowthError(
@@ -152,7 +174,7 @@ class GrowthSchedule:
         self.check(model)
 
     def check(self, model: Module) -> None:
-        """Raises GrowthError unless a model has the size that the history led to."""
+        """Raise GrowthError unless a model has the size that the history led to."""
         if self._parameters is not None and self._parameters != _count(model):
             raise GrowthError(
                 f"after {len(self.history)} operations the model had {self._parameters:,} parameters, and this one has "
@@ -160,10 +182,10 @@ class GrowthSchedule:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the history as JSON values."""
+        """Return the history as JSON values."""
         return {
             "history": history_to_json(self.history),
-            "losses": [list(each) for each in self._losses],
+            "losses": [list(point) for point in self._losses],
             "parameters": self._parameters,
         }
 
@@ -173,7 +195,7 @@ class GrowthSchedule:
         self._parameters = state["parameters"]
 
     def _check(self) -> None:
-        """Raises GrowthError for what a loop of one's own does itself, and for counts that nobody gave."""
+        """Raise GrowthError for what a loop of one's own does itself, and for counts that nobody gave."""
         for entry in self.entries:
             operation, kinds = entry.operation, {type(part) for part in _parts(entry.trigger)}
             problems = {
@@ -188,11 +210,11 @@ class GrowthSchedule:
                 "slope_below needs the FLOPs of a step, which only instar train counts": SlopeBelow
                 in kinds,
             }
-            if found := [problem for problem, holds in problems.items() if holds]:
-                raise GrowthError(f"{entry.place}: {'; '.join(found)}")
+            if problems_found := [problem for problem, holds in problems.items() if holds]:
+                raise GrowthError(f"{entry.place}: {'; '.join(problems_found)}")
 
     def _due(
-        self, entry: Entry, model: Module, step: int, loss: float | None, *, operated: bool
+        self, model: Module, step: int, loss: float | None, operated: bool, entry: Entry
     ) -> str | None:
         since = step - (last_step(self.history) or 0)
         share = None if self.steps is None else step / self.steps
@@ -201,37 +223,6 @@ class GrowthSchedule:
         shape = self._shape or subject_of(model).shape
         state = State(initial_settings(self._config), shape, self._config)
         return due(entry, moment, state)
-
-    def _carry_out(
-        self,
-        entry: Entry,
-        model: Module,
-        optimizer: Optimizer | Iterable[Optimizer],
-        ema: Ema | None,
-        probe: Any,
-        peers: Peers,
-    ) -> str:
-        """Grows the model; returns why the operation was skipped, or nothing."""
-        try:
-            found = self._prepared(
-                entry.operation,
-                model,
-                optimizer,
-                peers,
-                ema=ema,
-                probe=probe,
-                allow_inexact=entry.allow_inexact,
-            )
-            if reason := too_large(entry, found.shape):
-                raise GrowthError(f"{entry.operation.name}: {reason}")
-        except (ValueError, RuntimeError, MemoryError) as error:
-            # as in a run: also where memory does not suffice for both models
-            if entry.on_failure == "stop":
-                raise
-            logger.warning("%s is skipped: %s; the model is as before", entry.operation.name, error)
-            return str(error) or type(error).__name__
-        self._swap(found)
-        return ""
 
     def _swap(self, found: PreparedGrowth) -> None:
         found.swap_in()
@@ -262,11 +253,11 @@ def _count(model: Module) -> int:
 
 
 def _parts(trigger: Trigger) -> Iterator[Trigger]:
-    """Yields a trigger and those that it consists of."""
+    """Yield a trigger and those that it consists of."""
     yield trigger
     if isinstance(trigger, AnyOf | AllOf):
-        for each in trigger.triggers:
-            yield from _parts(each)
+        for part in trigger.triggers:
+            yield from _parts(part)
 
 
 def resume_across_growth(accelerator: Any, schedule: GrowthSchedule, optimizer: Optimizer) -> None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerGrowth(TrainerCallback, ExportableState):
-    """Grows the model of a `Trainer` when the triggers of a schedule fire; the loss is `eval_loss`.
+    """Grow the model of a `Trainer` when the triggers of a schedule fire; the loss is `eval_loss`.
 
     A checkpoint's `config.json` has the grown config, and `trainer_state.json` the history. To resume::
 
@@ -48,9 +48,9 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         probe: Any = None,
         wrapped: Callable[[], Module] | None = None,
     ) -> None:
-        given = str(schedule) if isinstance(schedule, Path) else schedule
+        source = str(schedule) if isinstance(schedule, Path) else schedule
         self._wrapped = wrapped
-        self._arguments, self._probe = {"schedule": given, "seed": seed}, probe
+        self._arguments, self._probe = {"schedule": source, "seed": seed}, probe
         # the length of the run is known when it begins
         self.schedule = GrowthSchedule(schedule, seed=seed, steps=1)
 
@@ -75,7 +75,7 @@ class TrainerGrowth(TrainerCallback, ExportableState):
             self._step(args, state, kwargs, float(loss))
 
     def replay(self, model: Module, checkpoint: str | Path) -> None:
-        """Grows a model built as for a new run by the history of a checkpoint, which holds only adapters of peft, so that
+        """Grow a model built as for a new run by the history of a checkpoint, which holds only adapters of peft, so that
         they fit it. The base grows as it did if its weights are frozen."""
         state = json.loads(read_regular(Path(checkpoint, "trainer_state.json")))
         saved = (state.get("stateful_callbacks") or {}).get(type(self).__name__)
@@ -94,7 +94,7 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         self.schedule.load_state_dict(state)
 
     def state(self) -> dict[str, Any]:
-        """Returns what `trainer_state.json` holds of the callback."""
+        """Return what `trainer_state.json` holds of the callback."""
         return {"args": self._arguments, "attributes": {"growth": self.growth}}
 
     def _step(

@@ -53,7 +53,9 @@ class AdaptedShape(PretrainedShape):
         for name, entry in super().parameters().items():
             module, _, part = name.rpartition(".")
             adapters = self.adapters.get(module, {})
-            copies = [f"modules_to_save.{each}" for each in adapters if not adapters[each].rank]
+            copies = [
+                f"modules_to_save.{adapter}" for adapter in adapters if not adapters[adapter].rank
+            ]
             if copies:
                 names = (f"{module}.{each}.{part}" for each in ("original_module", *copies))
                 table |= dict.fromkeys(names, entry)
@@ -66,8 +68,8 @@ class AdaptedShape(PretrainedShape):
     def _factors(self, module: str, weight: Parameter) -> Iterator[tuple[str, Parameter]]:
         is_table = weight.kind == "embedding"
         source, output = weight.axes if is_table else (weight.reads, weight.writes)
-        for adapter, each in self.adapters.get(module, {}).items():
-            if not each.rank or source is None or output is None:
+        for adapter, adapters in self.adapters.get(module, {}).items():
+            if not adapters.rank or source is None or output is None:
                 continue
             inputs, outputs = (axis_size(self.sizes(), axis) for axis in (source, output))
             # as peft draws them: Kaiming's uniform values with a = √5
@@ -76,10 +78,10 @@ class AdaptedShape(PretrainedShape):
             if is_table:
                 names = (f"{module}.lora_embedding_{side}.{adapter}" for side in "AB")
             kind: Kind = "grouped" if is_table else "matrix"  # its columns are rows of a table
-            yield next(names), Parameter(("rank", source), (each.rank, inputs), kind, std)
+            yield next(names), Parameter(("rank", source), (adapters.rank, inputs), kind, std)
             yield (
                 next(names),
-                Parameter((output, "rank"), (outputs, each.rank), "matrix", 0.0, weight.parts),
+                Parameter((output, "rank"), (outputs, adapters.rank), "matrix", 0.0, weight.parts),
             )
 
     def refusals(self) -> dict[str, str]:
@@ -88,17 +90,19 @@ class AdaptedShape(PretrainedShape):
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
         """Returns a copy in which adapters move with their blocks; a drawn block has those of the one below."""
-        made: list[int] = []
+        layers: list[int] = []
         for source in sources:
-            made.append(source if source is not None else made[-1] if made else 0)
-        moved = {
-            in_block(name, at): each
-            for at, source in enumerate(made)
-            for name, each in self.adapters.items()
+            layers.append(source if source is not None else layers[-1] if layers else 0)
+        renamed = {
+            in_block(name, at): adapter
+            for at, source in enumerate(layers)
+            for name, adapter in self.adapters.items()
             if layer_of(name) == source
         }
-        outside = {name: each for name, each in self.adapters.items() if layer_of(name) is None}
-        return replace(super().deeper(sources), adapters={**outside, **moved})
+        outside = {
+            name: adapter for name, adapter in self.adapters.items() if layer_of(name) is None
+        }
+        return replace(super().deeper(sources), adapters={**outside, **renamed})
 
     def module_name(self, name: str) -> str:
         return _PREFIX + super().module_name(name)
@@ -121,9 +125,11 @@ def adapted_shape(model: Any, shape: PretrainedShape) -> AdaptedShape:
         raise GrowthError(
             f"{type(model).__name__} is inside a model with adapters of peft: grow the PeftModel"
         )
-    kinds = {str(getattr(each.peft_type, "value", "")) for each in model.peft_config.values()}
-    layers = [each for each in model.modules() if hasattr(each, "lora_A")]
-    variants = {type(each).__name__ for layer in layers for each in layer.lora_variant.values()}
+    kinds = {str(getattr(config.peft_type, "value", "")) for config in model.peft_config.values()}
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    variants = {
+        type(variant).__name__ for layer in layers for variant in layer.lora_variant.values()
+    }
     if odd := sorted((kinds - {"LORA"}) or variants):
         raise GrowthError(
             f"adapters of kind {odd[0]} do not grow, only plain LoRA: merge them first (merge_and_unload), "
@@ -143,7 +149,7 @@ class Adapted:
     build: Callable[[Any], Module]
 
     def __call__(self, shape: AdaptedShape) -> Module:
-        configs = {name: copy.deepcopy(each) for name, each in self.model.peft_config.items()}
+        configs = {name: copy.deepcopy(config) for name, config in self.model.peft_config.items()}
         grown = self._around(shape, configs)
         if _adapters(shape, grown) != shape.adapters:
             # patterns and indices of layers do not say the same of a deeper model
@@ -152,9 +158,9 @@ class Adapted:
             grown = self._around(shape, configs)
         for layer, adapters in shape.adapters.items():
             module = grown.get_submodule(shape.module_name(layer))
-            for name, each in adapters.items():
-                if each.rank:
-                    module.scaling[name] = each.scale
+            for name, adapter in adapters.items():
+                if adapter.rank:
+                    module.scaling[name] = adapter.scale
         grown.base_model.set_adapter(self.model.active_adapters)
         grown.active_adapter = self.model.active_adapter
         made: Module = grown
@@ -165,9 +171,9 @@ class Adapted:
         for config in configs.values():
             config.init_lora_weights = True  # others compute values from the weights, or from data
             config.base_model_name_or_path = ""  # the model of that name is smaller
-        (first, config), *others = configs.items()
+        (first, config), *more = configs.items()
         grown = type(self.model)(self.build(shape), config, first, autocast_adapter_dtype=False)
-        for name, config in others:
+        for name, config in more:
             grown.add_adapter(name, config)
         for name, config in configs.items():
             if begun[name] in _LEAVES_THE_BASE:
@@ -190,14 +196,14 @@ class Adapted:
 
 def _adapters(shape: AdaptedShape, model: Any) -> Adapters:
     """Returns the adapters of a model by the names of a shape of its family."""
-    found: dict[str, dict[str, Adapter]] = {}
-    for path, each in model.named_modules():
-        if hasattr(each, "lora_A"):
-            ranks = {name: Adapter(rank, each.scaling[name]) for name, rank in each.r.items()}
-            found[shape.name(path)] = ranks
-        elif hasattr(each, "original_module") and hasattr(each, "modules_to_save"):
-            found[shape.name(path)] = {name: Adapter(0) for name in each.modules_to_save}
-    return found
+    adapters: dict[str, dict[str, Adapter]] = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            ranks = {name: Adapter(rank, module.scaling[name]) for name, rank in module.r.items()}
+            adapters[shape.name(path)] = ranks
+        elif hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
+            adapters[shape.name(path)] = {name: Adapter(0) for name in module.modules_to_save}
+    return adapters
 
 
 def _name_modules(config: Any, adapter: str, shape: AdaptedShape) -> None:
@@ -207,12 +213,12 @@ def _name_modules(config: Any, adapter: str, shape: AdaptedShape) -> None:
         for layer, adapters in shape.adapters.items()
         if adapter in adapters
     }
-    lora = {name: each for name, each in modules.items() if each.rank}
+    lora = {name: adapter for name, adapter in modules.items() if adapter.rank}
     power = math.sqrt if config.use_rslora else float
     config.target_modules = set(lora)
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
-    config.rank_pattern = {re.escape(name): each.rank for name, each in lora.items()}
+    config.rank_pattern = {re.escape(name): adapter.rank for name, adapter in lora.items()}
     config.alpha_pattern = {
-        re.escape(name): each.scale * power(each.rank) for name, each in lora.items()
+        re.escape(name): adapter.scale * power(adapter.rank) for name, adapter in lora.items()
     }
-    config.modules_to_save = [name for name, each in modules.items() if not each.rank] or None
+    config.modules_to_save = [name for name, adapter in modules.items() if not adapter.rank] or None

@@ -1,4 +1,4 @@
-"""Builds a grown module from the tensors of the old one: whole, or sharded by `fully_shard`."""
+"""Build a grown module from the tensors of the old one: whole, or sharded by `fully_shard`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_whole(subject: Subject, larger: Growable, step: GrowthStep) -> Module:
         GrowthError: the module has other parameters than the shape.
     """
     plan = step.plan
-    module, there = _empty(subject, larger, plan)
+    module, parameters_of_shape = _empty(subject, larger, plan)
     old = subject.parameters()
     detached = {name: parameter.detach() for name, parameter in old.items()}
     home = homes(plan, old)
@@ -42,10 +42,12 @@ def build_whole(subject: Subject, larger: Growable, step: GrowthStep) -> Module:
         if tensor is detached[home[name]]:
             parameters[name] = source
             continue
-        check_shape(name, tensor, there[name])
+        check_shape(name, tensor, parameters_of_shape[name])
         parameters[name] = Parameter(tensor, requires_grad=source.requires_grad)
         vars(parameters[name]).update(vars(source))
-    replace_parameters(module, {there[name]: parameter for name, parameter in parameters.items()})
+    replace_parameters(
+        module, {parameters_of_shape[name]: parameter for name, parameter in parameters.items()}
+    )
     fill_buffers(plan, subject.module, module)
     carry_over(subject, module, plan)
     return module
@@ -61,15 +63,17 @@ def build_sharded(
     plan = step.plan
     with peers.phase():
         with _parameters_on_meta():
-            module, there = _empty(subject, larger, plan)
+            module, parameters_of_shape = _empty(subject, larger, plan)
         old = subject.parameters()
         home = homes(plan, old)
-        sources = {parameter: old[home[name]] for name, parameter in there.items()}
+        sources = {parameter: old[home[name]] for name, parameter in parameters_of_shape.items()}
         replace_parameters(
             module,
             {
-                each: Parameter(torch.empty_like(each, dtype=source.dtype), source.requires_grad)
-                for each, source in sources.items()
+                parameter: Parameter(
+                    torch.empty_like(parameter, dtype=source.dtype), source.requires_grad
+                )
+                for parameter, source in sources.items()
             },
         )
         fill_buffers(plan, subject.module, module)
@@ -87,10 +91,10 @@ def _empty(
     """Return a new module of the grown shape, and its parameters by their names in the shape."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         module = subject.build(larger)
-    there = replace(subject, shape=larger).parameters(module)
-    if odd := sorted(there.keys() ^ plan.tensors.keys()):
+    parameters = replace(subject, shape=larger).parameters(module)
+    if odd := sorted(parameters.keys() ^ plan.tensors.keys()):
         raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
-    return module, there
+    return module, parameters
 
 
 @contextmanager
@@ -110,11 +114,11 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _allocate(module: Module, device: torch.device) -> None:
-    """Gives memory to what this rank holds of the parameters."""
+    """Give memory to what this rank holds of the parameters."""
     buffers = {
-        (each, name): buffer
-        for each in module.modules()
-        for name, buffer in each._buffers.items()
+        (submodule, name): buffer
+        for submodule in module.modules()
+        for name, buffer in submodule._buffers.items()
         if buffer is not None
     }
     module.to_empty(device=device)

@@ -49,7 +49,7 @@ class PreparedGrowth:
     _commit: Callable[[], Module]
 
     def swap_in(self) -> Module:
-        """Makes the old module the grown model, and its optimizer and moving average those of it."""
+        """Make the old module the grown model, and its optimizer and moving average those of it."""
         return self._commit()
 
 
@@ -68,7 +68,7 @@ def grow(
     allow_inexact: bool = False,
     **options: Any,
 ) -> Module:
-    """Grows a model between two steps, with its optimizer's state.
+    """Grow a model between two steps, with its optimizer's state.
 
     ``grow(model, "widen_mlp", "x2", how="split", optimizer=optimizer)``: operations, values and options are those
     of a schedule (docs/schedule.md). The module stays the same object, with its hooks, modes, devices and dtypes;
@@ -93,19 +93,8 @@ def grow(
         GrowthError: the operation is not possible, or changed the outputs more than its label allows. Model and
             optimizer are as before.
     """
-    request = _request(
-        operation,
-        value,
-        options,
-        optimizer=optimizer,
-        ema=ema,
-        probe=probe,
-        shape=shape,
-        build=build,
-        wrap=wrap,
-        seed=seed,
-        allow_inexact=allow_inexact,
-    )
+    subjects = _operation(operation, value, options), optimizers_of(optimizer)
+    request = GrowthRequest(*subjects, ema, probe, shape, build, wrap, seed, allow_inexact)
     return prepare_with(peers_of(model), model, request).swap_in()
 
 
@@ -124,34 +113,10 @@ def prepare(
     allow_inexact: bool = False,
     **options: Any,
 ) -> PreparedGrowth:
-    """Builds and proves what `grow` would make of a model, which is not changed; same arguments."""
-    request = _request(
-        operation,
-        value,
-        options,
-        optimizer=optimizer,
-        ema=ema,
-        probe=probe,
-        shape=shape,
-        build=build,
-        wrap=wrap,
-        seed=seed,
-        allow_inexact=allow_inexact,
-    )
+    """Build and prove what `grow` would make of a model, which is not changed; same arguments."""
+    subjects = _operation(operation, value, options), optimizers_of(optimizer)
+    request = GrowthRequest(*subjects, ema, probe, shape, build, wrap, seed, allow_inexact)
     return prepare_with(peers_of(model), model, request)
-
-
-def _request(
-    operation: str | Operation | Mapping[str, Any],
-    value: Any,
-    options: Mapping[str, Any],
-    *,
-    optimizer: Optimizer | Iterable[Optimizer],
-    **settings: Any,
-) -> GrowthRequest:
-    return GrowthRequest(
-        _operation(operation, value, options), optimizers_of(optimizer), **settings
-    )
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
@@ -163,7 +128,7 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
     """Do the same as `prepare` together with peers, which the wrappers of the model may not show."""
     with peers.phase():
         growing = live_growth(model, request, peers)
-    name, step, wrap = request.operation.name, growing.step, request.wrap
+    name, step = request.operation.name, growing.step
     prepared = engine.prepare_candidate(
         growing,
         step.plan,
@@ -182,10 +147,9 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
                 f"prepare(model, {name!r}, …).model is a new one, for a new optimizer"
             )
         prepared.commit()
-        if wrap is not None:
-            return module
-        renew(model)
-        return model
+        if request.wrap is None:
+            renew(model)
+        return model if request.wrap is None else module
 
     return PreparedGrowth(
         request.operation, growing.new.shape, step.plan, prepared.proof, module, commit
@@ -200,7 +164,7 @@ def plan_growth(
     shape: Growable | None = None,
     **options: Any,
 ) -> tuple[Growable, GrowthPlan]:
-    """Returns the grown shape and the plan of every tensor, as data.
+    """Return the grown shape and the plan of every tensor, as data.
 
     Args:
         model: a module, or the config of a model of transformers, also as a dict.
@@ -214,13 +178,13 @@ def plan_growth(
 
 
 def _operation(
-    given: str | Operation | Mapping[str, Any], value: Any, options: Mapping[str, Any]
+    operation: str | Operation | Mapping[str, Any], value: Any, options: Mapping[str, Any]
 ) -> Operation:
-    if isinstance(given, str):
-        return Operation(given, value, dict(options))
-    if isinstance(given, Mapping):
-        entry = dict(given)
-        given = Operation(entry.pop("name"), entry.pop("value", None), entry)
+    if isinstance(operation, str):
+        return Operation(operation, value, dict(options))
+    if isinstance(operation, Mapping):
+        entry = dict(operation)
+        operation = Operation(entry.pop("name"), entry.pop("value", None), entry)
     if value is not None or options:
         raise TypeError("value and options belong to the name of an operation")
-    return given
+    return operation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,8 @@ class GrowthRequest:
     wrap: Wrap | None = None
     seed: int = 0
     allow_inexact: bool = False
+    refuses: Callable[[Growable], str] = lambda _: ""
+    """why a grown shape is not wanted; empty: it is"""
 
 
 def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrowth:
@@ -62,6 +64,8 @@ def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrow
     old = subject_of(model, request.shape, request.build)
     exact = with_vocabulary(request.operation, home_of(old.module))
     larger, growth_plan = plan(old.shape, exact)
+    if why := request.refuses(larger):
+        raise GrowthError(f"{request.operation.name}: {why}")
     check_own_family(old.shape, [exact])
     if request.wrap is None and any(map(is_sharded, old.module.parameters())):
         raise GrowthError(
@@ -234,13 +238,13 @@ class LiveGrowth:
 
 
 def _warn_if_frozen(
-    operation: str, larger: Growable, made: GrowthPlan, parameters: Mapping[str, Parameter]
+    operation: str, larger: Growable, growth_plan: GrowthPlan, parameters: Mapping[str, Parameter]
 ) -> None:
     """Warns if all tensors that read what is new, or add it to a residual stream, are zero there and frozen."""
     table, streams = larger.parameters(), streams_of(larger)
     zeros = [
         name
-        for name, tensor in made.tensors.items()
+        for name, tensor in growth_plan.tensors.items()
         if (isinstance(tensor, Fresh) and tensor.fill == "zero" and table[name].writes in streams)
         or (
             isinstance(tensor, Grown)

@@ -20,15 +20,15 @@ _KEPT = ("training", "gradient_checkpointing", "generation_config", "name_or_pat
 
 
 def replace_parameters(module: Module, new: Mapping[Parameter, Parameter]) -> None:
-    """Replaces parameters in all modules that have them, also where several share one."""
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
+    """Replace parameters in all modules that have them, also where several share one."""
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                each._parameters[name] = new[parameter]
+                submodule._parameters[name] = new[parameter]
 
 
 def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: bool = True) -> None:
-    """Gives the submodules of a grown module the hooks, modes and additional attributes of the old ones, and the
+    """Give the submodules of a grown module the hooks, modes and additional attributes of the old ones, and the
     device and dtype of their buffers. New blocks are like those next to them.
 
     Args:
@@ -36,7 +36,7 @@ def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: boo
     """
     old = dict(subject.module.named_modules())
     device = next(subject.module.parameters()).device
-    seen: set[Module] = set()
+    continued: set[Module] = set()
     for path, new in module.named_modules():
         origin, is_new = _origin(subject, path, plan)
         source = old.get(origin)
@@ -50,14 +50,14 @@ def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: boo
                 if name in _KEPT or (hooks and (_is_kept(name) or name not in vars(new))):
                     # handles of hooks remove them from the dict of the first module that continues the old one
                     vars(new)[name] = _of(
-                        new, source, value, shared=not is_new and source not in seen
+                        new, source, value, shared=not is_new and source not in continued
                     )
             if not is_new:
-                seen.add(source)
+                continued.add(source)
 
 
 def take_over(old: Module, new: Module) -> None:
-    """Makes a module the grown one; what refers to it keeps working."""
+    """Make a module the grown one; what refers to it keeps working."""
     for name, value in vars(new).items():
         if not _is_kept(name) or name not in vars(old):
             vars(old)[name] = value
@@ -74,7 +74,7 @@ def _of(new: Module, source: Module, value: Any, *, shared: bool) -> Any:
 
 
 def _origin(subject: Subject, path: str, plan: GrowthPlan) -> tuple[str, bool]:
-    """Returns the path of the old module that a new one continues; or that is next to it, and True."""
+    """Return the path of the old module that a new one continues; or that is next to it, and True."""
     name, sources = subject.name(path), plan.blocks
     layer = layer_of(f"{name}.") if sources and name.startswith("blocks.") else None
     if layer is None:
@@ -90,7 +90,7 @@ def _origin(subject: Subject, path: str, plan: GrowthPlan) -> tuple[str, bool]:
 
 
 def renew(model: Module) -> None:
-    """Makes DDP, which stays the same object, reduce the gradients of the parameters that its module has now.
+    """Make DDP, which stays the same object, reduce the gradients of the parameters that its module has now.
 
     A collective: rank 0's parameters and buffers are sent to all, and their shapes are compared.
     """
@@ -103,8 +103,8 @@ def renew(model: Module) -> None:
             }
             if not wrapper.bucket_bytes_cap_default:
                 settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / 2**20
-            made = type(wrapper)(wrapper.module, **settings)
+            renewed = type(wrapper)(wrapper.module, **settings)
             for hook, state in wrapper._comm_hooks:
-                made.register_comm_hook(state, hook)
+                renewed.register_comm_hook(state, hook)
             # the old reducer ends here, and with it its hooks on the parameters that both have
-            take_over(wrapper, made)
+            take_over(wrapper, renewed)

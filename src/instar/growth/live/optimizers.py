@@ -68,8 +68,8 @@ def prepare_optimizer(
     states: dict[str, dict[str, Any]] = {}
 
     def grow() -> Iterator[None]:
-        for name, made in step.plan.tensors.items():
-            sources = sources_of(made) if step.mode != "reset" else ()
+        for name, tensor_plan in step.plan.tensors.items():
+            sources = sources_of(tensor_plan) if step.mode != "reset" else ()
             for field in before[sources[0]] if sources else ():
                 if all(field in before[source] for source in sources):
                     values = {source: before[source][field] for source in sources}
@@ -153,21 +153,21 @@ def _tensors(states: Mapping[str, Mapping[str, Any]], *, factored: bool) -> dict
     }
 
 
-def _prefix(given: Mapping[str, str], named: Mapping[str, str]) -> str:
+def _prefix(labels: Mapping[str, str], named: Mapping[str, str]) -> str:
     """Return what an optimizer's names have before those in the module, as that of DDP.
 
     Raises:
         GrowthError: they are other names.
     """
-    found = {given[name].removesuffix(named.get(name, name)) for name in given}
-    if len(found) > 1 or not all(text == "" or text.endswith(".") for text in found):
-        odd = (name for name in given if not given[name].endswith(named.get(name, name)))
-        name = next(odd, min(given))
+    prefixes = {labels[name].removesuffix(named.get(name, name)) for name in labels}
+    if len(prefixes) > 1 or not all(text == "" or text.endswith(".") for text in prefixes):
+        odd = (name for name in labels if not labels[name].endswith(named.get(name, name)))
+        name = next(odd, min(labels))
         raise GrowthError(
-            f"the optimizer calls {named.get(name, name)} {given[name]!r}: its names of new parameters are not known; "
+            f"the optimizer calls {named.get(name, name)} {labels[name]!r}: its names of new parameters are not known; "
             "build it of named_parameters(), or without names"
         )
-    return next(iter(found), "")
+    return next(iter(prefixes), "")
 
 
 def _grown(
@@ -189,7 +189,7 @@ def _grown(
         return value
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
-            whole_of = {source: full_tensor(each) for source, each in values.items()}
+            whole_of = {source: full_tensor(state) for source, state in values.items()}
             grown = grow_state(
                 step.plan,
                 name,
@@ -219,16 +219,20 @@ def _grown(
 def _grown_factor(
     step: GrowthStep, name: str, values: Mapping[str, Tensor], parameter: Parameter
 ) -> Tensor:
-    """Grows a mean over one dimension as the matrix that it stands for, and takes the mean again."""
+    """Grow a mean over one dimension as the matrix that it stands for, and takes the mean again."""
     parameter_name, _, field = name.rpartition("/")
     dim = _FACTORS[field]
     value = next(iter(values.values()))
-    kept = value.ndim == parameter.ndim
+    keeps_dim = value.ndim == parameter.ndim
     full = {
-        f"{source}/exp_avg_sq": (each if kept else each.unsqueeze(dim)).expand(parameter.shape)
-        for source, each in values.items()
+        f"{source}/exp_avg_sq": (mean if keeps_dim else mean.unsqueeze(dim)).expand(parameter.shape)
+        for source, mean in values.items()
     }
     grown = grow_state(
         step.plan, f"{parameter_name}/exp_avg_sq", full.__getitem__, step.key, step.mode
     )
-    return value if any(grown is each for each in full.values()) else grown.mean(dim, keepdim=kept)
+    return (
+        value
+        if any(grown is square for square in full.values())
+        else grown.mean(dim, keepdim=keeps_dim)
+    )

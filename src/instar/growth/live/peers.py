@@ -53,20 +53,20 @@ class GroupPeers:
         return self
 
     def _exchanged(self, value: float, how: Any) -> float:
-        sent = torch.tensor(value, dtype=torch.float64, device=self._device)
+        message = torch.tensor(value, dtype=torch.float64, device=self._device)
         for group in self._groups:
-            dist.all_reduce(sent, op=how, group=group)
-        return sent.item()
+            dist.all_reduce(message, op=how, group=group)
+        return message.item()
 
     def first(self, value: float) -> float:
-        """Returns the value of the first process. A collective."""
+        """Return the value of the first process. A collective."""
         is_first = all(dist.get_rank(group) == 0 for group in self._groups)
         # of others nothing is added, also if theirs is not finite
         return self._exchanged(value if is_first else 0.0, dist.ReduceOp.SUM)
 
 
 def peers_of(model: Module) -> Alone | GroupPeers:
-    """Returns the processes that train a model, passed with its wrappers, together."""
+    """Return the processes that train a model, passed with its wrappers, together."""
     for wrapper in wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
             return GroupPeers([wrapper.process_group], next(wrapper.parameters()).device)

@@ -21,7 +21,7 @@ _ROUTERS = "output_router_logits"
 
 
 def drawn(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
-    """Returns a few drawn tokens, as arguments of models of transformers of any of these shapes. The loss is
+    """Return a few drawn tokens, as arguments of models of transformers of any of these shapes. The loss is
     that of the tokens alone: the auxiliary one of routers changes with their number."""
     vocab, context = (min(shape.sizes()[axis] for shape in shapes) for axis in ("vocab", "context"))
     size = (2, min(PROBE_TOKENS, context))
@@ -31,7 +31,7 @@ def drawn(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
 
 
 def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Returns a batch on another device, its floating point tensors in another dtype."""
+    """Return a batch on another device, its floating point tensors in another dtype."""
     if isinstance(batch, Tensor):
         return batch.to(device=device, dtype=dtype if batch.is_floating_point() else None)
     if isinstance(batch, Mapping):
@@ -42,7 +42,7 @@ def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
 
 def probed(module: Module, batch: Any) -> Probe:
-    """Runs a model on a batch without dropout and autocast.
+    """Run a model on a batch without dropout and autocast.
 
     Raises:
         GrowthError: it returns no logits.
@@ -56,26 +56,28 @@ def probed(module: Module, batch: Any) -> Probe:
     ):
         torch.manual_seed(0)
         if isinstance(batch, Mapping):
-            found = module(**batch)
+            output = module(**batch)
         else:
-            found = module(*batch) if isinstance(batch, list) else module(batch)
+            output = module(*batch) if isinstance(batch, list) else module(batch)
     reshard(module)
-    logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", found)
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    )
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]
     if not isinstance(logits, Tensor):
         raise GrowthError(
-            f"on the probe the model returned {type(found).__name__}; it must be a tensor, a tuple that begins "
+            f"on the probe the model returned {type(output).__name__}; it must be a tensor, a tuple that begins "
             "with one, or have logits"
         )
-    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return Probe(logits, float(loss) if loss is not None else 0.0)
 
 
 def reshard(model: Module) -> None:
-    """Lets go of parameters that `fully_shard` gathered, as it does not after a forward pass alone."""
+    """Let go of parameters that `fully_shard` gathered, as it does not after a forward pass alone."""
     # importing the module takes a while, and without it there are no sharded modules
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    for each in model.modules() if fsdp else ():
-        if fsdp and isinstance(each, fsdp.FSDPModule):
-            each.reshard()
+    for submodule in model.modules() if fsdp else ():
+        if fsdp and isinstance(submodule, fsdp.FSDPModule):
+            submodule.reshard()

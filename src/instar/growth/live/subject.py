@@ -30,24 +30,24 @@ class Subject:
     build: Build
 
     def name(self, module_name: str) -> str:
-        """Returns the name in the shape of a parameter, buffer or submodule."""
+        """Return the name in the shape of a parameter, buffer or submodule."""
         return str(getattr(self.shape, "name", _same)(module_name))
 
     def module_name(self, name: str) -> str:
         return str(getattr(self.shape, "module_name", _same)(name))
 
     def parameters(self, module: Module | None = None) -> dict[str, Parameter]:
-        """Returns the parameters of a module of this family by their names in the shape."""
+        """Return the parameters of a module of this family by their names in the shape."""
         named = (module or self.module).named_parameters()
         return {self.name(name): parameter for name, parameter in named}
 
     def names(self, module: Module | None = None) -> dict[str, str]:
-        """Returns the names of the parameters in a module of this family by those in the shape."""
+        """Return the names of the parameters in a module of this family by those in the shape."""
         return {self.name(name): name for name, _ in (module or self.module).named_parameters()}
 
 
 def subject_of(model: Module, shape: Growable | None = None, build: Build | None = None) -> Subject:
-    """Returns the subject of a model, and checks that every parameter is named by its shape.
+    """Return the subject of a model, and checks that every parameter is named by its shape.
 
     Raises:
         GrowthError: the model is of no known family, or it is quantised, or divided among devices.
@@ -66,11 +66,11 @@ def subject_of(model: Module, shape: Growable | None = None, build: Build | None
             )
         assert shape is not None
         subject = Subject(module, shape, build or type(module))
-    if found := _mismatches(subject):
-        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    if mismatches := _mismatches(subject):
+        more = f"; and {len(mismatches) - 4} more" if len(mismatches) > 4 else ""
         raise GrowthError(
             f"the parameters of {type(module).__name__} are not those of its shape: "
-            + "; ".join(found[:4])
+            + "; ".join(mismatches[:4])
             + more
         )
     return subject
@@ -84,7 +84,7 @@ def _of_transformers(module: Any, shape: PretrainedShape) -> Subject:
 
 
 def shape_of(config: Any) -> PretrainedShape:
-    """Returns the shape of a config of transformers.
+    """Return the shape of a config of transformers.
 
     Raises:
         GrowthError: its family is unknown, or a value of it is not supported.
@@ -93,12 +93,12 @@ def shape_of(config: Any) -> PretrainedShape:
     try:
         return PretrainedShape(values)
     except ArchitectureError as error:
-        raise GrowthError("; ".join(each.message for each in error.problems)) from None
+        raise GrowthError("; ".join(problem.message for problem in error.problems)) from None
 
 
 @dataclass(frozen=True)
 class _Pretrained:
-    """Builds models of transformers whose config has the new sizes: of the same class, or of that of the family
+    """Build models of transformers whose config has the new sizes: of the same class, or of that of the family
     with experts."""
 
     module: Module
@@ -135,8 +135,8 @@ def _refuse_layout(module: Module) -> None:
                 f"{name} is of type {parameter.dtype}: quantised weights do not grow; load the model without "
                 "quantization_config"
             )
-    for name, each in module.named_modules():
-        if hasattr(each, "_hf_hook"):
+    for name, submodule in module.named_modules():
+        if hasattr(submodule, "_hf_hook"):
             raise GrowthError(
                 f"{name or 'the model'} is moved between devices by accelerate (device_map): load the model "
                 "without device_map"
@@ -144,14 +144,14 @@ def _refuse_layout(module: Module) -> None:
 
 
 def _mismatches(subject: Subject) -> list[str]:
-    there = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
     if isinstance(subject.shape, PretrainedShape):
-        return subject.shape.mismatches(there)
-    told = {name: entry.shape for name, entry in subject.shape.parameters().items()}
+        return subject.shape.mismatches(shapes)
+    planned = {name: entry.shape for name, entry in subject.shape.parameters().items()}
     return [
-        f"{name}: {there.get(name, 'not there')} in the model, {told.get(name, 'not there')} in the table"
-        for name in {**there, **told}
-        if there.get(name) != told.get(name)
+        f"{name}: {shapes.get(name, 'not there')} in the model, {planned.get(name, 'not there')} in the table"
+        for name in {**shapes, **planned}
+        if shapes.get(name) != planned.get(name)
     ]
 
 
@@ -160,7 +160,7 @@ def _same(name: str) -> str:
 
 
 def wrappers(model: Module) -> Iterator[Module]:
-    """Yields a model and what it wraps, from the outside in: `torch.compile`, DDP, moving averages; the last is the
+    """Yield a model and what it wraps, from the outside in: `torch.compile`, DDP, moving averages; the last is the
     module itself."""
     while True:
         yield model
@@ -173,6 +173,6 @@ def wrappers(model: Module) -> Iterator[Module]:
 
 
 def bare(model: Module) -> Module:
-    """Returns the module inside all wrappers."""
+    """Return the module inside all wrappers."""
     *_, module = wrappers(model)
     return module

@@ -49,7 +49,7 @@ class Twin:
 
 
 def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) -> Twin:
-    """Returns the twin of a model: narrower, with as many layers, heads, experts and tokens.
+    """Return the twin of a model: narrower, with as many layers, heads, experts and tokens.
 
     Args:
         shapes: of the model, and after each operation.
@@ -59,7 +59,7 @@ def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) 
     """
     sizes = [shape.sizes() for shape in shapes]
     axes = [axis for axis in _SMALLEST if axis in shapes[0].family.axes]
-    units = {axis: math.gcd(*(each[axis] for each in sizes)) for axis in axes}
+    units = {axis: math.gcd(*(size[axis] for size in sizes)) for axis in axes}
     why: Exception | None = None
     for times in range(1, _TRIED):
         ratio = {
@@ -67,7 +67,7 @@ def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) 
             for axis, unit in units.items()
         }
         narrow = [
-            {axis: each[axis] // ratio[axis][1] * ratio[axis][0] for axis in axes} for each in sizes
+            {axis: size[axis] // ratio[axis][1] * ratio[axis][0] for axis in axes} for size in sizes
         ]
         try:
             shape = _shrunk(shapes[0], narrow[0])
@@ -76,13 +76,13 @@ def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) 
         except (ArchitectureError, CheckpointError, GrowthError) as error:
             why = error
             continue
-        told = ", ".join(f"{axis} {narrow[0][axis]:,} for {sizes[0][axis]:,}" for axis in axes)
-        return Twin(shape, smaller, told)
+        widths = ", ".join(f"{axis} {narrow[0][axis]:,} for {sizes[0][axis]:,}" for axis in axes)
+        return Twin(shape, smaller, widths)
     raise CheckpointError(f"no small model of this config can be grown so: {why}")
 
 
 def _narrowed(axis: str, unit: int, size: int, times: int) -> int:
-    """Returns what takes the place of the common divisor of all sizes of an axis."""
+    """Return what takes the place of the common divisor of all sizes of an axis."""
     smallest = -(-_SMALLEST[axis] * unit // size) * (times if axis == "embed" else 1)
     return min(unit, smallest + smallest % 2)
 
@@ -113,15 +113,15 @@ def _check_growth(shape: PretrainedShape, operations: Sequence[Operation]) -> No
 
 
 def write_twin(shape: PretrainedShape, folder: Path, *, single_experts: bool) -> None:
-    """Writes a model of this shape with drawn weights, as `save_pretrained` would."""
+    """Write a model of this shape with drawn weights, as `save_pretrained` would."""
     table, generator = shape.parameters(), torch.Generator().manual_seed(0)
-    drawn = {name: _drawn(entry, generator) for name, entry in table.items()}
+    tensors = {name: _drawn(entry, generator) for name, entry in table.items()}
     parts = file_parts(shape, single_experts=single_experts)
     folder.mkdir()
     write_weights(
         folder,
         {name: Outline(torch.float32, part.shape) for name, part in parts.items()},
-        {name: partial(_part, drawn, part) for name, part in parts.items()},
+        {name: partial(_part, tensors, part) for name, part in parts.items()},
     )
     (folder / CONFIG).write_bytes(encode_json_file(explicit_config(shape.config)))
 
@@ -134,5 +134,5 @@ def _drawn(entry: Parameter, generator: torch.Generator) -> Tensor:
     return gain + _STD * values
 
 
-def _part(drawn: Mapping[str, Tensor], part: FilePart) -> Tensor:
-    return drawn[part.parameter][part.index].contiguous()
+def _part(tensors: Mapping[str, Tensor], part: FilePart) -> Tensor:
+    return tensors[part.parameter][part.index].contiguous()

@@ -46,10 +46,10 @@ def with_vocabulary(operation: Operation, home: Path | None) -> Operation:
             f"resize_vocab: no {TOKENIZER_FILE} of the old tokenizer{f' in {old}' if old else ''}: say from, its folder"
         )
     try:
-        made = map_vocabulary(old, Path(value["tokenizer"]), value.get("rows"))
+        vocabulary = map_vocabulary(old, Path(value["tokenizer"]), value.get("rows"))
     except CheckpointError as error:
         raise GrowthError(f"resize_vocab: {error}") from error
-    return replace(operation, value=made)
+    return replace(operation, value=vocabulary)
 
 
 def map_vocabulary(old: Path, new: Path, rows: int | None = None) -> VocabularyMap:
@@ -64,24 +64,24 @@ def map_vocabulary(old: Path, new: Path, rows: int | None = None) -> VocabularyM
     Raises:
         CheckpointError: a folder has no readable `tokenizer.json`, or its ids leave too many out.
     """
-    one, other = _Vocabulary(old), _Vocabulary(new)
+    old_vocabulary, other = _Vocabulary(old), _Vocabulary(new)
     if rows is not None and rows < other.size:
         raise CheckpointError(
             f"{new / TOKENIZER_FILE}: {other.size:,} tokens do not fit into {rows:,} rows"
         )
-    made: list[tuple[int, ...]] = [()] * (rows or other.size)
-    kept: set[int] = set()
+    sources: list[tuple[int, ...]] = [()] * (rows or other.size)
+    unchanged: set[int] = set()
     asked: dict[int, bytes] = {}
     for number, key in other.keys.items():
-        if (source := one.ids.get(key)) is not None:
-            made[number] = (source,)
-            kept.add(number)
+        if (source := old_vocabulary.ids.get(key)) is not None:
+            sources[number] = (source,)
+            unchanged.add(number)
         elif isinstance(key, bytes):
             asked[number] = key
-    pieces = one.pieces(list(asked.values()))
-    for number, found in zip(asked, pieces, strict=True):
-        made[number] = found
-    return VocabularyMap(tuple(made), frozenset(kept), other.special_ids())
+    pieces = old_vocabulary.pieces(list(asked.values()))
+    for number, ids in zip(asked, pieces, strict=True):
+        sources[number] = ids
+    return VocabularyMap(tuple(sources), frozenset(unchanged), other.special_ids())
 
 
 class _Vocabulary:
@@ -119,8 +119,8 @@ class _Vocabulary:
         return {letter(byte): byte for byte in range(256)}
 
     def _bytes(self, token: str) -> bytes:
-        if "ByteLevel" in self._kinds and all(each in self._letters for each in token):
-            return bytes(self._letters[each] for each in token)
+        if "ByteLevel" in self._kinds and all(letter in self._letters for letter in token):
+            return bytes(self._letters[letter] for letter in token)
         if "ByteFallback" in self._kinds and (byte := _BYTE.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         if self._kinds & {"Metaspace", "Replace"}:
@@ -129,10 +129,10 @@ class _Vocabulary:
 
     def pieces(self, texts: Sequence[bytes]) -> list[tuple[int, ...]]:
         """Returns the ids of the pieces of each text; of one that is no text, those of its bytes."""
-        whole = [text.decode(errors="replace") for text in texts]
+        strings = [text.decode(errors="replace") for text in texts]
         unknown = self._unknown()
         try:
-            parsed = self.engine.parse(whole)
+            parsed = self.engine.parse(strings)
         except Exception as error:  # e.g. of an unknown token, where there is no token for it
             raise CheckpointError(
                 f"{self.folder / TOKENIZER_FILE}: cannot encode: {error}"
@@ -141,7 +141,7 @@ class _Vocabulary:
             tuple(number for number in ids.tolist() if number != unknown)
             if "\ufffd" not in said
             else tuple(self.ids[key] for key in (bytes([b]) for b in text) if key in self.ids)
-            for text, said, (ids, _) in zip(texts, whole, parsed, strict=True)
+            for text, said, (ids, _) in zip(texts, strings, parsed, strict=True)
         ]
 
     def _unknown(self) -> int | None:

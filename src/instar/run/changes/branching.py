@@ -142,10 +142,10 @@ def _check_existing(
     if not isinstance(began, Branched) or (began.parent, began.name) != (trunk.name, name):
         raise ValueError(f"{folder} exists and is not the branch {name} of this run; move it away")
     try:
-        found = read_manifest(latest_checkpoint(folder)).history[: len(history)]
+        history_on_disk = read_manifest(latest_checkpoint(folder)).history[: len(history)]
     except CheckpointError:
         return
-    if found != msgspec.to_builtins(history_to_json(history)):
+    if history_on_disk != msgspec.to_builtins(history_to_json(history)):
         parts.logger.warn(
             f"{folder} is the branch of an earlier course of this run, and stays as it is; to make it "
             "again, move it away and resume from a checkpoint before it",

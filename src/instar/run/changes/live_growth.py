@@ -123,10 +123,6 @@ class Candidate:
     stays_equal: bool
     """whether copies in it never become different"""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its parameters and persistent buffers."""
-        return _tensors(self.model)
-
 
 @dataclass(frozen=True)
 class RunGrowth:
@@ -176,7 +172,7 @@ class RunGrowth:
 
     def tensors(self, candidate: Candidate) -> Mapping[str, Tensor]:
         """See `GrowthSubject`."""
-        return candidate.tensors()
+        return _tensors(candidate.model)
 
     def dtypes(self, candidate: Candidate) -> Collection[torch.dtype]:
         """See `GrowthSubject`."""
@@ -273,7 +269,7 @@ def grow_run(
 def _replicated(candidate: Candidate) -> dict[str, Tensor]:
     """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
     parts = {
-        "model": candidate.tensors(),
+        "model": _tensors(candidate.model),
         "optimizer": candidate.states,
         "ema": candidate.average or {},
     }
@@ -291,9 +287,9 @@ def _tensors(model: Evaluable) -> dict[str, Tensor]:
 
 def probe_samples(held_out: Source, device: torch.device) -> ProbeSamples:
     """Return a few held-out samples, the same on every rank."""
-    most = min(PROBE_SAMPLES, len(held_out))
-    fewer = (n for n in range(1, most) if held_out.weights(np.arange(n)) >= PROBE_WEIGHT)
-    indices = np.arange(next(fewer, most))
+    count = min(PROBE_SAMPLES, len(held_out))
+    fewer = (n for n in range(1, count) if held_out.weights(np.arange(n)) >= PROBE_WEIGHT)
+    indices = np.arange(next(fewer, count))
     return ProbeSamples(to_device(held_out.read(indices), device), held_out.weights(indices))
 
 

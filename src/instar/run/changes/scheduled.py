@@ -6,7 +6,9 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.budget import fraction_used
@@ -15,6 +17,7 @@ from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
 from instar.growth.engine.prepare import ProvedGrowth, prepare_candidate
+from instar.growth.plan import GrowthPlan
 from instar.models.architecture import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
@@ -26,6 +29,7 @@ from instar.run.state.gradient_stats import GradientWatch
 from instar.run.state.run_state import RunState
 from instar.run.step.stepper import freeze_parameters
 from instar.schedule.branches import BRANCH
+from instar.schedule.driver import FAILURES, attempt_change, next_due
 from instar.schedule.operations import (
     FOLD,
     Change,
@@ -36,7 +40,7 @@ from instar.schedule.operations import (
     when_due,
 )
 from instar.schedule.settings import is_frozen, patterns_of
-from instar.schedule.triggers import Entry, Moment, due, last_step, next_entry, remaining, too_large
+from instar.schedule.triggers import Entry, Moment, due, last_step, remaining, too_large
 
 
 def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
@@ -53,8 +57,10 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
         state = carry_out(state, parts, FOLD, reason=f"open since step {mask.end:,}")
     state = lower_lr_if_due(state, parts)
     loss, reevaluated = state.loss, False
-    while (found := next_due(state, parts, loss)) is not None:
-        entry, reason = found
+    while due_now := next_due(
+        parts.entries, state.history, partial(reason_due, state, parts, loss)
+    ):
+        entry, reason = due_now
         state = carry_out(state, parts, entry.operation, entry=entry, reason=reason, loss=loss)
         if loss is not None and not is_comparable(state, parts):
             loss = None  # the next entry's trigger is not about what was measured before
@@ -100,31 +106,30 @@ def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
     yield stage
     for entry in remaining(parts.entries, state.history):
         try:
-            found = when_due(stage, entry.operation)
-            after = carried_out(found, entry.operation, state.step)
+            folded = when_due(stage, entry.operation)
+            after = carried_out(folded, entry.operation, state.step)
         except ValueError as error:
             raise ConfigError.one(str(error), where=entry.place) from error
-        if found is not stage:
-            yield found
+        if folded is not stage:
+            yield folded
         skipped = entry.on_failure == "skip" and too_large(entry, after.architecture)
-        stage = found if skipped else after
+        stage = folded if skipped else after
         if not skipped:
             yield stage
     if (mask := mask_of(stage.architecture)) is not None:
         yield carried_out(stage, FOLD, mask.end)
 
 
-def next_due(state: RunState, parts: Components, loss: float | None) -> tuple[Entry, str] | None:
-    """Return the entry of the schedule that fires now, and the reason; rank 0 decides."""
-    entry = next_entry(parts.entries, state.history)
-    if entry is None or parts.sync.stop_requested:
+def reason_due(state: RunState, parts: Components, loss: float | None, entry: Entry) -> str | None:
+    """Return why an entry of the schedule fires now, or None; rank 0 decides."""
+    if parts.sync.stop_requested:
         return None
     reason = due(entry, moment(state, parts, loss), state.in_force)
     # between evaluations the reason depends only on counts, which are the same on every rank
-    if loss is not None or reason is not None:
-        agreed = agree(parts.world, reason)
-        reason = None if agreed is None else str(agreed)
-    return None if reason is None else (entry, reason)
+    if loss is None and reason is None:
+        return None
+    agreed = agree(parts.world, reason)
+    return None if agreed is None else str(agreed)
 
 
 def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
@@ -174,23 +179,21 @@ def carry_out(
     start = time.perf_counter()
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
-    growth: ProvedGrowth[Candidate] | None = None
-    folder: Path | None = None
-    try:
-        after, plan = plan_operation(before, operation, step)
-        if operation.name == BRANCH:
-            folder = publish_branch(state, parts, change)
-        if entry is not None and (why := too_large(entry, after.architecture)):
-            raise ValueError(why)
-        if plan is not None:
-            parts.saver.free()  # two models need memory now, and the next copy has another layout
-            allow_inexact = entry is not None and entry.allow_inexact
-            subject = grow_run(state, parts, operation, after, plan)
-            growth = prepare_candidate(subject, plan, subject.peers, allow_inexact=allow_inexact)
-    except (ValueError, RuntimeError, MemoryError, PeerError, CheckpointError) as error:
+    attempt = attempt_change(
+        change,
+        entry,
+        partial(_carry_out, state, parts, change, entry),
+        stop=partial(_stop, state, parts, change),
         # all ranks get here: either all failed alike, or a collective raised on all of them
-        skip = entry is not None and entry.on_failure == "skip"
-        return _failed(state, parts, change, error, skip=skip)
+        failures=(*FAILURES, PeerError, CheckpointError),
+    )
+    if attempt.outcome is None:
+        skipped = attempt.change
+        parts.logger.warn(
+            f"{_failed(skipped, skipped.skipped)}; skipped, the run is unchanged", step
+        )
+        return state.changed(skipped, before)
+    after, plan, growth, folder = attempt.outcome
     if growth is not None and plan is not None:
         if plan.label != "exact":
             state = _discard_evaluation(state, parts)
@@ -223,6 +226,31 @@ def carry_out(
     if growth is not None:
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
+
+
+class _Carried(NamedTuple):
+    """An operation as far as it leaves the run unchanged."""
+
+    after: State
+    plan: GrowthPlan | None
+    growth: ProvedGrowth[Candidate] | None
+    folder: Path | None
+    """of a branch"""
+
+
+def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:
+    operation = change.operation
+    after, plan = plan_operation(state.in_force, operation, change.step)
+    folder = publish_branch(state, parts, change) if operation.name == BRANCH else None
+    if entry is not None and (why := too_large(entry, after.architecture)):
+        raise ValueError(why)
+    if plan is None:
+        return _Carried(after, None, None, folder)
+    parts.saver.free()  # two models need memory now, and the next copy has another layout
+    allow_inexact = entry is not None and entry.allow_inexact
+    subject = grow_run(state, parts, operation, after, plan)
+    growth = prepare_candidate(subject, plan, subject.peers, allow_inexact=allow_inexact)
+    return _Carried(after, plan, growth, folder)
 
 
 def _discard_evaluation(state: RunState, parts: Components) -> RunState:
@@ -258,16 +286,14 @@ def _apply_settings(state: RunState, parts: Components, before: State, *, grown:
     return state
 
 
-def _failed(
-    state: RunState, parts: Components, change: Change, error: Exception, *, skip: bool
-) -> RunState:
-    """Handle a failed operation: skip it permanently with a warning, or save and raise RunFailed."""
-    what = f"{change.operation.name} after step {change.step:,} failed: {error}"
-    if skip:
-        parts.logger.warn(f"{what}; skipped, the run is unchanged", change.step)
-        return state.changed(replace(change, skipped=str(error)), state.in_force)
+def _failed(change: Change, error: object) -> str:
+    return f"{change.operation.name} after step {change.step:,} failed: {error}"
+
+
+def _stop(state: RunState, parts: Components, change: Change, error: Exception) -> NoReturn:
+    """Save, and raise RunFailed."""
     save_checkpoint(state, parts, "an operation failed", must=True)
     raise RunFailed(
-        f"{what}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
+        f"{_failed(change, error)}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
         f"the entry, then resume with: instar resume {RunDir(parts.saver.root).quoted} --set schedule=FILE"
     ) from error

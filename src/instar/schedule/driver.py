@@ -1,0 +1,67 @@
+"""The driver of a schedule: what is due is carried out in order, and what fails stops the training or is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NoReturn, TypeVar
+
+from instar.schedule.operations import Change, History
+from instar.schedule.triggers import Entry, next_entry
+
+T = TypeVar("T")
+
+FAILURES = (ValueError, RuntimeError, MemoryError)
+"""What an operation raises that is not possible, broke its label, or lacks memory for both models. The model is as
+before."""
+
+
+def next_due(
+    entries: Sequence[Entry], history: History, reason_now: Callable[[Entry], str | None]
+) -> tuple[Entry, str] | None:
+    """Return the entry that is due at this step, and why; None: none is. The caller adds it to the history, and asks
+    again.
+
+    Args:
+        reason_now: why an entry is due; None: it is not. The same in all processes.
+    """
+    entry = next_entry(entries, history)
+    reason = None if entry is None else reason_now(entry)
+    return None if entry is None or reason is None else (entry, reason)
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """An operation that was tried."""
+
+    change: Change
+    """for the history; says so if the operation was skipped"""
+    outcome: T | None
+    """None: it was skipped"""
+
+
+def attempt_change(
+    change: Change,
+    entry: Entry | None,
+    work: Callable[[], T],
+    *,
+    stop: Callable[[Exception], NoReturn] | None = None,
+    failures: tuple[type[Exception], ...] = FAILURES,
+) -> Attempt[T]:
+    """Try an operation; if it fails, skip it for good or stop, as its entry says.
+
+    Args:
+        entry: None: the operation is none of a schedule, and is not skipped.
+        work: leaves all as it was if it raises. All processes come to the same end.
+        stop: raises what ends the training; default: what `work` raised.
+        failures: what `work` may raise.
+    """
+    try:
+        return Attempt(change, work())
+    except failures as error:
+        if entry is None or entry.on_failure != "skip":
+            if stop is not None:
+                stop(error)
+            raise
+        # a change without a reason would count as carried out
+        return Attempt(replace(change, skipped=str(error) or type(error).__name__), None)
