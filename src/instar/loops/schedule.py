@@ -128,7 +128,7 @@ class GrowthSchedule:
             self.entries, self.history, partial(self._due, model, step, loss, bool(done))
         ):
             entry, reason = due_now
-            attempt = attempt_change(
+            change, grown = attempt_change(
                 Change(entry.operation, step, 0, entry.number, reason=reason),
                 entry,
                 partial(
@@ -143,16 +143,16 @@ class GrowthSchedule:
                     refuses=partial(too_large, entry),
                 ),
             )
-            if attempt.outcome is None:
+            if grown is None:
                 logger.warning(
                     "%s is skipped: %s; the model is as before",
                     entry.operation.name,
-                    attempt.change.skipped,
+                    change.skipped,
                 )
             else:
-                self._swap(attempt.outcome)
-            self.history = (*self.history, attempt.change)
-            done.append(attempt.change)
+                self._swap(grown)
+            self.history = (*self.history, change)
+            done.append(change)
         self._parameters = _count(model)
         return tuple(done)
 
@@ -224,10 +224,10 @@ class GrowthSchedule:
         state = State(initial_settings(self._config), shape, self._config)
         return due(entry, moment, state)
 
-    def _swap(self, found: PreparedGrowth) -> None:
-        found.swap_in()
+    def _swap(self, grown: PreparedGrowth) -> None:
+        grown.swap_in()
         if self._shape is not None:
-            self._shape = found.shape
+            self._shape = grown.shape
 
     def _prepared(
         self,

@@ -148,14 +148,7 @@ def grow_checkpoint(
         progress(f"writing {out}", measured=lambda: folder_bytes(temporary)),
     ):
         new_run = RunDir(temporary)
-        new_run.await_start()
-        note_start(new_run, base, read_start(run))
-        for file in (
-            run.config,
-            *(run.path / name for name in (TOKENIZER_FILE, END_FILE, *COMPANIONS)),
-        ):
-            if file.is_file():
-                atomic.write_synced(temporary / file.name, read_regular(file))
+        _begin_run(new_run, run, base)
 
         def outputs(written: Written) -> tuple[Probe, Probe]:
             if on_tokens:
@@ -182,6 +175,16 @@ def grow_checkpoint(
     seconds = time.perf_counter() - begun
     checked_on = growth.checked_on if proof else ""
     return OfflineGrowth(path, before, planned.stages, proof, seconds, dead, checked_on)
+
+
+def _begin_run(new_run: RunDir, run: RunDir, base: Path) -> None:
+    """Give a new run's folder the files of another that a resume needs besides the checkpoint."""
+    new_run.await_start()
+    note_start(new_run, base, read_start(run))
+    companions = (run.path / name for name in (TOKENIZER_FILE, END_FILE, *COMPANIONS))
+    for file in (run.config, *companions):
+        if file.is_file():
+            atomic.write_synced(new_run.path / file.name, read_regular(file))
 
 
 def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
@@ -258,12 +261,9 @@ def _write(source: Checkpoint, run: RunDir, planned: _PlannedCheckpoint, build: 
     writer = CheckpointWriter(run.path, saved.step)
     with writer.removed_on_error():
         writer.open()
-        for component in source.components:
-            if component != "model" or not saved.buffers:
-                _write_component(component, source, writer.temporary, planned.steps)
         buffers = _grown_buffers(source, planned, build)
-        if buffers:
-            _write_with_buffers(source, writer.temporary, planned, buffers)
+        for component in source.components:
+            _write_component(component, source, writer.temporary, planned.steps, buffers)
         atomic.write_synced(writer.temporary / STATE, encode_json(_state(source.state, exact)))
         writer.add_files(path for path in writer.temporary.rglob("*") if path.is_file())
         names = ", ".join(stage.operation.name for stage in planned.stages)
@@ -289,7 +289,11 @@ def _write(source: Checkpoint, run: RunDir, planned: _PlannedCheckpoint, build: 
 
 
 def _write_component(
-    component: str, source: Checkpoint, temporary: Path, steps: tuple[GrowthStep, ...]
+    component: str,
+    source: Checkpoint,
+    temporary: Path,
+    steps: tuple[GrowthStep, ...],
+    buffers: Mapping[str, torch.Tensor],
 ) -> None:
     """Write one component's file, grown; per-rank components are copied unchanged."""
     known = COMPONENTS[component]
@@ -299,38 +303,37 @@ def _write_component(
             atomic.make_folder(to.parent)
             atomic.write_synced(to, read_regular(source.path / known.file(rank)))
         return
-    with _grown(component, source, steps) as grown:
+    with _grown(component, source, steps, buffers) as grown:
         write_tensors(temporary / known.file(), grown.outlines, grown.read)
 
 
 @contextmanager
 def _grown(
-    component: str, source: Checkpoint, steps: tuple[GrowthStep, ...]
+    component: str,
+    source: Checkpoint,
+    steps: tuple[GrowthStep, ...],
+    buffers: Mapping[str, torch.Tensor],
 ) -> Iterator[TensorReader]:
-    """Context with a reader of a component's tensors, but for buffers, after all growth steps."""
+    """Context with a reader of a component's tensors after all growth steps.
+
+    Args:
+        buffers: the model's, which were grown already.
+    """
     layout = source.layout(component)
     if component == "optimizer" and any(step.mode != "reset" for step in steps):
-        both = (layout, source.layout("model"))
-        check_states(*({n: e.shape for n, e in each.entries.items()} for each in both))
+        files = (layout, source.layout("model"))
+        check_states(*({n: e.shape for n, e in file.entries.items()} for file in files))
     grow = grow_states if component == "optimizer" else grow_parameters
-    buffers = source.manifest.buffers if component == "model" else ()
-    stored = {name: each for name, each in outlines(layout).items() if name not in buffers}
+    added = buffers if component == "model" else {}
+    stored = outlines(layout)
+    for name in source.manifest.buffers if component == "model" else ():
+        del stored[name]
     with open_reader(layout) as read:
-        yield grow(steps, TensorReader(stored, read))
-
-
-def _write_with_buffers(
-    source: Checkpoint,
-    temporary: Path,
-    planned: _PlannedCheckpoint,
-    buffers: Mapping[str, torch.Tensor],
-) -> None:
-    """Write the file of a model with persistent buffers, grown."""
-    with _grown("model", source, planned.steps) as parameters:
-        write_tensors(
-            temporary / COMPONENTS["model"].file(),
-            {**parameters.outlines, **_outlines_of(buffers)},
-            lambda name: buffers[name] if name in buffers else parameters.read(name),
+        grown = grow(steps, TensorReader(stored, read))
+        shapes = {name: Outline(t.dtype, tuple(t.shape)) for name, t in added.items()}
+        yield TensorReader(
+            {**grown.outlines, **shapes},
+            lambda name: added[name] if name in added else grown.read(name),
         )
 
 
@@ -359,17 +362,10 @@ def _read_again(
     for component in source.components:
         if COMPONENTS[component].pattern is not Pattern.PER_RANK:
             with (
-                _grown(component, source, planned.steps) as grown,
+                _grown(component, source, planned.steps, buffers) as grown,
                 checkpoint.reading(component) as read,
             ):
                 yield read, grown
-    if buffers:
-        with checkpoint.reading("model") as read:
-            yield read, TensorReader(_outlines_of(buffers), buffers.__getitem__)
-
-
-def _outlines_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Outline]:
-    return {name: Outline(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, NoReturn, TypeVar
+from dataclasses import replace
+from typing import NoReturn, TypeVar
 
 from instar.schedule.operations import Change, History
 from instar.schedule.triggers import Entry, next_entry
@@ -30,16 +30,6 @@ def next_due(
     return None if entry is None or reason is None else (entry, reason)
 
 
-@dataclass(frozen=True)
-class Attempt(Generic[T]):
-    """An operation that was tried."""
-
-    change: Change
-    """for the history; says so if the operation was skipped"""
-    outcome: T | None
-    """None: it was skipped"""
-
-
 def attempt_change(
     change: Change,
     entry: Entry | None,
@@ -47,7 +37,7 @@ def attempt_change(
     *,
     stop: Callable[[Exception], NoReturn] | None = None,
     failures: tuple[type[Exception], ...] = FAILURES,
-) -> Attempt[T]:
+) -> tuple[Change, T | None]:
     """Try an operation; if it fails, skip it for good or stop, as its entry says.
 
     Args:
@@ -55,13 +45,16 @@ def attempt_change(
         work: leaves all as it was if it raises. All processes come to the same end.
         stop: raises what ends the training; default: what `work` raised.
         failures: what `work` may raise.
+
+    Returns:
+        the change, which says so if it was skipped, and what `work` returned; None: it was skipped.
     """
     try:
-        return Attempt(change, work())
+        return change, work()
     except failures as error:
         if entry is None or entry.on_failure != "skip":
             if stop is not None:
                 stop(error)
             raise
         # a change without a reason would count as carried out
-        return Attempt(replace(change, skipped=str(error) or type(error).__name__), None)
+        return replace(change, skipped=str(error) or type(error).__name__), None

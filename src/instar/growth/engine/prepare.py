@@ -67,6 +67,7 @@ class ProvedGrowth(Generic[C]):
     """A candidate that is proved, and not in use yet."""
 
     candidate: C
+    plan: GrowthPlan
     proof: Proof | None
     """how far the outputs changed; None if they were not compared"""
     parts: Sequence[GrownPart]
@@ -113,4 +114,4 @@ def prepare_candidate(
         )
         if not proof.holds and not allow_inexact:
             raise subject.broken(proof)
-    return ProvedGrowth(candidate, proof, parts)
+    return ProvedGrowth(candidate, plan, proof, parts)

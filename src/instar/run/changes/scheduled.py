@@ -17,7 +17,6 @@ from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
 from instar.growth.engine.prepare import ProvedGrowth, prepare_candidate
-from instar.growth.plan import GrowthPlan
 from instar.models.architecture import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
@@ -179,7 +178,7 @@ def carry_out(
     start = time.perf_counter()
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
-    attempt = attempt_change(
+    change, carried = attempt_change(
         change,
         entry,
         partial(_carry_out, state, parts, change, entry),
@@ -187,23 +186,14 @@ def carry_out(
         # all ranks get here: either all failed alike, or a collective raised on all of them
         failures=(*FAILURES, PeerError, CheckpointError),
     )
-    if attempt.outcome is None:
-        skipped = attempt.change
-        parts.logger.warn(
-            f"{_failed(skipped, skipped.skipped)}; skipped, the run is unchanged", step
-        )
-        return state.changed(skipped, before)
-    after, plan, growth, folder = attempt.outcome
-    if growth is not None and plan is not None:
-        if plan.label != "exact":
-            state = _discard_evaluation(state, parts)
-        growth.commit()
-        if parts.stepper.strategy.together:
-            gc.collect()  # a sharded module is in cycles of references, and would keep its weights
-        if plan.makes_new and not plan.waits:
-            table = after.architecture.parameters()
-            parts.stepper.watch = GradientWatch(plan, operation.name, table)
-        state = replace(state, grown_at=step)
+    if carried is None:
+        what = _failed(change, change.skipped)
+        parts.logger.warn(f"{what}; skipped, the run is unchanged", step)
+        return state.changed(change, before)
+    growth = carried.growth
+    if growth is not None:
+        state = _put_in_use(state, parts, operation.name, growth)
+    after = carried.after
     state = _apply_settings(state.changed(change, after), parts, before, grown=growth is not None)
     if growth is not None:
         parts.logger.flush_interval(state.progress, grown=True)
@@ -215,7 +205,7 @@ def carry_out(
         proof=growth.proof if growth else None,
         seconds=time.perf_counter() - start,
         loss=loss,
-        folder=folder,
+        folder=carried.folder,
     )
     if growth is not None and growth.candidate.stays_equal:
         parts.logger.warn(
@@ -232,9 +222,8 @@ class _Carried(NamedTuple):
     """An operation as far as it leaves the run unchanged."""
 
     after: State
-    plan: GrowthPlan | None
-    growth: ProvedGrowth[Candidate] | None
-    folder: Path | None
+    growth: ProvedGrowth[Candidate] | None = None
+    folder: Path | None = None
     """of a branch"""
 
 
@@ -245,12 +234,28 @@ def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry 
     if entry is not None and (why := too_large(entry, after.architecture)):
         raise ValueError(why)
     if plan is None:
-        return _Carried(after, None, None, folder)
+        return _Carried(after, folder=folder)
     parts.saver.free()  # two models need memory now, and the next copy has another layout
     allow_inexact = entry is not None and entry.allow_inexact
     subject = grow_run(state, parts, operation, after, plan)
     growth = prepare_candidate(subject, plan, subject.peers, allow_inexact=allow_inexact)
-    return _Carried(after, plan, growth, folder)
+    return _Carried(after, growth)
+
+
+def _put_in_use(
+    state: RunState, parts: Components, operation: str, growth: ProvedGrowth[Candidate]
+) -> RunState:
+    """Make the grown model that of the run."""
+    plan = growth.plan
+    if plan.label != "exact":
+        state = _discard_evaluation(state, parts)
+    growth.commit()
+    if parts.stepper.strategy.together:
+        gc.collect()  # a sharded module is in cycles of references, and would keep its weights
+    if plan.makes_new and not plan.waits:
+        table = parts.task.architecture.parameters()
+        parts.stepper.watch = GradientWatch(plan, operation, table)
+    return replace(state, grown_at=state.step)
 
 
 def _discard_evaluation(state: RunState, parts: Components) -> RunState:
