@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instar.distributed.shards import full_tensor
 from instar.growth import GrowthError, grow, prepare, proof
+from instar.growth.apply import GrowthStep
 from instar.growth.live import growing
+from instar.growth.live import optimizers as states
 from instar.growth.proof import TOLERANCE
 from instar.loops import GrowthSchedule
 
@@ -48,8 +50,9 @@ def shard(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def disagree(sharded: nn.Module, wrap: Any) -> None:
-    """One rank alone misses the tolerance, cannot build, or has a damaged shard: all go the same way."""
+def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One rank alone misses the tolerance, refuses float64, cannot build, lacks memory between two tensors that are
+    gathered, or has a damaged shard: all go the same way."""
     is_last, compare = dist.get_rank() == dist.get_world_size() - 1, proof.compare
 
     def misses_first(*arguments: Any) -> proof.Proof:
@@ -60,6 +63,31 @@ def disagree(sharded: nn.Module, wrap: Any) -> None:
     made = prepare(sharded, EXACT["widen_mlp"], wrap=wrap).proof
     assert made is not None
     assert made.holds
+
+    doubled = growing.LiveGrowth.doubled
+
+    def refusing(growth: growing.LiveGrowth, candidate: nn.Module) -> proof.Doubled:
+        outputs = doubled(growth, candidate)
+        if is_last:
+            raise TypeError("no float64")
+        return outputs
+
+    vars(proof)["compare"] = misses_first
+    growing.LiveGrowth.doubled = refusing  # type: ignore[method-assign]
+    with pytest.raises(GrowthError, match="more than its label 'exact' allows"):
+        prepare(sharded, EXACT["widen_mlp"], wrap=wrap)
+    growing.LiveGrowth.doubled = doubled  # type: ignore[method-assign]
+    grown_state = vars(states)["_grown"]
+
+    def without_room(growth: GrowthStep, name: str, *rest: Any) -> Any:
+        if is_last and name.startswith("blocks.1."):
+            raise MemoryError("no room")
+        return grown_state(growth, name, *rest)
+
+    vars(states)["_grown"] = without_room
+    with pytest.raises(MemoryError if is_last else GrowthError, match=r"no room|another process"):
+        prepare(sharded, EXACT["widen_mlp"], wrap=wrap, optimizer=optimizer)
+    vars(states)["_grown"] = grown_state
 
     def without_memory(module: nn.Module) -> None:
         wrap(module)
@@ -135,7 +163,7 @@ def run(kind: str, *operations: str) -> None:
     TOLERANCE[torch.float32] = 0.0  # rounding exceeds it, so that float64 decides
     prepare(sharded, EXACT["widen_mlp_split"], wrap=wrap)
     TOLERANCE[torch.float32] = tolerance
-    disagree(sharded, wrap)
+    disagree(sharded, wrap, optimizers[0])
     for operation in (({**EXACT, **OTHER})[name] for name in operations):
         with torch.no_grad():
             sharded.eval()(input_ids=torch.ones(1, 3, dtype=torch.int64))  # leaves the root whole
