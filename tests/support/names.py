@@ -188,14 +188,14 @@ LIMITS = {
     "extensions/graphs": 71,
     "extensions/grpo": 75,
     "extensions/lab": 131,
-    "growth": 193,
+    "growth": 78,
     "logs": 79,
-    "loops": 120,
+    "loops": 89,
     "models": 42,
     "processes": 70,
     "record": 42,
-    "run": 131,
-    "schedule": 95,
+    "run": 101,
+    "schedule": 82,
     "tasks": 71,
 }
 """The same for folders that are not finished. Lower them as they are; nobody raises one."""

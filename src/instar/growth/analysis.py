@@ -166,14 +166,14 @@ def matrix_ranks(
         weight, _, kind = name.rpartition(".")
         if kind == "lora_a":
             a, b = weights[name], weights[f"{weight}.lora_b"]
-            found = effective_ranks(product_spectrum(a, b), energies)
-            yield MatrixRank(weight, (b.shape[0], a.shape[1]), a.shape[0], found, adapter=True)
+            ranks = effective_ranks(product_spectrum(a, b), energies)
+            yield MatrixRank(weight, (b.shape[0], a.shape[1]), a.shape[0], ranks, adapter=True)
         elif kind != "lora_b" and entry.kind == "matrix" and weights[name].numel():
             matrix = weights[name].flatten(1)
             outputs, inputs = matrix.shape
-            found = effective_ranks(spectrum(matrix), energies)
+            ranks = effective_ranks(spectrum(matrix), energies)
             yield MatrixRank(
-                name.removesuffix(".weight"), (outputs, inputs), min(outputs, inputs), found
+                name.removesuffix(".weight"), (outputs, inputs), min(outputs, inputs), ranks
             )
 
 
@@ -217,12 +217,12 @@ def attention_entropy(model: CausalAttention, tokens_BT: Tensor) -> tuple[HeadEn
 
     The first position is excluded: it can only attend to itself.
     """
-    found: list[HeadEntropy] = []
+    heads: list[HeadEntropy] = []
     for layer, (q_BTHC, k_BTKC) in enumerate(model.queries_and_keys(tokens_BT)):
         nats_H, share_H = _entropies(q_BTHC, k_BTKC)
         pairs = zip(nats_H.tolist(), share_H.tolist(), strict=True)
-        found.extend(HeadEntropy(layer, head, *pair) for head, pair in enumerate(pairs))
-    return tuple(found)
+        heads.extend(HeadEntropy(layer, head, *pair) for head, pair in enumerate(pairs))
+    return tuple(heads)
 
 
 def _entropies(q_BTHC: Tensor, k_BTKC: Tensor) -> tuple[Tensor, Tensor]:

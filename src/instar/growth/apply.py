@@ -115,9 +115,9 @@ def applied(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields what `apply` returns, one tensor at a time; reads only those that each is made of."""
     neighbour = neighbours(tensors)
-    for name, made in plan.tensors.items():
-        if role is Role.PARAMETER or source_of(made) in tensors:
-            like = tensors.get(neighbour(name)) if isinstance(made, Fresh) else None
+    for name, tensor_plan in plan.tensors.items():
+        if role is Role.PARAMETER or source_of(tensor_plan) in tensors:
+            like = tensors.get(neighbour(name)) if isinstance(tensor_plan, Fresh) else None
             tensor = apply_one(plan, name, tensors.__getitem__, role, key, copies, like)
             if tensor is not None:
                 yield name, tensor
@@ -141,17 +141,21 @@ def grow_buffers(
     # None in a new module, filled by now in the old one
     later = {name: plan.buffer(name) for name in empty_buffers(model)}
     filled = {
-        name: buffers[made.source]
-        for name, made in later.items()
-        if made is not None and not made.edits and made.source in buffers
+        name: buffers[buffer_plan.source]
+        for name, buffer_plan in later.items()
+        if buffer_plan is not None and not buffer_plan.edits and buffer_plan.source in buffers
     }
     plans = (plan.buffer(name) for name in (*initial, *filled))
-    if lost := buffers.keys() - {made.source for made in plans if made is not None}:
+    if missing := buffers.keys() - {
+        buffer_plan.source for buffer_plan in plans if buffer_plan is not None
+    }:
         raise GrowthError(
-            f"the buffer {min(lost)} would be lost: a new module does not have it; register it in the "
+            f"the buffer {min(missing)} would be lost: a new module does not have it; register it in the "
             "constructor, as None if it is filled later"
         )
-    shapes = ({name: tuple(t.shape) for name, t in each.items()} for each in (buffers, initial))
+    shapes = (
+        {name: tuple(t.shape) for name, t in tensors.items()} for tensors in (buffers, initial)
+    )
     check_buffers(plan, *shapes)
     grown = {}
     for name, initial_value in initial.items():
@@ -165,29 +169,31 @@ def grow_buffers(
     return {**grown, **filled}
 
 
-def _grown_buffer(made: Grown, old: Tensor, fresh: Tensor) -> Tensor:
+def _grown_buffer(buffer_plan: Grown, old: Tensor, fresh: Tensor) -> Tensor:
     """Returns `fresh` with the old values where the plan keeps or copies them."""
-    if not made.edits:
+    if not buffer_plan.edits:
         return old.to(fresh, copy=True)
     sources = [list(range(size)) for size in old.shape]
-    for edit in made.edits:
-        along = sources[edit.dim]
+    for edit in buffer_plan.edits:
+        indices = sources[edit.dim]
         sources[edit.dim] = [
             index
             for piece in edit.pieces
             for index in (
-                along[piece.start : piece.stop] if isinstance(piece, Old) else [-1] * len(piece)
+                indices[piece.start : piece.stop] if isinstance(piece, Old) else [-1] * len(piece)
             )
         ]
-    kept = [[at for at, source in enumerate(each) if source >= 0] for each in sources]
-    taken = [[source for source in each if source >= 0] for each in sources]
+    positions = [[at for at, source in enumerate(line) if source >= 0] for line in sources]
+    origins = [[source for source in line if source >= 0] for line in sources]
     grown = fresh.clone()
-    grown[_grid(kept, fresh)] = old.to(fresh)[_grid(taken, fresh)]
+    grown[_grid(positions, fresh)] = old.to(fresh)[_grid(origins, fresh)]
     return grown
 
 
 def _grid(indices: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, ...]:
-    lines = [torch.tensor(each, dtype=torch.int64, device=like.device) for each in indices]
+    lines = [
+        torch.tensor(positions, dtype=torch.int64, device=like.device) for positions in indices
+    ]
     return torch.meshgrid(*lines, indexing="ij")
 
 
@@ -207,81 +213,90 @@ def apply_one(
         read: called only for the tensors that this one is made of.
         like: has the dtype and the device of a wholly new parameter; default float32, CPU.
     """
-    made = plan.tensors[name]
-    if isinstance(made, Grown):
-        return _Growing(role, copies, name, key).grow(made, read(made.source))
-    if isinstance(made, Stacked):
-        joined = torch.cat([read(source) for source in made.sources])
-        return _stacked(made, joined, role, named_generator(*key, name, "noise"))
-    if isinstance(made, Reindexed):
-        return _reindexed(made, read(made.source), role, copies)
-    if isinstance(made, Averaged):
+    tensor_plan = plan.tensors[name]
+    if isinstance(tensor_plan, Grown):
+        return _Growing(role, copies, name, key).grow(tensor_plan, read(tensor_plan.source))
+    if isinstance(tensor_plan, Stacked):
+        joined = torch.cat([read(source) for source in tensor_plan.sources])
+        return _stacked(tensor_plan, joined, role, named_generator(*key, name, "noise"))
+    if isinstance(tensor_plan, Reindexed):
+        return _reindexed(tensor_plan, read(tensor_plan.source), role, copies)
+    if isinstance(tensor_plan, Averaged):
         # as of any copy, moments of the first order begin at 0
         zero = role is Role.FIRST_MOMENT and copies == "asymmetric"
-        return _averaged(made, read).mul_(0.0 if zero else 1.0)
+        return _averaged(tensor_plan, read).mul_(0.0 if zero else 1.0)
     if role is not Role.PARAMETER:
         # merging an adapter does not change the gradient of the matrix
-        return read(made.source) if isinstance(made, Merged) else None
-    if isinstance(made, Merged):
-        weight, a, b = read(made.source), read(made.a), read(made.b)
-        return torch.addmm(weight, b, a, alpha=made.scale)
-    if isinstance(made, Truncated):
-        factor, unused = _truncated(made, read(made.a), read(made.b))
+        return read(tensor_plan.source) if isinstance(tensor_plan, Merged) else None
+    if isinstance(tensor_plan, Merged):
+        weight, a, b = read(tensor_plan.source), read(tensor_plan.a), read(tensor_plan.b)
+        return torch.addmm(weight, b, a, alpha=tensor_plan.scale)
+    if isinstance(tensor_plan, Truncated):
+        factor, unused = _truncated(tensor_plan, read(tensor_plan.a), read(tensor_plan.b))
         rows = torch.zeros_like(factor)
-        if made.side == "a":
-            _fill(rows, New(1, "normal", made.std), named_generator(*key, name, 0))
-        return torch.where(unused[:, None] if made.side == "a" else unused, rows, factor)
-    assert isinstance(made, Fresh)
-    fresh = torch.empty(made.shape)
+        if tensor_plan.side == "a":
+            _fill(rows, New(1, "normal", tensor_plan.std), named_generator(*key, name, 0))
+        return torch.where(unused[:, None] if tensor_plan.side == "a" else unused, rows, factor)
+    assert isinstance(tensor_plan, Fresh)
+    fresh = torch.empty(tensor_plan.shape)
     if like is not None:
         fresh = fresh.to(like)
-    _fill(fresh, New(1, made.fill, made.std), named_generator(*key, name, "fresh"), made.offset)
+    _fill(
+        fresh,
+        New(1, tensor_plan.fill, tensor_plan.std),
+        named_generator(*key, name, "fresh"),
+        tensor_plan.offset,
+    )
     return fresh
 
 
-def _stacked(made: Stacked, tensor: Tensor, role: Role, generator: torch.Generator) -> Tensor:
-    stacked = tensor.expand(made.count, *tensor.shape).clone()
+def _stacked(
+    tensor_plan: Stacked, tensor: Tensor, role: Role, generator: torch.Generator
+) -> Tensor:
+    stacked = tensor.expand(tensor_plan.count, *tensor.shape).clone()
     if role is not Role.PARAMETER:
-        return stacked.div_(made.count * (made.per_token if role is Role.SECOND_MOMENT else 1))
-    if made.noise:
-        drawn = torch.empty_like(stacked)
-        _fill(drawn, New(1, "normal", made.noise), generator)
-        stacked += drawn * tensor.square().mean().sqrt()
+        return stacked.div_(
+            tensor_plan.count * (tensor_plan.per_token if role is Role.SECOND_MOMENT else 1)
+        )
+    if tensor_plan.noise:
+        noise = torch.empty_like(stacked)
+        _fill(noise, New(1, "normal", tensor_plan.noise), generator)
+        stacked += noise * tensor.square().mean().sqrt()
     return stacked
 
 
-def _averaged(made: Averaged, read: Read) -> Tensor:
+def _averaged(tensor_plan: Averaged, read: Read) -> Tensor:
     """Returns the weighted mean, one source at a time and in float32 at least."""
-    first = read(made.sources[0])
+    first = read(tensor_plan.sources[0])
     wide = torch.promote_types(first.dtype, torch.float32)
     mean = torch.zeros_like(first, dtype=wide)
-    for source, weight in zip(made.sources, made.weights, strict=True):
-        tensor = first if source == made.sources[0] else read(source)
+    for source, weight in zip(tensor_plan.sources, tensor_plan.weights, strict=True):
+        tensor = first if source == tensor_plan.sources[0] else read(source)
         mean.add_(tensor.to(wide), alpha=weight)
     return mean.to(first.dtype)
 
 
-def _reindexed(made: Reindexed, tensor: Tensor, role: Role, copies: Copies) -> Tensor:
+def _reindexed(tensor_plan: Reindexed, tensor: Tensor, role: Role, copies: Copies) -> Tensor:
     """Returns a tensor with other rows; means are taken in float32 at least, a few thousand at a time."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    firsts = torch.tensor([row[0] if row else 0 for row in made.rows])
+    firsts = torch.tensor([row[0] if row else 0 for row in tensor_plan.rows])
     out = tensor.index_select(0, firsts.to(tensor.device))
-    new = [at for at in range(len(made.rows)) if at not in made.kept]
+    new = [at for at in range(len(tensor_plan.rows)) if at not in tensor_plan.kept]
     if role is Role.FIRST_MOMENT and copies == "asymmetric":
         out[torch.tensor(new, dtype=torch.int64, device=out.device)] = 0.0
         return out
-    of_all = [at for at in new if not made.rows[at]]
+    of_all = [at for at in new if not tensor_plan.rows[at]]
     out[torch.tensor(of_all, dtype=torch.int64, device=out.device)] = _mean([tensor], 0).to(
         out.dtype
     )
-    several = [at for at in new if len(made.rows[at]) > 1]
+    several = [at for at in new if len(tensor_plan.rows[at]) > 1]
     for first in range(0, len(several), _ROWS):
         rows = several[first : first + _ROWS]
-        sources = torch.tensor([source for at in rows for source in made.rows[at]])
-        counts = torch.tensor([len(made.rows[at]) for at in rows])
-        into = torch.arange(len(rows)).repeat_interleave(counts).to(out.device)
+        sources = torch.tensor([source for at in rows for source in tensor_plan.rows[at]])
+        counts = torch.tensor([len(tensor_plan.rows[at]) for at in rows])
+        targets = torch.arange(len(rows)).repeat_interleave(counts).to(out.device)
         sums = torch.zeros(len(rows), *tensor.shape[1:], dtype=wide, device=out.device)
-        sums.index_add_(0, into, tensor.index_select(0, sources.to(out.device)).to(wide))
+        sums.index_add_(0, targets, tensor.index_select(0, sources.to(out.device)).to(wide))
         shares = counts.to(sums).reciprocal().view(-1, *[1] * (sums.ndim - 1))
         out[torch.tensor(rows, device=out.device)] = (sums * shares).to(out.dtype)
     return out
@@ -293,23 +308,23 @@ class _Growing:
     def __init__(self, role: Role, copies: Copies, name: str, key: Key) -> None:
         self.role, self.copies, self.name, self.key = role, copies, name, key
 
-    def grow(self, made: Grown, tensor: Tensor) -> Tensor:
-        offset = made.offset if self.role is Role.PARAMETER else 0.0
-        for edit in made.edits:
+    def grow(self, tensor_plan: Grown, tensor: Tensor) -> Tensor:
+        offset = tensor_plan.offset if self.role is Role.PARAMETER else 0.0
+        for edit in tensor_plan.edits:
             tensor = self._apply_edit(edit, tensor, offset)
-        factor = self._factor(made)
+        factor = self._factor(tensor_plan)
         if factor != 1.0:
             # what an edit returned is new memory already
-            grown = tensor.mul_(factor) if made.edits else tensor * factor
+            grown = tensor.mul_(factor) if tensor_plan.edits else tensor * factor
             return grown.add_((factor - 1.0) * offset) if offset else grown
-        return tensor.clone() if made.copied and not made.edits else tensor
+        return tensor.clone() if tensor_plan.copied and not tensor_plan.edits else tensor
 
-    def _factor(self, made: Old | Grown) -> float:
+    def _factor(self, piece: Old | Grown) -> float:
         if self.role is Role.PARAMETER:
-            return made.value
+            return piece.value
         if self.role is Role.SECOND_MOMENT:
-            return made.gradient**2
-        return 0.0 if made.copied and self.copies == "asymmetric" else made.gradient
+            return piece.gradient**2
+        return 0.0 if piece.copied and self.copies == "asymmetric" else piece.gradient
 
     def _apply_edit(self, edit: Edit, tensor: Tensor, offset: float) -> Tensor:
         shape = list(tensor.shape)
@@ -378,7 +393,7 @@ def _fill(view: Tensor, new: New, generator: torch.Generator, offset: float = 0.
         view.fill_((1.0 if new.fill == "one" else 0.0) - offset)
 
 
-def _truncated(made: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _truncated(tensor_plan: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Returns one factor of the best approximation of b @ a by a lower rank (Eckart and Young), and
     the mask of its ranks whose singular value is 0 up to rounding, as in
     `torch.linalg.matrix_rank`.
@@ -389,9 +404,9 @@ def _truncated(made: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     q_b, r_b = torch.linalg.qr(b.double())
     q_a, r_a = torch.linalg.qr(a.double().mT)
     u, s, v_h = torch.linalg.svd(r_b @ r_a.mT)
-    root, rank = s[: made.rank].sqrt(), made.rank
+    root, rank = s[: tensor_plan.rank].sqrt(), tensor_plan.rank
     factor: Tensor = (
-        root[:, None] * v_h[:rank] @ q_a.mT if made.side == "a" else q_b @ u[:, :rank] * root
+        root[:, None] * v_h[:rank] @ q_a.mT if tensor_plan.side == "a" else q_b @ u[:, :rank] * root
     )
     rounding = max(a.shape[1], b.shape[0]) * torch.finfo(a.dtype).eps
     return factor.to(a.dtype), s[:rank] <= s.amax() * rounding
@@ -419,11 +434,11 @@ def copies_stay_equal(plan: GrowthPlan, states: Mapping[str, Tensor], mode: Mode
         return False
     pieces = (
         piece
-        for made in plan.tensors.values()
-        for edit in (made.edits if isinstance(made, Grown) else ())
+        for tensor_plan in plan.tensors.values()
+        for edit in (tensor_plan.edits if isinstance(tensor_plan, Grown) else ())
         for piece in edit.pieces
     )
-    return any(isinstance(each, Old) and each.copied and each.value != 1.0 for each in pieces)
+    return any(isinstance(old, Old) and old.copied and old.value != 1.0 for old in pieces)
 
 
 def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetric") -> list[str]:
@@ -436,8 +451,8 @@ def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetr
         of.setdefault(parameter, {})[state] = None
     return [
         f"{name}/{state}"
-        for name, made in plan.tensors.items()
-        if (sources := sources_of(made))
+        for name, tensor_plan in plan.tensors.items()
+        if (sources := sources_of(tensor_plan))
         for state in of.get(sources[0], ())
         if all(state in of.get(other, ()) for other in sources[1:])
     ]
@@ -448,8 +463,8 @@ def grow_state(
 ) -> Tensor:
     """Returns one of `grown_states`."""
     parameter, _, state = name.rpartition("/")
-    made = plan.tensors[parameter]
-    first = source_of(made)
+    tensor_plan = plan.tensors[parameter]
+    first = source_of(tensor_plan)
     tensor = read(f"{first}/{state}")
     if not tensor.ndim and state not in _MOMENTS:
         return tensor if plan.source(parameter) else tensor.clone()
@@ -511,9 +526,9 @@ def _read_parameter(
     step: GrowthStep, read: Read, outlines: Mapping[str, Outline], name: str
 ) -> Tensor:
     like = torch.empty(0, dtype=outlines[name].dtype)
-    made = apply_one(step.plan, name, read, Role.PARAMETER, step.key, like=like)
-    assert made is not None
-    return made
+    tensor = apply_one(step.plan, name, read, Role.PARAMETER, step.key, like=like)
+    assert tensor is not None
+    return tensor
 
 
 def _read_state(step: GrowthStep, read: Read, name: str) -> Tensor:
@@ -522,8 +537,10 @@ def _read_state(step: GrowthStep, read: Read, name: str) -> Tensor:
 
 def nearest_source(plan: GrowthPlan, name: str, neighbour: Callable[[str], str]) -> str:
     """Returns the old tensor that has the dtype of a new one."""
-    made = plan.tensors[name]
-    return (made.a if isinstance(made, Truncated) else source_of(made)) or neighbour(name)
+    tensor_plan = plan.tensors[name]
+    return (
+        tensor_plan.a if isinstance(tensor_plan, Truncated) else source_of(tensor_plan)
+    ) or neighbour(name)
 
 
 def neighbours(names: Iterable[str]) -> Callable[[str], str]:

@@ -36,8 +36,8 @@ class Use:
         axis = self.entry.axes[self.dim]
         if self.entry.kind in ("norm", "post_norm", "channel", "buffer"):
             return "scales"
-        both = self.entry.writes == self.entry.reads
-        if axis == self.entry.writes and not (both and self.dim):
+        is_both = self.entry.writes == self.entry.reads
+        if axis == self.entry.writes and not (is_both and self.dim):
             return "writes"
         return "reads" if axis == self.entry.reads else "lists"
 
@@ -105,8 +105,8 @@ def uses(arch: Growable, axis: str) -> list[Use]:
     return [
         Use(name, entry, dim)
         for name, entry in arch.parameters().items()
-        for dim, along in enumerate(entry.axes)
-        if axis in _factors(along)
+        for dim, dim_axes in enumerate(entry.axes)
+        if axis in _factors(dim_axes)
     ]
 
 

@@ -60,8 +60,8 @@ def stack_layers(
     order = [block.source for block in blocks]
     if beyond := [layer for layer in order if layer >= layers]:
         raise GrowthError(f"there is no layer {beyond[0]}: layers are 0 to {layers - 1}")
-    if lost := sorted(set(range(layers)) - set(order)):
-        raise GrowthError(f"layer {listed(lost)} would be lost: the map must have every layer")
+    if missing := sorted(set(range(layers)) - set(order)):
+        raise GrowthError(f"layer {listed(missing)} would be lost: the map must have every layer")
     grown = _deeper(arch, blocks, "neighbour")
     tensors = _tensors(grown, blocks, (), "neighbour", arch.parameters())
     return grown, GrowthPlan(tensors, "lossy", blocks=tuple(order))
@@ -131,8 +131,8 @@ def insert_layers(
     if steps is not None:
         grown = with_mask(grown, "layers", _ranges(new), step, steps)
     tensors = _tensors(grown, blocks, streams, origin, arch.parameters())
-    drawn = origin == "normal"
-    sources = tuple(None if block.inserted and drawn else block.source for block in blocks)
+    is_random = origin == "normal"
+    sources = tuple(None if block.inserted and is_random else block.source for block in blocks)
     label: Label = "exact" if zeros or steps is not None else "lossy"
     return grown, GrowthPlan(tensors, label, notes=(f"new: {listed(new)}",), blocks=sources)
 
@@ -163,8 +163,8 @@ def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
     """Returns the architecture with these blocks; adapters move with their blocks."""
     if not isinstance(arch, TransformerShape):
         return arch.resized(layers=len(blocks))
-    drawn = origin == "normal"
-    sources = [None if block.inserted and drawn else block.source for block in blocks]
+    is_random = origin == "normal"
+    sources = [None if block.inserted and is_random else block.source for block in blocks]
     if isinstance(arch, Architecture | LoraShape) and arch.lora:
         grown = replace(arch, lora=()).deeper(sources)
         return replace(grown, lora=adapters_of_blocks(arch, sources))
@@ -184,11 +184,11 @@ def _tensors(
         for at, block in reversed([*enumerate(blocks)])
         if not (block.inserted or block.share)
     }
-    kept = set(named_first.values())
+    firsts = set(named_first.values())
     tensors: dict[str, TensorPlan] = {}
     for name, entry in grown.parameters().items():
         layer, source = layer_of(name), _in_old(name, blocks)
-        if layer is None or layer in kept:
+        if layer is None or layer in firsts:
             tensors[name] = Grown(source)
         elif blocks[layer].inserted and entry.writes in streams:
             tensors[name] = Fresh(entry.shape, "zero", offset=entry.offset)

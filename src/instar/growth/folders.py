@@ -85,7 +85,7 @@ def grow_folder(
         WriteError: `out` cannot be written or is not empty.
         NotProven: a label does not hold.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     check_new(out)
     planned = _plan_folder(source, operations, seed)
     before = count_parameters(source.shape).total
@@ -112,7 +112,7 @@ def grow_folder(
             checked_on = growth.checked_on
         else:
             growth.build()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     checked_on = checked_on if proof else ""
     return OfflineGrowth(out, before, planned.stages, proof, seconds, warning, checked_on)
 
@@ -180,7 +180,9 @@ def _folder_growth(
     def outputs(published: PretrainedFolder) -> tuple[Probe, Probe]:
         """As transformers loads both, in float32: only the rounding of the weights remains."""
         batch = drawn(source.shape, shape)
-        old, new = (probed(load_published(each.path), batch) for each in (source, published))
+        old, new = (
+            probed(load_published(folder_read.path), batch) for folder_read in (source, published)
+        )
         return old, new
 
     def written(published: PretrainedFolder) -> Iterator[tuple[Read, TensorReader]]:
@@ -198,17 +200,17 @@ def _file_tensors(
 ) -> tuple[dict[str, Outline], dict[str, Callable[[], Tensor]]]:
     """Returns the tensors of the files of a grown model, and what makes each."""
     read = _Kept(grown.read)
-    made: dict[str, Outline] = {}
+    outlines: dict[str, Outline] = {}
     make: dict[str, Callable[[], Tensor]] = {}
     for name, part in file_parts(shape, single_experts=single_experts).items():
-        made[name] = Outline(grown.outlines[part.parameter].dtype, part.shape)
+        outlines[name] = Outline(grown.outlines[part.parameter].dtype, part.shape)
         make[name] = partial(_part, read if part.index else grown.read, part)
-    return made, make
+    return outlines, make
 
 
 def _part(read: Read, part: FilePart) -> Tensor:
-    whole = read(part.parameter)
-    return whole[part.index] if part.index else whole
+    parameter = read(part.parameter)
+    return parameter[part.index] if part.index else parameter
 
 
 class _Kept:
@@ -244,19 +246,19 @@ def _copy_files(folder: Path, planned: _PlannedFolder, to: Path) -> None:
 
 def _check_published(folder: PretrainedFolder, planned: PretrainedShape) -> None:
     """Raises CheckpointError unless the files are those of the planned model, as transformers reads their config."""
-    read, told = explicit_config(folder.shape.config), explicit_config(planned.config)
-    for key in told.keys() - {"architectures"}:
-        if not _contains(read.get(key), told[key]):
+    read, expected = explicit_config(folder.shape.config), explicit_config(planned.config)
+    for key in expected.keys() - {"architectures"}:
+        if not _contains(read.get(key), expected[key]):
             raise CheckpointError(
-                f"{CONFIG}: transformers reads {key} as {read.get(key)!r}, and the grown model has {told[key]!r}"
+                f"{CONFIG}: transformers reads {key} as {read.get(key)!r}, and the grown model has {expected[key]!r}"
             )
 
 
-def _contains(read: Any, told: Any) -> bool:
+def _contains(read: Any, expected: Any) -> bool:
     """Whether a value is the other, or has its keys with their values."""
-    if isinstance(read, Mapping) and isinstance(told, Mapping):
-        return all(_contains(read.get(key), value) for key, value in told.items())
-    return bool(read == told)
+    if isinstance(read, Mapping) and isinstance(expected, Mapping):
+        return all(_contains(read.get(key), value) for key, value in expected.items())
+    return bool(read == expected)
 
 
 def _try_on_twin(

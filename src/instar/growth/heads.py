@@ -29,9 +29,9 @@ def add_heads(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tup
     now, kv_now = (arch.sizes()[axis] for axis in ("heads", "kv_heads"))
     per_group = now // kv_now
     grown_size(now + value, now, "heads")
-    whole, even = value % per_group == 0, value % kv_now == 0
-    where = options.get("where", "groups" if whole else "inside")
-    if not (whole if where == "groups" else even):
+    by_groups, even = value % per_group == 0, value % kv_now == 0
+    where = options.get("where", "groups" if by_groups else "inside")
+    if not (by_groups if where == "groups" else even):
         raise GrowthError(
             f"{value} query heads cannot be added to {kv_now} groups of {per_group}: "
             f"whole groups need a multiple of {per_group}, heads inside every group a multiple of "

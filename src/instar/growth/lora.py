@@ -72,7 +72,7 @@ def change_lora_rank(
 ) -> tuple[Adaptable, GrowthPlan]:
     """Multiplies the ranks of a target's adapters by a factor; rounded, at least 1."""
     del step
-    made = {
+    new_adapters = {
         name: _with_rank(
             adapter,
             max(1, math.floor(adapter.rank * value["factor"] + 0.5)),
@@ -80,7 +80,7 @@ def change_lora_rank(
         )
         for name, adapter in _target_adapters(_adapters(arch), value["target"]).items()
     }
-    return _change(arch, value["target"], made)
+    return _change(arch, value["target"], new_adapters)
 
 
 def set_lora_alpha(
@@ -90,8 +90,8 @@ def set_lora_alpha(
     del options, step
     adapted = _target_adapters(_adapters(arch), value["target"])
     alpha = float(value["alpha"])
-    made = {name: replace(adapter, alpha=alpha) for name, adapter in adapted.items()}
-    return _change(arch, value["target"], made)
+    new_adapters = {name: replace(adapter, alpha=alpha) for name, adapter in adapted.items()}
+    return _change(arch, value["target"], new_adapters)
 
 
 def merge_lora(
@@ -122,13 +122,13 @@ def adapters_of_blocks(arch: Adaptable, blocks: Sequence[int | None]) -> tuple[L
     share."""
     old = _adapters(arch)
     parts = [name.removeprefix("blocks.0.") for name in old if name.startswith("blocks.0.")]
-    wanted = {name: adapter for name, adapter in old.items() if not name.startswith("blocks.")}
+    outside = {name: adapter for name, adapter in old.items() if not name.startswith("blocks.")}
     for part in parts:
-        each = [old[f"blocks.{layer}.{part}"] for layer in range(arch.sizes()["layers"])]
-        shared = each[0] if all(_same_adapter(each[0], other) for other in each) else None
+        stack = [old[f"blocks.{layer}.{part}"] for layer in range(arch.sizes()["layers"])]
+        shared = stack[0] if all(_same_adapter(stack[0], other) for other in stack) else None
         for layer, source in enumerate(blocks):
-            wanted[f"blocks.{layer}.{part}"] = shared if source is None else each[source]
-    return covering(wanted, [entry.target for entry in arch.lora])
+            outside[f"blocks.{layer}.{part}"] = shared if source is None else stack[source]
+    return covering(outside, [entry.target for entry in arch.lora])
 
 
 def _adapters(arch: Adaptable) -> Adapters:
@@ -145,8 +145,8 @@ def _target_weights(adapters: Adapters, target: str) -> list[str]:
 
 def _target_adapters(adapters: Adapters, target: str) -> dict[str, Lora]:
     """Returns the adapters of a target's weights; at least one."""
-    found = {name: adapters[name] for name in _target_weights(adapters, target)}
-    if adapted := {name: adapter for name, adapter in found.items() if adapter}:
+    targets = {name: adapters[name] for name in _target_weights(adapters, target)}
+    if adapted := {name: adapter for name, adapter in targets.items() if adapter}:
         return adapted
     raise GrowthError(f"{target!r} has no adapters; set_lora_rank adds them")
 
@@ -157,32 +157,34 @@ def _with_rank(adapter: Lora | None, rank: int, hold: bool) -> Lora | None:
     return adapter.with_rank(rank) if hold else replace(adapter, rank=rank)
 
 
-def _same_adapter(one: Lora | None, other: Lora | None) -> bool:
+def _same_adapter(adapter: Lora | None, other: Lora | None) -> bool:
     """Whether two adapters have the same rank and scale, regardless of their targets."""
-    if one is None or other is None:
-        return one is other
-    return replace(one, target="") == replace(other, target="")
+    if adapter is None or other is None:
+        return adapter is other
+    return replace(adapter, target="") == replace(other, target="")
 
 
-def _change(arch: Adaptable, target: str, made: Adapters) -> tuple[Adaptable, GrowthPlan]:
+def _change(arch: Adaptable, target: str, new_adapters: Adapters) -> tuple[Adaptable, GrowthPlan]:
     """Returns the architecture and plan for new adapters of some of the weights of `target`."""
     old = _adapters(arch)
-    if all(_same_adapter(old[name], adapter) for name, adapter in made.items()):
+    if all(_same_adapter(old[name], adapter) for name, adapter in new_adapters.items()):
         raise GrowthError(f"the adapters of {target!r} already are as requested")
-    wanted = {**old, **made}
+    all_adapters = {**old, **new_adapters}
     targets = (target, *(entry.target for entry in arch.lora))
-    changed = replace(arch, lora=covering(wanted, targets))
+    changed = replace(arch, lora=covering(all_adapters, targets))
     tensors: dict[str, TensorPlan] = {}
     for name, entry in changed.parameters().items():
         weight, _, part = name.rpartition(".")
         if part in ("lora_a", "lora_b"):
-            tensors[name] = _factor_plan(name, entry, old[weight], wanted[weight])
+            tensors[name] = _factor_plan(name, entry, old[weight], all_adapters[weight])
         else:
             tensors[name] = Grown(name)
     label: Label = (
-        "exact" if all(map(_keeps_product, map(old.get, made), made.values())) else "lossy"
+        "exact"
+        if all(map(_keeps_product, map(old.get, new_adapters), new_adapters.values()))
+        else "lossy"
     )
-    return changed, GrowthPlan(tensors, label, notes=tuple(_notes(old, made)))
+    return changed, GrowthPlan(tensors, label, notes=tuple(_notes(old, new_adapters)))
 
 
 def _factor_plan(name: str, entry: Parameter, old: Lora | None, new: Lora | None) -> TensorPlan:
@@ -208,15 +210,15 @@ def _keeps_product(old: Lora | None, new: Lora | None) -> bool:
     return new.rank >= old.rank and math.isclose(new.scale, old.scale)
 
 
-def _notes(old: Adapters, made: Adapters) -> Iterator[str]:
+def _notes(old: Adapters, new_adapters: Adapters) -> Iterator[str]:
     """Yields a note for each kind of change."""
     counted = Counter(
         (_adapter_text(before), _adapter_text(after))
-        for before, after in ((old[name], adapter) for name, adapter in made.items())
+        for before, after in ((old[name], adapter) for name, adapter in new_adapters.items())
     )
     for (before, after), number in counted.items():
         yield f"{number} × {before} → {after}"
-    if None in made.values():
+    if None in new_adapters.values():
         yield "to keep what the adapters have learned, use merge_lora first"
 
 

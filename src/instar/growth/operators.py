@@ -76,8 +76,8 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
             raise GrowthError("only a GPT supports masks: leave mask out")
         if isinstance(arch, Architecture) and operator.plan is not fold_masks:
             refuse_if_masked(arch)
-        grown, made = operator.plan(arch, operation.value, operation.options, step)
-    return grown, made
+        grown, growth_plan = operator.plan(arch, operation.value, operation.options, step)
+    return grown, growth_plan
 
 
 def check(operation: Operation) -> None:

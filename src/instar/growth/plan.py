@@ -187,46 +187,53 @@ class GrowthPlan:
 
     def source(self, name: str) -> str | None:
         """Returns the old parameter that a parameter continues; None for a new one or a copy."""
-        made = self.tensors[name]
-        if isinstance(made, Truncated):
-            return made.a if made.side == "a" else made.b
-        if isinstance(made, Stacked):
-            return made.sources[0]
-        if isinstance(made, Fresh | Averaged) or (isinstance(made, Grown) and made.copied):
+        tensor_plan = self.tensors[name]
+        if isinstance(tensor_plan, Truncated):
+            return tensor_plan.a if tensor_plan.side == "a" else tensor_plan.b
+        if isinstance(tensor_plan, Stacked):
+            return tensor_plan.sources[0]
+        if isinstance(tensor_plan, Fresh | Averaged) or (
+            isinstance(tensor_plan, Grown) and tensor_plan.copied
+        ):
             return None
-        return made.source
+        return tensor_plan.source
 
     @property
     def mostly_new(self) -> tuple[str, ...]:
         """The parameters of which at least half of the elements are new or copies."""
-        return tuple(name for name, made in self.tensors.items() if _kept_share(made) <= 0.5)
+        return tuple(
+            name for name, tensor_plan in self.tensors.items() if _kept_share(tensor_plan) <= 0.5
+        )
 
     @property
     def makes_new(self) -> bool:
         """Whether any element of any tensor is new or a copy."""
         return any(
-            not isinstance(made, Grown | Merged | Stacked)
-            or (isinstance(made, Grown) and (made.copied or any(map(_has_new, made.edits))))
-            for made in self.tensors.values()
+            not isinstance(tensor_plan, Grown | Merged | Stacked)
+            or (
+                isinstance(tensor_plan, Grown)
+                and (tensor_plan.copied or any(map(_has_new, tensor_plan.edits)))
+            )
+            for tensor_plan in self.tensors.values()
         )
 
 
-def source_of(made: TensorPlan) -> str | None:
+def source_of(tensor_plan: TensorPlan) -> str | None:
     """Returns the old tensor whose moments a new tensor continues, of several the first."""
-    return next(iter(sources_of(made)), None)
+    return next(iter(sources_of(tensor_plan)), None)
 
 
-def sources_of(made: TensorPlan) -> tuple[str, ...]:
+def sources_of(tensor_plan: TensorPlan) -> tuple[str, ...]:
     """Returns the old tensors of whose moments those of a new tensor are made."""
-    if isinstance(made, Averaged | Stacked):
-        return made.sources
-    return (made.source,) if isinstance(made, Grown | Merged | Reindexed) else ()
+    if isinstance(tensor_plan, Averaged | Stacked):
+        return tensor_plan.sources
+    return (tensor_plan.source,) if isinstance(tensor_plan, Grown | Merged | Reindexed) else ()
 
 
-def grown_shape(made: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:
+def grown_shape(tensor_plan: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape that the plan of a tensor gives to an old tensor of `shape`."""
     sizes = list(shape)
-    for edit in made.edits:
+    for edit in tensor_plan.edits:
         sizes[edit.dim] = sum(map(len, edit.pieces))
     return tuple(sizes)
 
@@ -243,11 +250,11 @@ def check_buffers(
         GrowthError: a buffer has none.
     """
     for name, shape in new.items():
-        made = plan.buffer(name)
-        if made is None or made.source not in old:
+        buffer_plan = plan.buffer(name)
+        if buffer_plan is None or buffer_plan.source not in old:
             continue
-        was = old[made.source]
-        if len(was) != len(shape) or grown_shape(made, was) != shape:
+        was = old[buffer_plan.source]
+        if len(was) != len(shape) or grown_shape(buffer_plan, was) != shape:
             raise GrowthError(
                 f"the buffer {name} would change from {list(was)} to {list(shape)}, and the shape's "
                 "table does not say along which axis: name it there with table.batch_norm(…) or "
@@ -255,19 +262,19 @@ def check_buffers(
             )
 
 
-def _kept_share(made: TensorPlan) -> float:
+def _kept_share(tensor_plan: TensorPlan) -> float:
     """Returns the share of the elements of a new tensor that continue old ones."""
-    if isinstance(made, Fresh | Averaged):
+    if isinstance(tensor_plan, Fresh | Averaged):
         return 0.0
-    if isinstance(made, Reindexed):
-        return len(made.kept) / len(made.rows)
-    if not isinstance(made, Grown):
+    if isinstance(tensor_plan, Reindexed):
+        return len(tensor_plan.kept) / len(tensor_plan.rows)
+    if not isinstance(tensor_plan, Grown):
         return 1.0
-    kept = 0.0 if made.copied else 1.0
-    for edit in made.edits:
+    share = 0.0 if tensor_plan.copied else 1.0
+    for edit in tensor_plan.edits:
         old = (piece for piece in edit.pieces if isinstance(piece, Old) and not piece.copied)
-        kept *= sum(map(len, old)) / sum(map(len, edit.pieces))
-    return kept
+        share *= sum(map(len, old)) / sum(map(len, edit.pieces))
+    return share
 
 
 def _has_new(edit: Edit) -> bool:
@@ -288,16 +295,16 @@ class VocabularyMap:
     def special_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the ids of special tokens in a config with the new tokenizer: the same tokens if it has them, else
         its own, else None."""
-        moved = {self.rows[new][0]: new for new in self.kept}
-        found: dict[str, Any] = {}
+        new_rows = {self.rows[new][0]: new for new in self.kept}
+        ids_by_key: dict[str, Any] = {}
         for key in (f"{name}_id" for name in SPECIAL):
             old = config.get(key)
             ids = old if isinstance(old, list) else [old]
             if old is None:
                 continue
-            new = [moved.get(each) if type(each) is int else None for each in ids]
-            known = None not in new
-            found[key] = (
-                (new if isinstance(old, list) else new[0]) if known else self.special.get(key)
+            new = [new_rows.get(token_id) if type(token_id) is int else None for token_id in ids]
+            is_complete = None not in new
+            ids_by_key[key] = (
+                (new if isinstance(old, list) else new[0]) if is_complete else self.special.get(key)
             )
-        return found
+        return ids_by_key

@@ -17,24 +17,24 @@ Check = Callable[[Any], None]
 """Raises GrowthError, without the name of the operation, for an invalid value."""
 
 
-def checked(valid: Callable[[Any], bool], wanted: str) -> Check:
+def checked(valid: Callable[[Any], bool], description: str) -> Check:
     """Returns a check of a condition; `wanted` completes the sentence of its error."""
 
     def check(value: Any) -> None:
         if not valid(value):
-            raise GrowthError(f"{wanted}, not {value!r}")
+            raise GrowthError(f"{description}, not {value!r}")
 
     return check
 
 
 def _factor(value: Any) -> Fraction | None:
     """2 for `x2`, 3/2 for `x1.5`; None for anything else."""
-    found = re.fullmatch(r"x(\d+(?:\.\d+)?)", value) if isinstance(value, str) else None
-    return Fraction(found[1]) if found else None
+    match = re.fullmatch(r"x(\d+(?:\.\d+)?)", value) if isinstance(value, str) else None
+    return Fraction(match[1]) if match else None
 
 
-def _is_count(value: Any, least: int = 1) -> bool:
-    return type(value) is int and value >= least
+def _is_count(value: Any, minimum: int = 1) -> bool:
+    return type(value) is int and value >= minimum
 
 
 def is_size(value: Any) -> None:

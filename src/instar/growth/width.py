@@ -43,16 +43,16 @@ def widen(
     """Widens an axis that the model both writes and reads; exact."""
     del step
     axis, now = value["axis"], arch.sizes().get(value["axis"])
-    along = uses(arch, axis)
+    axis_uses = uses(arch, axis)
     inner = [name for name in arch.sizes() if _is_inner(arch, name)]
-    if now is None or not along:
+    if now is None or not axis_uses:
         raise GrowthError(f"no tensor has an axis {axis!r}; axes to widen: {listed(inner)}")
     if axis not in inner:
         raise GrowthError(
             f"{axis} is an input or output axis: only axes that the model both writes and reads can be "
             f"widened: {listed(inner)}"
         )
-    normalised = any(use.entry.kind == "norm" for use in along)
+    normalised = any(use.entry.kind == "norm" for use in axis_uses)
     size = grown_size(value["size"], now, axis)
     how = options.get("how", "split" if normalised else "zero")
     if how not in ("zero", "split"):
@@ -62,7 +62,7 @@ def widen(
             f"a norm takes its statistics over {axis}, and only whole copies preserve them: choose a "
             f"multiple of {now}, with how: split"
         )
-    if how == "zero" and not any(use.entry.std for use in along if use.relation == "writes"):
+    if how == "zero" and not any(use.entry.std for use in axis_uses if use.relation == "writes"):
         raise GrowthError(
             f"the table gives no standard deviation for tensors that write {axis}: with zeros on both "
             "sides no gradient would reach them; give these entries a std, or choose how: split"
@@ -157,9 +157,9 @@ def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
     now, rows = arch.sizes()["vocab"], value.rows
     if not isinstance(arch, PretrainedShape):
         raise GrowthError("only models of transformers take a new tokenizer; a run has its own")
-    most = max((source for row in rows for source in row), default=0)
-    if most >= now:
-        raise GrowthError(f"the old tokenizer has a token {most:,}, and the table {now:,} rows")
+    largest = max((source for row in rows for source in row), default=0)
+    if largest >= now:
+        raise GrowthError(f"the old tokenizer has a token {largest:,}, and the table {now:,} rows")
     grown = arch.resized(vocab=len(rows))
     grown = replace(grown, config={**grown.config, **value.special_ids(arch.config)})
     if odd := [use.name for use in uses(grown, "vocab") if use.dim]:
@@ -169,8 +169,8 @@ def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
         for name, entry in grown.parameters().items()
     }
     pieces = sum(bool(row) for row in rows) - len(value.kept)
-    rest = len(rows) - len(value.kept) - pieces
-    note = f"{len(value.kept):,} tokens kept, {pieces:,} from pieces, {rest:,} from the mean of all"
+    unmapped = len(rows) - len(value.kept) - pieces
+    note = f"{len(value.kept):,} tokens kept, {pieces:,} from pieces, {unmapped:,} from the mean of all"
     return grown, GrowthPlan(tensors, "lossy", notes=(note,))
 
 
@@ -261,8 +261,8 @@ def _copied_stream(arch: TransformerShape, times: int) -> Layout:
 def _units(now: int, size: int, how: str, options: Mapping[str, Any]) -> tuple[Layout, str]:
     """Returns the layout of an axis inside blocks, and a note for the plan."""
     if how == "split":
-        whole = size % now == 0
-        share = options.get("share", now / size if whole else 0.5)
+        divides = size % now == 0
+        share = options.get("share", now / size if divides else 0.5)
         return _split(now, size, share), f"split, {share:g} stays with the source"
     if "share" in options:
         raise GrowthError("share requires how: split")
@@ -275,15 +275,15 @@ def _split(now: int, size: int, share: float) -> Layout:
     A unit's gradient is proportional to its reader's weight, a reader's to the value of its unit.
     """
     read = list(_copies(now, size - now, share))
-    written = [replace(piece, value=1.0, gradient=piece.value) for piece in read]
-    return lambda use: tuple(read if use.relation == "reads" else written)
+    writers = [replace(piece, value=1.0, gradient=piece.value) for piece in read]
+    return lambda use: tuple(read if use.relation == "reads" else writers)
 
 
 def _copies(now: int, extra: int, share: float) -> Iterator[Old]:
     """Yields all old units, then `extra` copies of them, cyclically from the first, as a tensor
     reads them: the copies of a unit divide the rest of its weight."""
-    rounds, rest = divmod(extra, now)
-    parts = [(0, rest, rounds + 1), (rest, now, rounds)]
+    rounds, remainder = divmod(extra, now)
+    parts = [(0, remainder, rounds + 1), (remainder, now, rounds)]
     for start, stop, copies in parts:
         if start < stop:
             yield Old(start, stop, share if copies else 1.0)

@@ -269,12 +269,12 @@ def resume_across_growth(accelerator: Any, schedule: GrowthSchedule, optimizer: 
             Path(folder, HISTORY).write_text(json.dumps(schedule.state_dict()), encoding="utf-8")
 
     def load(models: Any, folder: str) -> None:
-        kept = schedule.state_dict()
+        state_before = schedule.state_dict()
         schedule.load_state_dict(json.loads(read_regular(Path(folder, HISTORY))))
         try:
             schedule.replay(models[0], optimizer)
         except Exception:
-            schedule.load_state_dict(kept)  # the model is still that of this history
+            schedule.load_state_dict(state_before)  # the model is still that of this history
             raise
 
     accelerator.register_save_state_pre_hook(save)

@@ -125,7 +125,7 @@ def grow_checkpoint(
         WriteError: `out` cannot be written or is not empty.
         NotProven: a label does not hold.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     check_new(out)
     run = RunDir(source.path.absolute().parent.parent)
     if not run.config.is_file():
@@ -134,7 +134,7 @@ def grow_checkpoint(
             "seed new values are drawn"
         )
     source = replace(source, path=source.path.absolute())
-    _, base, moved = begun_in(run, ())
+    _, base, overrides = begun_in(run, ())
     with chdir(base):
         config = _with_task(run, source.manifest)
     try:
@@ -150,13 +150,13 @@ def grow_checkpoint(
         new_run = RunDir(temporary)
         _begin_run(new_run, run, base)
 
-        def outputs(written: Written) -> tuple[Probe, Probe]:
+        def outputs(files: Written) -> tuple[Probe, Probe]:
             if on_tokens:
-                return _outputs_on_tokens(source.path, written[0])
+                return _outputs_on_tokens(source.path, files[0])
             with chdir(base), _code_of(config.task):
-                task, ends = _task_of(run, moved), (state, planned.state)
+                task, ends = _task_of(run, overrides), (state, planned.state)
                 tasks = [task.at(end.architecture, end.settings.context) for end in ends]
-                return _outputs_on_samples(tasks, model.build, source, load_checkpoint(written[0]))
+                return _outputs_on_samples(tasks, model.build, source, load_checkpoint(files[0]))
 
         on_tokens = config.task in (LANGUAGE, CAUSAL_LM)
         growth = DiskGrowth(
@@ -167,12 +167,12 @@ def grow_checkpoint(
             outputs,
             partial(_read_again, source, planned),
         )
-        (written, _), proof = write_and_prove(growth, check=check)
+        (folder, _), proof = write_and_prove(growth, check=check)
     before = count_parameters(state.architecture).total
-    path = RunDir(out).checkpoints / written.name
+    path = RunDir(out).checkpoints / folder.name
     with load_checkpoint(path, check=False).reading("model") as read:
         dead = dead_ranks(planned.state.architecture.parameters(), read)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     checked_on = growth.checked_on if proof else ""
     return OfflineGrowth(path, before, planned.stages, proof, seconds, dead, checked_on)
 
@@ -296,15 +296,15 @@ def _write_component(
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
     """Write one component's file, grown; per-rank components are copied unchanged."""
-    known = COMPONENTS[component]
-    if known.pattern is Pattern.PER_RANK:
+    layout = COMPONENTS[component]
+    if layout.pattern is Pattern.PER_RANK:
         for rank in range(source.manifest.world_size):
-            to = temporary / known.file(rank)
+            to = temporary / layout.file(rank)
             atomic.make_folder(to.parent)
-            atomic.write_synced(to, read_regular(source.path / known.file(rank)))
+            atomic.write_synced(to, read_regular(source.path / layout.file(rank)))
         return
     with _grown(component, source, steps, buffers) as grown:
-        write_tensors(temporary / known.file(), grown.outlines, grown.read)
+        write_tensors(temporary / layout.file(), grown.outlines, grown.read)
 
 
 @contextmanager
@@ -354,10 +354,10 @@ def _grown_buffers(
 
 
 def _read_again(
-    source: Checkpoint, planned: _PlannedCheckpoint, written: Written
+    source: Checkpoint, planned: _PlannedCheckpoint, files: Written
 ) -> Iterator[tuple[Read, TensorReader]]:
     """Yield readers of the tensors that were written, and of these as they are made again."""
-    path, buffers = written
+    path, buffers = files
     checkpoint = load_checkpoint(path)
     for component in source.components:
         if COMPONENTS[component].pattern is not Pattern.PER_RANK:
@@ -372,10 +372,10 @@ def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     """Return the run's state; unless growth is exact, without this step's measurements."""
     if exact or not state:
         return dict(state)
-    kept = {**state, "evaluated_at": -1, "losses": []}
+    state_after = {**state, "evaluated_at": -1, "losses": []}
     if "story" in state:
-        kept["story"] = {**state["story"], "interval": None}
-    return kept
+        state_after["story"] = {**state["story"], "interval": None}
+    return state_after
 
 
 def _outputs_on_samples(

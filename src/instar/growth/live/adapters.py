@@ -57,7 +57,7 @@ class AdaptedShape(PretrainedShape):
                 f"modules_to_save.{adapter}" for adapter in adapters if not adapters[adapter].rank
             ]
             if copies:
-                names = (f"{module}.{each}.{part}" for each in ("original_module", *copies))
+                names = (f"{module}.{place}.{part}" for place in ("original_module", *copies))
                 table |= dict.fromkeys(names, entry)
             else:
                 table[f"{module}.base_layer.{part}" if adapters else name] = entry
@@ -163,11 +163,11 @@ class Adapted:
                     module.scaling[name] = adapter.scale
         grown.base_model.set_adapter(self.model.active_adapters)
         grown.active_adapter = self.model.active_adapter
-        made: Module = grown
-        return made
+        larger_module: Module = grown
+        return larger_module
 
     def _around(self, shape: AdaptedShape, configs: Mapping[str, Any]) -> Any:
-        begun = {name: config.init_lora_weights for name, config in configs.items()}
+        inits = {name: config.init_lora_weights for name, config in configs.items()}
         for config in configs.values():
             config.init_lora_weights = True  # others compute values from the weights, or from data
             config.base_model_name_or_path = ""  # the model of that name is smaller
@@ -176,8 +176,8 @@ class Adapted:
         for name, config in more:
             grown.add_adapter(name, config)
         for name, config in configs.items():
-            if begun[name] in _LEAVES_THE_BASE:
-                config.init_lora_weights = begun[name]
+            if inits[name] in _LEAVES_THE_BASE:
+                config.init_lora_weights = inits[name]
                 continue
             # PiSSA, OLoRA and their like took a part out of the base. Who loads the adapters beside that base must not
             # take it out again, and a larger base has other parts
@@ -189,7 +189,7 @@ class Adapted:
                 "init_lora_weights of the adapters %r is True from now on, no longer %r: save the base with them "
                 "(model.unload().save_pretrained), whose weights are not those that it was loaded with",
                 name,
-                begun[name],
+                inits[name],
             )
         return grown
 

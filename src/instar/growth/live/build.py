@@ -122,5 +122,5 @@ def _allocate(module: Module, device: torch.device) -> None:
         if buffer is not None
     }
     module.to_empty(device=device)
-    for (each, name), buffer in buffers.items():
-        each._buffers[name] = buffer
+    for (owner, name), buffer in buffers.items():
+        owner._buffers[name] = buffer

@@ -164,11 +164,11 @@ class LiveGrowth:
     def parts(self, candidate: Module) -> Sequence[GrownPart]:
         """See `GrowthSubject`."""
         old, new = self.old.parameters(), self.new.parameters(candidate)
-        named = self.old.names(), self.new.names(candidate)
+        name_maps = self.old.names(), self.new.names(candidate)
         with self.peers.phase():
             _warn_if_frozen(self.name, self.new.shape, self.step.plan, new)
         parts = [
-            prepare_optimizer(optimizer, self.step, old, new, named, self.peers)
+            prepare_optimizer(optimizer, self.step, old, new, name_maps, self.peers)
             for optimizer in self.request.optimizers
         ]
         if isinstance(self.request.ema, Module):

@@ -48,7 +48,7 @@ def prepare_optimizer(
     step: GrowthStep,
     old: Mapping[str, Parameter],
     new: Mapping[str, Parameter],
-    named: tuple[Mapping[str, str], Mapping[str, str]],
+    name_maps: tuple[Mapping[str, str], Mapping[str, str]],
     peers: Peers,
 ) -> GrownPart:
     """Return an optimizer's part of a growth. A collective of the peers.
@@ -82,7 +82,7 @@ def prepare_optimizer(
     # a sharded state is gathered: who failed between two would leave the others waiting
     run_in_step(peers, grow(), gathers=any(map(is_sharded, old.values())))
     with peers.phase():
-        groups = _refilled_groups(optimizer, step.plan, old, new, named)
+        groups = _refilled_groups(optimizer, step.plan, old, new, name_maps)
 
     def commit() -> None:
         for parameter in old.values():
@@ -102,11 +102,11 @@ def _refilled_groups(
     plan: GrowthPlan,
     old: Mapping[str, Parameter],
     new: Mapping[str, Parameter],
-    named: tuple[Mapping[str, str], Mapping[str, str]],
+    name_maps: tuple[Mapping[str, str], Mapping[str, str]],
 ) -> list[tuple[list[Parameter], list[str]]]:
     """Return the parameters of each group, and what it calls them, if it was given names."""
     names = {parameter: name for name, parameter in old.items()}
-    home, (old_names, new_names) = homes(plan, old), named
+    home, (old_names, new_names) = homes(plan, old), name_maps
     groups = []
     for group in optimizer.param_groups:
         labels = dict(zip(group["params"], group.get("param_names", ()), strict=False))
@@ -153,18 +153,18 @@ def _tensors(states: Mapping[str, Mapping[str, Any]], *, factored: bool) -> dict
     }
 
 
-def _prefix(labels: Mapping[str, str], named: Mapping[str, str]) -> str:
+def _prefix(labels: Mapping[str, str], names: Mapping[str, str]) -> str:
     """Return what an optimizer's names have before those in the module, as that of DDP.
 
     Raises:
         GrowthError: they are other names.
     """
-    prefixes = {labels[name].removesuffix(named.get(name, name)) for name in labels}
+    prefixes = {labels[name].removesuffix(names.get(name, name)) for name in labels}
     if len(prefixes) > 1 or not all(text == "" or text.endswith(".") for text in prefixes):
-        odd = (name for name in labels if not labels[name].endswith(named.get(name, name)))
+        odd = (name for name in labels if not labels[name].endswith(names.get(name, name)))
         name = next(odd, min(labels))
         raise GrowthError(
-            f"the optimizer calls {named.get(name, name)} {labels[name]!r}: its names of new parameters are not known; "
+            f"the optimizer calls {names.get(name, name)} {labels[name]!r}: its names of new parameters are not known; "
             "build it of named_parameters(), or without names"
         )
     return next(iter(prefixes), "")

@@ -38,8 +38,8 @@ class Subject:
 
     def parameters(self, module: Module | None = None) -> dict[str, Parameter]:
         """Return the parameters of a module of this family by their names in the shape."""
-        named = (module or self.module).named_parameters()
-        return {self.name(name): parameter for name, parameter in named}
+        pairs = (module or self.module).named_parameters()
+        return {self.name(name): parameter for name, parameter in pairs}
 
     def names(self, module: Module | None = None) -> dict[str, str]:
         """Return the names of the parameters in a module of this family by those in the shape."""

@@ -71,15 +71,15 @@ def map_vocabulary(old: Path, new: Path, rows: int | None = None) -> VocabularyM
         )
     sources: list[tuple[int, ...]] = [()] * (rows or other.size)
     unchanged: set[int] = set()
-    asked: dict[int, bytes] = {}
+    open_rows: dict[int, bytes] = {}
     for number, key in other.keys.items():
         if (source := old_vocabulary.ids.get(key)) is not None:
             sources[number] = (source,)
             unchanged.add(number)
         elif isinstance(key, bytes):
-            asked[number] = key
-    pieces = old_vocabulary.pieces(list(asked.values()))
-    for number, ids in zip(asked, pieces, strict=True):
+            open_rows[number] = key
+    pieces = old_vocabulary.pieces(list(open_rows.values()))
+    for number, ids in zip(open_rows, pieces, strict=True):
         sources[number] = ids
     return VocabularyMap(tuple(sources), frozenset(unchanged), other.special_ids())
 
@@ -139,29 +139,33 @@ class _Vocabulary:
             ) from error
         return [
             tuple(number for number in ids.tolist() if number != unknown)
-            if "\ufffd" not in said
+            if "\ufffd" not in string
             else tuple(self.ids[key] for key in (bytes([b]) for b in text) if key in self.ids)
-            for text, said, (ids, _) in zip(texts, strings, parsed, strict=True)
+            for text, string, (ids, _) in zip(texts, strings, parsed, strict=True)
         ]
 
     def _unknown(self) -> int | None:
         model = self.content.get("model") or {}
-        named = model.get("unk_token")
-        number = self.tokens.get(named) if isinstance(named, str) else model.get("unk_id")
+        unknown_token = model.get("unk_token")
+        number = (
+            self.tokens.get(unknown_token)
+            if isinstance(unknown_token, str)
+            else model.get("unk_id")
+        )
         return number if isinstance(number, int) else None
 
     def special_ids(self) -> dict[str, int]:
         """Returns the ids of the special tokens that `tokenizer_config.json` names."""
         about = self.folder / TOKENIZER_CONFIG
-        named = read_json(about, follow=True) if about.is_file() else {}
-        found = {}
+        special = read_json(about, follow=True) if about.is_file() else {}
+        ids_by_key = {}
         for name in SPECIAL:
-            token = named.get(name)
+            token = special.get(name)
             token = token.get("content") if isinstance(token, dict) else token
             number = self.tokens.get(token) if isinstance(token, str) else None
             if number is not None:
-                found[f"{name}_id"] = number
-        return found
+                ids_by_key[f"{name}_id"] = number
+        return ids_by_key
 
 
 def _types(part: Any) -> Iterator[str]:
