@@ -199,9 +199,11 @@ def test_resume_refuses_a_state_that_says_nonsense(place: Place) -> None:
     assert codes(ranks) == [0], said(ranks)
     state = json.loads((whole / "checkpoints" / "step-4" / "state.json").read_bytes())
     refused, untyped = 0, []
-    for _ in range(RESUMES):
+    # what is looked at before the state is restored
+    early = [state | {"progress": value} for value in (1e300, state["progress"] | {"step": None})]
+    for nonsense in [*early, *(spoiled(state, chance) for _ in range(RESUMES))]:
         shutil.copytree(whole, run_dir)
-        changed = json.dumps(spoiled(state, chance))
+        changed = json.dumps(nonsense)
         planted = Content("state.json", changed.encode(), vouched=True)
         planted.plant(run_dir / "checkpoints" / "step-4")
         (child,) = place.resume(run_dir, "--until", "5it")

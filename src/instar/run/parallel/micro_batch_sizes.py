@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from instar.config.budget import parse_budget
+from instar.config.budget import Counters, parse_budget
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.data.plan import StepPlan, divide_step, micro_slices
@@ -37,7 +36,7 @@ def sizes_ahead(
     initial: State,
     history: History,
     override: Operation | None,
-    progress: Mapping[str, Any],
+    progress: Counters,
     spec: TaskSpec,
     world_size: int,
 ) -> dict[int, Comes]:
@@ -46,13 +45,15 @@ def sizes_ahead(
     Args:
         initial: at step 0.
         override: the settings that the resume changes.
-        progress: as saved; {}: at step 0.
+        progress: as saved.
     """
-    step, samples, tokens = (progress.get(name, 0) for name in ("step", "samples", "tokens"))
     if override is not None:
-        history = (*history, Change(override, step, samples))
+        history = (*history, Change(override, progress.step, progress.samples))
     state = fold_history(initial, history)
-    config, clock = state.config, Clock(step, samples, tokens, in_order=samples)
+    config, clock = (
+        state.config,
+        Clock(progress.step, progress.samples, progress.tokens, in_order=progress.samples),
+    )
     legs = legs_of(remaining(schedule_entries(config), history), state, spec, world_size)
     budgets = [parse_budget(text) for text in config.train.until]
     lines = [

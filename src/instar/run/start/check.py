@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from instar.config.budget import Counters
 from instar.config.load import Loaded
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.failure import stopped_before_start
@@ -16,6 +17,7 @@ from instar.run.parallel.micro_batch_sizes import sizes_ahead
 from instar.run.start.plan import RankContext, ResolvedRun, RunPlan
 from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_run_data
 from instar.run.start.rank_consistency import compare_inputs, resolve_precision, resolve_strategy
+from instar.run.start.restore import saved_counters
 from instar.run.start.smoke_test_step import run_trial, try_sizes
 from instar.run.start.weights import open_weights
 from instar.run.state.sync_point import SyncPoint
@@ -128,6 +130,6 @@ def _try_micro_batches(
     """Run micro-batches as the run will, and return warnings of its start."""
     if run.continuation is None or initial is None:
         return [*prepared.warnings, *run_trial(prepared, world)]
-    progress = run.checkpoint.state.get("progress", {}) if run.checkpoint is not None else {}
+    progress = Counters() if run.checkpoint is None else saved_counters(run.checkpoint)
     past = run.continuation.history, run.continuation.operation, progress
     return try_sizes(prepared, world, sizes_ahead(initial, *past, prepared.spec, world.size))

@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from torch import Tensor
 from torch.nn import Module
 
 from instar.checkpoint.layout import ComponentReader, Parts
 from instar.checkpoint.manifest import CheckpointError, encode_json
 from instar.checkpoint.store import Checkpoint
+from instar.config.budget import Counters
 from instar.config.sections import Operation
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import full_tensor
@@ -69,6 +71,19 @@ def restore(
         return _restore(state, parts, checkpoint, history)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # intact by its checksums, and still not a state that a run saves
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
+
+
+def saved_counters(checkpoint: Checkpoint) -> Counters:
+    """Return what the run of a checkpoint had done.
+
+    Raises:
+        CheckpointError: its state does not say it.
+    """
+    try:
+        return msgspec.convert(checkpoint.state["progress"], Counters)
+    except (LookupError, msgspec.MsgspecError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
 
