@@ -138,7 +138,7 @@ def run_main_with(raised: str) -> subprocess.CompletedProcess[str]:
         ("click.get_current_context().exit(75)", 75, ""),
         ("return 75", 75, ""),
         ("return None", 0, ""),
-        ("raise ConfigError.one('bad')", 2, "bad\n1 error. Nothing was started.\n"),
+        ("raise ConfigError.of('bad')", 2, "bad\n1 error. Nothing was started.\n"),
     ],
 )
 def test_every_end_has_its_exit_code(raised: str, code: int, said: str) -> None:

@@ -17,7 +17,7 @@ def test_an_error_lists_all_its_problems_and_counts_them() -> None:
 
 
 def test_one_builds_an_error_of_one_problem() -> None:
-    error = ConfigError.one("too short", where="data.path", hint="prepare more text")
+    error = ConfigError.of("too short", where="data.path", hint="prepare more text")
     assert error.problems == (
         ConfigProblem((), "too short", "prepare more text", place="data.path"),
     )
@@ -25,15 +25,15 @@ def test_one_builds_an_error_of_one_problem() -> None:
 
 
 def test_the_last_line_names_the_section_whose_keys_help() -> None:
-    nested = ConfigError.one("bad", key="parallel.ddp.static_graph")
-    top = ConfigError.one("bad", key="seed")
-    listed = ConfigError.one("bad", key="schedule[3].when.waited")
+    nested = ConfigError.of("bad", key="parallel.ddp.static_graph")
+    top = ConfigError.of("bad", key="seed")
+    listed = ConfigError.of("bad", key="schedule[3].when.waited")
     assert str(nested).endswith("Keys: instar config schema parallel.ddp")
     assert str(top).endswith("Keys: instar config schema")
     assert str(listed).endswith("Keys: instar config schema schedule")
 
 
 def test_exit_codes() -> None:
-    assert ConfigError.one("bad").exit_code == 2
+    assert ConfigError.of("bad").exit_code == 2
     assert InstarError("worse").exit_code == 4
-    assert isinstance(ConfigError.one("bad"), InstarError)
+    assert isinstance(ConfigError.of("bad"), InstarError)

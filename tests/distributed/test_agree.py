@@ -74,7 +74,7 @@ with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     facts["one"] = peer_error(lambda: failing([last], OSError("gone")))
     facts["all"] = peer_error(lambda: failing(range(4), OSError("gone")))
     facts["two"] = peer_error(lambda: failing([0, last], OSError(f"gone on {r}")))
-    facts["config"] = peer_error(lambda: failing([last], ConfigError.one("no such file")))
+    facts["config"] = peer_error(lambda: failing([last], ConfigError.of("no such file")))
     facts["nested"] = peer_error(failing_nested)
     facts["none"] = peer_error(lambda: failing([], None))
 
@@ -241,7 +241,7 @@ def test_alone_an_error_stays_itself() -> None:
         pytest.raises(ConfigError, match="no such file"),
         raise_on_all_ranks(ALONE, "opening the data"),
     ):
-        raise ConfigError.one("no such file")
+        raise ConfigError.of("no such file")
 
 
 def test_alone_a_beat_is_its_own_answer() -> None:

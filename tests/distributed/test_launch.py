@@ -168,7 +168,7 @@ def test_a_config_mistake_is_told_once(launcher: Launcher) -> None:
         PLAIN
         + """
 def work(log):
-    raise ConfigError.one("n_embd is odd", where="a.yaml:3:1")
+    raise ConfigError.of("n_embd is odd", where="a.yaml:3:1")
 exit_now(run_rank(work))
 """
     )

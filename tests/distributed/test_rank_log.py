@@ -97,7 +97,7 @@ def test_an_interruption_is_no_failure(record: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (ConfigError.one("n_embd is odd"), 2, "n_embd is odd"),
+        (ConfigError.of("n_embd is odd"), 2, "n_embd is odd"),
         (Interrupted("resume with: instar resume r1"), 75, "resume with"),
         (ValueError("boom"), 4, "rank 0 failed at step 7: ValueError: boom"),
         (KeyboardInterrupt(), 130, ""),

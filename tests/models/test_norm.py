@@ -46,21 +46,25 @@ def test_channels_count_by_their_openings() -> None:
     mean = (x * opening).sum(-1, keepdim=True) / 3.25
     variance = (opening * (x - mean) ** 2).sum(-1, keepdim=True) / 3.25
     expected = opening * ((x - mean) / (variance + 0.1).sqrt() * weight + bias)
-    torch.testing.assert_close(masked_norm(x, opening, weight, bias, 0.1, centered=True), expected)
+    torch.testing.assert_close(
+        masked_norm(x, opening, weight, bias, 0.1, is_centered=True), expected
+    )
     square = (opening * x**2).sum(-1, keepdim=True) / 3.25
     expected = opening * (x / (square + 0.1).sqrt() * weight)
-    torch.testing.assert_close(masked_norm(x, opening, weight, None, 0.1, centered=False), expected)
+    torch.testing.assert_close(
+        masked_norm(x, opening, weight, None, 0.1, is_centered=False), expected
+    )
 
 
 @pytest.mark.parametrize("centred", [True, False])
 def test_open_channels_are_normed_as_ever(centred: bool) -> None:
     x, weight = inputs(3, 7)
-    normed = masked_norm(x, torch.ones(7).double(), weight, None, 0.1, centered=centred)
+    normed = masked_norm(x, torch.ones(7).double(), weight, None, 0.1, is_centered=centred)
     plain = F.layer_norm(x, (7,), weight, None, 0.1) if centred else rms_norm(x, weight, 0.1)
     torch.testing.assert_close(normed, plain)
 
 
 def test_low_precision_is_masked_in_float32() -> None:
     x = torch.full((1, 8), 300.0, dtype=torch.float16)
-    normed = masked_norm(x, torch.ones(8), torch.ones(8), None, 1e-5, centered=False)
+    normed = masked_norm(x, torch.ones(8), torch.ones(8), None, 1e-5, is_centered=False)
     torch.testing.assert_close(normed, torch.ones(1, 8))

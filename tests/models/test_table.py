@@ -69,17 +69,17 @@ CASES = {
     "transposed1d": Case(
         nn.ConvTranspose1d(4, 8, 2, stride=2),
         image(4, 5),
-        lambda t: t.conv("m", "b", "a", [2], positions=5, transposed=True),
+        lambda t: t.conv("m", "b", "a", [2], positions=5, is_transposed=True),
     ),
     "transposed2d": Case(
         nn.ConvTranspose2d(4, 8, 2, groups=2),
         image(4, 5, 5),
-        lambda t: t.conv("m", "b", "a", [2, 2], positions=25, groups=2, transposed=True),
+        lambda t: t.conv("m", "b", "a", [2, 2], positions=25, groups=2, is_transposed=True),
     ),
     "transposed3d": Case(
         nn.ConvTranspose3d(4, 8, 2),
         image(4, 3, 3, 3),
-        lambda t: t.conv("m", "b", "a", [2, 2, 2], positions=27, transposed=True),
+        lambda t: t.conv("m", "b", "a", [2, 2, 2], positions=27, is_transposed=True),
     ),
     "attention": Case(
         nn.MultiheadAttention(8, 2, batch_first=True),
@@ -163,7 +163,7 @@ class Axes(Shape):
         t.conv("first", "channels", "3", [3], positions=8)
         t.conv("each", "channels", "channels", [3], positions=8, groups="channels")
         t.batch_norm("norm", "channels")
-        t.conv("up", "grouped", "channels", [2], positions=8, transposed=True)
+        t.conv("up", "grouped", "channels", [2], positions=8, is_transposed=True)
         t.conv("by_two", "width", "grouped", [1], positions=16, groups=2)
         t.encoder_layer("encoder", "width", "units", tokens=16)
         t.recurrent("memory", "lstm", "hidden", "width", layers=2, bidirectional=True, steps=16)

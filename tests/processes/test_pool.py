@@ -44,7 +44,7 @@ def ended(process: int) -> bool:
 @pytest.mark.parametrize(
     "error",
     [
-        ConfigError.one("wrong", where="data.path", key="data.path"),
+        ConfigError.of("wrong", where="data.path", key="data.path"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
         FileNotFoundError(2, "No such file", "there"),
         json.JSONDecodeError("wrong", "{]", 1),  # pickles itself without its notes

@@ -125,7 +125,7 @@ def stream_samples(
         tokens = prompt_tokens(tokenizer, prompt).tolist()
     if not tokens or "" in stop:
         where = "stop" if tokens else "prompt"
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the {where} text is empty", where=f"--{where}", hint="give at least one token"
         )
     model = _load(path, device)
@@ -179,7 +179,7 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
     tokenizer = _tokenizer(path)
     ids = tokenizer.encode(text).tolist()
     if len(ids) < 2:
-        raise ConfigError.one(f"the text has {len(ids)} tokens; give at least two")
+        raise ConfigError.of(f"the text has {len(ids)} tokens; give at least two")
     model = _load(path, device)
     place = next(model.parameters()).device
     context = model.arch.context
@@ -226,11 +226,11 @@ def _opened(path: Path, tokenizer: Tokenizer, message: str) -> tuple[list[int], 
 
     run_dir = path.absolute().parent.parent
     if not isinstance(tokenizer, BPETokenizer):
-        raise ConfigError.one("the tokenizer has no special tokens", where="--chat")
+        raise ConfigError.of("the tokenizer has no special tokens", where="--chat")
     try:
         text, end = template_beside(run_dir, tokenizer).around_answer(message)
     except (ValueError, ImportError) as error:
-        raise ConfigError.one(str(error), where="--chat") from None
+        raise ConfigError.of(str(error), where="--chat") from None
     ends = filter(None, dict.fromkeys((end, tokenizer.end_token)))
     ((ids, _),) = tokenizer.engine.parse([text])
     return ids.tolist(), list(ends)

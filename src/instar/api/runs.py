@@ -68,7 +68,7 @@ class Run:
         try:
             import pandas
         except ImportError:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 "to_pandas needs the library `pandas`, which is not installed",
                 hint="pip install pandas, or use table(), whose columns are arrays",
             ) from None
@@ -90,7 +90,7 @@ class Run:
 
         (config,), faults = config_values([self.record.run])
         if faults:
-            raise ConfigError.one(faults[0])
+            raise ConfigError.of(faults[0])
         return config
 
     def checkpoints(self) -> list[Path]:
@@ -165,7 +165,7 @@ def compare(
     from instar.logs.query.groups import group_runs
 
     if isinstance(runs, str | os.PathLike | Run):
-        raise ConfigError.one("runs must be a list of runs, or of their paths", "instar.compare")
+        raise ConfigError.of("runs must be a list of runs, or of their paths", "instar.compare")
     records = [(run if isinstance(run, Run) else load_run(run)).record for run in runs]
     groups, _ = group_runs([record.run for record in records])
     return compared(

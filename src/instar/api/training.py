@@ -73,9 +73,9 @@ def train(
         with as_before():
             if rank is not None:
                 _share_threads()
-            loaded = load_run_config(*_file_and_overrides(config, overrides))
+            loaded_config = load_run_config(*_file_and_overrides(config, overrides))
             with RankLog(placement(os.environ).rank) as log:
-                return run(loaded, log, signal, hooks=hooks)
+                return run(loaded_config, log, signal, hooks=hooks)
 
 
 def launch(
@@ -142,13 +142,13 @@ def resume(
     from instar.run.origin.resume import Resume, named_checkpoint
 
     run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, print_stderr)
-    resumed = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
-    named_checkpoint(resumed)
+    resume_request = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
+    named_checkpoint(resume_request)
     with chdir(base):
         return _launch(
             str(run_dir.config),
             overrides,
-            resumed,
+            resume_request,
             world_size=world_size,
             devices=devices,
             max_restarts=max_restarts,
@@ -166,7 +166,7 @@ def _file_and_overrides(
     from instar.config.origins import in_yaml
 
     if isinstance(overrides, str):
-        raise ConfigError.one(
+        raise ConfigError.of(
             "overrides must be a list", where="instar", hint=f'write ["{overrides}"]'
         )
     if not isinstance(config, Mapping):
@@ -174,7 +174,7 @@ def _file_and_overrides(
     try:
         texts = [f"{key}={in_yaml(value)}" for key, value in config.items()]
     except (TypeError, ValueError) as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the config is not made of plain data: {error}",
             where="instar",
             hint="write numbers, texts, lists and dictionaries",
@@ -193,34 +193,34 @@ def _launch(
 ) -> Path:
     from instar.run.origin.load import load_run_config
 
-    loaded = load_run_config(config, overrides)
+    loaded_config = load_run_config(config, overrides)
     place = placement(os.environ)
     if place.is_set:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"this process is already rank {place.rank} of {place.size}",
             where="environment",
             hint="call instar.api.train in each",
         )
-    count = resolve_ranks(loaded.config.parallel, place, world_size, devices)
-    preflight_launch(loaded, count.ranks, resume, print_stderr, devices)
+    count = resolve_ranks(loaded_config.config.parallel, place, world_size, devices)
+    preflight_launch(loaded_config, count.ranks, resume, print_stderr, devices)
     argv = [] if config is None or resume is not None else [config]
     argv += [word for text in overrides for word in ("--set", text)]
     argv += [] if resume is None else resume.words()
-    result = run_ranks(launch_options(loaded, argv, count, resume, max_restarts))
+    result = run_ranks(launch_options(loaded_config, argv, count, resume, max_restarts))
     run_dir = result.log.parents[1] if result.log else None
     if result.code == Interrupted.exit_code:
         raise Interrupted(result.text or f"resume with: instar resume {shlex.quote(str(run_dir))}")
     if result.code == StoppedUnsaved.exit_code:
         raise StoppedUnsaved(result.text or NOTHING_STARTED)
     if result.code == ConfigError.exit_code:
-        raise ConfigError.one("the ranks could not start", hint="see the output of rank 0")
+        raise ConfigError.of("the ranks could not start", hint="see the output of rank 0")
     if result.code or run_dir is None:
         raise RunFailed(result.text)
     return run_dir
 
 
 def launch_options(
-    loaded: Loaded,
+    loaded_config: Loaded,
     argv: Sequence[str],
     count: RankCount,
     resume: Resume | None = None,
@@ -231,22 +231,22 @@ def launch_options(
     Args:
         argv: words of `instar train` that each rank is given.
     """
-    parallel = loaded.config.parallel
+    parallel = loaded_config.config.parallel
     return LaunchOptions(
         argv,
         count.ranks,
         count.devices or None,
-        device=loaded.config.device,
+        device=loaded_config.config.device,
         host=parallel.master_address,
         port=parallel.master_port,
         max_restarts=max_restarts,
-        resumable=resume is not None or loaded.config.resume == "auto",
-        config=loaded.packed(),
+        resumable=resume is not None or loaded_config.config.resume == "auto",
+        config=loaded_config.packed(),
     )
 
 
 def preflight_launch(
-    loaded: Loaded,
+    loaded_config: Loaded,
     ranks: int,
     resume: Resume | None,
     say: Callable[[str], None],
@@ -262,44 +262,46 @@ def preflight_launch(
     from instar.run.origin.resume import automatic, choose_checkpoint, continuation
     from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
-    resume = resume or automatic(loaded.config)
+    resume = resume or automatic(loaded_config.config)
     checkpoint = None
     if resume is not None:
         checkpoint, _ = choose_checkpoint(resume, check=ranks > 1)
-        loaded = continuation(resume, loaded, checkpoint).loaded
-    devices = loaded.config.parallel.devices if devices is None else devices
-    if devices or loaded.config.device.startswith("cuda"):
+        loaded_config = continuation(resume, loaded_config, checkpoint).loaded
+    devices = loaded_config.config.parallel.devices if devices is None else devices
+    if devices or loaded_config.config.device.startswith("cuda"):
         # before the data: tokenising may take hours
         from instar.distributed.world import device_of
 
-        device_of(loaded.config.device, Placement(size=ranks, local_size=ranks), devices)
+        device_of(loaded_config.config.device, Placement(size=ranks, local_size=ranks), devices)
     # rank 0 compares the sources again, and says what has changed
-    prepare_run_data(loaded, ranks, lambda text: None if text.startswith(NOTE) else say(text))
-    prepared = preflight(loaded, ranks, new=resume is None)
-    check_memory(loaded, prepared.forecast, loaded.config.device, ranks_here=ranks)
+    prepare_run_data(
+        loaded_config, ranks, lambda text: None if text.startswith(NOTE) else say(text)
+    )
+    preparation = preflight(loaded_config, ranks, new=resume is None)
+    check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
     if checkpoint is None:
-        starting_weights(loaded, prepared.spec)
+        starting_weights(loaded_config, preparation.spec)
 
 
 def _variables(rank: int | None, world_size: int | None, port: int | None) -> dict[str, str]:
     """Return the environment variables that torchrun would set for this rank."""
     if rank is None:
         if world_size is not None or port is not None:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 "world_size and port need rank",
                 where="instar.api.train",
                 hint="pass rank, or call instar.api.launch to start ranks",
             )
         return {}
     if world_size is None or not 0 <= rank < world_size:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"rank {rank} of {world_size} is not a possible rank",
             where="instar.api.train",
             hint="ranks are 0 to world_size - 1",
         )
     place = placement(os.environ)
     if place.size > 1 and (place.rank, place.size) != (rank, world_size):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"rank {rank} of {world_size}, but the environment says rank {place.rank} of "
             f"{place.size}",
             where="instar.api.train",

@@ -59,10 +59,10 @@ def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> 
         with Path(path).open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError.one("the file already exists", path, "--force overwrites it") from None
+        raise ConfigError.of("the file already exists", path, "--force overwrites it") from None
     except (OSError, ValueError) as error:
         message = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError.one(f"cannot be written: {message}", path) from None
+        raise ConfigError.of(f"cannot be written: {message}", path) from None
     click.echo(f"wrote {path}   next: instar train {shlex.quote(path)}", err=True)
 
 
@@ -119,7 +119,7 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
     assert document is not None
     task = document.data.get("task", LANGUAGE)
     if preset_names and task != LANGUAGE:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"preset {', '.join(preset_names)}: presets are for language models, not for task {task}",
             "--preset",
             "leave it out",
@@ -202,15 +202,18 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
     """
     from instar.config.fields import values
 
-    loaded = _load(cfg, overrides)
+    loaded_config = _load(cfg, overrides)
     if not as_json:
-        click.echo(loaded.to_yaml(origin=origin), nl=False)
+        click.echo(loaded_config.to_yaml(origin=origin), nl=False)
     elif not origin:
-        print_json(loaded.config.model_dump(mode="json"))
+        print_json(loaded_config.config.model_dump(mode="json"))
     else:
-        origins = loaded.origins
+        origins = loaded_config.origins
         print_json(
-            {key: {"value": v, "origin": origins[key]} for key, v in values(loaded.config).items()}
+            {
+                key: {"value": v, "origin": origins[key]}
+                for key, v in values(loaded_config.config).items()
+            }
         )
 
 
@@ -231,7 +234,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
     if name not in section_types(root) and name not in schema_keys(root):
         suggestion = suggest_key(root, name) or nearest(name, [*names, *schema_keys(root)])
         hint = f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(names)}"
-        raise ConfigError.one(f"unknown section or key '{name}'", hint=hint)
+        raise ConfigError.of(f"unknown section or key '{name}'", hint=hint)
     if as_json:
         print_json(editor_schema(root, name))
     else:
@@ -278,9 +281,9 @@ def validate(cfg: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check the file CFG; every mistake is listed, exit code 2."""
     from instar.config.fields import values
 
-    loaded = _load(cfg, overrides)
-    all_values = values(loaded.config)
-    set_count = sum(loaded.origins[key] != "default" for key in all_values)
+    loaded_config = _load(cfg, overrides)
+    all_values = values(loaded_config.config)
+    set_count = sum(loaded_config.origins[key] != "default" for key in all_values)
     if as_json:
         print_json({"config": cfg, "valid": True, "set": set_count, "keys": len(all_values)})
         return

@@ -82,14 +82,14 @@ def prepare_data(
         for key, value in settings.items()
         if value is not None
     ]
-    loaded = load_run_config(cfg, [*overrides, *options])
-    config = loaded.config
+    loaded_config = load_run_config(cfg, [*overrides, *options])
+    config = loaded_config.config
 
     from instar.config.language import TextConfig
     from instar.data.text.dataset import folders
     from instar.run.start.preflight import prepare_run_data
 
-    prepare_run_data(loaded, nproc, lambda line: click.echo(line, err=True))
+    prepare_run_data(loaded_config, nproc, lambda line: click.echo(line, err=True))
     if not isinstance(config, TextConfig):
         click.echo(config.data.path or "in memory")
         return
@@ -153,7 +153,7 @@ def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
 
     parts = sorted(str(file.parent) for file in Path(path).glob(f"*/{DATASET_FILE}"))
     if parts and not Path(path, DATASET_FILE).exists():
-        raise ConfigError.one(
+        raise ConfigError.of(
             "a folder of several data sets", where=path, hint=f"name one: {', '.join(parts)}"
         )
     dataset = open_dataset(path)

@@ -91,16 +91,16 @@ def events(
         check_kinds(kinds, seen_kinds)
     format_events = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]
     deliver(
-        format_events(events_by_run, several=len(run_dirs) > 1, superseded=superseded),
+        format_events(events_by_run, many_runs=len(run_dirs) > 1, with_superseded=superseded),
         output,
         open_it=open_it,
     )
 
 
-def _text(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[str]:  # noqa: ARG001
+def _text(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:  # noqa: ARG001
 
     for number, (run, events) in enumerate(events_by_run):
-        if several:
+        if many_runs:
             yield from ["", str(run.path)][number == 0 :]
         formatter = EventFormatter(run.path)
         for entry in events:
@@ -108,28 +108,32 @@ def _text(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[s
             yield from (f"{line}{mark}" for line in formatter.every(entry.event))
 
 
-def _lines(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[str]:
+def _lines(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:
     for run, events in events_by_run:
         for entry in events:
-            if several or superseded:
-                yield json.dumps(_object(run, entry, several, superseded), separators=(",", ":"))
+            if many_runs or with_superseded:
+                yield json.dumps(
+                    _object(run, entry, many_runs, with_superseded), separators=(",", ":")
+                )
             else:
                 yield entry.line.decode("utf-8", "backslashreplace")
 
 
-def _json(events_by_run: Each, *, several: bool, superseded: bool) -> Iterator[str]:
+def _json(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:
     texts = (
-        json.dumps(_object(run, entry, several, superseded))
+        json.dumps(_object(run, entry, many_runs, with_superseded))
         for run, events in events_by_run
         for entry in events
     )
     yield f"[{', '.join(texts)}]"
 
 
-def _object(run: RunDir, entry: FilteredEvent, several: bool, superseded: bool) -> dict[str, Any]:
-    as_dict: dict[str, Any] = {"run": str(run.path)} if several else {}
+def _object(
+    run: RunDir, entry: FilteredEvent, many_runs: bool, with_superseded: bool
+) -> dict[str, Any]:
+    as_dict: dict[str, Any] = {"run": str(run.path)} if many_runs else {}
     as_dict |= json.loads(entry.line)
-    return as_dict | ({"superseded": entry.superseded} if superseded else {})
+    return as_dict | ({"superseded": entry.superseded} if with_superseded else {})
 
 
 TABLES = ("csv", "parquet", "jsonl")
@@ -180,8 +184,8 @@ def export(
             click.echo(entry["where"])
             if to == "mlflow" and entry["where"].startswith("file:"):
                 store = shlex.quote(entry["where"].partition(" ")[0])
-                opened = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
-                click.echo(f"open it with: {opened}", err=True)
+                command = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
+                click.echo(f"open it with: {command}", err=True)
     return read.report_faults()
 
 
@@ -189,15 +193,15 @@ Written = dict[str, Any]
 
 
 def _usage(message: str, hint: str) -> Exception:
-    return ConfigError.one(message, hint=hint)
+    return ConfigError.of(message, hint=hint)
 
 
-def _last_steps(record: RunRecord, superseded: bool) -> dict[int, int]:
-    if superseded:
+def _last_steps(record: RunRecord, with_superseded: bool) -> dict[int, int]:
+    if with_superseded:
         return {}
     lineage = SegmentTree()
-    for logged in record.events:
-        lineage.take(logged.event)
+    for event in record.events:
+        lineage.take(event.event)
     return lineage.limits()
 
 
@@ -216,11 +220,13 @@ def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], 
             )
         )
 
-    def write(record: RunRecord, superseded: bool) -> Written:
+    def write(record: RunRecord, with_superseded: bool) -> Written:
         config = _config(record)
         tracker = _tracker(_settings(to, output, config))
         run = TrackedRun.replayed(record.run.path, config)
-        events = replay_record(tracker, run, record.run.events, _last_steps(record, superseded))
+        events = replay_record(
+            tracker, run, record.run.events, _last_steps(record, with_superseded)
+        )
         return _written(record, to, tracker.where, events=events)
 
     return write
@@ -274,16 +280,16 @@ def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord
         raise _usage(f"{what} cannot go to stdout", "name a folder with -o DIR")
     write_rows = _WRITERS[to]
 
-    def write(record: RunRecord, superseded: bool) -> Written:
+    def write(record: RunRecord, with_superseded: bool) -> Written:
         if output is None and sys.stdout is not None and sys.stdout.isatty():
             buffer = io.BytesIO()
-            rows = write_rows(record, superseded, buffer)
+            rows = write_rows(record, with_superseded, buffer)
             click.echo(buffer.getvalue().decode("utf-8", "replace"), nl=False)
             return _written(record, to, "-", rows=rows)
         if output is None:
             # sys.stdout is None if it was closed before Python started
             stdout = sys.stdout.buffer if sys.stdout is not None else io.BytesIO()
-            return _written(record, to, "-", rows=write_rows(record, superseded, stdout))
+            return _written(record, to, "-", rows=write_rows(record, with_superseded, stdout))
         path = Path(output)
         if runs > 1 or path.suffix != f".{to}":
             path = path / f"{record.run.path.absolute().name}.{to}"
@@ -291,7 +297,7 @@ def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(path) as temporary:
                 with temporary.open("wb") as file:
-                    rows = write_rows(record, superseded, file)
+                    rows = write_rows(record, with_superseded, file)
                 sync_file(temporary)
         except OSError as error:
             raise _usage(f"cannot write {path}: {error.strerror}", "choose another -o") from error
@@ -304,19 +310,19 @@ def _written(record: RunRecord, to: str, where: str, **count: int) -> Written:
     return {"run": str(record.run.path), "to": to, "where": where, **count}
 
 
-def _write_jsonl(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+def _write_jsonl(record: RunRecord, with_superseded: bool, file: BinaryIO) -> int:
     from instar.record.trackers.sink import current_lines
 
     count = 0
-    for _, line in current_lines(record.run.events, _last_steps(record, superseded)):
+    for _, line in current_lines(record.run.events, _last_steps(record, with_superseded)):
         file.write(line)
         count += 1
     return count
 
 
-def _write_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+def _write_csv(record: RunRecord, with_superseded: bool, file: BinaryIO) -> int:
     """Write CSV; missing values are empty, non-finite numbers are NaN, Infinity or -Infinity."""
-    rows = _rows(record, superseded)
+    rows = _rows(record, with_superseded)
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
         writer = csv.writer(text, lineterminator="\n")
@@ -329,7 +335,7 @@ def _write_csv(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
     return len(rows)
 
 
-def _write_parquet(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
+def _write_parquet(record: RunRecord, with_superseded: bool, file: BinaryIO) -> int:
     """Write Parquet; missing values are null, NaN and infinities are kept."""
     try:
         import pyarrow as pa
@@ -339,7 +345,7 @@ def _write_parquet(record: RunRecord, superseded: bool, file: BinaryIO) -> int:
             "--to parquet needs the library `pyarrow`, which is not installed",
             "install the extra: pip install 'instar[hf]', or write csv",
         ) from None
-    rows = _rows(record, superseded)
+    rows = _rows(record, with_superseded)
     columns = {
         name: pa.array(
             rows.values[name], mask=~rows.measured[name] if name in rows.measured else None
@@ -357,8 +363,8 @@ _WRITERS: dict[str, Callable[[RunRecord, bool, BinaryIO], int]] = {
 }
 
 
-def _rows(record: RunRecord, superseded: bool) -> Rows:
+def _rows(record: RunRecord, with_superseded: bool) -> Rows:
     from instar.logs.read.rows import rows_of
 
     series: Sequence[Any] = [record.series(name) for name in record.metrics]
-    return rows_of(series if superseded else [column.current() for column in series])
+    return rows_of(series if with_superseded else [column.current() for column in series])

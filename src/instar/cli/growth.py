@@ -130,7 +130,7 @@ def operation_of(text: str) -> Operation:
         if problems:
             raise ConfigError(*problems)
         if not re.fullmatch("[a-z_]+", name) or (values and not equals) or name in values:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"{part!r} is not name=value", place, "write e.g. 'insert_layers=2 where=even'"
             )
         values[name] = None if value is None else value.data
@@ -139,7 +139,7 @@ def operation_of(text: str) -> Operation:
     try:
         check_operation(operation)
     except ValueError as error:
-        raise ConfigError.one(str(error), place) from None
+        raise ConfigError.of(str(error), place) from None
     return operation
 
 
@@ -205,11 +205,13 @@ def check(
 
     if pilot_file is not None:
         refuse_deleted("schedule pilot")
-    loaded = load_run_config(cfg, (*overrides, schedule_option(file)))
-    spec = spec_class(loaded.config.task).assume(loaded, lambda text: click.echo(text, err=True))
-    forecast = checked_forecast(loaded, spec, nproc)
-    notes = forecast_notes(forecast, loaded, cfg, {"pilot": pilot_file})
-    for text in without_effect(loaded.config):
+    loaded_config = load_run_config(cfg, (*overrides, schedule_option(file)))
+    spec = spec_class(loaded_config.config.task).assume(
+        loaded_config, lambda text: click.echo(text, err=True)
+    )
+    forecast = checked_forecast(loaded_config, spec, nproc)
+    notes = forecast_notes(forecast, loaded_config, cfg, {"pilot": pilot_file})
+    for text in without_effect(loaded_config.config):
         click.echo(f"warning: {text}", err=True)
     if as_json:
         print_json({**forecast.to_dict(), **values_of_notes(notes)})

@@ -321,7 +321,7 @@ def compare(
     at = [parse_place(place) for place in places]
     groups = selected_groups(runs)
     if len(groups) < 2 and not runs:
-        raise ConfigError.one("a comparison needs two runs", hint="instar logs compare RUN RUN")
+        raise ConfigError.of("a comparison needs two runs", hint="instar logs compare RUN RUN")
     read = read_all([*groups])
     runs_read = [record.run for record in read.records]
     sides, faults = group_runs(runs_read, by or "run", {} if by else groups)
@@ -374,7 +374,7 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
     from instar.logs.query.runs import find_runs
 
     if as_json and (follow or rank is not None):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"--json cannot be combined with {'-f' if follow else '--rank'}",
             hint="to follow JSON lines: tail -f RUN/events.jsonl",
         )
@@ -410,7 +410,7 @@ def _tail_log(run: RunDir, rank: int, count: int, follow: bool) -> None:
             int(p.stem[5:]) for p in run.logs.glob("rank_*.log") if p.stem[5:].isdecimal()
         )
         hint = f"ranks with a log: {_spans(ranks)}" if ranks else "no rank has written a log yet"
-        raise ConfigError.one(f"rank {rank} has no log in {run.logs}", hint=hint)
+        raise ConfigError.of(f"rank {rank} has no log in {run.logs}", hint=hint)
     with _readable(path):
         lines, end = last_lines(path, count)
     for line in lines:

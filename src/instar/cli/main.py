@@ -152,7 +152,7 @@ def run_program(module: str) -> NoReturn:
         target = programs().get(module)
         if target is None:
             remedy = how_to_install("programs", module)
-            raise ConfigError.one("this program's extension is not installed", module, remedy)
+            raise ConfigError.of("this program's extension is not installed", module, remedy)
         return int(load_target(target).main(standalone_mode=False) or 0)
 
     sys.exit(run_command(run))

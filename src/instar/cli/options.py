@@ -294,7 +294,7 @@ class CommandGroup(click.Group):
 def refuse_deleted(words: str) -> None:
     """Raise ConfigError if a command belongs to an extension of Instar that is not installed."""
     if remedy := how_to_install("commands", words):
-        raise ConfigError.one(
+        raise ConfigError.of(
             "this command's extension is not installed", where=f"instar {words}", hint=remedy
         )
 

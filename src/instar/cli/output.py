@@ -91,8 +91,8 @@ def _draw(
 
     console = Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
     columns = columns_that_fit(headers, rows, optional, console.width)
-    unwrapped = [number for number in columns if number == 0 or headers[number] in right]
-    if not _has_room(headers, rows, unwrapped, columns, console.width):
+    fixed_columns = [number for number in columns if number == 0 or headers[number] in right]
+    if not _has_room(headers, rows, fixed_columns, columns, console.width):
         _stack(headers, rows, columns, console.width)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -112,13 +112,13 @@ def _draw(
 def _has_room(
     headers: Sequence[str],
     rows: Sequence[Sequence[str]],
-    unwrapped: Collection[int],
+    fixed_columns: Collection[int],
     columns: Sequence[int],
     width: int,
 ) -> bool:
     """Whether the wrappable columns have enough room next to the others."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    min_width = sum(widths[n] if n in unwrapped else min(widths[n], _MIN_CELL) for n in columns)
+    min_width = sum(widths[n] if n in fixed_columns else min(widths[n], _MIN_CELL) for n in columns)
     return min_width + _GAP * (len(columns) - 1) <= width
 
 
@@ -210,7 +210,7 @@ def deliver(text: str | Iterable[str], output: str | None, *, open_it: bool = Fa
     lines = text.splitlines() if isinstance(text, str) else text
     if output is None:
         if open_it:
-            raise ConfigError.one("-e needs a file to open", hint="name one with -o FILE")
+            raise ConfigError.of("-e needs a file to open", hint="name one with -o FILE")
         for line in lines:
             click.echo(line)
         return
@@ -219,7 +219,7 @@ def deliver(text: str | Iterable[str], output: str | None, *, open_it: bool = Fa
         with path.open("w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
-        raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
+        raise ConfigError.of(f"cannot write {path}: {error.strerror}", where="-o") from error
     click.echo(f"wrote {path}", err=True)
     if open_it:
         open_file(path)
@@ -236,7 +236,7 @@ def picture_kind(path: Path, option: str) -> PictureKind:
     """
     kind = path.suffix.removeprefix(".")
     if kind not in get_args(PictureKind):
-        raise ConfigError.one(f"unknown kind of picture: {path}", option, ".png, .svg, .pdf")
+        raise ConfigError.of(f"unknown kind of picture: {path}", option, ".png, .svg, .pdf")
     return cast(PictureKind, kind)
 
 
@@ -249,7 +249,7 @@ def write_picture(path: Path, content: bytes, option: str) -> None:
     try:
         replace_file(path, content)
     except OSError as error:
-        raise ConfigError.one(f"cannot write {path}: {error.strerror}", option) from error
+        raise ConfigError.of(f"cannot write {path}: {error.strerror}", option) from error
 
 
 def open_file(path: Path) -> None:
@@ -259,11 +259,11 @@ def open_file(path: Path) -> None:
         ConfigError: there is no such application.
     """
     try:
-        failed = click.launch(str(path), wait=True) != 0
+        has_failed = click.launch(str(path), wait=True) != 0
     except OSError:
-        failed = True
-    if failed:
-        raise ConfigError.one(
+        has_failed = True
+    if has_failed:
+        raise ConfigError.of(
             f"no application to open {path}", hint="the file is written; copy it elsewhere"
         )
 

@@ -119,7 +119,7 @@ def plot(
     form = _form(form, output, as_json=as_json, open_it=open_it)
     if form == "html" and plot_in(form) is None:
         remedy = how_to_install("plots", form)
-        raise ConfigError.one(f"no extension draws {form}", "--format", remedy)
+        raise ConfigError.of(f"no extension draws {form}", "--format", remedy)
     x = axis_named(axis, AXES, "--x")
     groups = selected_groups(runs, every=compare)
     request = ChartRequest(
@@ -150,7 +150,7 @@ def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool)
     suffix = Path(output).suffix.lower()
     if suffix in _SUFFIXES:
         return _SUFFIXES[suffix]
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"{output} has no suffix of a known format",
         where="-o",
         hint="use .png, .svg, .pdf, .html, .txt or .json, or --format",
@@ -208,7 +208,7 @@ def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None
         output = str(Path(tempfile.mkdtemp(prefix="instar-")) / f"plot.{form}")
     if output is None or output == "-":
         if terminal_width() is not None:
-            raise ConfigError.one(f"a terminal cannot show {form}", hint="name a file with -o FILE")
+            raise ConfigError.of(f"a terminal cannot show {form}", hint="name a file with -o FILE")
         sys.stdout.buffer.write(data)
         return
     path = Path(output)
@@ -218,7 +218,7 @@ def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None
         else:
             replace_file(path, data)
     except OSError as error:
-        raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
+        raise ConfigError.of(f"cannot write {path}: {error.strerror}", where="-o") from error
     click.echo(f"wrote {path}", err=True)
     if open_it:
         open_file(path)

@@ -32,13 +32,13 @@ def sample(run: str, prompt: str, as_json: bool, **options: Any) -> None:
     if as_json:
         print_json({"texts": sampled(run, prompt, **options)})
         return
-    printed = -1
+    last_printed = -1
     try:
         for number, piece in stream_samples(run, prompt, **options):
-            if number > printed:
+            if number > last_printed:
                 click.echo(("\n" + "─" * 8 + "\n") * (number > 0), nl=False)
-                printed = number
+                last_printed = number
             click.echo(piece, nl=False)
     finally:
-        if printed >= 0:
+        if last_printed >= 0:
             click.echo()

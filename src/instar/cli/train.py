@@ -130,16 +130,16 @@ def _train(options: _TrainOptions) -> int:
             click.echo(f"in {base}, where the run was started", err=True)
             with chdir(base):
                 return _train(replace(options, resume=str(run.path)))
-    loaded, resume, argv = _load(options)
+    loaded_config, resume, argv = _load(options)
     place = placement(os.environ)
-    count = resolve_ranks(loaded.config.parallel, place, options.nproc, options.devices)
+    count = resolve_ranks(loaded_config.config.parallel, place, options.nproc, options.devices)
     if options.dry_run:
-        return _forecast(options, loaded, resume, argv, count.ranks)
+        return _forecast(options, loaded_config, resume, argv, count.ranks)
     if place.is_set:
         if options.devices:
             os.environ[DEVICES_VARIABLE] = ",".join(map(str, options.devices))
-        return _one_rank(loaded, resume, options)
-    return _launch(options, loaded, resume, argv, count)
+        return _one_rank(loaded_config, resume, options)
+    return _launch(options, loaded_config, resume, argv, count)
 
 
 def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
@@ -162,19 +162,21 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
         argv = [*argv, *resume.words(), *["--only-test"] * options.only_test]
     argv += ["--profile", f"{options.profile}it"] if options.profile else []
     try:
-        loaded = from_launcher() or load_run_config(cfg, overrides, resuming=resume is not None)
+        loaded_config = from_launcher() or load_run_config(
+            cfg, overrides, resuming=resume is not None
+        )
     except ConfigError as error:
         if resume is None or resume.has_user_config:
             raise
         from instar.run.origin.resume import with_restoring
 
         raise with_restoring(resume.run, error) from None
-    return loaded, resume, argv
+    return loaded_config, resume, argv
 
 
 def _launch(
     options: _TrainOptions,
-    loaded: Loaded,
+    loaded_config: Loaded,
     resume: Resume | None,
     argv: Sequence[str],
     count: RankCount,
@@ -183,23 +185,23 @@ def _launch(
     devices, max_restarts = options.devices, options.max_restarts
     try:
         preflight_launch(
-            loaded, count.ranks, resume, lambda text: click.echo(text, err=True), devices
+            loaded_config, count.ranks, resume, lambda text: click.echo(text, err=True), devices
         )
         if count.ranks == 1 and devices is None and not max_restarts:
-            return _one_rank(loaded, resume, options)
+            return _one_rank(loaded_config, resume, options)
         from instar.distributed.launch import launch_ranks, torchrun_line
 
-        port = loaded.config.parallel.master_port
+        port = loaded_config.config.parallel.master_port
         line = torchrun_line(argv, count.ranks, devices, max_restarts=max_restarts, port=port)
         click.echo(f"same as: {line}", err=True)
-        return launch_ranks(launch_options(loaded, argv, count, resume, max_restarts))
+        return launch_ranks(launch_options(loaded_config, argv, count, resume, max_restarts))
     except KeyboardInterrupt:
         # a signal arrived before its handler was installed
-        resumable = resume is not None or loaded.config.resume == "auto"
+        resumable = resume is not None or loaded_config.config.resume == "auto"
         raise stopped_before_start(resumable=resumable) from None
 
 
-def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> int:
+def _one_rank(loaded_config: Loaded, resume: Resume | None, options: _TrainOptions) -> int:
     def leave() -> None:
         abandon()
         if placement(os.environ).rank == 0:
@@ -207,13 +209,13 @@ def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> 
 
     # before importing torch
     with StopSignal(last=True, before_start=leave) as signal:
-        signal.resumable = resume is not None or loaded.config.resume == "auto"
+        signal.resumable = resume is not None or loaded_config.config.resume == "auto"
 
         def work(log: RankLog) -> None:
             from instar.run.worker import run
 
             run(
-                loaded,
+                loaded_config,
                 log,
                 signal,
                 resume,
@@ -226,7 +228,7 @@ def _one_rank(loaded: Loaded, resume: Resume | None, options: _TrainOptions) -> 
 
 def _forecast(
     options: _TrainOptions,
-    loaded: Loaded,
+    loaded_config: Loaded,
     resume: Resume | None,
     argv: Sequence[str],
     ranks: int,
@@ -238,37 +240,41 @@ def _forecast(
     from instar.schedule.render import render
     from instar.tasks.task import SampleSetSpec
 
-    new = automatic(loaded.config) is None
-    prepared = preflight(loaded, ranks, new=new, assume=lambda text: click.echo(text, err=True))
-    weights = starting_weights(loaded, prepared.spec) if new else None
-    line = torchrun_line(argv, ranks, options.devices, port=loaded.config.parallel.master_port)
+    new = automatic(loaded_config.config) is None
+    preparation = preflight(
+        loaded_config, ranks, new=new, assume=lambda text: click.echo(text, err=True)
+    )
+    weights = starting_weights(loaded_config, preparation.spec) if new else None
+    line = torchrun_line(
+        argv, ranks, options.devices, port=loaded_config.config.parallel.master_port
+    )
     path = options.cfg or (str(resume.run.config) if resume else None)
-    notes = forecast_notes(prepared.forecast, loaded, path)
-    precision = foreseen_precision(prepared)
+    notes = forecast_notes(preparation.forecast, loaded_config, path)
+    precision = foreseen_precision(preparation)
     if options.as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
         more |= values_of_notes(notes)
         more["precision"] = precision
-        print_json({**prepared.forecast.to_dict(), **more, "torchrun": line})
+        print_json({**preparation.forecast.to_dict(), **more, "torchrun": line})
         return 0
     if weights:
         click.echo(f"weights   {weights.about}")
-    click.echo(render(prepared.forecast, [note.text for note in notes]))
+    click.echo(render(preparation.forecast, [note.text for note in notes]))
     click.echo(f"precision   {precision}")
     available = host_bytes() // ranks
-    needed = prepared.forecast.peak_bytes(in_force(loaded.config, ranks))
-    if needed > available:
-        better = suggestion(loaded, prepared.forecast, available)
+    needed_bytes = preparation.forecast.peak_bytes(in_force(loaded_config.config, ranks))
+    if needed_bytes > available:
+        better = suggestion(loaded_config, preparation.forecast, available)
         where = "" if ranks == 1 else f" for each of {ranks} ranks"
         click.echo(
-            f"does not fit in this machine's memory: a rank needs about {bytes_text(needed)}, and there are "
+            f"does not fit in this machine's memory: a rank needs about {bytes_text(needed_bytes)}, and there are "
             f"{bytes_text(available)}{where}{f'; {better}' if better else ''}",
             err=True,
         )
-    for warning in prepared.warnings:
+    for warning in preparation.warnings:
         click.echo(f"warning: {warning}", err=True)
     click.echo(f"same as: {line}")
-    if isinstance(prepared.spec, SampleSetSpec):
+    if isinstance(preparation.spec, SampleSetSpec):
         click.echo("No micro-batch was tried; the run tries one before it creates anything.")
     click.echo("Nothing was started.")
     return 0
@@ -417,8 +423,8 @@ def _status(run: RunDir) -> dict[str, Any]:
     ):
         if metric in summary.last:
             status[key] = summary.last[metric].value
-    if saved := record.of(Saved):
-        status["saved"] = saved[-1].event.path
+    if save_event := record.of(Saved):
+        status["saved"] = save_event[-1].event.path
     return status
 
 

@@ -175,13 +175,13 @@ def fraction_used(budgets: Sequence[Budget], counters: Counters, epochs: Epochs)
 
 
 def eta(
-    budgets: Sequence[Budget], counters: Counters, epochs: float, elapsed: float
+    budgets: Sequence[Budget], counters: Counters, epochs: float, elapsed_s: float
 ) -> float | None:
     """Return how much longer a run lasts, in the unit of `elapsed`, at the pace so far; None without a budget
     that allows an estimate."""
     amounts = counters.amounts(epochs)
     remaining = [
-        elapsed * (budget.amount / amounts[budget.kind] - 1.0)
+        elapsed_s * (budget.amount / amounts[budget.kind] - 1.0)
         for budget in budgets
         if budget.kind != "loss" and amounts[budget.kind] > 0
     ]
@@ -201,8 +201,8 @@ def parse_budget(text: str) -> Budget:
         amount = _meant(text.strip())
         forms = f"write {amount}; there are {FORMS}" if amount else f"write {FORMS}"
         raise ValueError(f"not a budget: {text[:60]!r}; {forms}")
-    number, scale, counted, measured = match.groups()
-    kind, seconds = _UNITS[counted or measured]
+    number, scale, unit, time_unit = match.groups()
+    kind, seconds = _UNITS[unit or time_unit]
     try:
         exact = Decimal(number.replace("_", "")) * _SCALES[scale or ""] * seconds
         return Budget(kind, float(exact))

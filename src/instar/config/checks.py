@@ -32,12 +32,12 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield requested metrics that the task does not measure."""
     metrics = config.metrics
     plateau = "learning_rate.plateau.metric"
-    requested = [(plateau, plateau, config.learning_rate.plateau.metric)]
-    requested += [
+    requests = [(plateau, plateau, config.learning_rate.plateau.metric)]
+    requests += [
         (f"early_stopping.rules[{index}].metric", "early_stopping.rules", rule.metric)
         for index, rule in enumerate(config.early_stopping.rules)
     ]
-    requested += [
+    requests += [
         (f"checkpoint.best_of[{index}]", "checkpoint.best_of", metric)
         for index, metric in enumerate(config.checkpoint.best_of)
     ]
@@ -54,7 +54,7 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
             "test.weights is best, but checkpoint.on_best is false: no best checkpoint will exist",
             "set checkpoint.on_best: true, or test.weights: last",
         )
-    for key, list_key, metric in requested:
+    for key, list_key, metric in requests:
         if metric not in metrics:
             suggestion = nearest(metric, metrics)
             yield ConfigProblem(
@@ -278,11 +278,11 @@ def parallel_checks(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield conflicts among the keys that describe the ranks."""
     parallel, device = config.parallel, config.device
     devices, size = parallel.devices, parallel.world_size
-    repeated = sorted({index for index in devices if devices.count(index) > 1})
-    if repeated:
+    duplicates = sorted({index for index in devices if devices.count(index) > 1})
+    if duplicates:
         yield ConfigProblem(
             ("parallel.devices",),
-            f"parallel.devices names {', '.join(map(str, repeated))} more than once",
+            f"parallel.devices names {', '.join(map(str, duplicates))} more than once",
             "each rank needs its own GPU",
         )
     elif devices and size is not None and len(devices) != size:

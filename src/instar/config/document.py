@@ -75,7 +75,7 @@ def parse(
             such as a command-line option. Positions then name the source as a whole.
         within: the path of the key whose value is in this separate file, for messages.
     """
-    reader = _Reader(text, source, within, numbered=under is None)
+    reader = _Reader(text, source, within, has_numbers=under is None)
     yaml = YAML(typ="safe", pure=True)
     yaml.max_depth = MAX_DEPTH
     yaml.Composer = _BoundedComposer
@@ -208,8 +208,8 @@ class _Unreadable(Exception):  # noqa: N818
 class _Reader:
     """Reads one document and collects positions and problems."""
 
-    def __init__(self, text: str, source: str, within: KeyPath, *, numbered: bool) -> None:
-        self.text, self.source, self.within, self.numbered = text, source, within, numbered
+    def __init__(self, text: str, source: str, within: KeyPath, *, has_numbers: bool) -> None:
+        self.text, self.source, self.within, self.numbered = text, source, within, has_numbers
         self.lines = _LINE_BREAK.split(text)
         self.problems: list[ConfigProblem] = []
         self.places: dict[KeyPath, tuple[SourceLocation, SourceLocation]] = {}
@@ -431,5 +431,5 @@ def _as_pair(line: str) -> str:
     """Suggest the 'key: value' that a line probably means."""
     if odd := odd_space(line):
         return f"{odd}; write ordinary ones"
-    almost = re.fullmatch(r"(\s*)([\w.-]+)\s*[:=]?\s*(.*?)\s*$", line.partition(" #")[0])
-    return f"write '{almost[2]}: {almost[3]}".rstrip() + "'" if almost else ""
+    match = re.fullmatch(r"(\s*)([\w.-]+)\s*[:=]?\s*(.*?)\s*$", line.partition(" #")[0])
+    return f"write '{match[2]}: {match[3]}".rstrip() + "'" if match else ""

@@ -107,7 +107,7 @@ class ConfigError(InstarError):
         self.problems = problems
 
     @classmethod
-    def one(cls, message: str, where: str = "", hint: str = "", *, key: str = "") -> ConfigError:
+    def of(cls, message: str, where: str = "", hint: str = "", *, key: str = "") -> ConfigError:
         return cls(ConfigProblem((key,) if key else (), message, hint, where))
 
     def __str__(self) -> str:
@@ -116,8 +116,8 @@ class ConfigError(InstarError):
         with_key = next((problem for problem in self.problems if problem.key), None)
         if with_key is not None:
             # name the list of an item's key
-            listed, bracket, _ = with_key.key.partition("[")
-            words = [listed if bracket else with_key.key.rpartition(".")[0]]
+            name, bracket, _ = with_key.key.partition("[")
+            words = [name if bracket else with_key.key.rpartition(".")[0]]
             words += ["--task", with_key.task] if with_key.task else []
             last += f"   Keys: instar config schema {' '.join(filter(None, words))}".rstrip()
         return "\n".join([*map(str, self.problems), last])

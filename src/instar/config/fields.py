@@ -131,8 +131,8 @@ def task_config_class(task: str, names: Iterable[str], *, plain: bool = False) -
     """
     root = plain_root_of(task) if plain else root_of(task)
     unknown = {name.partition(".")[0] for name in names} - root.model_fields.keys() - FORMER
-    owned = sorted(unknown & entry_points().keys()) if unknown else ()
-    return _with_packages(root, tuple(owned), plain) if owned else root
+    extension_sections = sorted(unknown & entry_points().keys()) if unknown else ()
+    return _with_packages(root, tuple(extension_sections), plain) if extension_sections else root
 
 
 @cache
@@ -213,7 +213,7 @@ def _own_class(task: str) -> str:
 
 
 def _task_error(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.one(message, where="task", hint=hint, key="task")
+    return ConfigError.of(message, where="task", hint=hint, key="task")
 
 
 @cache
@@ -325,13 +325,13 @@ def kept(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in values(config).items() if not key.startswith("record.")}
 
 
-def with_values(config: C, changed: Mapping[str, Any]) -> C:
+def with_values(config: C, changes: Mapping[str, Any]) -> C:
     """Return the config with other values of some dotted keys.
 
     Raises:
         ValueError: a key does not exist or a value is invalid.
     """
-    return from_values(type(config), values(config) | dict(changed))
+    return from_values(type(config), values(config) | dict(changes))
 
 
 def from_values(root: type[C], values: Mapping[str, Any]) -> C:
@@ -351,10 +351,10 @@ def differing_keys(configs: Sequence[Mapping[str, Any] | None]) -> dict[str, tup
 
     A mapping that is None is unknown and differs from nothing.
     """
-    recorded = [config for config in configs if config is not None]
+    known_configs = [config for config in configs if config is not None]
     differences: dict[str, tuple[Any, ...]] = {}
-    for key in dict.fromkeys(key for config in recorded for key in config):
-        if any(config.get(key) != recorded[0].get(key) for config in recorded):
+    for key in dict.fromkeys(key for config in known_configs for key in config):
+        if any(config.get(key) != known_configs[0].get(key) for config in known_configs):
             differences[key] = tuple(
                 None if config is None else config.get(key) for config in configs
             )
@@ -470,8 +470,13 @@ def _widen(node: Any) -> Any:
         operations = {"$ref": f"#/$defs/{ScheduledOperation.__name__}"}
         if node.get("items") not in ({"type": "string"}, operations):
             return node
-        others = {name: inner for name, inner in node.items() if name not in ("type", "items")}
-        return {"anyOf": [{"type": "array", "items": node["items"]}, {"type": "string"}], **others}
+        other_fields = {
+            name: inner for name, inner in node.items() if name not in ("type", "items")
+        }
+        return {
+            "anyOf": [{"type": "array", "items": node["items"]}, {"type": "string"}],
+            **other_fields,
+        }
     node = {name: _widen(inner) for name, inner in node.items()}
     if "$ref" in node:
         return {"anyOf": [{"$ref": node.pop("$ref")}, {"type": "null"}], **node}

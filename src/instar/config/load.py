@@ -116,8 +116,10 @@ def from_launcher() -> Loaded | None:
 def unpacked(text: str) -> Loaded:
     """Deserialize `Loaded.packed`; nothing is read, merged or checked again."""
     task, values, origins, places = json.loads(text)
-    located = {key: SourceLocation(*place) for key, place in places.items()}
-    return Loaded(task_config_class(task, values).model_validate(values), origins, values, located)
+    location_of = {key: SourceLocation(*place) for key, place in places.items()}
+    return Loaded(
+        task_config_class(task, values).model_validate(values), origins, values, location_of
+    )
 
 
 def load_config(
@@ -152,12 +154,12 @@ def load_config(
         check_trusted(path, [document.data for document in documents])
     root = _root(documents, findings, import_task=import_task)
     typed_entries: dict[KeyPath, ConfigEntry] = {}
-    emptied: dict[KeyPath, str] = {}
+    emptied_keys: dict[KeyPath, str] = {}
     for document in documents:
         origin = SET if document in options else ""
         entries = _entries(root, document, findings, origin)
         for section in emptied_sections(root, document.data, null=bool(origin)):
-            emptied[section] = origin or str(document.place(section, key=True))
+            emptied_keys[section] = origin or str(document.place(section, key=True))
             typed_entries = {p: e for p, e in typed_entries.items() if p[: len(section)] != section}
         typed_entries |= {p: entry.over(typed_entries.get(p)) for p, entry in entries.items()}
     layer: dict[KeyPath, ConfigEntry] = {}
@@ -165,7 +167,7 @@ def load_config(
         text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
         preset = findings.add(*parse(text, f"{PRESET}{name}"))
         layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
-    layer = {p: e for p, e in layer.items() if not any(p[: len(up)] == up for up in emptied)}
+    layer = {p: e for p, e in layer.items() if not any(p[: len(up)] == up for up in emptied_keys)}
     layer |= typed_entries
     if checks:
         _refuse_addresses(layer, findings)
@@ -188,7 +190,7 @@ def load_config(
         _compare((*conflicts, *refused, *problems), value_places(layer), findings)
     if findings.problems or config is None:
         raise findings.error()
-    origins = {key: _emptied_by(emptied, key) for key in values(config)}
+    origins = {key: _emptied_by(emptied_keys, key) for key in values(config)}
     origins |= {dotted(entry.path): entry.origin for entry in layer.values()}
     origins |= operation_places(layer)
     return Loaded(config, origins, _tree(root, layer), value_places(layer))
@@ -245,11 +247,11 @@ class _Findings:
     def error(self) -> ConfigError:
         """Return all problems by file and by position in it, before those of options."""
         # report a problem in an aliased value once, however often it is merged
-        once: dict[tuple[str, str], ConfigProblem] = {}
+        unique: dict[tuple[str, str], ConfigProblem] = {}
         for problem in self.problems:
             text = re.sub(r"\[\d+\]", "", problem.message) if problem.excerpt else problem.message
-            once.setdefault((problem.where, text), problem)
-        problems = sorted(once.values(), key=self._order)
+            unique.setdefault((problem.where, text), problem)
+        problems = sorted(unique.values(), key=self._order)
         return ConfigError(*(replace(problem, task=self.task) for problem in problems))
 
     def _order(self, problem: ConfigProblem) -> tuple[bool, int, int, int]:
@@ -302,7 +304,7 @@ def _entries(
 ) -> dict[KeyPath, ConfigEntry]:
     """Return a document's values by path; an empty origin means the position of the key."""
     entries: dict[KeyPath, ConfigEntry] = {}
-    tainted = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
+    unreadable_paths = {bad[:n] for bad in document.unreadable for n in range(1, len(bad) + 1)}
     for path in document.unreadable:
         findings.mark_doubtful(root, path)
     for path, value in flatten_config(root, document.data):
@@ -310,7 +312,7 @@ def _entries(
             continue  # sections of an unknown task
         if dotted(path) in FORMER:
             continue
-        if path in tainted:
+        if path in unreadable_paths:
             findings.doubtful.add(dotted(path))
         elif not is_section(root, path):
             place = document.place(path, key=True)
@@ -325,10 +327,10 @@ def _entries(
     return entries
 
 
-def _emptied_by(emptied: Mapping[KeyPath, str], key: str) -> str:
+def _emptied_by(emptied_keys: Mapping[KeyPath, str], key: str) -> str:
     """Return the origin of a default: what has emptied the innermost section of its key, if any."""
     path = tuple(key.split("."))
-    above = (emptied.get(path[:length]) for length in range(len(path) - 1, 0, -1))
+    above = (emptied_keys.get(path[:length]) for length in range(len(path) - 1, 0, -1))
     return next((origin for origin in above if origin), DEFAULT)
 
 
@@ -339,9 +341,9 @@ def _chosen_presets(
     entry = entries.get(("preset",))
     if entry is None:
         return []
-    requested = entry.value if isinstance(entry.value, list) else [entry.value]
+    names = entry.value if isinstance(entry.value, list) else [entry.value]
     presets = names_in(PRESETS)
-    for index, name in enumerate(requested):
+    for index, name in enumerate(names):
         if name not in presets:
             findings.doubtful |= schema_keys(root).keys() - {dotted(path) for path in entries}
             suggestion = nearest(str(name), presets)
@@ -352,7 +354,7 @@ def _chosen_presets(
                 entry.place((index,)), f"unknown preset {value_text(name)}", hint, "preset"
             )
             entries.pop(("preset",), None)
-    return [name for name in requested if name in presets]
+    return [name for name in names if name in presets]
 
 
 def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Findings) -> bool:
@@ -405,17 +407,17 @@ def _grown(
         whole: the schedule's file names the first shape too, so there is nothing left to compute.
     """
     schedule_is_open = schedule_is_open and bool(growing.chosen(config))
-    refused = [] if schedule_is_open else list(growing.preset_conflicts(config))
+    conflicts = [] if schedule_is_open else list(growing.preset_conflicts(config))
     schedule = layer.get((SCHEDULE,))
-    if refused or (schedule is not None and schedule.value == []):
-        return config, refused
+    if conflicts or (schedule is not None and schedule.value == []):
+        return config, conflicts
     if values_of := growing.left_out(config) if schedule_is_open else growing.expansion(config):
         origin = f"{PRESET}{growing.chosen(config)[0]}"
         preset_document = findings.add(*parse(yaml_of(values_of), origin))
         assert preset_document is not None
         layer |= _entries(root, preset_document, findings, origin)
         config = with_values(config, values_of)
-    return config, refused
+    return config, conflicts
 
 
 def _tree(root: Root, layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, Any]:
@@ -439,11 +441,11 @@ def _validated(
     try:
         return root.model_validate(_tree(root, layer))
     except ValidationError as error:
-        refused = error.errors(include_url=False)
-    valid, reported = dict(layer), set[KeyPath]()
-    if len(refused) > MAX_PROBLEMS:
+        errors = error.errors(include_url=False)
+    valid, bad_paths = dict(layer), set[KeyPath]()
+    if len(errors) > MAX_PROBLEMS:
         findings.note(SourceLocation(findings.files[-1] if findings.files else SET), MOST_SHOWN)
-    for item in refused[:MAX_PROBLEMS]:
+    for item in errors[:MAX_PROBLEMS]:
         path, unknown = item["loc"], item["type"] == "extra_forbidden"
         while not unknown and len(path) > 1 and not choices(root, path):
             path = path[:-1]  # strip the branch of a union
@@ -452,8 +454,8 @@ def _validated(
             (e for p, e in layer.items() if p[: len(path)] == path), None
         )
         inner = path[len(key) :]
-        if path not in reported:
-            reported.add(path)
+        if path not in bad_paths:
+            bad_paths.add(path)
             place = entry.place(inner, key=unknown) if entry else SourceLocation(DEFAULT)
             if unknown:
                 message, hint, suggestion = suggestions.unknown_key(root, path)

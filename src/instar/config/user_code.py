@@ -41,7 +41,7 @@ def load_named(name: str, *, key: str) -> Callable[..., Any]:
     """
 
     def wrong(message: str, hint: str = "") -> ConfigError:
-        return ConfigError.one(message, where=key, hint=hint, key=key)
+        return ConfigError.of(message, where=key, hint=hint, key=key)
 
     module_name, colon, function_name = name.partition(":")
     if not (

@@ -166,7 +166,7 @@ class Arrays:
             return np.asarray(values.oindex[(rows, *(slice(None),) * (values.ndim - 1))])
 
     def _lacks(self, kind: str, name: str, names: list[str]) -> ConfigError:
-        return ConfigError.one(
+        return ConfigError.of(
             f"there is no {kind} column {name!r}, there are: {', '.join(names) or 'none'}",
             where=str(self.path),
         )
@@ -188,7 +188,7 @@ def write_arrays(folder: str | Path, blocks: Iterable[Columns], about: Mapping[s
     """
     library, path = _library(), Path(folder)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{path} already exists", where="data.path", hint="give another folder"
         )
     with atomic_dir(path, key="data.path", first_wins=True) as temporary:
@@ -393,7 +393,7 @@ def _read_record(folder: Path) -> ArraysRecord:
     file = folder / RECORD_FILE
     if not file.is_file():
         what = f"has no {RECORD_FILE}" if folder.is_dir() else "is not there"
-        raise ConfigError.one(f"the array store {folder} {what}", where="data.path")
+        raise ConfigError.of(f"the array store {folder} {what}", where="data.path")
     try:
         attributes = msgspec.json.decode(of_bounded_depth(read_regular(file, follow=True)))[
             "attributes"
@@ -402,13 +402,13 @@ def _read_record(folder: Path) -> ArraysRecord:
         for array in record.arrays.values():
             np.dtype(array.dtype)
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"not the record of an array store: {error}",
             where=str(file),
             hint="make it again, or name another data.path",
         ) from None
     if record.format != ARRAYS_FORMAT:
-        raise ConfigError.one(f"format {record.format!r} is not {ARRAYS_FORMAT!r}", where=str(file))
+        raise ConfigError.of(f"format {record.format!r} is not {ARRAYS_FORMAT!r}", where=str(file))
     if record.fingerprint != _whole_fingerprint(record.arrays):
         raise _damage_error(
             folder, RECORD_FILE, "the fingerprint is not that of the arrays it lists"
@@ -417,7 +417,7 @@ def _read_record(folder: Path) -> ArraysRecord:
 
 
 def _damage_error(folder: Path, name: str, what: str) -> ConfigError:
-    return ConfigError.one(
+    return ConfigError.of(
         what, where=str(folder / name), hint="the store is damaged: make it again"
     )
 
@@ -435,7 +435,7 @@ def _library() -> Any:
     try:
         import zarr
     except ImportError:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "array stores need the library `zarr`, which is not installed",
             where="data.path",
             hint="install the extra: pip install 'instar[graph]'",

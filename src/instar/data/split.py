@@ -414,7 +414,7 @@ def _numbers(path: str, total: int, name: str) -> Int64Array:
 
 
 def _error(key: str, message: str, hint: str = "", where: str = "") -> ConfigError:
-    return ConfigError.one(message, where=where or key, hint=hint, key=key)
+    return ConfigError.of(message, where=where or key, hint=hint, key=key)
 
 
 def _codes(classes: Int64Array | None, total: int, seed: int) -> Int64Array:

@@ -167,7 +167,7 @@ def split_samples(
             columns = source.read(np.arange(len(source)))
         class_column = columns.get(name) if classes is None else classes
         if not isinstance(class_column, np.ndarray):
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"there is no column {name!r} of classes",
                 where="data.stratify",
                 hint=f"there are {', '.join(columns)}",
@@ -354,4 +354,4 @@ class StreamedSet:
 
 
 def _error(key: str, message: str, hint: str) -> ConfigError:
-    return ConfigError.one(message, where=f"data.{key}", hint=hint, key=f"data.{key}")
+    return ConfigError.of(message, where=f"data.{key}", hint=hint, key=f"data.{key}")

@@ -74,8 +74,8 @@ def gather_parts(world: World, part: bytes) -> list[bytes]:
         with collective(world, "gathering data on rank 0"):
             dist.gather(chunk, rows if world.is_main else None, 0, group=world.group)
         if world.is_main:
-            for received, row in zip(parts, rows, strict=True):
-                received += _raw(row)
+            for buffer, row in zip(parts, rows, strict=True):
+                buffer += _raw(row)
     if not world.is_main:
         return []
     return [bytes(received[:size]) for received, size in zip(parts, sizes, strict=True)]
@@ -117,22 +117,24 @@ def raise_on_all_ranks(world: World, what: str) -> Iterator[None]:
         if own_error is not None:
             raise own_error from None
         raise
-    failed = {rank: cast(dict[str, Json], fault) for rank, fault in enumerate(faults) if fault}
-    if not failed:
+    fault_of = {rank: cast(dict[str, Json], fault) for rank, fault in enumerate(faults) if fault}
+    if not fault_of:
         return
-    alike = len({fault["message"] for fault in failed.values()}) == 1
-    if own_error is not None and alike and len(failed) == world.size:
+    is_same = len({fault["message"] for fault in fault_of.values()}) == 1
+    if own_error is not None and is_same and len(fault_of) == world.size:
         raise own_error
     # a rank that failed only because another one did is not blamed
-    failed = {rank: fault for rank, fault in failed.items() if not fault["secondary"]} or failed
-    blamed = min(failed)
-    fault = failed[blamed]
-    ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
-    of = f"rank {blamed}: " if len(failed) > 1 else ""
+    fault_of = {
+        rank: fault for rank, fault in fault_of.items() if not fault["secondary"]
+    } or fault_of
+    first_rank = min(fault_of)
+    fault = fault_of[first_rank]
+    ranks = f"rank{'s' if len(fault_of) > 1 else ''} {', '.join(map(str, fault_of))}"
+    of = f"rank {first_rank}: " if len(fault_of) > 1 else ""
     raise PeerError(
         f"{ranks} failed while {what}: {of}{fault['message']}",
         what=what,
-        rank=blamed,
+        rank=first_rank,
         exit_code=cast(int, fault["exit_code"]),
         secondary=own_error is None or is_secondary(own_error),
     ) from own_error
@@ -292,9 +294,9 @@ def _gather(world: World, data: bytes) -> list[bytes]:
         longest = max(lengths)
         if longest <= _ROOM:
             return [_body(frame, n) for frame, n in zip(frames, lengths, strict=True)]
-        padded = list(torch.empty(world.size, longest, dtype=torch.uint8).unbind())
-        dist.all_gather(padded, _bytes(data.ljust(longest, b"\0")), group=world.group)
-    return [_raw(buffer[:n]) for buffer, n in zip(padded, lengths, strict=True)]
+        buffers = list(torch.empty(world.size, longest, dtype=torch.uint8).unbind())
+        dist.all_gather(buffers, _bytes(data.ljust(longest, b"\0")), group=world.group)
+    return [_raw(buffer[:n]) for buffer, n in zip(buffers, lengths, strict=True)]
 
 
 def _frame(data: bytes) -> Tensor:

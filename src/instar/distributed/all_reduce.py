@@ -101,7 +101,7 @@ class DeterministicAllReduce:
         MPICH", 2005, with the nearest peer first, so that every element is added in tree order. A
         process sends 2 (W - 1) / W of its tensor.
         """
-        received = self._take()
+        buffer = self._take()
         begin, end = 0, self._length
         shared = []
         with collective(self.world, "adding gradients"):
@@ -110,14 +110,14 @@ class DeterministicAllReduce:
                 middle = (begin + end) // 2
                 halves = slice(begin, middle), slice(middle, end)
                 added_half, sent_half = halves if self.world.rank < peer else reversed(halves)
-                _swap(peer, subtree[sent_half], received[added_half])
+                _swap(peer, subtree[sent_half], buffer[added_half])
                 # floating-point addition commutes bit for bit, so either operand may be the left one
-                subtree[added_half] += received[added_half]
+                subtree[added_half] += buffer[added_half]
                 begin, end = added_half.start, added_half.stop
                 shared.append((peer, added_half, sent_half))
             for peer, added_half, sent_half in reversed(shared):
                 _swap(peer, subtree[added_half], subtree[sent_half])
-        self._free.append(received)
+        self._free.append(buffer)
 
     def _take(self) -> Tensor:
         if self._free:
@@ -129,8 +129,8 @@ def tree_sum(rows: Tensor) -> Tensor:
     """Return the sum of the rows in a binary tree, complete if their number is a power of two."""
     while len(rows) > 1:
         pairs = rows[: len(rows) // 2 * 2]
-        added = pairs[0::2] + pairs[1::2]
-        rows = added if len(rows) % 2 == 0 else torch.cat((added, rows[-1:]))
+        sums = pairs[0::2] + pairs[1::2]
+        rows = sums if len(rows) % 2 == 0 else torch.cat((sums, rows[-1:]))
     return rows[0]
 
 
@@ -142,10 +142,10 @@ def row_squares(tensor: Tensor) -> Tensor:
     if flat.shape[1] == 1:
         return flat[:, 0].double().square()
     # a reduction to a single number may be divided among threads
-    alone = len(flat) == 1
-    flat = flat.expand(2, -1) if alone else flat
+    is_single = len(flat) == 1
+    flat = flat.expand(2, -1) if is_single else flat
     norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-    return norms[: 1 if alone else None].square()
+    return norms[: 1 if is_single else None].square()
 
 
 def norms_of_rows(groups: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -155,8 +155,8 @@ def norms_of_rows(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     return torch.stack([torch.cat(list(group)).sum().sqrt() if group else none for group in groups])
 
 
-def _swap(peer: int, outgoing: Tensor, received: Tensor) -> None:
-    operations = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, received, peer)]
+def _swap(peer: int, outgoing: Tensor, incoming: Tensor) -> None:
+    operations = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

@@ -217,10 +217,10 @@ def _silent(
     silent_hosts, other_hosts = ({hosts[r] for r in of if r in hosts} for of in (ranks, peers))
     parts = []
     for rank in ranks:
-        heard = last_seen[rank]
-        last = f"last seen {heard.beat.place}" if heard.beat else "not seen since the rendezvous"
+        news = last_seen[rank]
+        last = f"last seen {news.beat.place}" if news.beat else "not seen since the rendezvous"
         name = rank_name(rank, hosts)
-        parts.append(f"{name} has sent no heartbeat for {heard.silent_s:.0f} s: {last}")
+        parts.append(f"{name} has sent no heartbeat for {news.silent_s:.0f} s: {last}")
     parts += [
         f"no heartbeat arrives from host {host}: it is down or frozen, or the network to it is lost"
         for host in sorted(silent_hosts - other_hosts)
@@ -233,8 +233,8 @@ def _silent(
 
 def rank_name(rank: int, hosts: Mapping[int, str]) -> str:
     """Return e.g. "rank 3", with its host if the ranks in `hosts` are on several."""
-    several = rank in hosts and len(set(hosts.values())) > 1
-    return f"rank {rank} on host {hosts[rank]}" if several else f"rank {rank}"
+    many_hosts = rank in hosts and len(set(hosts.values())) > 1
+    return f"rank {rank} on host {hosts[rank]}" if many_hosts else f"rank {rank}"
 
 
 def _beats(last_seen: Mapping[int, LastHeartbeat]) -> dict[int, Heartbeat]:
@@ -279,8 +279,8 @@ def _stuck(last_seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
 def _state(beat: Heartbeat) -> str:
     if beat.ended is not None:
         return f"it has left: {beat.ended}" if beat.ended else "it has left"
-    still = f", without progress for {beat.still_s:.0f} s" if beat.still_s >= 1 else ""
-    return f"it is {beat.place}{still}"
+    stall_text = f", without progress for {beat.still_s:.0f} s" if beat.still_s >= 1 else ""
+    return f"it is {beat.place}{stall_text}"
 
 
 T = TypeVar("T")
@@ -392,16 +392,16 @@ def probe_host(address: str, limit_s: float) -> threading.Event:
     The kernel answers even if the process that listens there is stopped, or no process listens.
     """
     host, _, port = address.rpartition(":")
-    answered = threading.Event()
+    is_answered = threading.Event()
 
     def connect() -> None:
         with suppress(OSError):
             with suppress(ConnectionRefusedError):
                 socket.create_connection((host, int(port)), timeout=limit_s).close()
-            answered.set()
+            is_answered.set()
 
     threading.Thread(target=connect, daemon=True, name="probe").start()
-    return answered
+    return is_answered
 
 
 def line_of_thread(thread: int) -> tuple[str, bool]:

@@ -80,9 +80,9 @@ def run_ranks(options: LaunchOptions, *, last: bool = False) -> LaunchResult:
     """
     ranks, devices = options.ranks, options.devices
     if ranks < 1:
-        raise ConfigError.one(f"number of ranks must be at least 1, got {ranks}", where="--nproc")
+        raise ConfigError.of(f"number of ranks must be at least 1, got {ranks}", where="--nproc")
     if devices is not None and len(devices) < ranks:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{ranks} ranks, but {len(devices)} devices", where="--devices", hint="one per rank"
         )
     env = {
@@ -154,11 +154,11 @@ def _conclude(exits: Sequence[RankExit], stop: StopSignal, *, resumable: bool) -
     cause = _first_failure(exits)
     if stop.requested and (cause is None or cause.failure is None or cause.failure.secondary):
         text = f"killed, because it did not stop in time: rank {', '.join(late)}"
-        saved = resumable or any(_has_checkpoint(end.log) for end in exits)
-        stopped = Interrupted.exit_code if saved else StoppedUnsaved.exit_code
+        has_checkpoint = resumable or any(_has_checkpoint(end.log) for end in exits)
+        exit_code = Interrupted.exit_code if has_checkpoint else StoppedUnsaved.exit_code
         if any(end.status in STOPPED for end in exits) and not late:
-            stopped = min(end.status for end in exits if end.status in STOPPED)
-        code = stopped if any(end.status for end in exits) else 0
+            exit_code = min(end.status for end in exits if end.status in STOPPED)
+        code = exit_code if any(end.status for end in exits) else 0
         return code, text if late and not stop.insisted else ""
     if cause is None:
         return min((end.status for end in exits if end.status in STOPPED), default=0), ""
@@ -186,8 +186,8 @@ def _suspicion(end: RankExit) -> tuple[int, float]:
     # A killed rank leaves no record, and the peers that fail because of it leave secondary ones.
     # SIGABRT is how NCCL's watchdog ends a process that has lost its peers.
     if end.failure is None:
-        killed = end.status < 0 and end.status != -signal.SIGABRT
-        return (0 if killed else 2, 0.0)
+        was_killed = end.status < 0 and end.status != -signal.SIGABRT
+        return (0 if was_killed else 2, 0.0)
     return (3 if end.failure.secondary else 1, end.failure.time)
 
 

@@ -44,7 +44,7 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
     if world.size == 1:
         return model
     forward_sync: dict[str, Any] = {_FORWARD_SYNC: ddp.broadcast_buffers}
-    wrapped = DistributedDataParallel(
+    replica = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=ddp.bucket_cap_mb,
@@ -57,18 +57,18 @@ def wrap(model: nn.Module, world: World, ddp: DDPConfig) -> nn.Module:
     )
     if ddp.exchange == "bfloat16":
         # torch's own bf16_compress_hook refuses gloo
-        wrapped.register_comm_hook(world, _mean_in_bfloat16)
-    return wrapped
+        replica.register_comm_hook(world, _mean_in_bfloat16)
+    return replica
 
 
 def _mean_in_bfloat16(world: World, bucket: Any) -> torch.futures.Future[Tensor]:
     """Communication hook of DDP: sets a bucket to its mean over all ranks, sent as bfloat16."""
     gradients: Tensor = bucket.buffer()
-    rounded = (gradients / world.size).to(torch.bfloat16)
-    future = dist.all_reduce(rounded, async_op=True).get_future()
+    mean = (gradients / world.size).to(torch.bfloat16)
+    future = dist.all_reduce(mean, async_op=True).get_future()
 
-    def widened(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
-        return gradients.copy_(reduced.value()[0])
+    def widened(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return gradients.copy_(future.value()[0])
 
     return cast(torch.futures.Future[Tensor], future.then(widened))
 
@@ -86,9 +86,9 @@ def copy_from_rank_0(world: World, model: nn.Module) -> None:
     if world.size == 1:
         return
     tensors = check_same_layout(world, model)
-    for name, received in broadcast_from_rank_0(world, tensors, "receiving the weights").items():
-        if not world.is_main and received.data_ptr() != tensors[name].data_ptr():
-            tensors[name].detach().copy_(received)
+    for name, value in broadcast_from_rank_0(world, tensors, "receiving the weights").items():
+        if not world.is_main and value.data_ptr() != tensors[name].data_ptr():
+            tensors[name].detach().copy_(value)
 
 
 def check_same_layout(world: World, model: nn.Module) -> dict[str, Tensor]:
@@ -125,25 +125,25 @@ def broadcast_from_rank_0(
         return tensors
     own_layout: dict[str, Json] = {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()}
     layout = cast(dict[str, tuple[str, list[int]]], agree(world, own_layout))
-    received: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name, (dtype, shape) in layout.items():
         if world.is_main:
-            received[name] = tensors[name].detach().contiguous()
+            values[name] = tensors[name].detach().contiguous()
         elif own_layout.get(name) == [dtype, shape] and tensors[name].is_contiguous():
-            received[name] = tensors[name].detach()
+            values[name] = tensors[name].detach()
         else:
             kind = getattr(torch, dtype.partition(".")[2])
-            received[name] = torch.empty(shape, dtype=kind, device=world.device)
+            values[name] = torch.empty(shape, dtype=kind, device=world.device)
     with collective(world, what):
         works = [
             # as bytes: gloo does not support every dtype
             dist.broadcast(_bytes(tensor), 0, group=world.group, async_op=True)
-            for tensor in received.values()
+            for tensor in values.values()
             if tensor.numel()
         ]
         for work in works:
             work.wait()
-    return received
+    return values
 
 
 def unwrap(model: nn.Module) -> nn.Module:

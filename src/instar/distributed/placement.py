@@ -84,7 +84,7 @@ def placement(environ: Mapping[str, str], parallel: ParallelConfig | None = None
         0 <= environment.rank < environment.size
         and 0 <= environment.local_rank < environment.local_size
     ):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"rank {environment.rank} of {environment.size} (local {environment.local_rank} of {environment.local_size}) "
             "is not a possible rank",
             where="environment",
@@ -148,10 +148,10 @@ def _from_slurm(environ: Mapping[str, str], parallel: ParallelConfig | None) -> 
         host = parallel.master_address
     if not host and nodes == 1:
         host = "127.0.0.1"
-    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    host = host or _first_host(listed)
+    node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    host = host or _first_host(node_list)
     if not host:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "neither MASTER_ADDR nor SLURM_STEP_NODELIST is set", where="environment"
         )
     job, step = (_number(environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -204,7 +204,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _not_set(variable: str, size: int, key: str) -> ConfigError:
-    return ConfigError.one(
+    return ConfigError.of(
         f"{variable} is not set, but WORLD_SIZE is {size}",
         where="environment",
         hint=f"start the ranks with `instar train --nproc N` or torchrun, or set {key}",
@@ -217,7 +217,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         return default
     if text is None or not text.isdecimal():
         got = "not set" if text is None else f"{text!r}"
-        raise ConfigError.one(f"{name} must be a number, but is {got}", where="environment")
+        raise ConfigError.of(f"{name} must be a number, but is {got}", where="environment")
     return int(text)
 
 
@@ -275,7 +275,7 @@ def resolve_ranks(
     if place.is_set:
         ranks = place.size
         if nproc is not None:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"--nproc {nproc}, but the environment already sets {ranks} "
                 f"rank{'' if ranks == 1 else 's'}, of which this process is rank {place.rank}",
                 where="--nproc",
@@ -289,14 +289,14 @@ def resolve_ranks(
     local_ranks = place.local_size if place.is_set else ranks
     limit = max(256, 32 * (os.cpu_count() or 1))
     if not place.is_set and local_ranks > limit:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{local_ranks:,} ranks on this machine, which has {os.cpu_count()} processors; at most {limit:,} "
             "are started",
             where="parallel.world_size" if nproc is None and devices is None else "--nproc",
             hint="on several machines, each starts its own ranks with torchrun or srun",
         )
     if indices and len(indices) < local_ranks:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{local_ranks} ranks on this machine, but devices {','.join(map(str, indices))} only",
             where="parallel.devices" if devices is None else "--devices",
             hint="one per rank",

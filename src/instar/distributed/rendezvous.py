@@ -187,7 +187,7 @@ def listen_to_hosts(port: int, host: str, key: str) -> int | None:
 
 
 def port_in_use(host: str, port: int, key: str) -> ConfigError:
-    return ConfigError.one(
+    return ConfigError.of(
         f"port {port} of {host} is in use, perhaps by another run",
         where=key,
         hint="choose another port, or 0 for any free one"
@@ -200,9 +200,9 @@ def _refused(host: str, port: int, key: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return port_in_use(host, port, key)
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-        return ConfigError.one(
+        return ConfigError.of(
             f"{host} is not an address of this machine, on which rank 0 runs",
             where=ADDRESS_KEY,
             hint="use 127.0.0.1 if all ranks run on one machine",
         )
-    return ConfigError.one(f"cannot bind port {port} of {host}: {error.strerror}", where=key)
+    return ConfigError.of(f"cannot bind port {port} of {host}: {error.strerror}", where=key)

@@ -37,8 +37,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return a whole tensor, without a copy if this rank holds it. A collective if it is sharded."""
     if is_sharded(tensor):
         # rows may be in host memory, where a GPU's process group does not send from
-        sent = cast("DTensor", tensor.to(tensor.device_mesh.device_type))
-        return sent.full_tensor().detach()
+        device_tensor = cast("DTensor", tensor.to(tensor.device_mesh.device_type))
+        return device_tensor.full_tensor().detach()
     return tensor.detach()
 
 
@@ -66,8 +66,8 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
         return in_order_of(tensor, like)
 
     mesh, places = like.device_mesh, like.placements
-    made = distribute_tensor(tensor.to(mesh.device_type), mesh, places, src_data_rank=None)
-    return made.to(like.device)
+    result = distribute_tensor(tensor.to(mesh.device_type), mesh, places, src_data_rank=None)
+    return result.to(like.device)
 
 
 def in_order_of(tensor: Tensor, like: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ def in_order_of(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if tensor.stride() == like.stride():
         return tensor
-    ordered = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
-    return ordered.copy_(tensor) if ordered.stride() != tensor.stride() else tensor
+    copy = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor) if copy.stride() != tensor.stride() else tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -117,9 +117,11 @@ def local_row_range(tensor: Tensor, rank: int | None = None) -> tuple[int, int]:
     total = tensor.shape[0] if tensor.ndim else 1
     if not is_sharded(tensor):
         return 0, total
-    each = -(-total // tensor.device_mesh.size())
-    first = min(total, each * (tensor.device_mesh.get_local_rank() if rank is None else rank))
-    return first, min(total, first + each)
+    rows_per_rank = -(-total // tensor.device_mesh.size())
+    first = min(
+        total, rows_per_rank * (tensor.device_mesh.get_local_rank() if rank is None else rank)
+    )
+    return first, min(total, first + rows_per_rank)
 
 
 def on_owners(
@@ -141,48 +143,51 @@ def on_owners(
     Returns:
         this rank's rows of the results.
     """
-    mesh, nothing = like[0].device_mesh, parts[0].new_empty(0)
+    mesh, empty = like[0].device_mesh, parts[0].new_empty(0)
     ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    owned = [range((each - first_owner) % ranks, len(like), ranks) for each in range(ranks)]
+    indices_of = [range((peer - first_owner) % ranks, len(like), ranks) for peer in range(ranks)]
 
     def exchange(
-        sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+        outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
         """Send tensors to each rank; return those that each rank has sent, which have these shapes."""
-        sizes = [[math.prod(shape) for shape in each] for each in shapes]
-        flat = torch.cat([nothing, *(tensor.reshape(-1) for each in sent for tensor in each)])
-        received = flat.new_empty(sum(map(sum, sizes)))
+        sizes = [[math.prod(shape) for shape in group] for group in shapes]
+        flat = torch.cat([empty, *(tensor.reshape(-1) for group in outgoing for tensor in group)])
+        incoming = flat.new_empty(sum(map(sum, sizes)))
         width = flat.element_size()
         dist.all_to_all_single(
-            received.view(torch.uint8),  # gloo does not support every dtype
+            incoming.view(torch.uint8),  # gloo does not support every dtype
             flat.view(torch.uint8),
-            [width * sum(each) for each in sizes],
-            [width * sum(tensor.numel() for tensor in each) for each in sent],
+            [width * sum(group) for group in sizes],
+            [width * sum(tensor.numel() for tensor in group) for group in outgoing],
             group=group,
         )
-        pieces = iter(torch.split(received, [size for each in sizes for size in each]))
-        return [[next(pieces).view(shape) for shape in each] for each in shapes]
+        pieces = iter(torch.split(incoming, [size for group in sizes for size in group]))
+        return [[next(pieces).view(shape) for shape in group] for group in shapes]
 
     def heights(index: int) -> list[int]:
         return [
             last - first
-            for first, last in (local_row_range(like[index], each) for each in range(ranks))
+            for first, last in (local_row_range(like[index], peer) for peer in range(ranks))
         ]
 
-    mine = [(heights(index), like[index].shape[1:]) for index in owned[rank]]
-    gathered = exchange(
-        [[parts[index] for index in each] for each in owned],
-        [[(height[each], *width) for height, width in mine] for each in range(ranks)],
+    heights_and_widths = [(heights(index), like[index].shape[1:]) for index in indices_of[rank]]
+    full_parts = exchange(
+        [[parts[index] for index in indices] for indices in indices_of],
+        [[(height[peer], *width) for height, width in heights_and_widths] for peer in range(ranks)],
     )
-    made = function([torch.cat(pieces) for pieces in zip(*gathered, strict=True)])
-    split = [torch.split(tensor, height) for tensor, (height, _) in zip(made, mine, strict=True)]
-    returned = exchange(
-        [[pieces[each] for pieces in split] for each in range(ranks)],
-        [[tuple(parts[index].shape) for index in each] for each in owned],
+    results = function([torch.cat(pieces) for pieces in zip(*full_parts, strict=True)])
+    split = [
+        torch.split(tensor, height)
+        for tensor, (height, _) in zip(results, heights_and_widths, strict=True)
+    ]
+    local_parts = exchange(
+        [[pieces[peer] for pieces in split] for peer in range(ranks)],
+        [[tuple(parts[index].shape) for index in indices] for indices in indices_of],
     )
     by_index = {
         index: tensor
-        for indices, tensors in zip(owned, returned, strict=True)
+        for indices, tensors in zip(indices_of, local_parts, strict=True)
         for index, tensor in zip(indices, tensors, strict=True)
     }
     return [by_index[index] for index in range(len(like))]

@@ -267,9 +267,9 @@ def detach_closed_streams() -> None:
         if stream is None:
             continue
         with suppress(OSError):
-            polled = select.poll()
-            polled.register(number, 0)
-            if any(flags & (select.POLLHUP | select.POLLERR) for _, flags in polled.poll(0)):
+            poller = select.poll()
+            poller.register(number, 0)
+            if any(flags & (select.POLLHUP | select.POLLERR) for _, flags in poller.poll(0)):
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, number)
                 os.close(null)

@@ -118,7 +118,7 @@ class Supervisor:
 
     def _run_once(self, restart: int) -> Sequence[RankExit]:
         ranks: list[_Rank] = []
-        ended: list[_Rank] = []
+        exited_ranks: list[_Rank] = []
         try:
             # one by one, so that those already started are killed if one cannot be started
             ranks.extend(
@@ -126,9 +126,9 @@ class Supervisor:
                 for number in range(self._options.ranks)
             )
             limits = _Limits()
-            while len(ended) < len(ranks):
-                ended += [rank for rank in ranks if rank not in ended and rank.poll()]
-                running = [rank for rank in ranks if rank not in ended]
+            while len(exited_ranks) < len(ranks):
+                exited_ranks += [rank for rank in ranks if rank not in exited_ranks and rank.poll()]
+                running = [rank for rank in ranks if rank not in exited_ranks]
                 if running:
                     self._enforce(limits, ranks, running)
                     time.sleep(POLL_S)
@@ -138,10 +138,10 @@ class Supervisor:
                     rank.child.kill()
         finally:
             for rank in ranks:
-                if rank not in ended:
+                if rank not in exited_ranks:
                     rank.kill()
                     rank.child.wait(REAP_S)
-        return [rank.exit() for rank in ended]
+        return [rank.exit() for rank in exited_ranks]
 
     def _enforce(self, limits: _Limits, ranks: Sequence[_Rank], running: Sequence[_Rank]) -> None:
         """Forward a stop signal once, and kill the ranks that exceed their limits."""
@@ -158,10 +158,10 @@ class Supervisor:
             limits.fail_by = now + self._options.grace_s
             limits.stop_by = limits.stop_by or now + self._options.stop_timeout_s
         late = limits.stop_by is not None and now >= limits.stop_by
-        failed = limits.fail_by is not None and now >= limits.fail_by
+        is_overdue = limits.fail_by is not None and now >= limits.fail_by
         for rank in running:
             # a rank that has written its failure record is exiting, and may be writing the report
-            if self._stop.insisted or late or (failed and not rank.has_reported):
+            if self._stop.insisted or late or (is_overdue and not rank.has_reported):
                 rank.kill()
 
 

@@ -92,7 +92,7 @@ class WatchdogLimits:
 @contextmanager
 def watch_ranks(
     store: HeartbeatStore,
-    served: StoreAddress,
+    address: StoreAddress,
     rank: int,
     size: int,
     limits: WatchdogLimits,
@@ -108,7 +108,7 @@ def watch_ranks(
     When a rank hangs, the process exits with code 4, whatever the body does. If the body fails
     because another rank is gone, raises RankMissing or PeerLost naming that rank.
     """
-    watch = Watchdog(store, served, rank, size, limits)
+    watch = Watchdog(store, address, rank, size, limits)
     try:
         yield watch.position
     except BaseException as error:
@@ -117,9 +117,9 @@ def watch_ranks(
         if (secondary and not isinstance(error, PeerError)) or may_be_secondary(error):
             better = watch.explain(error, certain=secondary)
             if better is not None:
-                watch.leave(str(better), lost=True)
+                watch.leave(str(better), is_lost=True)
                 raise better from error
-        watch.leave(f"{type(error).__name__}: {error}", lost=secondary)
+        watch.leave(f"{type(error).__name__}: {error}", is_lost=secondary)
         raise
     else:
         watch.stop()
@@ -136,13 +136,13 @@ class Watchdog:
     def __init__(
         self,
         store: HeartbeatStore,
-        served: StoreAddress,
+        address: StoreAddress,
         rank: int,
         size: int,
         limits: WatchdogLimits,
     ) -> None:
         self.position = Position()
-        self._served, self._rank, self._limits = served, rank, limits
+        self._served, self._rank, self._limits = address, rank, limits
         self._others = [other for other in range(size) if other != rank]
         self._client = StoreClient(store, rank, size)
         self._host, self._pid = this_host(), os.getpid()
@@ -167,9 +167,9 @@ class Watchdog:
         with self._ending:
             self._leaving.set()
 
-    def leave(self, error: str, *, lost: bool = False) -> None:
+    def leave(self, error: str, *, is_lost: bool = False) -> None:
         """Announce to the other ranks that this one leaves, because of `error` unless that is empty."""
-        self._last_beat = replace(self._beat(ended=error, lost=lost), left=True)
+        self._last_beat = replace(self._beat(end_reason=error, is_lost=is_lost), left=True)
         self._ask(self._last_beat, time.monotonic() + self._search_s)
         if not error:
             # Closing the connections would break a collective that others have not left yet.
@@ -203,7 +203,7 @@ class Watchdog:
         deadline, cause = time.monotonic() + self._search_s, transport_text(error)
         before = {rank: last.beat.count for rank, last in self._seen.items() if last.beat}
         first: dict[int, int] = {}
-        final_beat = self._beat(ended=str(error), lost=True)
+        final_beat = self._beat(end_reason=str(error), is_lost=True)
         while True:
             news = self._ask(final_beat, deadline)
             if news is None:
@@ -219,11 +219,11 @@ class Watchdog:
                 break
             time.sleep(0.02)
         alive = [rank for rank, beat in news.beats.items() if beat.ended is None]
-        blamed = silent_ranks(news.beats, before, first, self._host) or (alive if certain else [])
-        if not blamed:
+        culprits = silent_ranks(news.beats, before, first, self._host) or (alive if certain else [])
+        if not culprits:
             return None
-        message = f"{cause}; {self._last_seen(blamed, news.beats)}"
-        return _missing(self._decide(Diagnosis(message, tuple(blamed))))
+        message = f"{cause}; {self._last_seen(culprits, news.beats)}"
+        return _missing(self._decide(Diagnosis(message, tuple(culprits))))
 
     def _ended(self, beats: Mapping[int, Heartbeat], cause: str) -> RunFailed | None:
         """Return the error for a rank that failed by itself, or whose process is gone."""
@@ -391,7 +391,7 @@ class Watchdog:
         except (NoAnswer, RuntimeError):
             return None
 
-    def _beat(self, ended: str | None = None, *, lost: bool = False) -> Heartbeat:
+    def _beat(self, end_reason: str | None = None, *, is_lost: bool = False) -> Heartbeat:
         self._count += 1
         position = self.position
         line, in_torch = line_of_thread(position.thread) if self._stalled_s >= 1 else ("", False)
@@ -407,8 +407,8 @@ class Watchdog:
             in_torch=in_torch,
             host=self._host,
             pid=self._pid,
-            ended=ended,
-            lost=lost,
+            ended=end_reason,
+            lost=is_lost,
         )
 
     def _decide(self, verdict: Diagnosis) -> Diagnosis:

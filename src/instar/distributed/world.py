@@ -184,9 +184,9 @@ def _watching(
     watch_store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
     # The watchdog measures its waits itself, and a stopped launcher must not end the run.
     watch_store.set_timeout(_TRANSPORT_LIMIT)
-    served = StoreAddress(f"{place.host}:{place.port}", None if _agent_serves() else 0)
+    address = StoreAddress(f"{place.host}:{place.port}", None if _agent_serves() else 0)
     limits = WatchdogLimits.of(config.silence_s, config.timeout_s, place.size)
-    return watch_ranks(watch_store, served, place.rank, place.size, limits, _part)
+    return watch_ranks(watch_store, address, place.rank, place.size, limits, _part)
 
 
 def _agent_serves() -> bool:
@@ -195,9 +195,9 @@ def _agent_serves() -> bool:
 
 def _store(place: Placement, timeout_s: float) -> TCPStore:
     serves = place.rank == 0 and not _agent_serves()
-    served = (os.getpid(), place.host, place.port)
-    if serves and served in _serving:
-        return _serving[served]
+    key = (os.getpid(), place.host, place.port)
+    if serves and key in _serving:
+        return _serving[key]
     listener = _listener(place) if serves else None
     if not serves:
         _await_server(place, timeout_s)
@@ -218,7 +218,7 @@ def _store(place: Placement, timeout_s: float) -> TCPStore:
     if not _agent_serves():
         _one_launch(store, place)
     if serves:
-        _serving[served] = store
+        _serving[key] = store
     return store
 
 
@@ -357,7 +357,7 @@ def _address_towards(host: str) -> str | None:
 def _backend(backend: str, device: torch.device) -> str:
     if device.type == "cpu":
         if backend == "nccl":
-            raise ConfigError.one(
+            raise ConfigError.of(
                 "nccl needs GPUs, but the device is cpu",
                 where="parallel.backend",
                 hint="use gloo or auto",
@@ -388,11 +388,11 @@ def device_of(kind: str, place: Placement, devices: Sequence[int]) -> torch.devi
     Raises:
         ConfigError: a device does not exist; names it.
     """
-    listed = ",".join(map(str, devices))
+    device_list = ",".join(map(str, devices))
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         if devices:
             raise _no_device(
-                f"devices {listed} were requested, but "
+                f"devices {device_list} were requested, but "
                 + ("this host has no GPU" if kind == "auto" else "the device is cpu")
             )
         return torch.device("cpu")
@@ -409,7 +409,7 @@ def device_of(kind: str, place: Placement, devices: Sequence[int]) -> torch.devi
         return torch.device("cuda", 0)
     indices = [int(index)] if index else list(devices) or list(range(place.local_size))
     if len(indices) < place.local_size:
-        raise _no_device(f"{place.local_size} ranks on this host, but only devices {listed}")
+        raise _no_device(f"{place.local_size} ranks on this host, but only devices {device_list}")
     absent = [index for index in indices[: place.local_size] if index >= count]
     if absent:
         raise _no_device(
@@ -429,4 +429,4 @@ def _visible(count: int) -> str:
 
 
 def _no_device(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.one(message, where="device", hint=hint)
+    return ConfigError.of(message, where="device", hint=hint)

@@ -272,7 +272,10 @@ def run_set(folder: Path) -> Any:
 
 
 def forecast_notes(
-    forecast: Any, loaded: Any, path: str | None, files: Mapping[str, Path | None] | None = None
+    forecast: Any,
+    loaded_config: Any,
+    path: str | None,
+    files: Mapping[str, Path | None] | None = None,
 ) -> list[ForecastNote]:
     """Return what extensions say of the forecast of a loaded config.
 
@@ -280,9 +283,9 @@ def forecast_notes(
         path: of the config.
         files: given for this by their names.
     """
-    names = loaded.config.extension_names
+    names = loaded_config.config.extension_names
     targets = [extension.forecast for extension in active_extensions(names) if extension.forecast]
-    return [load_target(target)(forecast, loaded, path, files or {}) for target in targets]
+    return [load_target(target)(forecast, loaded_config, path, files or {}) for target in targets]
 
 
 def values_of_notes(notes: Iterable[ForecastNote]) -> dict[str, Any]:
@@ -393,10 +396,10 @@ def third_party(name: str) -> Extension | None:
         extension = load_target(point.target)
     except Exception as error:
         message = f"cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError.one(message, where=str(point)) from error
+        raise ConfigError.of(message, where=str(point)) from error
     if not isinstance(extension, Extension) or extension.name != name:
-        raise ConfigError.one(f"{point.target} is no Extension named {name}", where=str(point))
+        raise ConfigError.of(f"{point.target} is no Extension named {name}", where=str(point))
     words_of = (*extension.commands, *extension.sections, *extension.events, *extension.tasks)
     if strange := [words for words in words_of if words.split()[0].split(".")[0] != name]:
-        raise ConfigError.one(f"'{strange[0]}' does not begin with its name", where=str(point))
+        raise ConfigError.of(f"'{strange[0]}' does not begin with its name", where=str(point))
     return extension

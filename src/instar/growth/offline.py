@@ -84,7 +84,7 @@ def as_config_error() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError.one(str(error), where="--op") from error
+        raise ConfigError.of(str(error), where="--op") from error
 
 
 def expected_plan(stages: Sequence[GrowthStage]) -> GrowthPlan:

@@ -390,7 +390,7 @@ class _Table:
     def build(self) -> dict[str, Parameter]:
         """Return the parameters in the order of the forward pass."""
         arch = self.arch
-        self._weight("token_embedding", "embedding", "vocab", "embed", biased=False)
+        self._weight("token_embedding", "embedding", "vocab", "embed", has_bias=False)
         if arch.positions == "learned":
             self._add("position_embedding.weight", "embedding", "context", "embed", std=0.02)
         for layer in range(arch.n_layer):
@@ -398,7 +398,7 @@ class _Table:
             self._mlp(f"blocks.{layer}")
         self._norm("final_norm")
         if not arch.tied:
-            self._weight("head", "head", "vocab", "embed", biased=False)
+            self._weight("head", "head", "vocab", "embed", has_bias=False)
         return self.entries
 
     def _attention(self, block: str) -> None:
@@ -432,11 +432,11 @@ class _Table:
         parts = (part,) if part in ("query", "key", "value") else ()
         self.entries[name] = Parameter(axes, shape, kind, std, parts)
 
-    def _weight(self, name: str, kind: Kind, output: str, source: str, *, biased: bool) -> None:
+    def _weight(self, name: str, kind: Kind, output: str, source: str, *, has_bias: bool) -> None:
         writes_stream = kind == "matrix" and output == "embed"
         std = self._into_stream if writes_stream else 0.02
         self._add(f"{name}.weight", kind, output, source, std=std)
-        if biased:
+        if has_bias:
             self._add(f"{name}.bias", "bias", output)
         if adapter := adapters.adapter_of(self.arch.lora, name):
             rank = f"{name}.rank"
@@ -446,7 +446,7 @@ class _Table:
             self._add(f"{name}.lora_b", kind, output, rank)
 
     def _linear(self, name: str, output: str, source: str) -> None:
-        self._weight(name, "matrix", output, source, biased=self.arch.bias)
+        self._weight(name, "matrix", output, source, has_bias=self.arch.bias)
 
     def _experts(self, name: str, output: str, source: str) -> None:
         std = self._into_stream if output == "embed" else 0.02
@@ -501,7 +501,7 @@ def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, 
     if mask.axis not in get_args(MaskedAxis):
         yield f"{mask.axis!r} cannot be masked", f"one of {', '.join(get_args(MaskedAxis))}"
         return
-    numbers = [mask.begin, mask.steps, *(bound for part in mask.new for bound in part)]
+    numbers = [mask.begin, mask.steps, *(limit for part in mask.new for limit in part)]
     if any(type(number) is not int for number in numbers) or mask.begin < 0 or mask.steps < 1:
         yield f"begin, steps and ranges must be whole numbers, steps above 0, not {mask}", ""
         return

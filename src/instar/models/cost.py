@@ -153,15 +153,15 @@ def memory_estimate(
 
 
 def _activation_bytes(
-    arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int, repeated: bool
+    arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int, is_repeated: bool
 ) -> int:
     """Returns the bytes saved for the backward pass, without logits; `scores` is the number of
     materialized scores per token and head, `repeated` whether keys are, see `repeats_keys`."""
     stream = _WIDE * arch.n_embd
     norm = stream + low * arch.n_embd
-    convolved = 0 if arch.conv_size is None else low * arch.n_embd
+    conv_bytes = 0 if arch.conv_size is None else low * arch.n_embd
     queries, keys = arch.n_head * arch.head_dim, arch.n_kv_head * arch.head_dim
-    attention = low * (2 * queries + 2 * (queries if scores or repeated else keys))
+    attention = low * (2 * queries + 2 * (queries if scores or is_repeated else keys))
     attention += arch.n_head * (low * scores if scores else _WIDE)
     if arch.qk_norm:
         attention += _WIDE * (queries + keys)
@@ -172,7 +172,7 @@ def _activation_bytes(
             arch.num_experts_per_tok * (mlp + 2 * low * arch.n_embd) + 4 * _WIDE * arch.num_experts
         )
     masks = 2 * low * arch.n_embd if arch.dropout else 0
-    block = 2 * norm + convolved + attention + mlp + masks
+    block = 2 * norm + conv_bytes + attention + mlp + masks
     blocks = arch.n_layer * block
     if checkpointing and arch.n_layer:
         blocks = arch.n_layer * stream + block
@@ -213,10 +213,10 @@ def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
     length = sizes["context"] if context is None else context
     attention = 12 * sizes["layers"] * length * sizes["heads"] * sizes["head_dim"]
     experts, used = sizes.get("experts"), getattr(arch, "num_experts_per_tok", None)
-    unused = 0
+    idle_parameters = 0
     if experts is not None and used is not None:
         expert_parameters = sum(
             math.prod(p.shape[1:]) for p in arch.parameters().values() if p.kind == "experts"
         )
-        unused = (experts - used) * expert_parameters
-    return 6 * (count_parameters(arch).matmul - unused) + attention
+        idle_parameters = (experts - used) * expert_parameters
+    return 6 * (count_parameters(arch).matmul - idle_parameters) + attention

@@ -114,7 +114,7 @@ class GPT(nn.Module):
             rotation = (self.rope_cos[begin:end], self.rope_sin[begin:end])
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
-        routed: list[Tensor] = []
+        router_logits: list[Tensor] = []
         for block in self.blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x_BTD, logits_BTE = checkpoint(
@@ -128,7 +128,7 @@ class GPT(nn.Module):
             else:
                 x_BTD, logits_BTE = block(x_BTD, rotation, openings, cache)
             if balance:
-                routed.append(logits_BTE)
+                router_logits.append(logits_BTE)
         if cache is not None:
             cache.tokens = end
         x_BTD = self.final_norm(x_BTD, openings)
@@ -142,7 +142,7 @@ class GPT(nn.Module):
         if not balance:
             return loss
         assert self.arch.num_experts_per_tok is not None
-        stacked_LBTE = torch.stack(routed)
+        stacked_LBTE = torch.stack(router_logits)
         return loss, load_balancing_loss(stacked_LBTE, targets_BT, self.arch.num_experts_per_tok)
 
     @torch.no_grad()
@@ -241,15 +241,15 @@ class _Block(nn.Module):
         cache: KVCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
-        attended = self.attn(self.attn_norm(x, openings), rotation, openings, cache)
+        attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache)
         if self.is_masked and openings is not None:
-            attended = attended * openings[self.layer]
-        x = x + _dropout(attended, self.dropout, self.training)
-        normed = self.mlp_norm(x, openings)
+            attention = attention * openings[self.layer]
+        x = x + _dropout(attention, self.dropout, self.training)
+        hidden = self.mlp_norm(x, openings)
         if self.mlp_conv is not None:
             conv = self.mlp_conv
-            normed = conv(normed) if cache is None else cache.convolve(conv, normed)
-        update, logits = self.mlp(normed, openings)
+            hidden = conv(hidden) if cache is None else cache.convolve(conv, hidden)
+        update, logits = self.mlp(hidden, openings)
         if self.is_masked and openings is not None:
             update = update * openings[self.layer]
         return x + _dropout(update, self.dropout, self.training), logits
@@ -307,22 +307,22 @@ def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: fl
 
     A single query, with any number of keys, is that of the last token.
     """
-    grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
+    is_grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
     if q_BHTC.shape[2] == 1:
         return F.scaled_dot_product_attention(
-            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, enable_gqa=grouped
+            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, enable_gqa=is_grouped
         )
     low = q_BHTC.dtype == torch.bfloat16
     device = q_BHTC.device.type
     scores_held = materializes_scores(q_BHTC.shape[-2], low, device)
-    fused = not scores_held or torch.compiler.is_compiling()
-    if grouped and (not fused or repeats_keys(q_BHTC.dtype.itemsize < 4, device)):
+    use_fused = not scores_held or torch.compiler.is_compiling()
+    if is_grouped and (not use_fused or repeats_keys(q_BHTC.dtype.itemsize < 4, device)):
         times = q_BHTC.shape[1] // k_BKTC.shape[1]
         k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
-        grouped = False
-    if fused:
+        is_grouped = False
+    if use_fused:
         return F.scaled_dot_product_attention(
-            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped
         )
     q_NTC, k_NTC, v_NTC = (x.flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
     T, C = q_NTC.shape[-2:]
@@ -344,8 +344,8 @@ def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:
 def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates each pair (x[i], x[i + C/2]) by the angle of its position; at least float32."""
     cos_T1C, sin_T1C = rotation
-    swapped = x_BTHC.roll(x_BTHC.shape[-1] // 2, -1)
-    return torch.addcmul(x_BTHC * cos_T1C, swapped, sin_T1C)
+    halves = x_BTHC.roll(x_BTHC.shape[-1] // 2, -1)
+    return torch.addcmul(x_BTHC * cos_T1C, halves, sin_T1C)
 
 
 class _MLP(nn.Module):

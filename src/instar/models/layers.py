@@ -30,7 +30,9 @@ class Norm(nn.Module):
     def forward(self, x: Tensor, openings_D: Tensor | None) -> Tensor:
         kind = x.device.type
         if self.masked and openings_D is not None:
-            x = masked_norm(x, openings_D, self.weight, self.bias, self.eps, centered=not self.rms)
+            x = masked_norm(
+                x, openings_D, self.weight, self.bias, self.eps, is_centered=not self.rms
+            )
         elif self.rms:
             x = rms_norm(x, self.weight, self.eps)
         else:
@@ -71,12 +73,12 @@ class ShortConv(nn.Module):
         weight_KD = self.weight[:, 0].mT.to(x_BTD.dtype).contiguous()
         if x_BTD.is_cpu and not torch.compiler.is_compiling():
             # in torch, the sum below takes more than twice as long here, and conv1d too
-            convolved: Tensor = _CpuShortConv.apply(x_BTD, weight_KD)  # type: ignore[no-untyped-call]
-            return convolved
+            output: Tensor = _CpuShortConv.apply(x_BTD, weight_KD)  # type: ignore[no-untyped-call]
+            return output
         count = x_BTD.shape[1]
-        padded = F.pad(x_BTD, (0, 0, self.lags, 0))
+        padded_x = F.pad(x_BTD, (0, 0, self.lags, 0))
         for lag, weight_D in enumerate(weight_KD, 1):
-            x_BTD = x_BTD + weight_D * padded.narrow(1, self.lags - lag, count)
+            x_BTD = x_BTD + weight_D * padded_x.narrow(1, self.lags - lag, count)
         return x_BTD
 
 
@@ -88,10 +90,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = at_least_float32(x)
     if x.is_cpu and not torch.compiler.is_compiling():
         # torch has no fused kernel here, and its composite takes three times as long
-        normed: Tensor = _CpuRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        output: Tensor = _CpuRMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     else:
-        normed = F.rms_norm(x, weight.shape, weight, eps)
-    return normed
+        output = F.rms_norm(x, weight.shape, weight, eps)
+    return output
 
 
 def masked_norm(
@@ -101,7 +103,7 @@ def masked_norm(
     bias: Tensor | None,
     eps: float,
     *,
-    centered: bool,
+    is_centered: bool,
 ) -> Tensor:
     """LayerNorm (`centered`) or RMSNorm in which channel d has weight `openings_D[d]` in the mean,
     the variance and the output (arXiv 2305.02869, section 3.2).
@@ -110,10 +112,10 @@ def masked_norm(
     """
     x = at_least_float32(x)
     share_D = openings_D / openings_D.sum()
-    if centered:
+    if is_centered:
         x = x - (x * share_D).sum(-1, keepdim=True)
-    normed = x * ((x * x * share_D).sum(-1, keepdim=True) + eps).rsqrt() * weight
-    return (normed if bias is None else normed + bias) * openings_D
+    output = x * ((x * x * share_D).sum(-1, keepdim=True) + eps).rsqrt() * weight
+    return (output if bias is None else output + bias) * openings_D
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -123,8 +125,8 @@ class _CpuRMSNorm(torch.autograd.Function):
         scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         unit = x * scale
         ctx.save_for_backward(unit, scale, weight)
-        normed: Tensor = unit * weight
-        return normed
+        output: Tensor = unit * weight
+        return output
 
     @staticmethod
     @once_differentiable

@@ -41,11 +41,11 @@ class Lora:
 
     def with_rank(self, rank: int) -> Lora:
         """Returns the adapter with another rank and the same scale."""
-        grown = rank / self.rank
+        ratio = rank / self.rank
         return replace(
             self,
             rank=rank,
-            alpha=self.alpha * (math.sqrt(grown) if self.rank_stabilized else grown),
+            alpha=self.alpha * (math.sqrt(ratio) if self.rank_stabilized else ratio),
         )
 
     def matches(self, name: str) -> bool:
@@ -100,15 +100,15 @@ def problems(
 
 def _field_problem(entry: Lora) -> tuple[str, str] | None:
     """Returns (problem, hint) if a field has an invalid value, as a file may."""
-    target, rank, alpha, stabilized = (getattr(entry, field.name) for field in fields(entry))
+    target, rank, alpha, use_rslora = (getattr(entry, field.name) for field in fields(entry))
     if not isinstance(target, str):
         return f"target must be text, not {target!r}", POSSIBLE
     if type(rank) is not int or rank < 1:
         return f"rank must be a whole number above 0, not {rank!r}", ""
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
         return f"alpha must be a number above 0, not {alpha!r}", "twice the rank is usual"
-    if type(stabilized) is not bool:
-        return f"rank_stabilized must be true or false, not {stabilized!r}", ""
+    if type(use_rslora) is not bool:
+        return f"rank_stabilized must be true or false, not {use_rslora!r}", ""
     return None
 
 

@@ -91,7 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         grad_enabled: bool,
     ) -> Tensor:
-        ctx.needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:2]]
+        ctx.needs = [grad_enabled and needs_grad for needs_grad in ctx.needs_input_grad[:2]]
         ctx.rows, ctx.dtype = rows, dtype
         ctx.late = dtype == torch.float16
         needs = [False, False] if ctx.late else ctx.needs
@@ -111,11 +111,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 x_ND, weight_VD, targets_N, ctx.rows, ctx.dtype, ctx.needs, grad_outputs[0]
             )
             return (grad_ND, grad_VD, None, None, None, None)
-        scaled = (
+        gradients = (
             None if grad is None else (grad * grad_outputs[0]).to(grad.dtype)
             for grad in ctx.saved_tensors
         )
-        return (*scaled, None, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def _loss_and_gradients(

@@ -82,13 +82,13 @@ def has_buffers(model: Module) -> bool:
 
 def _registered(model: Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yields persistent buffers by name, each tensor once."""
-    visited: set[Tensor] = set()
+    tensors: set[Tensor] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if name in module._non_persistent_buffers_set or buffer in visited:
+            if name in module._non_persistent_buffers_set or buffer in tensors:
                 continue
             if buffer is not None:
-                visited.add(buffer)
+                tensors.add(buffer)
             yield f"{prefix}.{name}" if prefix else name, buffer
 
 

@@ -55,7 +55,7 @@ class Table:
         positions: int = 1,
         groups: int | str = 1,
         bias: bool = True,
-        transposed: bool = False,
+        is_transposed: bool = False,
     ) -> None:
         """Adds an `nn.Conv1d`, `2d` or `3d`, or an `nn.ConvTranspose1d`, `2d` or `3d`.
 
@@ -73,7 +73,7 @@ class Table:
             )
         axes: tuple[str, ...] = output, source
         inputs = self._size(name, source)
-        if transposed:
+        if is_transposed:
             axes, inputs = (source, output), self._size(name, output)
         count = axis_size(self.sizes, groups) if isinstance(groups, str) else groups
         outer, inner = (self._size(name, axis) for axis in axes)
@@ -82,7 +82,7 @@ class Table:
                 raise ValueError(f"{name}: {axis} of {size} is not divisible into {count} groups")
         shape = (outer, inner // count, *kernel)
         axes = (*axes, *(f"{name}.kernel.{dim}" for dim in range(len(kernel))))
-        kind: Kind = "transposed" if transposed else "matrix"
+        kind: Kind = "transposed" if is_transposed else "matrix"
         if isinstance(groups, str):
             if not groups == output == source:
                 raise ValueError(
@@ -123,10 +123,10 @@ class Table:
         channels would change heads."""
         size = self._size(name, width)
         std = (3 * size) ** -0.5
-        packed = ((f"3*{width}", width), (f"3*{width}",))
-        self._add(f"{name}.in_proj_weight", "grouped", packed[0], std=std)
+        packed_shape = ((f"3*{width}", width), (f"3*{width}",))
+        self._add(f"{name}.in_proj_weight", "grouped", packed_shape[0], std=std)
         if bias:
-            self._add(f"{name}.in_proj_bias", "grouped", packed[1])
+            self._add(f"{name}.in_proj_bias", "grouped", packed_shape[1])
         self.linear(f"{name}.out_proj", width, width, bias=bias, times=tokens)
         self.flops += 6 * size**2 * tokens + 4 * size * tokens**2
 
@@ -267,4 +267,4 @@ def _size(shape: tuple[int, ...] | None) -> str:
 
 
 def _mismatch(message: str, hint: str) -> ConfigError:
-    return ConfigError.one(message, where="task", hint=hint, key="task")
+    return ConfigError.of(message, where="task", hint=hint, key="task")

@@ -48,7 +48,7 @@ class Child:
         silent: bool = False,
         new_session: bool = False,
         pass_fds: Sequence[int] = (),
-        blocked: Iterable[signal.Signals] = (),
+        blocked_signals: Iterable[signal.Signals] = (),
     ) -> None:
         """Start the process.
 
@@ -56,7 +56,7 @@ class Child:
             capture: folder for stdout.log and stderr.log; None: inherit this process's streams.
             silent: discard stdout and stderr.
             new_session: make the child the leader of a new session, which `kill` ends as a whole.
-            blocked: signals blocked at the start, so that none arrives before the child has
+            blocked_signals: signals blocked at the start, so that none arrives before the child has
                 installed its handlers.
         """
         self.output: tuple[Path, ...] = ()
@@ -68,7 +68,7 @@ class Child:
             if capture is not None:
                 self.output = (capture / "stdout.log", capture / "stderr.log")
                 stdout, stderr = (files.enter_context(path.open("wb")) for path in self.output)
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
             try:
                 self._process = subprocess.Popen(
                     argv,

@@ -65,7 +65,7 @@ class AnsweringProcess:
         )
         # blocked: a signal before it ignores them would end it
         self._child, self._socket = Child.connected(
-            [sys.executable, "-u", "-c", start], env=env, silent=silent, blocked=GROUP_SIGNALS
+            [sys.executable, "-u", "-c", start], env=env, silent=silent, blocked_signals=GROUP_SIGNALS
         )
         self._allocate = allocate
         self._parent = os.getpid()
@@ -133,8 +133,8 @@ def _receive_exactly(connection: socket.socket, size: int, allocate: Allocate) -
     buffer = memoryview(allocate(size))
     free = buffer
     while free:
-        received = connection.recv_into(free)
-        if not received:
+        count = connection.recv_into(free)
+        if not count:
             raise EOFError
-        free = free[received:]
+        free = free[count:]
     return buffer

@@ -77,12 +77,12 @@ def this_process() -> dict[str, str | int | float | None]:
 def running_process(machine: Mapping[str, object]) -> int | None:
     """Return the process in a record's `machine` if it runs on this machine; None if it does not,
     or if processes of other users are hidden."""
-    pid, started = machine.get("pid"), machine.get("pid_started")
-    if not isinstance(started, int | float) or not isinstance(pid, int):
+    pid, start_time = machine.get("pid"), machine.get("pid_started")
+    if not isinstance(start_time, int | float) or not isinstance(pid, int):
         return None
     if not 1 < pid <= _MOST_PIDS:
         return None
-    return pid if ProcessName(pid, started, str(machine.get("host"))).runs else None
+    return pid if ProcessName(pid, start_time, str(machine.get("host"))).runs else None
 
 
 class NotHolder(Exception):  # noqa: N818
@@ -141,11 +141,11 @@ def kill_stopped_sibling(pid: int) -> None:
     """Kill a process if it is stopped (SIGSTOP) and is what this one is: it has the same user, parent
     and command line. Anything else is left alone."""
     with suppress(psutil.Error, ValueError, TypeError, OverflowError):
-        process, this = psutil.Process(pid), psutil.Process()
+        process, current = psutil.Process(pid), psutil.Process()
         if (
-            process.uids() == this.uids()
-            and process.ppid() == this.ppid()
-            and process.cmdline() == this.cmdline()
+            process.uids() == current.uids()
+            and process.ppid() == current.ppid()
+            and process.cmdline() == current.cmdline()
             and process.status() == psutil.STATUS_STOPPED
         ):
             process.kill()  # unless its number is another process's by now

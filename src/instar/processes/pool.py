@@ -68,8 +68,8 @@ class Workers:
         try:
             for index in range(number):
                 self._workers.append(_Worker(f"worker {index} of {number}"))
-            for opened in [worker.ask(opening) for worker in self._workers]:
-                opened.result()
+            for future in [worker.ask(opening) for worker in self._workers]:
+                future.result()
         except BaseException:
             self.close()
             raise
@@ -150,11 +150,11 @@ class _Worker:
 
     def _answer(self, request: Parts) -> Any:
         try:
-            raised, content = _unpacked(self.process.exchange(request))
+            has_raised, content = _unpacked(self.process.exchange(request))
         except ProcessLost as ending:
             end = f"(process {self.process.pid}) {exit_text(ending.status)}"
             raise WorkerLost(f"{self.name} {'is closed' if self._closed else end}") from None
-        if not raised:
+        if not has_raised:
             return content
         error, notes, place = content
         if notes:
@@ -165,15 +165,15 @@ class _Worker:
 def serve_calls(connection: socket.socket) -> None:
     """Main function of a worker: open an object, answer calls to it until the connection closes."""
     with connection, suppress(EOFError, OSError):
-        opened: list[Any] = []
+        objects: list[Any] = []
         while True:
             request = receive_parts(connection, _uninitialized)
             try:
-                if opened:
+                if objects:
                     method, args = _unpacked(request)
-                    answer = _packed((False, getattr(opened[0], method)(*args)))
+                    answer = _packed((False, getattr(objects[0], method)(*args)))
                 else:
-                    opened.append(_unpacked(request)())
+                    objects.append(_unpacked(request)())
                     answer = _packed((False, None))
             except BaseException as error:  # the other side waits for an answer
                 answer = _packed((True, _described(error)))

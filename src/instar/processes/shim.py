@@ -43,8 +43,8 @@ def serve_requests() -> None:
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(child_ended, select.POLLIN)
-    connected = True
-    while connected or shims:
+    is_connected = True
+    while is_connected or shims:
         for descriptor, _ in poll.poll():
             if descriptor == child_ended:
                 _drain(child_ended)
@@ -55,7 +55,7 @@ def serve_requests() -> None:
             with suppress(ConnectionResetError):
                 packet, fds, _, _ = socket.recv_fds(control, 1, _MOST_FDS)
             if not packet:
-                connected = False
+                is_connected = False
                 poll.unregister(control)
                 continue
             pid = os.fork()
@@ -63,8 +63,8 @@ def serve_requests() -> None:
                 code = 1
                 try:
                     control.close()
-                    for inherited in shims.values():
-                        _close(inherited)
+                    for shim in shims.values():
+                        _close(shim)
                     _serve_tree(fds)
                     code = 0
                 finally:

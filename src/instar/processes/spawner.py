@@ -57,15 +57,15 @@ class Exit:
     def from_json(cls, data: Mapping[str, Any]) -> Exit:
         """Raises ValueError if a field is missing or of another type: 0.5 is not the status of a success."""
         try:
-            status, stopped, peak = data["status"], data["stopped"], data["peak_bytes"]
+            status, was_stopped, peak = data["status"], data["stopped"], data["peak_bytes"]
             seconds = data["time"], data["cpu_s"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the result of a command: {error!r}") from None
-        if (type(status), type(stopped), type(peak)) != (int, bool, int):
+        if (type(status), type(was_stopped), type(peak)) != (int, bool, int):
             raise ValueError("not the result of a command: a field of another type")
         if not all(type(number) in (int, float) and math.isfinite(number) for number in seconds):
             raise ValueError("not the result of a command: a time that is none")
-        return cls(status, stopped, float(seconds[0]), float(seconds[1]), peak)
+        return cls(status, was_stopped, float(seconds[0]), float(seconds[1]), peak)
 
 
 class Tree:
@@ -134,7 +134,7 @@ class Spawner:
             "grace": command.grace_s,
             "scratch": command.scratch,
         }
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             log = os.open(command.log, flags, 0o644)
@@ -143,17 +143,17 @@ class Spawner:
                 try:
                     os.write(message, json.dumps(request).encode())
                     os.lseek(message, 0, os.SEEK_SET)
-                    self._send([message, theirs.fileno(), log, *locks])
+                    self._send([message, child_socket.fileno(), log, *locks])
                 finally:
                     os.close(message)
             finally:
                 os.close(log)
         except BaseException:
-            ours.close()
+            parent_socket.close()
             raise
         finally:
-            theirs.close()
-        return Tree(ours)
+            child_socket.close()
+        return Tree(parent_socket)
 
     def close(self) -> None:
         """Let the helper end."""

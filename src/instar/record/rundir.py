@@ -163,7 +163,7 @@ def check_folders(run: RunDir) -> None:
     try:
         check_inside(run.path, RUN_FOLDERS)
     except OSError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             str(error.strerror),
             where=str(error.filename),
             hint="what a run keeps is in its folder; for another disk, put the whole run there: "
@@ -215,7 +215,7 @@ def create_run_dir(
         run = _claim_new(record, name)
         run.checkpoints.mkdir()
     except OSError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"cannot make the run's folder: {error.filename}: {error.strerror}",
             where=folder_key(record),
             hint="choose a folder that can be written to",
@@ -239,7 +239,7 @@ def check_run_dir(record: RecordConfig, name: str) -> None:
         _check_writable(path, folder_key(record))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"cannot use the folder {path}: {reason}", folder_key(record)
         ) from error
 
@@ -259,7 +259,7 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
         return RunDir(path)
     runs = runs_in(out_dir)
     if not runs:
-        raise ConfigError.one(f"no run in {out_dir}", hint="start one with instar train")
+        raise ConfigError.of(f"no run in {out_dir}", hint="start one with instar train")
     if text == "latest":
         return runs[-1]
     for run in reversed(runs):
@@ -270,15 +270,15 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
         return matches[0]
     if matches:
         several = ", ".join(str(run.path) for run in reversed(matches[-8:]))
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{len(matches)} runs are named {text!r}", hint=f"say which: {several}"
         )
     if text and path.is_dir():
-        raise ConfigError.one(f"{path} is not a run: it has no run.yaml")
+        raise ConfigError.of(f"{path} is not a run: it has no run.yaml")
     names = [name for run in runs for name in (run.path.name, run.id)]
     near = difflib.get_close_matches(text, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the latest is {runs[-1].path.name!r}"
-    raise ConfigError.one(f"no run {text!r} in {out_dir}", hint=hint)
+    raise ConfigError.of(f"no run {text!r} in {out_dir}", hint=hint)
 
 
 def _claim(path: Path, fill: Callable[[RunDir], None]) -> RunDir:
@@ -311,7 +311,7 @@ def _starter(run: RunDir) -> int | None:
 
 def _taken(path: Path, pid: int | None) -> ConfigError:
     owner = f"process {pid}" if pid else "another process"
-    return ConfigError.one(
+    return ConfigError.of(
         f"{path}: {owner} has started a run there",
         where="record.run_dir",
         hint="choose another folder, or wait for it and resume",
@@ -343,13 +343,13 @@ def _check_unused(path: Path) -> None:
     # first, so that files which another start creates meanwhile are reported as its run
     first = next(_foreign(path), None) if path.is_dir() else None
     if RunDir(path).holds_run():
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{path} holds another run",
             where="record.run_dir",
             hint=f"choose another folder, or resume that run: instar resume {RunDir(path).quoted}",
         )
     if first is not None:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{path} is not empty: it holds {first.name}",
             where="record.run_dir",
             hint="choose a new folder",
@@ -368,9 +368,9 @@ def _foreign(path: Path) -> Iterator[Path]:
 def _check_writable(path: Path, key: str) -> None:
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir():
-        raise ConfigError.one(f"{existing} is a file, not a folder", where=key)
+        raise ConfigError.of(f"{existing} is a file, not a folder", where=key)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"cannot write to {existing}: permission denied",
             where=key,
             hint="choose a folder that can be written to",

@@ -105,13 +105,13 @@ def absolute(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def misplaced(loaded: Loaded) -> Iterator[ConfigProblem]:
+def misplaced(loaded_config: Loaded) -> Iterator[ConfigProblem]:
     """Yield the paths of a config that lead nowhere from the current folder, where they begin, and somewhere
     from the folder of the file that they are written in, or from that where its run was started."""
-    config_values = values(loaded.config)
+    config_values = values(loaded_config.config)
     for key in _PATHS:
         for text in _relative([config_values.get(key)]):
-            place = place_of(loaded.places, key)
+            place = place_of(loaded_config.places, key)
             if not isinstance(place, SourceLocation) or text in _NO_PATHS or _leads(Path(), text):
                 continue
             file = Path(os.path.normpath(Path(place.source).absolute()))
@@ -120,14 +120,14 @@ def misplaced(loaded: Loaded) -> Iterator[ConfigProblem]:
             for folder in (file.parent, *folders):
                 if file.is_file() and _leads(folder, text):
                     message = f"{text} is in {folder}, and relative paths begin in {Path.cwd()}"
-                    yield loaded.problem(key, message, "call the command there")
+                    yield loaded_config.problem(key, message, "call the command there")
                     break
 
 
-def explained(loaded: Loaded, error: ConfigError) -> ConfigError:
+def explained(loaded_config: Loaded, error: ConfigError) -> ConfigError:
     """Return an error about the paths of a config, of which those that lead somewhere from another folder
     are told with it."""
-    problems = {problem.key: problem for problem in misplaced(loaded)}
+    problems = {problem.key: problem for problem in misplaced(loaded_config)}
     return ConfigError(*(problems.get(problem.key, problem) for problem in error.problems))
 
 

@@ -201,8 +201,8 @@ def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
 
 def _task_of(run: RunDir, overrides: Sequence[str]) -> Task:
     """Return the run's task with its data, to compare models on held-out samples."""
-    loaded = load_config(str(run.config), overrides, checks=())
-    return spec_class(loaded.config.task).open(loaded, 1).task(loaded.config)
+    loaded_config = load_config(str(run.config), overrides, checks=())
+    return spec_class(loaded_config.config.task).open(loaded_config, 1).task(loaded_config.config)
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def _code_of(task: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         message = f"{task}: the models cannot be compared: {what_happened(error)}"
-        raise ConfigError.one(message, where="task", key="task") from error
+        raise ConfigError.of(message, where="task", key="task") from error
 
 
 def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[SavedModel, State]:

@@ -58,7 +58,7 @@ own, which is found again after the launcher has restarted the script."""
 
 
 def run(
-    loaded: Loaded,
+    loaded_config: Loaded,
     log: RankLog,
     signal: StopSignal,
     resume: Resume | None = None,
@@ -84,7 +84,7 @@ def run(
         Interrupted: a stop was requested, and all ranks stopped at the same step.
     """
     launch_key = f"{LAUNCH_KEY}/{next(_calls)}"
-    request = RunRequest(loaded, resume, launch_key, only_test, profiled_steps, hooks)
+    request = RunRequest(loaded_config, resume, launch_key, only_test, profiled_steps, hooks)
     branches = _train_and_report(request, log, signal)
     assert log.path is not None
     folder, path, has_branches = log.path.parents[1], log.path, bool(branches)
@@ -104,7 +104,7 @@ def run(
         point_to_log(path, os.environ)
     if has_branches and log.rank == 0:
         end_extensions(
-            RunDir(folder), loaded.config
+            RunDir(folder), loaded_config.config
         )  # whose report shows how its branches have ended
     return folder
 

@@ -234,16 +234,16 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     )
 
 
-def checked_forecast(loaded: Loaded, spec: TaskSpec, world_size: int) -> Forecast:
+def checked_forecast(loaded_config: Loaded, spec: TaskSpec, world_size: int) -> Forecast:
     """Forecast a loaded config; problems are reported with their places in the user's files.
 
     Raises:
         ConfigError: with all problems.
     """
     try:
-        return forecast(loaded.config, spec, world_size)
+        return forecast(loaded_config.config, spec, world_size)
     except ScheduleError as error:
-        problems = [loaded.problem(c.keys[0], c.message, c.hint) for c in error.problems]
+        problems = [loaded_config.problem(c.keys[0], c.message, c.hint) for c in error.problems]
     raise ConfigError(*problems)
 
 

@@ -62,18 +62,18 @@ def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
     >>> incomparable({"vocabulary": "256"}, {"vocabulary": "300"})
     ('vocabulary 256 → 300',)
     """
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     changes = tuple(
         f"{name} {before.get(name) or '-'} → {after.get(name) or '-'}"
-        for name in changed
-        if name not in (*_UNTOLD, _CHOICE if len(changed) > 1 else "")
+        for name in names
+        if name not in (*_UNTOLD, _CHOICE if len(names) > 1 else "")
     )
-    if _SOURCE in changed:
+    if _SOURCE in names:
         changes = (*changes, "the source of the task has changed")
-    if _TOKENIZER in changed:
+    if _TOKENIZER in names:
         return (*changes, "another tokenizer")
     # another length makes other samples of the same text
-    return changes or tuple(f"other {name}" for name in changed)
+    return changes or tuple(f"other {name}" for name in names)
 
 
 def without_seed(basis: Basis) -> Basis:

@@ -32,21 +32,21 @@ class CausalLMSpec(TextSpec):
     task_class = "instar.tasks.causal_lm:CausalLMTask"
 
     @classmethod
-    def resolved(cls, loaded: Loaded, vocab_size: int) -> LoraShape:
-        config = _causal(loaded.config)
+    def resolved(cls, loaded_config: Loaded, vocab_size: int) -> LoraShape:
+        config = _causal(loaded_config.config)
         try:
             shape = LoraShape(config.model.config or {})
         except ArchitectureError as error:
             raise ConfigError(
                 *(
-                    loaded.problem("model.config", problem.message, problem.hint)
+                    loaded_config.problem("model.config", problem.message, problem.hint)
                     for problem in error.problems
                 )
             ) from None
         if vocab_size > shape.vocab_size:
             message = f"data.tokenizer has {vocab_size:,} tokens, and the model's table {shape.vocab_size:,} rows"
             hint = "leave it out: the tokenizer comes with the weights"
-            raise ConfigError(loaded.problem("data.tokenizer", message, hint))
+            raise ConfigError(loaded_config.problem("data.tokenizer", message, hint))
         return shape
 
     @classmethod

@@ -43,8 +43,8 @@ class CustomSpec(SampleSetSpec):
     """the batch size of a DataLoader that `samples` returned; None: it returned something else"""
 
     @classmethod
-    def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
-        config = loaded.config
+    def open(cls, loaded_config: Loaded, world_size: int) -> Self:  # noqa: ARG003
+        config = loaded_config.config
         digest_of_sources(config.task)  # before anyone edits what has been imported
         task, shape = _instance(config)
         with _telling(f"{config.task}.module() failed"):
@@ -81,10 +81,12 @@ class CustomSpec(SampleSetSpec):
 
     @property
     def warnings(self) -> list[str]:
-        size, unused = self.config.train.batch_size, self.unused_batch
-        if unused in (None, size):
+        size, unused_batch = self.config.train.batch_size, self.unused_batch
+        if unused_batch in (None, size):
             return []
-        text = f"train.batch_size {size} is used, not the batch_size {unused} of the DataLoader"
+        text = (
+            f"train.batch_size {size} is used, not the batch_size {unused_batch} of the DataLoader"
+        )
         return [f"{self.config.task}: {text}"]
 
     @property
@@ -225,4 +227,4 @@ def _telling(what: str) -> Iterator[None]:
 
 
 def _wrong(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.one(message, where="task", hint=hint, key="task")
+    return ConfigError.of(message, where="task", hint=hint, key="task")

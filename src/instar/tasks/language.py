@@ -39,8 +39,8 @@ class LanguageSpec(TextSpec):
     task_class = "instar.tasks.language:LanguageTask"
 
     @classmethod
-    def resolved(cls, loaded: Loaded, vocab_size: int) -> Architecture:
-        return described_shape(loaded, vocab_size)
+    def resolved(cls, loaded_config: Loaded, vocab_size: int) -> Architecture:
+        return described_shape(loaded_config, vocab_size)
 
     @classmethod
     def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,12 +72,12 @@ class LanguageSpec(TextSpec):
         context: int,
         batch_size: int,
         device: str,
-        still: FrozenParameters = NONE_FROZEN,
+        frozen_parameters: FrozenParameters = NONE_FROZEN,
     ) -> dict[str, int]:
         config = self.config
         return memory_estimate(
             architecture,
-            still,
+            frozen_parameters,
             batch_size=batch_size,
             context=context,
             precision=self._likely_precision(device),
@@ -126,19 +126,21 @@ def _module(shape: Architecture) -> GPT:
     return GPT(shape)
 
 
-def described_shape(loaded: Loaded, vocab_size: int) -> Architecture:
+def described_shape(loaded_config: Loaded, vocab_size: int) -> Architecture:
     """Return the shape that the config describes.
 
     Raises:
         ConfigError: lists every mistake in the shape.
     """
     try:
-        assert isinstance(loaded.config, LanguageConfig)
-        return resolve_architecture(loaded.config.model, vocab_size)
+        assert isinstance(loaded_config.config, LanguageConfig)
+        return resolve_architecture(loaded_config.config.model, vocab_size)
     except ArchitectureError as error:
-        hint = "data.tokenizer must be that of the weights" if loaded.config.starts_from else ""
+        hint = (
+            "data.tokenizer must be that of the weights" if loaded_config.config.starts_from else ""
+        )
         raise ConfigError(
-            *(loaded.problem(m.keys[0], m.message, hint or m.hint) for m in error.problems)
+            *(loaded_config.problem(m.keys[0], m.message, hint or m.hint) for m in error.problems)
         ) from None
 
 

@@ -195,13 +195,13 @@ _current: ContextVar[Logged | None] = ContextVar("logged", default=None)
 
 
 @contextmanager
-def recording(logged: Logged | None, weight: float = 1.0) -> Iterator[None]:
+def recording(log_buffer: Logged | None, weight: float = 1.0) -> Iterator[None]:
     """Context manager: what user code logs goes to `logged`.
 
     Args:
         weight: of a number in its mean.
     """
-    token = _current.set(logged)
+    token = _current.set(log_buffer)
     try:
         with weighted(weight):
             yield
@@ -212,15 +212,15 @@ def recording(logged: Logged | None, weight: float = 1.0) -> Iterator[None]:
 @contextmanager
 def weighted(weight: float) -> Iterator[None]:
     """Context manager that sets the weight of a number in its mean; 0: log nothing."""
-    logged = _current.get()
-    before = logged.weight if logged is not None else 0.0
-    if logged is not None:
-        logged.weight = weight
+    log_buffer = _current.get()
+    before = log_buffer.weight if log_buffer is not None else 0.0
+    if log_buffer is not None:
+        log_buffer.weight = weight
     try:
         yield
     finally:
-        if logged is not None:
-            logged.weight = before
+        if log_buffer is not None:
+            log_buffer.weight = before
 
 
 def log(name: str, value: Tensor | float, *, reduce: Reduction = "mean") -> None:
@@ -233,22 +233,22 @@ def log(name: str, value: Tensor | float, *, reduce: Reduction = "mean") -> None
         reduce: over calls, steps and ranks: mean (a number counts as often as the batch has
             samples), sum, min, max, or last (the last call on rank 0).
     """
-    if (logged := _current.get()) is not None:
-        logged.number(name, value, reduce)
+    if (log_buffer := _current.get()) is not None:
+        log_buffer.number(name, value, reduce)
 
 
 def log_image(name: str, pixels: object) -> None:
     """Log an image of rank 0, [height, width] or [height, width, 1, 3 or 4]: uint8, or floats from
     0 to 1. Each record has the first image of a name."""
-    if (logged := _current.get()) is not None:
-        logged.image(name, pixels)
+    if (log_buffer := _current.get()) is not None:
+        log_buffer.image(name, pixels)
 
 
 def log_table(name: str, rows: object, columns: Sequence[str] | None = None) -> None:
     """Log a table of rank 0: a list of mappings by column, or of rows with `columns`. Each record
     has the first table of a name."""
-    if (logged := _current.get()) is not None:
-        logged.table(name, rows, columns)
+    if (log_buffer := _current.get()) is not None:
+        log_buffer.table(name, rows, columns)
 
 
 def to_pixels(name: str, pixels: object) -> Pixels:
@@ -294,22 +294,22 @@ def to_table(name: str, rows: object, columns: Sequence[str] | None = None) -> T
     """
     if isinstance(rows, str | Mapping) or not isinstance(rows, Sequence):
         raise ValueError(f"log_table({name!r}): rows must be a list, not {type(rows).__name__}")
-    some = list(rows[:MOST_ROWS])
-    if some and all(isinstance(row, Mapping) for row in some):
-        heads = list(columns or dict.fromkeys(str(key) for row in some for key in row))
-        some = [[row.get(head) for head in heads] for row in some]
+    table_rows = list(rows[:MOST_ROWS])
+    if table_rows and all(isinstance(row, Mapping) for row in table_rows):
+        heads = list(columns or dict.fromkeys(str(key) for row in table_rows for key in row))
+        table_rows = [[row.get(head) for head in heads] for row in table_rows]
     elif columns is None:
         raise ValueError(f"log_table({name!r}): rows that are no mappings need columns=[…]")
     else:
         heads = list(columns)
-    if len(heads) > MOST_COLUMNS or any(len(row) != len(heads) for row in some):
+    if len(heads) > MOST_COLUMNS or any(len(row) != len(heads) for row in table_rows):
         raise ValueError(
             f"log_table({name!r}): {len(heads)} columns; each row must have a value for each, and "
             f"there are at most {MOST_COLUMNS}"
         )
     return TableData(
         tuple(_short(str(head)) for head in heads),
-        tuple(tuple(_cell(value) for value in row) for row in some),
+        tuple(tuple(_cell(value) for value in row) for row in table_rows),
     )
 
 

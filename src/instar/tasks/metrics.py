@@ -75,8 +75,8 @@ def set_metrics(
     library: Any = sys.modules.get("torchmetrics")
     for name, metric in declared.items():
         if library is not None and isinstance(metric, library.Metric):
-            few = samples <= FEW_SAMPLES
-            metrics[name] = _AtOnce(metric) if few else _States(metric, device)
+            has_few = samples <= FEW_SAMPLES
+            metrics[name] = _AtOnce(metric) if has_few else _States(metric, device)
         elif callable(metric) and not isinstance(metric, nn.Module):
             metrics[name] = _Gathered(metric)
         else:
@@ -106,8 +106,8 @@ def compute(world: World, metrics: Mapping[str, SetMetric]) -> dict[str, float]:
                     value = metric.compute()
                 values[name] = repr(_number(name, value))
     # floats as text, because JSON has no NaN
-    agreed = cast(dict[str, str], agree(world, values))
-    return {name: float(value) for name, value in agreed.items()}
+    results = cast(dict[str, str], agree(world, values))
+    return {name: float(value) for name, value in results.items()}
 
 
 def _merge(world: World, metrics: Mapping[str, SetMetric]) -> None:
@@ -281,8 +281,8 @@ class _States(_AtOnce):
                 elif len(tensors) == 1:
                     setattr(part, key, tensors[0])
                 else:
-                    stacked = torch.stack(tensors)
-                    setattr(part, key, stacked if reduce is None else reduce(stacked))
+                    stack = torch.stack(tensors)
+                    setattr(part, key, stack if reduce is None else reduce(stack))
 
 
 def _prepared(metric: Any, device: torch.device) -> Any:

@@ -26,10 +26,10 @@ def digest_of_sources(task: str) -> str:
 @cache
 def _digest(task: str, place: Path) -> str:  # noqa: ARG001
     files = task_files(task) if ":" in task else ()
-    hashed = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for name, content in sorted(files):
-        hashed.update(f"{name}\n{len(content)}\n".encode() + content)
-    return hashed.hexdigest() if files else ""
+        digest.update(f"{name}\n{len(content)}\n".encode() + content)
+    return digest.hexdigest() if files else ""
 
 
 def task_files(task: str) -> tuple[tuple[str, bytes], ...]:

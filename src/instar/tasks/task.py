@@ -80,7 +80,7 @@ class TaskSpec(ABC):
     """keys of the config that define the loss or a metric"""
 
     @classmethod
-    def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:
+    def prepare(cls, loaded_config: Loaded, world_size: int, say: Say) -> None:
         """Prepare the data unless they exist. One process calls this for all ranks.
 
         Default: no effect; the user prepares them.
@@ -88,11 +88,11 @@ class TaskSpec(ABC):
         Raises:
             ConfigError: the data cannot be prepared, or exist and contradict the config.
         """
-        del loaded, world_size, say
+        del loaded_config, world_size, say
 
     @classmethod
     @abstractmethod
-    def open(cls, loaded: Loaded, world_size: int) -> Self:
+    def open(cls, loaded_config: Loaded, world_size: int) -> Self:
         """Open the prepared data.
 
         Raises:
@@ -100,14 +100,14 @@ class TaskSpec(ABC):
         """
 
     @classmethod
-    def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
+    def assume(cls, loaded_config: Loaded, say: Say, world_size: int = 1) -> Self:
         """`open` without preparing data: `say` reports what is assumed of data that are missing.
 
         Raises:
             ConfigError: the data are damaged, or their source does not exist.
         """
         del say
-        return cls.open(loaded, world_size)
+        return cls.open(loaded_config, world_size)
 
     @classmethod
     def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class TaskSpec(ABC):
         context: int,
         batch_size: int,
         device: str,
-        still: FrozenParameters = NONE_FROZEN,
+        frozen_parameters: FrozenParameters = NONE_FROZEN,
     ) -> dict[str, int]:
         """Peak memory of a step on one rank, in bytes per part.
 
@@ -236,7 +236,9 @@ class TaskSpec(ABC):
         """
         del context, batch_size, device
         optimizer, ema = self.config.optimizer.name, self.config.train.ema is not None
-        return state_bytes(architecture.parameters(), still, optimizer=optimizer, ema=ema)
+        return state_bytes(
+            architecture.parameters(), frozen_parameters, optimizer=optimizer, ema=ema
+        )
 
     def fp32_reason(self, device: str) -> str:
         """Return why `precision: auto` is fp32 on a kind of device, `cpu` or `cuda`; empty where bf16 may be

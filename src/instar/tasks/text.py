@@ -69,7 +69,7 @@ class TextSpec(TaskSpec):
 
     @classmethod
     @abstractmethod
-    def resolved(cls, loaded: Loaded, vocab_size: int) -> Any:
+    def resolved(cls, loaded_config: Loaded, vocab_size: int) -> Any:
         """Return the shape that the config describes, for a tokenizer of this size.
 
         Raises:
@@ -77,21 +77,23 @@ class TextSpec(TaskSpec):
         """
 
     @classmethod
-    def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:
-        config = _text(loaded.config)
+    def prepare(cls, loaded_config: Loaded, world_size: int, say: Say) -> None:
+        config = _text(loaded_config.config)
         data.create_dataset_files(config.data, config.data_seed, world_size, say)
         if config.data.kind == "chat":
             for remark in data.lost_conversations(config.data, config.data_seed, config.context):
                 say(f"note: {remark}")
 
     @classmethod
-    def open(cls, loaded: Loaded, world_size: int) -> Self:
-        config = _text(loaded.config)
+    def open(cls, loaded_config: Loaded, world_size: int) -> Self:
+        config = _text(loaded_config.config)
         dataset = data.open_data(config.data, config.data_seed, world_size)
-        spec = cls(config, cls.resolved(loaded, dataset.vocab_size), dataset.train_tokens, dataset)
+        spec = cls(
+            config, cls.resolved(loaded_config, dataset.vocab_size), dataset.train_tokens, dataset
+        )
         if spec.token_bytes is None and (key := _asks_for_bytes(config)):
             raise ConfigError(
-                loaded.problem(
+                loaded_config.problem(
                     key,
                     f"{key}: {BITS_PER_BYTE} is not known of this tokenizer: how many bytes of text a "
                     "token stands for is known of byte, char and byte-level BPE",
@@ -104,7 +106,7 @@ class TextSpec(TaskSpec):
         samples = dataset.train_samples(context)
         if samples is not None and samples < world_size:
             raise ConfigError(
-                loaded.problem(
+                loaded_config.problem(
                     "data.source",
                     f"{world_size} ranks, but only {samples} training samples of {context} tokens",
                     "use fewer ranks, a smaller model.context or more text",
@@ -113,20 +115,20 @@ class TextSpec(TaskSpec):
         return spec
 
     @classmethod
-    def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
+    def assume(cls, loaded_config: Loaded, say: Say, world_size: int = 1) -> Self:
         """See `TaskSpec`: the vocabulary of data that are missing is assumed."""
-        config = _text(loaded.config)
+        config = _text(loaded_config.config)
         missing = data.missing(config.data, config.data_seed, say)
         if not missing:
-            return cls.open(loaded, world_size)
+            return cls.open(loaded_config, world_size)
         tokenizer = named_tokenizer(config.data.tokenizer)
-        trained = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
-        vocabulary = trained if tokenizer is None else tokenizer.vocab_size
+        vocab_size = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
+        vocabulary = vocab_size if tokenizer is None else tokenizer.vocab_size
         say(
             f"no data in {', '.join(map(str, missing))} yet, which a run would prepare: a vocabulary "
             f"of {vocabulary:,} is assumed"
         )
-        return cls(config, cls.resolved(loaded, vocabulary), lambda _: None)
+        return cls(config, cls.resolved(loaded_config, vocabulary), lambda _: None)
 
     def fp32_reason(self, device: str) -> str:
         if device != "cpu":
@@ -274,11 +276,11 @@ class TextTask(Task):
 
         targets = batch["targets"]
         losses: torch.Tensor = model(batch["inputs"], targets, per_sample=True)
-        counted = targets != IGNORED
-        tallies = {"loss": Tally(losses, counted.sum(1))}
+        mask = targets != IGNORED
+        tallies = {"loss": Tally(losses, mask.sum(1))}
         if (token_bytes := self.spec.token_bytes) is not None:
             table = torch.from_numpy(token_bytes).to(targets.device)
-            sizes = torch.where(counted, table[targets.clamp(min=0).long()], 0).sum(1)
+            sizes = torch.where(mask, table[targets.clamp(min=0).long()], 0).sum(1)
             tallies[BITS_PER_BYTE] = Tally(losses / math.log(2), sizes)
         return Measured(tallies)
 

@@ -71,15 +71,15 @@ class UserTask(Task):
         return metrics
 
     def measure(self, model: nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
-        collated = self._collated(batch)
-        losses, outputs = self._losses(model, batch, collated)
+        user_batch = self._collated(batch)
+        losses, outputs = self._losses(model, batch, user_batch)
         with exits_fail(f"{name_of(self.custom_task)}.measure"):
-            measured = self.custom_task.measure(outputs, collated)
-        if not isinstance(measured, Mapping):
+            result = self.custom_task.measure(outputs, user_batch)
+        if not isinstance(result, Mapping):
             raise ValueError(
-                f"{name_of(self.custom_task)}.measure must return tensors by name, not {kind_of(measured)}"
+                f"{name_of(self.custom_task)}.measure must return tensors by name, not {kind_of(result)}"
             )
-        values = {"loss": losses, **measured}
+        values = {"loss": losses, **result}
         if missing := [name for name in self.custom_task.better if name not in values]:
             raise ValueError(f"{name_of(self.custom_task)}.measure gave no {', '.join(missing)}")
         inputs = {
@@ -92,12 +92,12 @@ class UserTask(Task):
             if name not in inputs:
                 self._check_each(f"measure's {name}", values[name], batch)
                 tallies[name] = Tally(values[name], weights)
-        predictions = self._predictions(outputs, batch, collated) if predict else {}
+        predictions = self._predictions(outputs, batch, user_batch) if predict else {}
         return Measured(tallies, inputs, predictions)
 
-    def _predictions(self, outputs: Any, batch: Batch, collated: Any) -> Columns:
+    def _predictions(self, outputs: Any, batch: Batch, user_batch: Any) -> Columns:
         with exits_fail(f"{name_of(self.custom_task)}.predict"):
-            predictions = self.custom_task.predict(outputs, collated)
+            predictions = self.custom_task.predict(outputs, user_batch)
         if not isinstance(predictions, Mapping):
             raise ValueError(
                 f"{name_of(self.custom_task)}.predict must return tensors by name, not {kind_of(predictions)}"
@@ -130,10 +130,10 @@ class UserTask(Task):
         with exits_fail(f"{name_of(self.custom_task)}.collate"):
             return self.custom_task.collate(_each(batch))
 
-    def _losses(self, model: nn.Module, batch: Batch, collated: Any) -> tuple[Tensor, Any]:
+    def _losses(self, model: nn.Module, batch: Batch, user_batch: Any) -> tuple[Tensor, Any]:
         """Return the losses, and what `measure` and `predict` get: outputs, or the model."""
         with exits_fail(f"{name_of(self.custom_task)}.loss"):
-            losses: Any = self.custom_task.loss(model, collated)
+            losses: Any = self.custom_task.loss(model, user_batch)
         outputs: Any = model
         if isinstance(losses, tuple) and len(losses) == 2:
             losses, outputs = losses

@@ -85,16 +85,16 @@ def parameter_count(manifest: Manifest, headers: Headers) -> int | None:
 
 
 def _facts(path: Path, manifest: Manifest, headers: Headers) -> Iterator[tuple[str, str]]:
-    saved = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.time))
+    save_date = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.time))
     ranks = f"{manifest.world_size} rank{'' if manifest.world_size == 1 else 's'}"
-    done = {unit: value for unit, value in manifest.progress.items() if unit != "step"}
+    progress = {unit: value for unit, value in manifest.progress.items() if unit != "step"}
     parameters = parameter_count(manifest, headers)
     yield "checkpoint", str(path)
     yield "step", f"{manifest.step:,}"
-    yield "saved", f"{saved}, {duration(time.time() - manifest.time)} ago, by {ranks}"
+    yield "saved", f"{save_date}, {duration(time.time() - manifest.time)} ago, by {ranks}"
     yield "reason", manifest.reason or "unknown"
-    if done:
-        yield "progress", ", ".join(_amount(unit, value) for unit, value in done.items())
+    if progress:
+        yield "progress", ", ".join(_amount(unit, value) for unit, value in progress.items())
     if manifest.loss is not None:
         yield "loss", f"{loss(manifest.loss, 4)}, validation"
     yield from zip(("architecture", ""), _architecture(manifest.architecture), strict=False)
@@ -121,8 +121,8 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
     """Describe a GPT in two lines; list the fields of any other architecture."""
     if "model_type" in fields and (lines := _pretrained(fields)):
         return lines
-    counted = all(type(fields.get(name)) is int for name in _SHAPE)
-    if not (counted and all(name in fields for name in (*_SWITCHES, "rope_base"))):
+    has_counts = all(type(fields.get(name)) is int for name in _SHAPE)
+    if not (has_counts and all(name in fields for name in (*_SWITCHES, "rope_base"))):
         return [", ".join(f"{name} {_cell(value)}" for name, value in fields.items()) or "none"]
     a = fields
     m = a.get("mask")
@@ -176,8 +176,8 @@ def _pretrained(fields: Mapping[str, Any]) -> list[str]:
 def _operation(entry: Any) -> str:
     match entry:
         case {"operation": {"name": "override", "value": dict(given)}, "step": int(step)}:
-            changed = ", ".join(f"{key} {_cell(value)}" for key, value in given.items())
-            return f"step {step:,}: set at resume: {changed}"
+            settings = ", ".join(f"{key} {_cell(value)}" for key, value in given.items())
+            return f"step {step:,}: set at resume: {settings}"
         case {"operation": {"name": str(name), **values}, "step": int(step)}:
             texts = [_cell(value) for value in values.values() if value not in (None, {})]
             return " ".join([f"step {step:,}:", name, *texts])
@@ -291,8 +291,8 @@ def print_analysis(report: CheckpointAnalysis) -> None:
             ]
         )
     energies = [f"rank at {energy:.0%}" for energy in analysis.energies]
-    changed = ["change", *(["per step"] if per_step else [])]
-    print_table(["matrix", "shape", *energies, "of", *changed], rows)
+    columns = ["change", *(["per step"] if per_step else [])]
+    print_table(["matrix", "shape", *energies, "of", *columns], rows)
     if analysis.heads:
         click.echo()
         layers: dict[int, list[str]] = {}

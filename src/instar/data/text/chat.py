@@ -75,7 +75,7 @@ def conversations(source: str) -> Iterator[tuple[int, Conversation]]:
             conversation = _conversation(row if isinstance(row, dict) else {})
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             is_json = not isinstance(error, msgspec.DecodeError | RecursionError)
-            raise ConfigError.one(
+            raise ConfigError.of(
                 str(error) if is_json else f"this line is not JSON: {error}; {_EXPECTED}",
                 where=f"{path}:{number}",
                 hint='a line is {"messages": [{"role": "user", "content": "…"}, …]}',
@@ -172,7 +172,7 @@ def divide_conversations(data: DataConfig, seed: int, say: Say) -> dict[str, tup
             "train": (data.source, parts["train"]),
             "val": (data.val_source, parts["val"]),
         }
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"{data.source}: {count} conversations, too few or too unequal to hold out whole ones",
         where="data.val_source",
         hint="give conversations to hold out in data.val_source, or other fractions",
@@ -253,7 +253,7 @@ def write_conversations(
     """
     tokenizer = named_tokenizer(data.tokenizer)
     if not isinstance(tokenizer, BPETokenizer):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"data.kind chat needs a tokenizer.json, not {data.tokenizer}", key="data.tokenizer"
         )
     template = template_of(data, tokenizer)
@@ -306,7 +306,7 @@ def _render(
             renderings = template.renderings(messages, options)
         except (ValueError, ImportError) as error:
             where = f"{source}: conversation {number + 1}"
-            raise ConfigError.one(str(error), where=where, key="data.source") from None
+            raise ConfigError.of(str(error), where=where, key="data.source") from None
         used = [
             rendering
             for rendering in renderings
@@ -383,7 +383,7 @@ class ChatSamples:
             )
         self._begins, self._ends, self._counts = begins[used], ends[used], counts[used]
         if not used.any():
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"no sample of the {tokens.name} split has a token of the assistant within {context:,} tokens",
                 where="model.context",
                 hint="a longer context",

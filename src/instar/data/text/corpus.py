@@ -98,7 +98,7 @@ def open_corpus(source: str, text_field: str) -> Corpus:
     sizes = np.concatenate(sizes_of_files) if sizes_of_files else np.empty(0, np.int64)
     if not sizes.any():
         what = "is empty" if len(formats) == 1 else f"has no text in its {len(formats)} files"
-        raise ConfigError.one(f"{source} {what}", where="data.source", key="data.source")
+        raise ConfigError.of(f"{source} {what}", where="data.source", key="data.source")
     firsts = np.cumsum([0, *(file_sizes.size for file_sizes in sizes_of_files)], dtype=np.int64)
     return Corpus(files=tuple(formats), firsts=firsts, sizes=sizes)
 
@@ -121,7 +121,7 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
         if suffix_of(file) in LINES or (suffix_of(file) == JSON and listing.json_is_rows)
     ]
     if not files:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{source} is no JSON Lines file ({', '.join(sorted(LINES))})", key="data.source"
         )
     for path in files:
@@ -134,7 +134,7 @@ def _format(path: Path, text_field: str, json_is_rows: bool) -> _Format:
     if suffix in LINES or (suffix == JSON and json_is_rows):
         return _JSONRows(path, text_field)
     if path.suffix.lower() in PACKED:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{path} is compressed, and only JSON is unpacked",
             where="data.source",
             hint="unpack it",
@@ -225,7 +225,7 @@ class _Parquet:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"reading {self.path} needs pyarrow, which is not installed",
                 where="data.source",
                 hint="install the extra: pip install 'instar[hf]'",
@@ -236,7 +236,7 @@ class _Parquet:
                 table = pq.ParquetFile(file)
                 names = table.schema_arrow.names
                 if self.text_field not in names:
-                    raise ConfigError.one(
+                    raise ConfigError.of(
                         f"there is no column {self.text_field!r} (columns: {', '.join(names)})",
                         where=str(self.path),
                         hint="name the column of the text in data.text_field",
@@ -244,7 +244,7 @@ class _Parquet:
                     )
                 dtype = table.schema_arrow.field(self.text_field).type
                 if not is_text(dtype):
-                    raise ConfigError.one(
+                    raise ConfigError.of(
                         f"cannot read column {self.text_field!r} as text: it holds {dtype}",
                         where=str(self.path),
                         hint="name the column of the text in data.text_field",
@@ -254,7 +254,7 @@ class _Parquet:
                     column = batch.column(0).cast(pa.large_string())
                     yield [text or "" for text in column.to_pylist()]
             except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
-                raise ConfigError.one(
+                raise ConfigError.of(
                     f"cannot read column {self.text_field!r} as text: {error}",
                     where=str(self.path),
                 ) from None
@@ -284,7 +284,7 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _undecodable(path: Path, at: int) -> ConfigError:
-    return ConfigError.one(
+    return ConfigError.of(
         f"{path} is not UTF-8 text: byte {at:,} cannot be decoded",
         where="data.source",
         hint="convert it, for example with iconv -t UTF-8",

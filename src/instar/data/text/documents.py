@@ -81,7 +81,7 @@ def open_rows_of(data: DataConfig, tokenizer: Tokenizer | None) -> Documents:
     column = column_of(rows, data.tokens_field or data.text_field)
     if data.tokens_field is not None:
         if tokenizer is None:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"a {data.tokenizer} tokenizer cannot be trained on token ids",
                 where="data.tokenizer",
                 hint="name the tokenizer.json that made them",

@@ -145,7 +145,7 @@ def _explain_errors(data: DataConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except ConnectionError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{data.source} is not a file or folder here, and the hub cannot be reached: {error}",
             where="data.source",
             hint="check the network, or give a path",
@@ -166,7 +166,7 @@ def _explain_errors(data: DataConfig) -> Iterator[None]:
                 raise differs from None
             cause = cause.__cause__
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
-            raise ConfigError.one(
+            raise ConfigError.of(
                 _cause_text(error), where="data.subset", key="data.subset"
             ) from None
         raise at_source(f"{data.source} cannot be loaded: {_cause_text(error)}") from None

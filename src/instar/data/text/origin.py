@@ -147,7 +147,7 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
         differences = ", ".join(
             f"{key}={recorded_source.get(key)!r}, not {settings[key]!r}" for key in differing
         )
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the data set {folder} was made otherwise: {differences}",
             where="data.path",
             hint="set these keys under data as it was made, or name another data.path",
@@ -156,7 +156,7 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
     if _is_file(data.tokenizer):
         tokenizer = named_tokenizer(data.tokenizer)
         if tokenizer is not None and tokenizer.fingerprint != dataset.tokenizer_fingerprint:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"{data.tokenizer} is not the tokenizer that made the data set {folder}",
                 where="data.tokenizer",
                 hint="put back what it was, or name another data.path",
@@ -179,7 +179,7 @@ def is_made(folder: Path, data: DataConfig, seed: int) -> bool:
         splits = check_made_from(folder, data, seed).splits
         return data.read_from_start or "train" in splits
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{folder} already exists and is not a data set",
             where="data.path",
             hint="give another folder",

@@ -183,7 +183,7 @@ def settle_folder(
         say(f"{text}; it is prepared anew in another folder")
         return Path(next_path(data, seed)), False
     remedy = "name another data.path" if is_named else "set data.if_changed: prepare"
-    raise ConfigError.one(
+    raise ConfigError.of(
         text,
         where="data.source",
         hint=f"{remedy} to prepare it anew, or set data.if_changed: keep to use it as it was prepared",
@@ -250,7 +250,7 @@ def _bytes_to_take(
     if data.kind == "rows":
         byte_counts = np.where(byte_counts > 0, documents.sizes, 0)
     if not byte_counts.any():
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the rows of {data.source} are all empty", where="data.source", key="data.source"
         )
     if not data.drop_duplicates:
@@ -269,7 +269,7 @@ def _bytes_to_take(
     unique_counts = byte_counts.copy()
     unique_counts[documents_in_use[is_duplicate]] = 0
     if not unique_counts.any():
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"every document of {data.source} is held out by data.val_source too",
             where="data.drop_duplicates",
             key="data.drop_duplicates",
@@ -296,7 +296,7 @@ def _divide_documents(
         return parts
     whole_parts = divide_whole(byte_counts, *fractions, seed)
     if whole_parts is None:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{_amounts(data, byte_counts)}: too few or too unequal to hold out whole ones",
             where="data.val_source",
             hint="give text to hold out in data.val_source, or other fractions",
@@ -379,7 +379,7 @@ def _write_split(
         key, source = "data.source", data.source
         if name != "train" and data.val_source is not None:
             key, source = "data.val_source", data.val_source
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{source} is too short: its {name} split would have {count} tokens, "
             "and it takes two to predict one",
             where=key,
@@ -419,7 +419,7 @@ def _check_content(
 ) -> None:
     current = documents.rows
     if current is None or (current.rows, current.content) != (record.rows, record.content):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the rows of {data.source} are not those that {folder} was made from",
             where="data.source",
             hint="put them back, or name another data.path",
@@ -442,7 +442,7 @@ def _add_training_tokens(folder: Path, data: DataConfig, say: Say) -> None:
     parts, files = whole_documents(index.rows, documents.sizes), f"train-{secrets.token_hex(4)}"
     shards, sizes = _write_split(folder, "train", documents, parts, tokenizer, data, files)
     if not np.array_equal(sizes, index.counts):
-        raise ConfigError.one(
+        raise ConfigError.of(
             "the tokens of the rows are not as many as were counted",
             where=str(folder),
             hint="prepare the data again, in another folder",

@@ -62,7 +62,7 @@ def check_unchanged(sources: Mapping[str, SourceFiles], files: Mapping[str, File
         for file in source.files:
             before = files[key][source.name(file)]
             if _size_and_stamp(file) != (before.bytes, before.stamp):
-                raise ConfigError.one(
+                raise ConfigError.of(
                     f"{file} changed while it was prepared",
                     where=f"data.{key}",
                     hint="prepare it again when nothing writes to it",
@@ -136,9 +136,9 @@ def read_survey(folder: Path) -> dict[str, Files]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from None
+        raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"not a record of sources: {error}",
             where=str(file),
             hint="prepare the data set again",
@@ -154,7 +154,7 @@ def _record_file(path: Path, advance: Advance) -> FileRecord:
                 digest.update(content)
                 advance(len(content))
     except OSError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"cannot read {path}: {error.strerror}", where="data.source", key="data.source"
         ) from None
     return FileRecord(status.st_size, digest.hexdigest(), _stamp(status))

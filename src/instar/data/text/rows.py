@@ -78,17 +78,17 @@ def read_row_index(folder: Path, tokenizer: str) -> RowIndex:
     file = folder / INDEX_FILE
     hint = "prepare the data again, in another folder"
     if not file.is_file():
-        raise ConfigError.one("the index of the rows is missing", where=str(file), hint=hint)
+        raise ConfigError.of("the index of the rows is missing", where=str(file), hint=hint)
     try:
         with safetensors.safe_open(file, "numpy") as reader:
             metadata = reader.metadata() or {}
             record = msgspec.json.decode(metadata.get("index", ""), type=RowsRecord)
             index = RowIndex(record, reader.get_tensor("chosen"), reader.get_tensor("counts"))
     except (OSError, safetensors.SafetensorError, msgspec.DecodeError) as error:
-        raise ConfigError.one(f"not an index of rows: {error}", where=str(file)) from None
+        raise ConfigError.of(f"not an index of rows: {error}", where=str(file)) from None
     identity = metadata.get("format"), metadata.get("fingerprint")
     if identity != (INDEX_FORMAT, index.fingerprint(tokenizer)):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"this is not the index that was written ({INDEX_FORMAT}) for this tokenizer",
             where=str(file),
             hint=hint,
@@ -165,7 +165,7 @@ def check_ids(column: pa.ChunkedArray, vocab_size: int, name: str, source: str) 
     for chunk in tracked(column.chunks, f"reading {source}", "chunks", len(column.chunks)):
         if (problem := _bad_row(chunk, vocab_size)) is not None:
             row, what = problem
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"row {first_row + row:,} of {source}: {what} in the column {name!r}",
                 where="data.tokens_field",
                 hint=f"the vocabulary of data.tokenizer has {vocab_size:,} tokens, from 0 on",

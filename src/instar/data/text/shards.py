@@ -123,7 +123,7 @@ class ShardFile:
             buffer, place = buffer[got:], place + got
             got = os.preadv(self.descriptor, (buffer,), place)
             if not got:
-                raise ConfigError.one(
+                raise ConfigError.of(
                     "this shard was cut short after it was opened", where=str(self.path)
                 )
 
@@ -149,7 +149,7 @@ def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> 
     does not match `shard`, the tokenizer's fingerprint and the vocabulary size.
     """
     if not path.is_file():
-        raise ConfigError.one("this shard of the data set is missing", where=str(path))
+        raise ConfigError.of("this shard of the data set is missing", where=str(path))
     dtype = token_dtype(vocab_size)
     first_byte = _first_byte(path)
     try:
@@ -160,7 +160,7 @@ def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> 
         _check_size(path, first_byte + shard.count * dtype.itemsize)
         raise _foreign(path) from None
     if tensor is None or metadata.get("format") != SHARD_FORMAT:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"this safetensors file is not a token shard ({SHARD_FORMAT})", where=str(path)
         )
     tensor_found = tensor.get_dtype(), tensor.get_shape()
@@ -174,14 +174,14 @@ def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> 
     }
     for key, (actual, expected) in claims.items():
         if actual != expected:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"this shard does not belong to the data set: {key} is {actual}, "
                 f"dataset.json asks for {expected}",
                 where=str(path),
             )
     _check_size(path, first_byte + shard.count * dtype.itemsize)
     if shard.count == 0:
-        raise ConfigError.one("this shard holds no tokens", where=str(path))
+        raise ConfigError.of("this shard holds no tokens", where=str(path))
     return ShardFile(path, dtype, first_byte, shard.count)
 
 
@@ -198,14 +198,14 @@ def _first_byte(path: Path) -> int:
 
 
 def _foreign(path: Path) -> ConfigError:
-    return ConfigError.one("not a safetensors file, so not a token shard", where=str(path))
+    return ConfigError.of("not a safetensors file, so not a token shard", where=str(path))
 
 
 def _check_size(path: Path, expected: int) -> None:
     size = path.stat().st_size
     if size != expected:
         what = "truncated" if size < expected else "longer than it should be"
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"this shard is {what}: {size:,} bytes where {expected:,} are expected",
             where=str(path),
             hint="copy it again, or prepare the data set again",
@@ -325,7 +325,7 @@ class TokenDataset:
     def split(self, name: str) -> TokenSplit:
         """Return a split. Raises ConfigError if there is no such split."""
         if name not in self.splits:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"the data set has no {name} split, it has: {', '.join(self.splits)}",
                 where=str(self.path),
             )
@@ -416,7 +416,7 @@ def _read_record(folder: Path) -> DatasetRecord:
     file = folder / DATASET_FILE
     if not file.is_file():
         what = "has no dataset.json" if folder.is_dir() else "is not there"
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the data set {folder} {what}",
             where="data.path",
             hint=near_path(str(folder)) or "make one with `instar data prepare`",
@@ -426,20 +426,18 @@ def _read_record(folder: Path) -> DatasetRecord:
             of_bounded_depth(read_regular(file, follow=True)), type=DatasetRecord
         )
     except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from None
+        raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from None
     except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError.one(f"not a data set's record: {error}", where=str(file)) from None
+        raise ConfigError.of(f"not a data set's record: {error}", where=str(file)) from None
     if record.format != DATASET_FORMAT:
-        raise ConfigError.one(
-            f"format {record.format!r} is not {DATASET_FORMAT!r}", where=str(file)
-        )
+        raise ConfigError.of(f"format {record.format!r} is not {DATASET_FORMAT!r}", where=str(file))
     empty = [name for name, shards in record.splits.items() if not shards]
     if empty or not record.splits:
-        raise ConfigError.one(f"no shards for {', '.join(empty) or 'any split'}", where=str(file))
+        raise ConfigError.of(f"no shards for {', '.join(empty) or 'any split'}", where=str(file))
     if any(Path(s.file).name != s.file for shards in record.splits.values() for s in shards):
-        raise ConfigError.one("a shard's file is not a name within the folder", where=str(file))
+        raise ConfigError.of("a shard's file is not a name within the folder", where=str(file))
     if record.fingerprint != _whole_fingerprint(record.tokenizer, record.vocab_size, record.splits):
-        raise ConfigError.one(
+        raise ConfigError.of(
             "the fingerprint is not that of what the file lists",
             where=str(file),
             hint="it was edited or damaged: prepare the data set again",

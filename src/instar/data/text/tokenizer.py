@@ -244,7 +244,7 @@ def separator_of(tokenizer: Tokenizer) -> TokenIds:
     if end is not None:
         return np.array([end], dtype=np.uint32)
     if isinstance(tokenizer, BPETokenizer) and tokenizer.missing_end:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"nothing says which token of the tokenizer ends a document: {tokenizer.missing_end}",
             where="data.tokenizer",
             hint=f'name it in {TOKENIZER_CONFIG} beside its {TOKENIZER_FILE}: {{"eos_token": "…"}}',
@@ -303,7 +303,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"vocab_size of a bpe tokenizer must be at least {len(alphabet) + 1} "
             f"(256 bytes and {END}), got {vocab_size}",
             where="data.vocab_size",
@@ -341,7 +341,7 @@ def load_saved_tokenizer(folder: str | Path, *, fingerprint: str | None = None) 
     file = Path(folder) / TOKENIZER_FILE
     tokenizer = _read(file)
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"this is not the tokenizer that made the tokens: fingerprint "
             f"{tokenizer.fingerprint}, recorded {fingerprint}",
             where=str(file),
@@ -360,7 +360,7 @@ def named_file(name: str) -> Path | None:
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
         missing = f"the folder {name} has no {TOKENIZER_FILE}" if path.is_dir() else repr(name)
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"no tokenizer: {missing}",
             where="data.tokenizer",
             hint=f"give {', '.join(TRAINED)}, the path of a {TOKENIZER_FILE} or a folder with one",
@@ -399,15 +399,15 @@ def _read(file: Path) -> Tokenizer:
     try:
         content = read_regular(file, follow=True)
     except FileNotFoundError:
-        raise ConfigError.one("there is no tokenizer here", where=str(file)) from None
+        raise ConfigError.of("there is no tokenizer here", where=str(file)) from None
     except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from error
+        raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from error
     try:
         tokenizer = parse_tokenizer(content.decode("utf-8"))
     except ConfigError as error:
-        raise ConfigError.one(error.problems[0].message, where=str(file)) from None
+        raise ConfigError.of(error.problems[0].message, where=str(file)) from None
     except Exception as error:  # the tokenizers library raises plain Exception
-        raise ConfigError.one(f"not a saved tokenizer: {error}", where=str(file)) from None
+        raise ConfigError.of(f"not a saved tokenizer: {error}", where=str(file)) from None
     if not isinstance(tokenizer, BPETokenizer) or tokenizer.end_token is not None:
         return tokenizer
     end = end_token_of(file.parent, tokenizer.vocabulary, tokenizer.added_tokens, follow=True)

@@ -47,7 +47,7 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     try:
         replace_file(path, content)
     except OSError as error:
-        raise ConfigError.one(f"cannot write {path}: {error.strerror}", where="-o") from error
+        raise ConfigError.of(f"cannot write {path}: {error.strerror}", where="-o") from error
     summaries = [summary_to_json(summarize(record)) for record in read.records] if as_json else []
     as_dict = {"path": str(path), "size_bytes": len(content), "runs": summaries}
     deliver(as_text(as_dict) if as_json else str(path), None)
@@ -78,11 +78,11 @@ def dashboard(
         name = (error.name or "").partition(".")[0]
         if name not in ("starlette", "uvicorn"):
             raise
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the dashboard needs {name}", hint="pip install 'instar[dashboard]'"
         ) from error
     if folder.exists() and not folder.is_dir():
-        raise ConfigError.one(f"{folder} is not a folder", hint="name a folder of runs, or a run")
+        raise ConfigError.of(f"{folder} is not a folder", hint="name a folder of runs, or a run")
     address = bind(host, port, token)
     if not folder.exists():
         click.echo(f"{folder} does not exist yet; its runs will be shown as they appear", err=True)

@@ -242,7 +242,7 @@ def bind(host: str, port: int | None, token: str | None) -> Address:
     if not token:
         token = secrets.token_urlsafe(18)
     elif not (token.isascii() and token.replace("-", "").replace("_", "").isalnum()):
-        raise ConfigError.one(
+        raise ConfigError.of(
             "a token consists of letters, digits, - and _",
             where="--token",
             hint="omit it to generate one",
@@ -256,7 +256,7 @@ def bind(host: str, port: int | None, token: str | None) -> Address:
         descriptor, bound = listen(0, host, "--port")
         if port is not None:
             socket.close(descriptor)
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"port {port} of {host} is in use",
                 where="--port",
                 hint=f"{bound} is free now: --port {bound}; --port 0 takes any",
@@ -332,7 +332,7 @@ def _no_host(host: str, error: ConfigError) -> ConfigError:
     cause = error.__cause__
     # or an unknown name
     if isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) == EADDRNOTAVAIL:
-        return ConfigError.one(
+        return ConfigError.of(
             f"{host} is not an address of this machine: {getattr(cause, 'strerror', cause)}",
             where="--host",
             hint="127.0.0.1 for this machine only, 0.0.0.0 for all its addresses",

@@ -265,7 +265,7 @@ def page_stream(
         ConfigError: too many runs.
     """
     if len(query.getlist("run")) > MAX_RUNS:
-        raise ConfigError.one(f"no more than {MAX_RUNS} runs can be followed at once")
+        raise ConfigError.of(f"no more than {MAX_RUNS} runs can be followed at once")
     return EventStream(PageUpdates(catalog, query, last_id, fleets), is_ending)
 
 

@@ -33,7 +33,7 @@ def deltas_picture(
         ConfigError: there are no links, or matplotlib is not installed.
     """
     if not links:
-        raise ConfigError.one("the chain has no links yet, only anchors: there is nothing to draw")
+        raise ConfigError.of("the chain has no links yet, only anchors: there is nothing to draw")
     return rendered(lambda: _draw(links, title), kind)
 
 

@@ -39,7 +39,9 @@ _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
 
 
-def make_plan(loaded: LoadedFleet, machine: Machine, *, on_this_machine: bool = True) -> FleetPlan:
+def make_plan(
+    loaded_config: LoadedFleet, machine: Machine, *, on_this_machine: bool = True
+) -> FleetPlan:
     """Expand the matrix and check everything that can be known before the start.
 
     Args:
@@ -48,111 +50,115 @@ def make_plan(loaded: LoadedFleet, machine: Machine, *, on_this_machine: bool = 
     Raises:
         ConfigError: with all problems: unknown variables, collisions, missing commands, …
     """
-    spec = loaded.spec
+    spec = loaded_config.spec
     problems = [
-        *_process_problems(loaded),
-        *(missing_commands(loaded) if on_this_machine else ()),
-        *_dependency_problems(loaded),
-        *_combinations(loaded),
-        *search_problems(loaded, _used(spec)),
+        *_process_problems(loaded_config),
+        *(missing_commands(loaded_config) if on_this_machine else ()),
+        *_dependency_problems(loaded_config),
+        *_combinations(loaded_config),
+        *search_problems(loaded_config, _used(spec)),
     ]
     combinations = list(combinations_of(spec))
     if not combinations:
-        problems.append(loaded.problem(("matrix",), "no combination is left", "see exclude"))
+        problems.append(loaded_config.problem(("matrix",), "no combination is left", "see exclude"))
     if len(combinations) > MOST_INSTANCES:
         message = f"{len(combinations):,} instances, more than {MOST_INSTANCES:,}"
-        raise ConfigError(*problems, loaded.problem(("matrix",), message))
-    problems += _variable_problems(loaded, combinations)
-    parallel, refused = _parallel(loaded, machine, len(combinations))
+        raise ConfigError(*problems, loaded_config.problem(("matrix",), message))
+    problems += _variable_problems(loaded_config, combinations)
+    parallel, refused = _parallel(loaded_config, machine, len(combinations))
     problems += refused
     if problems:
         raise ConfigError(*problems)
     plan = FleetPlan(spec, tuple(instances_from(spec, combinations)), parallel)
-    problems = [*_collisions(loaded, plan), *_run_problems(loaded, plan)]
+    problems = [*_collisions(loaded_config, plan), *_run_problems(loaded_config, plan)]
     if problems:
         raise ConfigError(*problems)
     return plan
 
 
-def _process_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
-    spec = loaded.spec
+def _process_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded_config.spec
     if not spec.jobs and not spec.services:
-        yield loaded.problem((), "a fleet has at least one job or service", "see docs/fleet.md")
+        yield loaded_config.problem(
+            (), "a fleet has at least one job or service", "see docs/fleet.md"
+        )
     for name in spec.services.keys() & spec.jobs.keys():
-        yield loaded.problem(("jobs", name), f"'{name}' is a service and a job", "rename one")
+        yield loaded_config.problem(
+            ("jobs", name), f"'{name}' is a service and a job", "rename one"
+        )
     for path, process in _processes(spec):
         run = process.run if isinstance(process, Job) else None
         if (process.command is None) == (run is None):
             what = "a command or a run" if isinstance(process, Job) else "a command"
-            yield loaded.problem(path, f"{dotted(path)} needs {what}")
+            yield loaded_config.problem(path, f"{dotted(path)} needs {what}")
         elif process.command is not None:
-            yield from _command_problems(loaded, (*path, "command"), process)
+            yield from _command_problems(loaded_config, (*path, "command"), process)
         if process.resources.nodes > 1 and (path[0] == "services" or spec.engine == "local"):
             place, hint = (*path, "resources", "nodes"), "engine: ray or engine: slurm has more"
             message = f"{dotted(path)} needs {process.resources.nodes} nodes, and there is one"
             if path[0] == "services":
                 message, hint = "a service runs on one node", "only jobs run on several"
-            yield loaded.problem(place, message, hint)
+            yield loaded_config.problem(place, message, hint)
         if isinstance(process, Job) and run is None and (process.set or process.nproc):
-            yield loaded.problem(path, f"{dotted(path)}: set and nproc belong to a run")
+            yield loaded_config.problem(path, f"{dotted(path)}: set and nproc belong to a run")
     for name, service in spec.services.items():
         check, path = service.healthcheck, ("services", name, "healthcheck")
         if check is None:
             continue
         if not (check.http or check.tcp or check.command or check.probe):
             hint = "e.g. http: /health, tcp: true or command: …"
-            yield loaded.problem(path, f"{dotted(path)} checks nothing", hint)
+            yield loaded_config.problem(path, f"{dotted(path)} checks nothing", hint)
         if (check.http or check.tcp or check.probe) and not service.ports:
             message = f"{dotted(path)} needs a port, and {name} has none"
-            yield loaded.problem(path, message, "write ports: [http] in the service")
+            yield loaded_config.problem(path, message, "write ports: [http] in the service")
         elif check.port is not None and check.port not in service.first_ports:
             hint = f"it has {', '.join(service.first_ports)}"
-            yield loaded.problem((*path, "port"), f"{name} has no port '{check.port}'", hint)
+            yield loaded_config.problem((*path, "port"), f"{name} has no port '{check.port}'", hint)
         elif check.port and check.command and not (check.http or check.tcp or check.probe):
             message = f"{dotted(path)}: a command is not told the port"
             hint = f"write ${{ports.{check.port}}} into the command"
-            yield loaded.problem((*path, "port"), message, hint)
+            yield loaded_config.problem((*path, "port"), message, hint)
         if check.model is not None and check.probe is None:
             message, hint = f"{dotted(path)}: only a probe names a model", "add probe: completion"
-            yield loaded.problem((*path, "model"), message, hint)
+            yield loaded_config.problem((*path, "model"), message, hint)
 
 
 def _command_problems(
-    loaded: LoadedFleet, path: KeyPath, process: Process
+    loaded_config: LoadedFleet, path: KeyPath, process: Process
 ) -> Iterator[ConfigProblem]:
     command = process.command
     try:
         words = shlex.split(command) if isinstance(command, str) else command
     except ValueError as error:
-        yield loaded.problem(path, f"{dotted(path)} cannot be split into words: {error}")
+        yield loaded_config.problem(path, f"{dotted(path)} cannot be split into words: {error}")
         return
     if not words or not words[0]:
-        yield loaded.problem(path, f"{dotted(path)} is empty")
+        yield loaded_config.problem(path, f"{dotted(path)} is empty")
 
 
-def missing_commands(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
+def missing_commands(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
     """Yield the commands of the engine `local` that are not installed here; hosts elsewhere may have
     others."""
-    for path, process in _processes(loaded.spec):
+    for path, process in _processes(loaded_config.spec):
         with suppress(ValueError, IndexError):  # reported by `_command_problems`
             command = process.command or ()
             program = (shlex.split(command) if isinstance(command, str) else command)[0]
             if (
-                loaded.spec.engine == "local"
+                loaded_config.spec.engine == "local"
                 and program
                 and "$" not in program
                 and process.cwd is None
                 and which(program, path=program_path(os.environ)) is None
             ):
-                yield loaded.problem(
+                yield loaded_config.problem(
                     (*path, "command"),
                     f"there is no command '{program}'",
                     "install it, or give its path",
                 )
 
 
-def _dependency_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
-    spec = loaded.spec
+def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded_config.spec
     every = spec.processes
     for path, process in _processes(spec):
         for name, condition in process.depends_on.items():
@@ -160,11 +166,13 @@ def _dependency_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
             if name not in every:
                 similar = nearest(name, every)
                 hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(every)}"
-                yield loaded.problem(place, f"{dotted(path)} depends on '{name}'", hint)
+                yield loaded_config.problem(place, f"{dotted(path)} depends on '{name}'", hint)
             elif name in spec.jobs and condition != "completed":
-                yield loaded.problem(place, f"'{name}' is a job", "write completed")
+                yield loaded_config.problem(place, f"'{name}' is a job", "write completed")
             elif name in spec.services and condition == "completed":
-                yield loaded.problem(place, f"'{name}' is a service", "write service_healthy")
+                yield loaded_config.problem(
+                    place, f"'{name}' is a service", "write service_healthy"
+                )
     # remove processes without open dependencies until none is left
     unmet = {name: set(process.depends_on) & every.keys() for name, process in every.items()}
     while ready := [name for name, needs in unmet.items() if not needs & unmet.keys()]:
@@ -173,11 +181,11 @@ def _dependency_problems(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
     if unmet:
         section = "services" if next(iter(unmet)) in spec.services else "jobs"
         path = (section, next(iter(unmet)), "depends_on")
-        yield loaded.problem(path, f"circular dependency between {', '.join(unmet)}")
+        yield loaded_config.problem(path, f"circular dependency between {', '.join(unmet)}")
 
 
-def _combinations(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
-    spec = loaded.spec
+def _combinations(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
+    spec = loaded_config.spec
     keys_in_use = {*spec.matrix, *(key for combination in spec.include for key in combination)}
     for number, excluded in enumerate(spec.exclude):
         for key in excluded.keys() - keys_in_use:
@@ -188,15 +196,15 @@ def _combinations(loaded: LoadedFleet) -> Iterator[ConfigProblem]:
                 else f"it has {', '.join(keys_in_use) or 'no keys'}"
             )
             path = ("exclude", number, key)
-            yield loaded.problem(path, f"'{key}' is no key of the matrix", hint)
+            yield loaded_config.problem(path, f"'{key}' is no key of the matrix", hint)
     every = set(spec.matrix) or keys_in_use
     for number, included in enumerate(spec.include):
         if included.keys() != every:
             hint = f"give it {', '.join(sorted(every))}"
-            yield loaded.problem(("include", number), "not the keys of the others", hint)
+            yield loaded_config.problem(("include", number), "not the keys of the others", hint)
     keys_in_use |= {*(spec.search.space if spec.search else ())}
     for key in keys_in_use & {*_BASE, *_OF_INSTANCE, *spec.vars}:
-        yield loaded.problem(
+        yield loaded_config.problem(
             (*_varied_in(spec), key), f"'{key}' has a meaning of its own", "rename it"
         )
 
@@ -216,17 +224,17 @@ def _used(spec: FleetSpec) -> set[str]:
 
 
 def _variable_problems(
-    loaded: LoadedFleet, combinations: list[dict[str, Scalar]]
+    loaded_config: LoadedFleet, combinations: list[dict[str, Scalar]]
 ) -> Iterator[ConfigProblem]:
-    spec = loaded.spec
+    spec = loaded_config.spec
     base = {
         *_BASE,
         *spec.vars,
         *spec.matrix,
         *(key for combination in combinations for key in combination),
     }
-    yield from _unknown(loaded, ("run_name",), spec.run_name, base)
-    yield from _unknown(loaded, ("output_dir",), spec.output_dir, base | {"run_name"})
+    yield from _unknown(loaded_config, ("run_name",), spec.run_name, base)
+    yield from _unknown(loaded_config, ("output_dir",), spec.output_dir, base | {"run_name"})
     servers = {
         f"services.{name}.{what}"
         for name, service in spec.services.items()
@@ -237,12 +245,15 @@ def _variable_problems(
         process_names |= NODE_VARIABLES.keys() if process.resources.nodes > 1 else set()
         for place, text in _texts(process):
             yield from _unknown(
-                loaded, (*path, *place), text, base | {*_OF_INSTANCE} | servers | process_names
+                loaded_config,
+                (*path, *place),
+                text,
+                base | {*_OF_INSTANCE} | servers | process_names,
             )
 
 
 def _unknown(
-    loaded: LoadedFleet, path: KeyPath, text: str, variables: Iterable[str]
+    loaded_config: LoadedFleet, path: KeyPath, text: str, variables: Iterable[str]
 ) -> Iterator[ConfigProblem]:
     variables = set(variables)
     try:
@@ -254,9 +265,11 @@ def _unknown(
                     if similar
                     else f"there are {', '.join(sorted(variables))}"
                 )
-                yield loaded.problem(path, f"unknown variable ${{{name}}} in {dotted(path)}", hint)
+                yield loaded_config.problem(
+                    path, f"unknown variable ${{{name}}} in {dotted(path)}", hint
+                )
     except ValueError as error:
-        yield loaded.problem(path, f"{dotted(path)}: {error}")
+        yield loaded_config.problem(path, f"{dotted(path)}: {error}")
 
 
 def _texts(process: Process) -> Iterator[tuple[KeyPath, str]]:
@@ -277,9 +290,11 @@ def _texts(process: Process) -> Iterator[tuple[KeyPath, str]]:
                     yield ("set", key), text
 
 
-def _parallel(loaded: LoadedFleet, machine: Machine, count: int) -> tuple[int, list[ConfigProblem]]:
+def _parallel(
+    loaded_config: LoadedFleet, machine: Machine, count: int
+) -> tuple[int, list[ConfigProblem]]:
     """Return how many instances fit next to each other; a problem if none does."""
-    spec, problems = loaded.spec, list[ConfigProblem]()
+    spec, problems = loaded_config.spec, list[ConfigProblem]()
     fits = [spec.max_parallel or count, count]
     for what, available in (
         ("gpus", machine.gpus),
@@ -296,13 +311,13 @@ def _parallel(loaded: LoadedFleet, machine: Machine, count: int) -> tuple[int, l
             unit = "bytes of memory" if what == "memory" else what
             message = f"an instance needs {needs:,} {unit}, and there are {available:,}"
             hint = "--gpus 0-7 names pretended ones" if what == "gpus" and not available else ""
-            problems.append(loaded.problem(path, message, hint))
+            problems.append(loaded_config.problem(path, message, hint))
         elif needs:
             fits.append(available // needs)
     return max(1, min(fits)), problems
 
 
-def _collisions(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
+def _collisions(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
     for key in ("run_name", "output_dir"):
         first: dict[Any, Instance] = {}
         for instance in plan.instances:
@@ -313,15 +328,17 @@ def _collisions(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]
                 varied = next((k for k in plan.spec.matrix), "index")
                 message = f"instances {other.index} and {instance.index} have the same {key}"
                 hint = f"use e.g. ${{{varied}}} in it"
-                yield loaded.problem((key,), f"{message}: {getattr(instance, key)}", hint)
+                yield loaded_config.problem((key,), f"{message}: {getattr(instance, key)}", hint)
                 break
     for instance in plan.instances:
         if "/" in instance.run_name or instance.run_name in ("", ".", ".."):
-            yield loaded.problem(("run_name",), f"'{instance.run_name}' cannot name a folder")
+            yield loaded_config.problem(
+                ("run_name",), f"'{instance.run_name}' cannot name a folder"
+            )
             break
 
 
-def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
+def _run_problems(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProblem]:
     """Validate the config of each run, once per value of the matrix."""
     spec, search = plan.spec, plan.spec.search
     runs = {name: job for name, job in spec.jobs.items() if job.run is not None}
@@ -331,7 +348,7 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
     varied = {key: None for instance in instances for key in instance.values}
     for name, job in runs.items():
         path: KeyPath = ("jobs", name, "run")
-        file = str(resolve_beside(loaded, path, str(job.run)))
+        file = str(resolve_beside(loaded_config, path, str(job.run)))
         try:
             read = load_config(file, import_task=False)
         except ConfigError as error:
@@ -342,14 +359,14 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
             yield from misplaced(read)
         root = plain_root_of(config.task)
         if search is not None:
-            yield from run_problems(loaded, search, config)
+            yield from run_problems(loaded_config, search, config)
         unknown = [key for key in varied if key not in schema_keys(root)]
         for key in unknown:
             if key not in used:
                 similar = suggest_key(root, key) or nearest(key, schema_keys(root)) or ""
                 hint = f"did you mean '{similar}'?" if similar else "use it as ${…} somewhere"
                 message = f"'{key}' is no key of {file}, and no text uses it"
-                yield loaded.problem((*_varied_in(spec), key), message, hint)
+                yield loaded_config.problem((*_varied_in(spec), key), message, hint)
         checked: set[tuple[str, Scalar]] = set()
         reported: dict[str, ConfigProblem] = {}
         for instance in instances:
@@ -363,7 +380,7 @@ def _run_problems(loaded: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigProble
             except ConfigError as error:
                 for problem in error.problems:
                     if problem.key in varied:
-                        place = loaded.place((*_varied_in(spec), problem.key))
+                        place = loaded_config.place((*_varied_in(spec), problem.key))
                         problem = replace(problem, place=place)
                     reported.setdefault(str(problem), problem)
                 if search is None:

@@ -57,12 +57,12 @@ class FleetFolder:
     cwd: Path
 
 
-def as_test(loaded: LoadedFleet, max_steps: int) -> LoadedFleet:
+def as_test(loaded_config: LoadedFleet, max_steps: int) -> LoadedFleet:
     """Return the fleet as a quick test: few steps, and names and folders of its own.
 
     Runs end after `max_steps` steps; commands read the variable `${max_steps}`.
     """
-    spec = loaded.spec
+    spec = loaded_config.spec
     name, number = f"{spec.name}-test", 1
     while (FLEETS / name).exists():
         number += 1
@@ -82,10 +82,10 @@ def as_test(loaded: LoadedFleet, max_steps: int) -> LoadedFleet:
         "output_dir": spec.output_dir if has_own_output else f"{spec.output_dir}-{mark}",
         "jobs": jobs,
     }
-    return replace(loaded, spec=spec.model_copy(update=changed))
+    return replace(loaded_config, spec=spec.model_copy(update=changed))
 
 
-def create_fleet_folder(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
+def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFolder:
     """Create the folder of a new fleet; run configs are copied, so that a later edit changes none of
     its instances.
 
@@ -93,10 +93,10 @@ def create_fleet_folder(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
         ConfigError: a fleet of this name was started before, or the folder cannot be written.
         Untrusted: a run config names code of another user.
     """
-    spec = loaded.spec
+    spec = loaded_config.spec
     path = FLEETS / spec.name
     if (path / STATE_FILE).exists() or (path / _FILE).exists():
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"fleet '{spec.name}' exists",
             where=str(path),
             hint=f"`instar fleet resume {spec.name}` goes on with it; for a new one, --set name=…",
@@ -106,7 +106,7 @@ def create_fleet_folder(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
         configs = {}
         for name, job in spec.jobs.items():
             if job.run is not None:
-                file = resolve_beside(loaded, ("jobs", name, "run"), job.run)
+                file = resolve_beside(loaded_config, ("jobs", name, "run"), job.run)
                 _check_run_trusted(file)
                 configs[name] = _copy_of(path, name)
                 copyfile(file, configs[name])
@@ -119,8 +119,8 @@ def create_fleet_folder(loaded: LoadedFleet, gpus: str | None) -> FleetFolder:
         )
         replace_file(path / _FILE, json.dumps(msgspec.to_builtins(saved), indent=2).encode())
     except OSError as error:
-        raise ConfigError.one(f"cannot be written: {error.strerror}", where=str(path)) from None
-    return FleetFolder(path, loaded, configs, gpus, Path.cwd())
+        raise ConfigError.of(f"cannot be written: {error.strerror}", where=str(path)) from None
+    return FleetFolder(path, loaded_config, configs, gpus, Path.cwd())
 
 
 def _check_run_trusted(file: Path) -> None:
@@ -140,7 +140,7 @@ def find_fleet(text: str) -> Path:
     names = sorted(path.name for path in FLEETS.glob("*")) if FLEETS.is_dir() else []
     similar = nearest(text, names)
     hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(names) or 'none'}"
-    raise ConfigError.one(f"no fleet '{text}'", where=str(FLEETS), hint=hint)
+    raise ConfigError.of(f"no fleet '{text}'", where=str(FLEETS), hint=hint)
 
 
 def reopen_fleet(path: Path) -> FleetFolder:
@@ -163,8 +163,8 @@ def reopen_fleet(path: Path) -> FleetFolder:
         for name, job in spec.jobs.items()
     }
     spec = spec.model_copy(update={"jobs": jobs})
-    loaded = LoadedFleet(spec, (Document(saved.spec, {(): (location, location)}),))
-    return FleetFolder(path, loaded, configs, saved.gpus, cwd)
+    loaded_config = LoadedFleet(spec, (Document(saved.spec, {(): (location, location)}),))
+    return FleetFolder(path, loaded_config, configs, saved.gpus, cwd)
 
 
 def _copy_of(path: Path, job: str) -> str:
@@ -206,7 +206,7 @@ def _check_owned(*paths: Path) -> None:
         return
     for path in paths:
         if owner := foreign_owner(path):
-            raise Untrusted.one(
+            raise Untrusted.of(
                 f"this fleet runs commands and names jobs, and it belongs to another user, {owner}",
                 where=str(path),
                 hint=f"{FLAG}, or {TRUST_VARIABLE}=1, runs them as you",
@@ -229,7 +229,7 @@ def _read(path: Path) -> tuple[_Kept, FleetSpec]:
         saved = msgspec.json.decode(of_bounded_depth(read_regular(file)), type=_Kept)
         return saved, FleetSpec.model_validate_json(json.dumps(saved.spec))
     except (OSError, ValueError, msgspec.MsgspecError, ValidationError) as error:
-        raise ConfigError.one(f"not a fleet that was started: {error}", where=str(file)) from None
+        raise ConfigError.of(f"not a fleet that was started: {error}", where=str(file)) from None
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def health_client(address: str) -> httpx.AsyncClient:
     try:
         import httpx
     except ImportError:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "HTTP health checks need httpx", hint="pip install 'instar[fleet]'"
         ) from None
     return httpx.AsyncClient(base_url=address, trust_env=False, timeout=None)

@@ -74,14 +74,14 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
             if not any(location[: len(path)] == path for path in unreadable):
                 problems.append(_explained(reading, location, item, data))
         raise ConfigError(*_sorted(problems)) from None
-    loaded = LoadedFleet(spec, tuple(documents))
+    loaded_config = LoadedFleet(spec, tuple(documents))
     for place, address in addresses(data):
         keys = (key for key in place if isinstance(key, str))
         if not any(key in FLEET or key.startswith(WEB) for key in keys):
-            problems.append(loaded.problem(place, message_of(address), HINT))
+            problems.append(loaded_config.problem(place, message_of(address), HINT))
     if problems:
         raise ConfigError(*_sorted(problems))
-    return loaded
+    return loaded_config
 
 
 def _written(location: tuple[Any, ...], data: Any) -> KeyPath:

@@ -62,14 +62,14 @@ class FolderLock:
         try:
             check_inside(folder, FOLDERS)
         except OSError as error:
-            raise ConfigError.one(str(error.strerror), where=str(error.filename)) from None
+            raise ConfigError.of(str(error.strerror), where=str(error.filename)) from None
         self._descriptor = _opened(folder / part_name(_LOCK_FILE, part))
         deadline = time.monotonic() + patience_s
         # the host of a part may have lost touch with its engine, and is then ending
         if not _locked(folder, self._descriptor, 0.0 if part is None else deadline):
             holder = named_holder(self._descriptor)
             os.close(self._descriptor)
-            raise FolderBusy.one(
+            raise FolderBusy.of(
                 f"this fleet is running (launcher {holder.pid if holder else 'unknown'})",
                 where=str(folder),
                 hint=f"see `instar fleet status {folder.name}`",
@@ -79,7 +79,7 @@ class FolderLock:
         """descriptor that every process tree of the fleet inherits"""
         if not _locked(folder, self.trees, deadline):
             self.close()
-            raise FolderBusy.one(
+            raise FolderBusy.of(
                 "processes of an earlier launcher do not end",
                 where=str(folder),
                 hint="`instar fleet reap` kills them",
@@ -95,7 +95,7 @@ def _opened(path: Path) -> int:
     try:
         return open_lock(path)
     except OSError as error:
-        raise ConfigError.one(f"cannot be opened: {error.strerror}", where=str(path)) from None
+        raise ConfigError.of(f"cannot be opened: {error.strerror}", where=str(path)) from None
 
 
 def _locked(folder: Path, descriptor: int, deadline: float) -> bool:
@@ -108,7 +108,7 @@ def _locked(folder: Path, descriptor: int, deadline: float) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"its file system has no locks ({error.strerror}), by which a fleet knows whether its "
             "processes run",
             where=str(folder),
@@ -164,7 +164,7 @@ def signal_launcher(folder: Path, number: signal.Signals) -> None:
     try:
         signal_owner(folder / _LOCK_FILE, number)
     except NotHolder as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"its launcher is not known: {error}",
             where=str(folder / _LOCK_FILE),
             hint="end the launcher where it runs, as its user: Ctrl-C, or `instar fleet down`",

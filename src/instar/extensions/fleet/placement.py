@@ -84,7 +84,7 @@ def locks_folder() -> Path:
     status = folder.lstat()
     shared = status.st_mode & stat.S_IWOTH
     if not stat.S_ISDIR(status.st_mode) or (shared and not status.st_mode & stat.S_ISVTX):
-        raise ConfigError.one(
+        raise ConfigError.of(
             "not a folder with the sticky bit",
             where=str(folder),
             hint=f"remove it, or name another one in {LOCKS_VARIABLE}",
@@ -112,7 +112,7 @@ def try_lock_resource(name: str, holder: str) -> Lock | str:
         is_free = lock_file(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"GPUs and ports cannot be locked: {error.strerror}",
             where=str(path.parent),
             hint=f"name a folder of another file system in {LOCKS_VARIABLE}",
@@ -182,7 +182,7 @@ def find_gpus(text: str | None, environ: Mapping[str, str] | None = None) -> tup
         hint = f"there are {len(visible)}"
         if len(visible) < len(real):
             hint += f" of {len(real)} that {_variable(environ or {})} leaves visible"
-        raise ConfigError.one(f"there is no GPU {missing[0]}", where="--gpus", hint=hint)
+        raise ConfigError.of(f"there is no GPU {missing[0]}", where="--gpus", hint=hint)
     return tuple(visible[number] for number in indices)
 
 
@@ -229,10 +229,10 @@ def numbers_in(text: str, option: str) -> list[int]:
     for part in compact.split(","):
         match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part)
         if match is None:
-            raise ConfigError.one(f"cannot read {text!r}", where=option, hint="e.g. 0-7 or 8")
+            raise ConfigError.of(f"cannot read {text!r}", where=option, hint="e.g. 0-7 or 8")
         numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
     if len(set(numbers)) < len(numbers):
-        raise ConfigError.one(f"a number is given twice in {text!r}", where=option)
+        raise ConfigError.of(f"a number is given twice in {text!r}", where=option)
     return numbers
 
 

@@ -216,7 +216,7 @@ def read_fleet_events(folder: Path) -> list[FleetEvent]:
         events = read_file(folder / STATE_FILE)
     except OSError as error:
         hint = f"fleets are in {FLEETS}" if error.filename else ""
-        raise ConfigError.one("no fleet was started here", where=str(folder), hint=hint) from None
+        raise ConfigError.of("no fleet was started here", where=str(folder), hint=hint) from None
     parts = sorted(folder.glob(STATE_FILE.replace(".", ".[0-9]*.")))
     for path in parts:
         with suppress(OSError):

@@ -85,24 +85,24 @@ class GraphSpec(SampleSetSpec):
     survey: GraphSurvey
 
     @classmethod
-    def prepare(cls, loaded: Loaded, world_size: int, say: Say) -> None:  # noqa: ARG003
+    def prepare(cls, loaded_config: Loaded, world_size: int, say: Say) -> None:  # noqa: ARG003
         """See `TaskSpec`: generates and stores graphs; the user prepares all other data."""
-        config = _graph(loaded.config)
+        config = _graph(loaded_config.config)
         if (options := config.data.generator_options) is not None:
             generator = generator_of(config.data.source)
             generator.prepare(options, _folder(config), config.data_seed, say)
 
     @classmethod
-    def open(cls, loaded: Loaded, world_size: int) -> Self:  # noqa: ARG003
+    def open(cls, loaded_config: Loaded, world_size: int) -> Self:  # noqa: ARG003
         """See `TaskSpec`: reads every graph once."""
-        config = _graph(loaded.config)
+        config = _graph(loaded_config.config)
         source, splits = _opened(config)
         survey = survey_graphs(source, splits, config.model)
         try:
             shape = _shape(config, survey)
         except ArchitectureError as error:
             raise ConfigError(
-                *(loaded.problem(m.keys[0], m.message, m.hint) for m in error.problems)
+                *(loaded_config.problem(m.keys[0], m.message, m.hint) for m in error.problems)
             ) from None
         nodes = _nodes(source)
         if config.model.level == "node":
@@ -114,12 +114,12 @@ class GraphSpec(SampleSetSpec):
         return cls(config, shape, samples, survey)
 
     @classmethod
-    def assume(cls, loaded: Loaded, say: Say, world_size: int = 1) -> Self:
+    def assume(cls, loaded_config: Loaded, say: Say, world_size: int = 1) -> Self:
         """See `TaskSpec`: a few generated graphs replace those that are not stored yet."""
-        config = _graph(loaded.config)
+        config = _graph(loaded_config.config)
         options = config.data.generator_options
         if options is None or holds_arrays(_folder(config)):
-            return cls.open(loaded, world_size)
+            return cls.open(loaded_config, world_size)
         preview = generator_of(config.data.source).preview(options, config.data_seed)
         source = InMemorySource(preview)
         say(
@@ -216,7 +216,7 @@ def _opened(config: GraphConfig) -> tuple[Source, Mapping[str, Int64Array]]:
 
 
 def _wrong(message: str) -> ConfigError:
-    return ConfigError.one(message, where="data.source", key="data.source")
+    return ConfigError.of(message, where="data.source", key="data.source")
 
 
 def _is_stored(config: GraphConfig) -> bool:

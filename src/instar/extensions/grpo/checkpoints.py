@@ -33,7 +33,7 @@ def find_checkpoint(options: Options, resume: Resume | None) -> Path | None:
     markers = sorted(folder.glob(f"{_PREFIX}*/{MARKER}"), key=lambda path: step_of(path.parent))
     if resume is None:
         if markers or RunDir(folder).holds_run():
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"{folder} holds a run",
                 where="--run-suffix",
                 hint="continue it with --resume, or choose another --run-suffix",
@@ -42,7 +42,7 @@ def find_checkpoint(options: Options, resume: Resume | None) -> Path | None:
     if not markers:
         if resume == "auto":
             return None
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{folder} has no checkpoint",
             where="--resume",
             hint="leave it out to start the run, or write --resume auto for either",
@@ -67,7 +67,7 @@ def read_marker(checkpoint: Path) -> dict[str, Any]:
         problem = "no options"
     except (OSError, ValueError) as error:
         problem = str(error)
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"{path}: {problem}", where="--resume", hint="remove this checkpoint to use the one before"
     )
 
@@ -76,7 +76,7 @@ def _check_fixed(checkpoint: Path, options: Options) -> None:
     before = read_marker(checkpoint)["options"]
     for key, value in options.fixed().items():
         if before.get(key, value) != value:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"{checkpoint} was trained with {before[key]!r}, not {value!r}",
                 where=f"--{key.replace('_', '-')}",
                 hint="resume with the same value, or start another run with --run-suffix",

@@ -58,7 +58,7 @@ def load_questions(dataset: str) -> Questions:
     if path.is_dir():
         return Questions(_read(_split_file(path, "train")), _read(_split_file(path, "test")))
     if path.suffix not in _SUFFIXES or not path.exists():
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"there is no data set {dataset!r}",
             where="--dataset",
             hint=f"write {', '.join(_ON_THE_HUB)}, {ARITHMETIC}, or the path of a .jsonl or .parquet file",
@@ -66,7 +66,7 @@ def load_questions(dataset: str) -> Questions:
     questions = _read(path)
     held_out = max(1, int(_HELD_OUT * len(questions)))
     if len(questions) < 2:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{path} has {len(questions)} question; one for training and one for evaluation are needed",
             where="--dataset",
         )
@@ -91,7 +91,7 @@ def _from_hub(name: str) -> Questions:
     try:
         loaded = load_dataset(path, config)
     except Exception as error:  # its errors share no class: the hub's, requests', its own
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{path} cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0][:200]}",
             where=f"--dataset {name}",
             hint="check the connection to the Hugging Face hub, or give the path of a file with its rows",
@@ -104,7 +104,7 @@ def _split_file(folder: Path, split: str) -> Path:
     for suffix in _SUFFIXES:
         if (path := folder / f"{split}{suffix}").exists():
             return path
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"{folder} has no {split}.jsonl or {split}.parquet",
         where="--dataset",
         hint="give one file, of which a tenth is held out, or a folder with both",
@@ -120,10 +120,10 @@ def _read(path: Path) -> tuple[Question, ...]:
             try:
                 return _questions(read_table(path).to_pylist(), str(path))
             except ArrowException as error:
-                raise ConfigError.one(f"{path}: {error}", where="--dataset") from error
+                raise ConfigError.of(f"{path}: {error}", where="--dataset") from error
         return _questions(_json_lines(path), str(path))
     except OSError as error:
-        raise ConfigError.one(f"{path}: {error.strerror or error}", where="--dataset") from error
+        raise ConfigError.of(f"{path}: {error.strerror or error}", where="--dataset") from error
 
 
 def _json_lines(path: Path) -> Iterator[Any]:
@@ -133,7 +133,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
                 try:
                     yield json.loads(of_bounded_depth(line))
                 except ValueError as error:
-                    raise ConfigError.one(
+                    raise ConfigError.of(
                         f"{path}:{number}: not a JSON object: {error}", where="--dataset"
                     ) from error
 
@@ -152,7 +152,7 @@ def _cells(row: Any, where: str) -> Sequence[str]:
     cells = (
         f"columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
     )
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"{where}: {cells}",
         where="--dataset",
         hint=f"rows have texts {' and '.join(COLUMNS[0])}, or {' and '.join(COLUMNS[1])}",

@@ -59,7 +59,7 @@ def load_policy(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, 
         tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
     except (OSError, ValueError) as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{model} cannot be loaded: {str(error).splitlines()[0][:300]}",
             where="--model",
             hint=f"write {TINY}, a folder, or a name on the Hugging Face hub",
@@ -96,7 +96,7 @@ def chat_prompt(tokenizer: Any, name: str, messages: Messages) -> str:
     try:
         return template.prompt(messages)
     except ValueError as error:
-        raise ConfigError.one(str(error), where=name) from None
+        raise ConfigError.of(str(error), where=name) from None
 
 
 class TextEncoder:
@@ -128,7 +128,7 @@ def _agree_on_end(model: Any, tokenizer: Any, name: str) -> None:
     if tokenizer.eos_token is None and ends:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     if tokenizer.eos_token is None:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{name} has no token that ends a text, so that no completion would end",
             where="--model",
             hint='name one of its tokens in its tokenizer_config.json: {"eos_token": "…"}',

@@ -148,4 +148,4 @@ def check_installed(*packages: str) -> None:
     if missing:
         extra = "pip install vllm" if missing == ["vllm"] else "pip install 'instar[grpo]'"
         extra = "pip install 'instar[wandb]'" if missing == ["wandb"] else extra
-        raise ConfigError.one(f"not installed: {', '.join(missing)}", "instar.recipes.grpo", extra)
+        raise ConfigError.of(f"not installed: {', '.join(missing)}", "instar.recipes.grpo", extra)

@@ -158,14 +158,14 @@ def find_server(generation: str, port: int, model: str) -> CompletionServer:
     listed = _listed(generation, address)
     names = [str(entry.get("id")) for entry in listed]
     if model not in names:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the server at {address} has {', '.join(names) or 'no model'}, not {model}",
             where="--model",
             hint="start it with the model that is trained",
         )
     dtype = listed[names.index(model)].get("dtype")
     if generation == "server" and dtype not in ("bfloat16", "float32"):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the server at {address} takes no weights",
             where="--generation server",
             hint=f"start python -m instar.recipes.grpo.serve --port {port}; for vLLM: --generation vllm",
@@ -183,7 +183,7 @@ def _listed(generation: str, address: str) -> list[dict[str, Any]]:
             listed = client.get("/v1/models").raise_for_status().json()["data"]
             return [dict(entry) for entry in listed]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"no server answers at {address}: {str(error) or type(error).__name__}",
             where="--vllm-port",
             hint=f"start one there: {command} --port {address.rpartition(':')[2]}",

@@ -54,7 +54,7 @@ class TypicalSaving:
 
 
 def expected_saving(
-    forecast: Forecast, loaded: Loaded, path: str | None, file: Path | None = None
+    forecast: Forecast, loaded_config: Loaded, path: str | None, file: Path | None = None
 ) -> ExpectedSaving | TypicalSaving | None:
     """Return the saving that a pilot predicts for a run, or else what is typical of its schedule; None if
     neither says anything.
@@ -66,7 +66,7 @@ def expected_saving(
     Raises:
         ConfigError: the pilot cannot be read; or `file` says nothing of this run.
     """
-    schedule = loaded.places.get(f"{SCHEDULE}[0]")
+    schedule = loaded_config.places.get(f"{SCHEDULE}[0]")
     sources = [source for source in (schedule and schedule.source, path) if source]
     nearby = (pilot_path(source) for source in sources if Path(source).is_file())
     pilot_file = file or next((candidate for candidate in nearby if candidate.exists()), None)
@@ -85,9 +85,9 @@ def expected_saving(
         if file is None:
             return typical(forecast)
         hint = "measure this run with: instar schedule pilot"
-        raise ConfigError.one(f"predicts nothing here: {error}", str(pilot_file), hint) from None
+        raise ConfigError.of(f"predicts nothing here: {error}", str(pilot_file), hint) from None
     saving = replace(saving, family=family_saving(forecast, exponents))
-    if different_keys := pilot.differing(loaded.config):
+    if different_keys := pilot.differing(loaded_config.config):
         beyond = (
             *saving.extrapolates,
             f"measured with other settings of {', '.join(different_keys)}",

@@ -128,7 +128,7 @@ def pilot(
         write_json(file, planned)
     saving = expected_saving(measurement.forecast, measurement.loaded, path, file)
     if not isinstance(saving, ExpectedSaving):
-        raise ConfigError.one("has no runs to predict from", str(file))
+        raise ConfigError.of("has no runs to predict from", str(file))
     return PilotResult(planned, saving, file)
 
 
@@ -313,7 +313,7 @@ def _check_same(file: Path, plan: Pilot, measurement: MeasuredConfig) -> None:
     """Raise ConfigError if a pilot that is not whole is about another config."""
     different_keys = plan.differing(measurement.config)
     if different_keys and plan.missing:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"was begun with other settings of {', '.join(different_keys)}",
             str(file),
             "choose another file with -o, or delete this one",

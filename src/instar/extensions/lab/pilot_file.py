@@ -164,10 +164,10 @@ def read_json_as(path: Path, kind: type[T], what: str, command: str) -> T:
             of_bounded_depth(read_regular(path, MAX_BYTES, follow=True)), type=kind
         )
     except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror or error}", str(path)) from None
+        raise ConfigError.of(f"cannot be read: {error.strerror or error}", str(path)) from None
     except (msgspec.MsgspecError, ValueError) as error:
         hint = f"write one with: {command}"
-        raise ConfigError.one(f"is not {what}: {error}", str(path), hint) from None
+        raise ConfigError.of(f"is not {what}: {error}", str(path), hint) from None
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:

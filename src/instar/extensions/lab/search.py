@@ -138,7 +138,7 @@ def search(
         _check_same(state, found, candidates, final.config)
     elif file.exists():
         hint = "choose another file with -o"
-        raise ConfigError.one("exists, and is not the file of a search", str(file), hint)
+        raise ConfigError.of("exists, and is not the file of a search", str(file), hint)
     else:
         planned = seeds or (final.config.seed,)
         found = _plan(final, candidates, budget_s, steps, planned, say)
@@ -198,8 +198,10 @@ def _final(measurement: MeasuredConfig) -> _Final:
             hint = "leave it out: a search replaces the schedule, and proposes growth only"
             problems.append((f"schedule[{number}]", f"is {entry.name}", hint))
     if problems:
-        loaded = measurement.loaded
-        raise ConfigError(*(loaded.problem(k, f"{k} {text}", hint) for k, text, hint in problems))
+        loaded_config = measurement.loaded
+        raise ConfigError(
+            *(loaded_config.problem(k, f"{k} {text}", hint) for k, text, hint in problems)
+        )
     first, last = (
         shape_of_stage(measurement, stage) for stage in (0, len(measurement.forecast.stages) - 1)
     )
@@ -326,7 +328,7 @@ def _check_same(
     if keys or plan.candidates != candidates:
         difference = f"settings of {', '.join(keys)}" if keys else "candidates"
         hint = "choose another file with -o, or delete this one"
-        raise ConfigError.one(f"was begun with other {difference}", str(file), hint)
+        raise ConfigError.of(f"was begun with other {difference}", str(file), hint)
 
 
 @dataclass(frozen=True)

@@ -91,20 +91,24 @@ def prepare_measurement(
     from instar.run.origin.load import load_run_config
     from instar.run.start.preflight import prepare_run_data
 
-    loaded = load_run_config(path, overrides)
-    start = resolve_ranks(loaded.config.parallel, placement(os.environ), world_size, devices)
-    _check_kind(loaded)
-    prepare_run_data(loaded, start.ranks, say)
-    forecast = _forecast(loaded, start.ranks)
+    loaded_config = load_run_config(path, overrides)
+    start = resolve_ranks(loaded_config.config.parallel, placement(os.environ), world_size, devices)
+    _check_kind(loaded_config)
+    prepare_run_data(loaded_config, start.ranks, say)
+    forecast = _forecast(loaded_config, start.ranks)
     if forecast.steps is None:
-        raise refused(loaded, "train.until", "has no last step, of which a short run is a share")
-    options = (*overrides, *_without_presets(loaded))
-    return MeasuredConfig(path, options, loaded, forecast, start.ranks, start.devices or None)
+        raise refused(
+            loaded_config, "train.until", "has no last step, of which a short run is a share"
+        )
+    options = (*overrides, *_without_presets(loaded_config))
+    return MeasuredConfig(
+        path, options, loaded_config, forecast, start.ranks, start.devices or None
+    )
 
 
-def refused(loaded: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
+def refused(loaded_config: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
     """Return an error at a key of a config."""
-    return ConfigError(loaded.problem(key, f"{key} {message}", hint))
+    return ConfigError(loaded_config.problem(key, f"{key} {message}", hint))
 
 
 def options(values: Mapping[str, Any]) -> list[str]:
@@ -147,7 +151,7 @@ def too_short(what: str, budget_s: float, needed_s: float) -> ConfigError:
     """Return the error of a budget that is too small."""
     from instar.config.budget import Budget
 
-    return ConfigError.one(
+    return ConfigError.of(
         f"{what} do not fit in {budget_s:,.0f} s",
         where="--budget",
         hint=f"give at least {Budget('seconds', max(1.0, round(needed_s)))}",
@@ -216,32 +220,37 @@ def losses_of(run: Path) -> tuple[tuple[int, float, float], ...]:
     return tuple(losses[step] for step in sorted(losses))
 
 
-def _without_presets(loaded: Loaded) -> list[str]:
+def _without_presets(loaded_config: Loaded) -> list[str]:
     """Return settings with which the same file gives the same config without its presets, of which one
     may make the schedule that short runs change."""
     from instar.config.fields import values
     from instar.config.origins import PRESET
 
-    every, origins = values(loaded.config), loaded.origins
+    every, origins = values(loaded_config.config), loaded_config.origins
     preset_values = {key: every[key] for key in every if origins[key].startswith(PRESET)}
     return options(preset_values) + (["preset=[]"] if preset_values else [])
 
 
-def _check_kind(loaded: Loaded) -> None:
+def _check_kind(loaded_config: Loaded) -> None:
     """Raise ConfigError for configs whose final size cannot be trained from scratch."""
     from instar.config.fields import LANGUAGE
 
-    config = loaded.config
+    config = loaded_config.config
     if config.task != LANGUAGE:
-        raise refused(loaded, "task", f"{config.task}: only {LANGUAGE} models are measured")
+        raise refused(loaded_config, "task", f"{config.task}: only {LANGUAGE} models are measured")
     if config.starts_from is not None:
         raise refused(
-            loaded, "model.from", "has weights that the final size does not have", "leave it out"
+            loaded_config,
+            "model.from",
+            "has weights that the final size does not have",
+            "leave it out",
         )
 
 
-def _forecast(loaded: Loaded, ranks: int) -> Forecast:
+def _forecast(loaded_config: Loaded, ranks: int) -> Forecast:
     from instar.schedule.forecast import checked_forecast
     from instar.tasks.task import spec_class
 
-    return checked_forecast(loaded, spec_class(loaded.config.task).open(loaded, ranks), ranks)
+    return checked_forecast(
+        loaded_config, spec_class(loaded_config.config.task).open(loaded_config, ranks), ranks
+    )

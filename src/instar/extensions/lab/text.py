@@ -15,7 +15,7 @@ from instar.schedule.render import wrapped_row
 
 
 def saving_note(
-    forecast: Forecast, loaded: Loaded, path: str | None, files: Mapping[str, Path | None]
+    forecast: Forecast, loaded_config: Loaded, path: str | None, files: Mapping[str, Path | None]
 ) -> ForecastNote:
     """Return what growth is expected to save in the run of a forecast, by its pilot or as is typical.
 
@@ -23,7 +23,7 @@ def saving_note(
         path: of the run's config.
         files: `pilot`: the pilot to use, instead of the config's.
     """
-    saving = expected_saving(forecast, loaded, path, files.get("pilot"))
+    saving = expected_saving(forecast, loaded_config, path, files.get("pilot"))
     return ForecastNote("" if saving is None else render_saving(saving), saving_values(saving))
 
 

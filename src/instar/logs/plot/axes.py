@@ -39,7 +39,7 @@ def check_axis(axis: str, records: Sequence[RunRecord]) -> None:
             continue
         available = [name for name in AXES if _has(record, name)]
         if available:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"{record.run.path} has no values on the axis {axis}",
                 where="--x",
                 hint=f"it has {', '.join(available)}",

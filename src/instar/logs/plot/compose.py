@@ -77,7 +77,7 @@ def compose(records: Sequence[RunRecord], request: ChartRequest) -> Chart:
     """
     if not any(record.metrics for record in records):
         where = ", ".join(str(record.run.path) for record in records)
-        raise ConfigError.one(f"nothing to draw: no metric has been recorded yet in {where}")
+        raise ConfigError.of(f"nothing to draw: no metric has been recorded yet in {where}")
     _check_metrics(records, request)
     check_axis(request.axis, [record for record in records if record.metrics])
     runs = [record.run for record in records]
@@ -93,7 +93,7 @@ def compose(records: Sequence[RunRecord], request: ChartRequest) -> Chart:
     notes = [*_empty_note(request, panels)]
     panels = tuple(panel for panel in panels if panel.curves)
     if not panels:
-        raise ConfigError.one(_why_nothing(records, request))
+        raise ConfigError.of(_why_nothing(records, request))
     notes += notes_on_data({k: [runs[n] for n in numbers] for k, numbers in groups.items()})
     panels = (replace(panels[0], notes=(*panels[0].notes, *notes)), *panels[1:])
     labels = [

@@ -207,7 +207,7 @@ def rendered(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> 
     try:
         from matplotlib import rc_context
     except ImportError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "plots need matplotlib, which is not installed",
             hint="pip install 'instar[plot]'; without it: --format json",
         ) from error

@@ -74,7 +74,7 @@ def terminal(chart: Chart, size: TerminalSize) -> str:
     try:
         import plotext
     except ImportError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "plots on a terminal need plotext, which is not installed",
             hint="pip install 'instar[plot]'; without it: --format json",
         ) from error

@@ -86,7 +86,7 @@ def axis_named(text: str, axes: Sequence[str] = PLACED_BY, where: str = "") -> s
     near = get_close_matches(name, [*axes, *axis_names], n=1)
     suggestion = axis_names.get(near[0], near[0]) if near else ""
     hint = f"did you mean {suggestion!r}?" if suggestion else f"expected one of {', '.join(axes)}"
-    raise ConfigError.one(f"unknown axis {text!r}", where, hint)
+    raise ConfigError.of(f"unknown axis {text!r}", where, hint)
 
 
 def place_on(axis: str, text: str, option: str) -> float:
@@ -101,7 +101,7 @@ def place_on(axis: str, text: str, option: str) -> float:
         with suppress(ValueError):
             return datetime.fromisoformat(text).timestamp()
     forms = {"time": "2026-01-31T12:00", **dict.fromkeys(_SECONDS, "90s, 10min or 1.5h")}
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"{text!r} is not a place on the axis {axis}",
         where=option,
         hint=f"write it like {forms.get(axis, '2000, 20M or 1.5e9')}",
@@ -129,7 +129,7 @@ def parse_place(text: str) -> AxisValue:
         except ValueError:
             raise _not_a_place(text) from None
         if budget.kind == "loss":
-            raise ConfigError.one(f"{text!r} is not a place", hint="use --at-loss")
+            raise ConfigError.of(f"{text!r} is not a place", hint="use --at-loss")
         return AxisValue(_BUDGETS.get(budget.kind, budget.kind), budget.amount)
     axis = axis_named(name.strip())
     value = _amount(axis, amount)
@@ -180,7 +180,7 @@ def unique(x: Floats, values: Floats) -> tuple[Floats, Floats]:
 
 
 def _not_a_place(text: str) -> ConfigError:
-    return ConfigError.one(f"{text!r} is not a place in a run", hint=f"write one like {FORMS}")
+    return ConfigError.of(f"{text!r} is not a place in a run", hint=f"write one like {FORMS}")
 
 
 @dataclass(frozen=True)

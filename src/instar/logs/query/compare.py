@@ -138,7 +138,7 @@ def compare_groups(
         {name: None for run in all_runs for name in run.metrics}, key=_rank(patterns or COMPARED)
     )
     if not names:
-        raise ConfigError.one(f"nothing has been measured yet in {_names(groups)}")
+        raise ConfigError.of(f"nothing has been measured yet in {_names(groups)}")
     at = tuple(places or even_places(axis, _furthest(all_runs, axis)))
     return Comparison(
         groups=tuple(groups),
@@ -216,11 +216,11 @@ def _check_goal(
     """Raises ConfigError if it means nothing to compare where the runs reach a value of a metric."""
     is_held_out = goal.startswith("val/")
     if is_held_out and evaluations.differing:
-        raise ConfigError.one(evaluations.differing[0], where="--at-loss", hint=SAME_DATA)
+        raise ConfigError.of(evaluations.differing[0], where="--at-loss", hint=SAME_DATA)
     if not (is_held_out and evaluations.is_known):
         check_same_data(configs, goal)
     if is_held_out and new_bases:
-        raise ConfigError.one(new_bases[0], where="--at-loss", hint="leave --at-loss out")
+        raise ConfigError.of(new_bases[0], where="--at-loss", hint="leave --at-loss out")
 
 
 def _names(groups: Sequence[RunGroup]) -> str:

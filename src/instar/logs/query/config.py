@@ -88,8 +88,8 @@ def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[st
     for run in runs:
         try:
             check_regular(run.config)
-            loaded = load_config(str(run.config), checks=(), import_task=False)
-            config = loaded.config
+            loaded_config = load_config(str(run.config), checks=(), import_task=False)
+            config = loaded_config.config
             if changed := {key: value for key, (value, _) in set_at_resumes(run).items()}:
                 with suppress(ValueError):  # a key of a task that is not imported
                     config = with_values(config, changed)

@@ -255,7 +255,7 @@ SAME_DATA = "compare runs on the same data and tokenizer, or leave --at-loss out
 def check_same_data(configs: Sequence[Config], metric: str) -> None:
     """Raises ConfigError unless the metric is measured on the same data and tokens in all runs."""
     if keys := _differing(configs, held_out=metric.startswith("val/")):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the runs differ in {', '.join(keys)}: {metric} is measured on different data or tokens",
             where="--at-loss",
             hint=SAME_DATA,

@@ -80,15 +80,15 @@ def change_labels(runs: Iterable[RunDir], change: Callable[[RunLabels], RunLabel
         try:
             _change(path, names, change)
         except OSError as error:
-            raise ConfigError.one(f"cannot write {path}: {error.strerror}") from error
+            raise ConfigError.of(f"cannot write {path}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
             hint = "correct the file, or delete it to start anew"
-            raise ConfigError.one(f"{path} is not valid: {error}", hint=hint) from error
+            raise ConfigError.of(f"{path} is not valid: {error}", hint=hint) from error
 
 
 def _change(path: Path, names: Iterable[str], change: Callable[[RunLabels], RunLabels]) -> None:
     if path.parent.is_symlink():
-        raise ConfigError.one(f"{path.parent} is a symbolic link, which is not followed")
+        raise ConfigError.of(f"{path.parent} is a symbolic link, which is not followed")
     make_folder(path.parent)
     with os.fdopen(own_regular(path.with_suffix(".lock"), mode=0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -111,9 +111,9 @@ def _checked(labels: RunLabels) -> RunLabels:
     for tag in labels.tags:
         if not _TAG.fullmatch(tag):
             hint = "up to 40 letters, digits and any of . : / + = - _"
-            raise ConfigError.one(f"invalid tag {tag!r}", where="--add", hint=hint)
+            raise ConfigError.of(f"invalid tag {tag!r}", where="--add", hint=hint)
     if len(labels.note) > MAX_NOTE:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the note has {len(labels.note):,} characters, more than {MAX_NOTE:,}", where="-m"
         )
     return labels

@@ -53,7 +53,7 @@ def _resolve(text: str, out_dir: Path) -> list[RunDir]:
     if glob.has_magic(text):
         if matched := list(_matching(text, out_dir)):
             return matched
-        raise ConfigError.one(f"no run matches {text!r}", hint=_latest_hint(out_dir))
+        raise ConfigError.of(f"no run matches {text!r}", hint=_latest_hint(out_dir))
     runs = runs_in(out_dir)
     if text == _LATEST and runs:
         return runs[-1:]
@@ -89,18 +89,18 @@ def _runs_at(paths: Iterable[Path]) -> Iterator[RunDir]:
 def _no_run(text: str, out_dir: Path) -> ConfigError:
     path = Path(text)
     if text and path.is_dir():
-        return ConfigError.one(f"{path} is neither a run nor a folder of runs: it has no run.yaml")
+        return ConfigError.of(f"{path} is neither a run nor a folder of runs: it has no run.yaml")
     as_path = path.parent != Path()
     folder = path.parent if as_path else out_dir
     runs = runs_in(folder)
     if not runs:
-        return ConfigError.one(f"no run in {folder}", hint="start one with instar train")
+        return ConfigError.of(f"no run in {folder}", hint="start one with instar train")
     names = [str(run.path) for run in runs]
     if not as_path:
         names = [name for run in runs for name in (run.path.name, run.name, run.id)]
     near = get_close_matches(str(path) if as_path else text, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else _latest_hint(folder)
-    return ConfigError.one(f"no run {text!r}{'' if as_path else f' in {folder}'}", hint=hint)
+    return ConfigError.of(f"no run {text!r}{'' if as_path else f' in {folder}'}", hint=hint)
 
 
 def _latest_hint(out_dir: Path) -> str:
@@ -199,7 +199,7 @@ def list_rows(
         ConfigError: the state is unknown.
     """
     if state is not None and state not in STATES:
-        raise ConfigError.one(f"unknown state {state!r}", "--state", _state_hint(state))
+        raise ConfigError.of(f"unknown state {state!r}", "--state", _state_hint(state))
     matches = [
         (run, labels)
         for run, labels in zip(runs, labels_of(runs), strict=True)

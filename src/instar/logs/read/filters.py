@@ -89,7 +89,7 @@ def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) ->
             near = get_close_matches(kind, known_kinds, n=1)
             expected = f"expected one of {', '.join(known_kinds)}"
             hint = f"did you mean {near[0]!r}?" if near else expected
-            raise ConfigError.one(f"unknown kind of event {kind!r}", "--kind", hint)
+            raise ConfigError.of(f"unknown kind of event {kind!r}", "--kind", hint)
 
 
 def _events(run: RunDir, kinds: Collection[bytes]) -> Iterator[tuple[bytes, Event]]:

@@ -213,7 +213,7 @@ def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigErr
     near = get_close_matches(metric, [*metrics, *ALIASES], n=1)
     available = ", ".join(metrics) or "none"
     hint = f"did you mean {near[0]!r}?" if near else f"it has {available}"
-    return ConfigError.one(f"no metric {metric!r} in {where}", hint=hint)
+    return ConfigError.of(f"no metric {metric!r} in {where}", hint=hint)
 
 
 def read_record(run: RunDir) -> RunRecord:

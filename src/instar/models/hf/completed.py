@@ -107,9 +107,9 @@ def keys_of(config: Mapping[str, Any]) -> frozenset[str]:
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    declared = {field.name for field in dataclasses.fields(config_type)} - common
+    field_names = {field.name for field in dataclasses.fields(config_type)} - common
     sizes = FAMILIES[config["model_type"]].axes.values()
-    return frozenset({*declared, *LEGACY, *_COMMON, *config_type.attribute_map, *sizes})
+    return frozenset({*field_names, *LEGACY, *_COMMON, *config_type.attribute_map, *sizes})
 
 
 def explicit_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,12 +89,12 @@ def export_folder(
         if weights is None:
             read = stack.enter_context(checkpoint.reading(component))
             check_shapes(path, read.layout.entries, shapes)
-            stored = outlines(read.layout)
-            weights = Parts(read, stored, lambda _: None)
+            file_outlines = outlines(read.layout)
+            weights = Parts(read, file_outlines, lambda _: None)
         else:
-            stored = {name: Outline.of(tensor) for name, tensor in weights.items()}
-            _check_other(path, stored, shapes, checkpoint.manifest.buffers)
-        tensor_outlines = parts.outlines(stored)
+            file_outlines = {name: Outline.of(tensor) for name, tensor in weights.items()}
+            _check_other(path, file_outlines, shapes, checkpoint.manifest.buffers)
+        tensor_outlines = parts.outlines(file_outlines)
         size = sum(outline.size_bytes for outline in tensor_outlines.values())
         temporary = stack.enter_context(atomic_dir(folder))
         bytes_written = partial(folder_bytes, temporary)
@@ -107,7 +107,7 @@ def export_folder(
 
 def _check_other(
     path: Path,
-    stored: Mapping[str, Outline],
+    file_outlines: Mapping[str, Outline],
     shapes: Mapping[str, tuple[int, ...]],
     buffers: Collection[str],
 ) -> None:
@@ -117,12 +117,12 @@ def _check_other(
         CheckpointError: a tensor is missing, unknown, or has another shape.
     """
     problems = [
-        f"{name} must have the shape {shape}, and {stored[name].shape if name in stored else 'is missing'}"
+        f"{name} must have the shape {shape}, and {file_outlines[name].shape if name in file_outlines else 'is missing'}"
         for name, shape in shapes.items()
-        if name not in stored or tuple(stored[name].shape) != tuple(shape)
+        if name not in file_outlines or tuple(file_outlines[name].shape) != tuple(shape)
     ]
     problems += [
-        f"{name} is unknown" for name in stored if name not in shapes and name not in buffers
+        f"{name} is unknown" for name in file_outlines if name not in shapes and name not in buffers
     ]
     if problems:
         raise CheckpointError(
@@ -137,7 +137,7 @@ class _Parts(Protocol):
     @property
     def arch(self) -> Architecture | PretrainedShape: ...
 
-    def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
+    def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
         """Returns the tensors of the files, for those of the checkpoint."""
         ...
 
@@ -157,8 +157,8 @@ class _GPTExport:
     arch: Architecture
     run: Path
 
-    def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
-        tensors = to_tensors(self.arch, _meta(stored))
+    def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
+        tensors = to_tensors(self.arch, _meta(file_outlines))
         return {name: Outline.of(tensor) for name, tensor in tensors.items()}
 
     def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
@@ -237,10 +237,10 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
     return RunDir(run_dir).checkpoints / checkpoint.name
 
 
-def _meta(stored: Mapping[str, Outline]) -> dict[str, Tensor]:
+def _meta(file_outlines: Mapping[str, Outline]) -> dict[str, Tensor]:
     return {
         n: torch.empty(outline.shape, dtype=outline.dtype, device="meta")
-        for n, outline in stored.items()
+        for n, outline in file_outlines.items()
     }
 
 

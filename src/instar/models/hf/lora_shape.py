@@ -88,8 +88,8 @@ class LoraShape(PretrainedShape):
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
         """See `PretrainedShape`; without adapters, which the caller moves with their blocks."""
-        grown: Self = PretrainedShape.deeper(self.without_adapters(), sources)
-        return grown
+        shape: Self = PretrainedShape.deeper(self.without_adapters(), sources)
+        return shape
 
     def with_experts(self, number: int, per_token: int, balance: float) -> LoraShape:
         """See `PretrainedShape`; adapters of attention stay.

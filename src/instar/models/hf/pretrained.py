@@ -44,9 +44,9 @@ class PretrainedShape:
                 )
             )
         problems = [
-            problem("from", f"{key} is {self.config[key]!r}; only {allowed[0]!r} is supported")
-            for key, allowed in self.family.must.items()
-            if key in self.config and self.config[key] not in allowed
+            problem("from", f"{key} is {self.config[key]!r}; only {values[0]!r} is supported")
+            for key, values in self.family.must.items()
+            if key in self.config and self.config[key] not in values
         ]
         if kind not in BUILT_IN and self.family.eps not in self.config:
             message = f"its config has no {self.family.eps}, the key that its family names for eps"
@@ -82,8 +82,8 @@ class PretrainedShape:
         }
         embed, heads = values["embed"], values["heads"]
         if _are_sizes(embed, heads):
-            derived = {"mlp": 4 * embed, "kv_heads": heads, "head_dim": embed // heads}
-            values |= {axis: size for axis, size in derived.items() if values.get(axis) is None}
+            defaults = {"mlp": 4 * embed, "kv_heads": heads, "head_dim": embed // heads}
+            values |= {axis: size for axis, size in defaults.items() if values.get(axis) is None}
         yield from values.items()
 
     @property
@@ -159,13 +159,13 @@ class PretrainedShape:
         old_sizes = {axis: size for axis, size in self._sizes() if axis in axes}
         changes = {axes[axis]: size for axis, size in {**old_sizes, **sizes}.items()}
         config = pinned(self.config, self.context) if "context" in sizes else self.config
-        grown = replace(self, config={**config, **changes})
-        after = grown.sizes()
+        shape = replace(self, config={**config, **changes})
+        after = shape.sizes()
         for axis, size in self._sizes():
             if axis not in sizes and after[axis] != size:
                 message = f"{axis} would become {after[axis]}, not stay {size}: the config of {self.family.name} has no key for it"
                 raise ArchitectureError(problem("from", message))
-        return grown
+        return shape
 
     def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self:
         config = dict(self.config)
@@ -189,12 +189,12 @@ class PretrainedShape:
         now = self.sizes()["context"]
         rope = scaled(self.config, kind, context, now, self.family.rope_scalings)
         # beyond this size transformers changes the frequencies of `dynamic`
-        grown = self.resized(context=now if kind == "dynamic" else context)
-        return replace(grown, config={**grown.config, "rope_parameters": rope})
+        shape = self.resized(context=now if kind == "dynamic" else context)
+        return replace(shape, config={**shape.config, "rope_parameters": rope})
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
         """Returns a copy whose block j has the kind of the old block ``sources[j]``, or of the one below."""
-        grown = self.resized(layers=len(sources))
+        shape = self.resized(layers=len(sources))
         lists = {
             key: value
             for key, value in self.config.items()
@@ -202,9 +202,9 @@ class PretrainedShape:
         }
         blocks = _kept_sources(sources)
         return replace(
-            grown,
+            shape,
             config={
-                **grown.config,
+                **shape.config,
                 **{key: [value[at] for at in blocks] for key, value in lists.items()},
             },
         )
@@ -222,7 +222,7 @@ class PretrainedShape:
             raise ArchitectureError(problem("from", message, f"{possible} have one"))
         axes, sizes = FAMILIES[expert_family.model_type].axes, {**self.sizes(), "experts": number}
         same = {key: value for key, value in self.config.items() if key != "layer_types"}
-        grown = PretrainedShape(
+        shape = PretrainedShape(
             {
                 **same,
                 **expert_family.config,
@@ -233,11 +233,11 @@ class PretrainedShape:
                 "router_aux_loss_coef": balance,
             }
         )
-        old, new = self.parameters(), grown.parameters()
+        old, new = self.parameters(), shape.parameters()
         if missing := [name for name in old if not _is_mlp_weight(name) and name not in new]:
-            message = f"{grown.family.name} has no {missing[0].removeprefix('blocks.0.')}"
+            message = f"{shape.family.name} has no {missing[0].removeprefix('blocks.0.')}"
             raise ArchitectureError(problem("from", message))
-        return grown
+        return shape
 
     def parameters(self) -> dict[str, Parameter]:
         """Returns every parameter by its name with the prefix ``blocks.``, in the module's order."""
@@ -265,8 +265,8 @@ class PretrainedShape:
         name = prefix + entry.name
         weight = Parameter(entry.axes, shape, entry.kind, std, entry.parts, offset)
         yield (name if entry.bare else f"{name}.weight"), weight
-        biased = self.config.get(entry.bias) if isinstance(entry.bias, str) else entry.bias
-        if biased:
+        has_bias = self.config.get(entry.bias) if isinstance(entry.bias, str) else entry.bias
+        if has_bias:
             output = entry.axes[1 if entry.kind == "transposed" else 0]
             kind: Kind = "bias" if is_weight else "norm"
             yield (

@@ -69,8 +69,8 @@ class PretrainedFolder:
 
     def config_of(self, shape: PretrainedShape) -> dict[str, Any]:
         """Returns the `config.json` of a model of another shape, with this one's other entries."""
-        replaced = keys_of(self.shape.config) | keys_of(shape.config)
-        other_entries = {key: value for key, value in self.config.items() if key not in replaced}
+        shape_keys = keys_of(self.shape.config) | keys_of(shape.config)
+        other_entries = {key: value for key, value in self.config.items() if key not in shape_keys}
         return {**other_entries, **explicit_config(shape.config)}
 
     @contextmanager
@@ -124,18 +124,18 @@ def open_folder(path: Path | str) -> PretrainedFolder:
             f"{path / _ADAPTER}: transformers adds the adapter to the weights as it loads them; merge it, and save the "
             "model alone"
         )
-    if quantised := [
+    if quantised_names := [
         key for key in ("quantization_config", "compression_config") if config.get(key)
     ]:
         raise CheckpointError(
-            f"{where}: {quantised[0]}: quantised weights do not grow; load the model in floating point and "
+            f"{where}: {quantised_names[0]}: quantised weights do not grow; load the model in floating point and "
             "save it again with save_pretrained"
         )
     layout = weights_layout(path)
     _check_counts(where, config, FAMILIES[kind], len(layout.entries))
     shape = _shape(where, config)
-    stored = _stored(path, shape, layout)
-    return PretrainedFolder(path, config, shape, layout, stored)
+    stored_names = _stored(path, shape, layout)
+    return PretrainedFolder(path, config, shape, layout, stored_names)
 
 
 def _check_counts(where: Path, config: Mapping[str, Any], family: Family, tensors: int) -> None:
@@ -167,23 +167,23 @@ def _stored(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str
         )
     parts = file_parts(shape, single_experts=single)
     prefix = shape.family.blocks.partition(".")[0] + "."
-    stored, problems = dict[str, str](), list[str]()
+    stored_names, problems = dict[str, str](), list[str]()
     for name in layout.entries:
         if BUFFERS.fullmatch(name.removeprefix(prefix)):
             continue
         full = name if name in parts or prefix + name not in parts else prefix + name
-        if full in stored:
+        if full in stored_names:
             problems.append(f"{full}: saved twice, also as {name}")
-        stored[full] = name
-    if shape.tied and _HEAD in stored:
-        problems += _problems_of_head(shape, layout, stored)
-    entries = {full: layout.entries[name] for full, name in stored.items()}
+        stored_names[full] = name
+    if shape.tied and _HEAD in stored_names:
+        problems += _problems_of_head(shape, layout, stored_names)
+    entries = {full: layout.entries[name] for full, name in stored_names.items()}
     problems += _mismatches(parts, entries)
     if problems:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
         title = f"{path}: the tensors are not those of the {shape.family.name} of {CONFIG}:"
         raise CheckpointError("\n  ".join([title, *problems[:12], *more]))
-    return {full: stored[full] for full in parts}
+    return {full: stored_names[full] for full in parts}
 
 
 def _mismatches(parts: Mapping[str, FilePart], entries: Mapping[str, TensorEntry]) -> Iterable[str]:
@@ -202,12 +202,12 @@ def _mismatches(parts: Mapping[str, FilePart], entries: Mapping[str, TensorEntry
 
 
 def _problems_of_head(
-    shape: PretrainedShape, layout: Layout, stored: dict[str, str]
+    shape: PretrainedShape, layout: Layout, stored_names: dict[str, str]
 ) -> Iterable[str]:
     """Removes a repeated tied head; returns a problem if it differs from the table of tokens."""
-    head = stored.pop(_HEAD)
+    head = stored_names.pop(_HEAD)
     table = next(n for n, entry in shape.parameters().items() if entry.kind == "embedding")
-    tokens = stored.get(table)
+    tokens = stored_names.get(table)
     if tokens is None:
         return []
     head_entry, tokens_entry = layout.entries[head], layout.entries[tokens]

@@ -75,10 +75,11 @@ class PretrainedExport:
     arch: LoraShape
     run: Path
 
-    def outlines(self, stored: Mapping[str, Outline]) -> dict[str, Outline]:
+    def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
         """Returns the tensors of the files, for those of the checkpoint."""
         return {
-            name: Outline(stored[slot.parameter].dtype, slot.shape) for name, slot in self._slots()
+            name: Outline(file_outlines[slot.parameter].dtype, slot.shape)
+            for name, slot in self._slots()
         }
 
     def conversions(self, weights: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:

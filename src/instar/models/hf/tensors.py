@@ -91,8 +91,8 @@ def conversions(
             merged_weight(arch, tensors, name) if name in table else torch.zeros(shapes[name].shape)
             for name in sources
         ]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (joined.T if _is_transposed(shapes[sources[0]], style) else joined).contiguous()
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (tensor.T if _is_transposed(shapes[sources[0]], style) else tensor).contiguous()
 
     return {name: partial(convert, sources) for name, sources in _names(export_arch, style).items()}
 
@@ -117,8 +117,8 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
         tensor = by_full_name.pop(name)
         lengths = [table[part].shape[0] for part in sources]
         shape: tuple[int, ...] = (sum(lengths), *table[sources[0]].shape[1:])
-        transposed = _is_transposed(table[sources[0]], style)
-        expected = shape[::-1] if transposed else shape
+        is_transposed = _is_transposed(table[sources[0]], style)
+        expected = shape[::-1] if is_transposed else shape
         if tuple(tensor.shape) != expected:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, but config.json says {expected}")
         elif not tensor.is_floating_point():
@@ -126,8 +126,8 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
         elif not tensor.isfinite().all():
             problems.append(f"{name}: holds values that are not finite (NaN or infinite)")
         else:
-            fused = (tensor.T if transposed else tensor).to(torch.float32)
-            for part, piece in zip(sources, torch.split(fused, lengths), strict=True):
+            matrix = (tensor.T if is_transposed else tensor).to(torch.float32)
+            for part, piece in zip(sources, torch.split(matrix, lengths), strict=True):
                 parameters[part] = piece.clone(memory_format=torch.contiguous_format)
     problems += [f"{name}: unknown" for name in by_full_name]
     _refuse(problems, f"the {TITLES[style]} of config.json")

@@ -56,10 +56,10 @@ def weights_layout(folder: Path) -> Layout:
 
 
 def _without_weights(folder: Path) -> str:
-    pickled = sorted(path.name for kind in _PICKLED for path in folder.glob(kind))
-    if pickled:
+    names = sorted(path.name for kind in _PICKLED for path in folder.glob(kind))
+    if names:
         return (
-            f"{folder}: weights only as {', '.join(pickled)}, which may run any program when "
+            f"{folder}: weights only as {', '.join(names)}, which may run any program when "
             "unpickled and is not opened; save the model again with save_pretrained, which "
             f"writes {WEIGHTS}"
         )

@@ -190,7 +190,7 @@ def unfinished_branches(
             # the code of the task is the trunk's: what the file names is not imported before this is known
             task = load_run_config(str(run.config), import_task=False).config.task
             if task != parts.config.task:
-                raise ConfigError.one(
+                raise ConfigError.of(
                     f"task is {task}, and that of its trunk {parts.config.task}",
                     where=str(run.config),
                 )
@@ -206,7 +206,7 @@ def _relative(folder: Path, root: Path) -> Path:
 def _is_left(name: str, root: Path, parts: Components) -> bool:
     run = RunDir(branch_folder(root, name))
     if run.path.is_symlink():
-        raise ConfigError.one("a symbolic link, which is not followed", where=str(run.path))
+        raise ConfigError.of("a symbolic link, which is not followed", where=str(run.path))
     if not run.holds_run():
         parts.logger.console.warn(f"the branch {name} is gone: there is no run in {run.path}")
         return False

@@ -108,7 +108,7 @@ def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
             folded = when_due(stage, entry.operation)
             after = carried_out(folded, entry.operation, state.step)
         except ValueError as error:
-            raise ConfigError.one(str(error), where=entry.place) from error
+            raise ConfigError.of(str(error), where=entry.place) from error
         if folded is not stage:
             yield folded
         skipped = entry.on_failure == "skip" and too_large(entry, after.architecture)

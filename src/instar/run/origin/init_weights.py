@@ -136,7 +136,7 @@ def _checkpoint(path: Path) -> Path:
         return resolve_checkpoint(str(path))
     if not (root := path).joinpath("checkpoints").is_dir():
         if path.is_dir() and not RunDir(path).holds_run():
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"{path} has no {CONFIG} of a Hugging Face model, no {MANIFEST} of a checkpoint and "
                 "no run.yaml of a run"
             )
@@ -146,9 +146,7 @@ def _checkpoint(path: Path) -> Path:
             why = error.problems[0]
             download = "a model on the hub is downloaded with: hf download NAME --local-dir FOLDER"
             hint = why.hint if why.hint.startswith(("did", "say")) else download
-            raise ConfigError.one(
-                f"{why.message}, and no folder {str(path)!r}", hint=hint
-            ) from None
+            raise ConfigError.of(f"{why.message}, and no folder {str(path)!r}", hint=hint) from None
     return pointer_target(root, BEST) or latest_checkpoint(root)
 
 
@@ -162,7 +160,7 @@ def brought(config_values: Mapping[str, Any]) -> Brought:
     try:
         weights = find_weights(text, str(task))
         if weights.task != task:
-            raise ConfigError.one(f"{weights.about} is of task {weights.task}, not of {task}")
+            raise ConfigError.of(f"{weights.about} is of task {weights.task}, not of {task}")
         section = _prefixed(weights.section())
         source = weights.tokenizer() if task in _ON_TEXT else None
     except CheckpointError as error:
@@ -249,7 +247,7 @@ def _other_tokenizer(tokenizer_name: str, weights: Weights) -> ConfigProblem:
     )
 
 
-def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
+def starting_weights(loaded_config: Loaded, spec: TaskSpec) -> Weights | None:
     """Return the weights that a new run starts from; None for random ones.
 
     Args:
@@ -259,17 +257,19 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
         ConfigError: they do not fit the model or the data.
         CheckpointError: they cannot be read.
     """
-    text = loaded.config.starts_from
+    text = loaded_config.config.starts_from
     if text is None:
         return None
     try:
-        weights = find_weights(text, loaded.config.task)
+        weights = find_weights(text, loaded_config.config.task)
     except ConfigError as error:
         weight_problems = (_problem(KEY, problem) for problem in error.problems)
-        raise ConfigError(*(_located(loaded, problem) for problem in weight_problems)) from None
+        raise ConfigError(
+            *(_located(loaded_config, problem) for problem in weight_problems)
+        ) from None
     problems = [
         _located(
-            loaded,
+            loaded_config,
             ConfigProblem(
                 (f"model.{key}", KEY), f"{KEY}: {weights.about} has {key} {was!r}, this run {now!r}"
             ),
@@ -284,7 +284,7 @@ def starting_weights(loaded: Loaded, spec: TaskSpec) -> Weights | None:
             and tokenizer_name is not None
             and not same_vocabulary(source, tokenizer_name)
         ):
-            problems.append(_located(loaded, _other_tokenizer(named, weights)))
+            problems.append(_located(loaded_config, _other_tokenizer(named, weights)))
     if problems:
         raise ConfigError(*problems)
     return weights
@@ -307,7 +307,7 @@ def _prefixed(section: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in section.items()}
 
 
-def _located(loaded: Loaded, problem: ConfigProblem) -> ConfigProblem:
+def _located(loaded_config: Loaded, problem: ConfigProblem) -> ConfigProblem:
     """Return the problem at the first of its keys that was given."""
-    set_keys = [key for key in problem.keys if loaded.origins.get(key, DEFAULT) != DEFAULT]
-    return loaded.problem(next(iter(set_keys), KEY), problem.message, problem.hint)
+    set_keys = [key for key in problem.keys if loaded_config.origins.get(key, DEFAULT) != DEFAULT]
+    return loaded_config.problem(next(iter(set_keys), KEY), problem.message, problem.hint)

@@ -231,7 +231,9 @@ def rewind_step(path: Path, line: Line | None) -> int | None:
         return None
 
 
-def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) -> Continuation:
+def continuation(
+    resume: Resume, loaded_config: Loaded, checkpoint: Checkpoint | None
+) -> Continuation:
     """Read the run's config at step 0 and its history up to a checkpoint, and find the changes.
 
     A value from `--set` is a change if it differs from the current one; a value from a file, if it
@@ -243,9 +245,9 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
     """
     manifest = checkpoint.manifest if checkpoint is not None else None
     if manifest is not None and not resume.has_user_config:
-        check_complete(resume.run, loaded, manifest)
-    past = _read_past(resume.run, loaded, checkpoint)
-    changed = _changes(resume, loaded, past)
+        check_complete(resume.run, loaded_config, manifest)
+    past = _read_past(resume.run, loaded_config, checkpoint)
+    changed = _changes(resume, loaded_config, past)
     # an imported checkpoint has no state of a run
     untrained = checkpoint is not None and not checkpoint.state
     refused = {
@@ -259,11 +261,11 @@ def continuation(resume: Resume, loaded: Loaded, checkpoint: Checkpoint | None) 
     current |= {key: after for key, (_, after) in changed.items()}
     if CHANGED_SOURCES in past.values:  # the run goes on with the data that it began with
         current[CHANGED_SOURCES] = "keep"
-    config = with_values(loaded.config, current)
-    origins = {key: loaded.origins.get(key, DEFAULT) for key in changed}
-    launch = _launch_values(loaded, manifest.config if manifest is not None else {})
+    config = with_values(loaded_config.config, current)
+    origins = {key: loaded_config.origins.get(key, DEFAULT) for key in changed}
+    launch = _launch_values(loaded_config, manifest.config if manifest is not None else {})
     return Continuation(
-        replace(loaded, config=config), past.began, past.history, changed, origins, launch
+        replace(loaded_config, config=config), past.began, past.history, changed, origins, launch
     )
 
 
@@ -286,7 +288,7 @@ class _Past:
     """dotted keys that the run had when it began, except launch-only ones"""
 
 
-def _read_past(run: RunDir, loaded: Loaded, checkpoint: Checkpoint | None) -> _Past:
+def _read_past(run: RunDir, loaded_config: Loaded, checkpoint: Checkpoint | None) -> _Past:
     """Fold the run's history up to a checkpoint; launch-only keys have their values of `loaded`.
 
     Raises:
@@ -296,12 +298,12 @@ def _read_past(run: RunDir, loaded: Loaded, checkpoint: Checkpoint | None) -> _P
     manifest = checkpoint.manifest if checkpoint is not None else None
     try:
         began = began_with(run, manifest)
-        if began.task != loaded.config.task:
-            raise _cannot_change(run, {"task": (began.task, loaded.config.task)})
+        if began.task != loaded_config.config.task:
+            raise _cannot_change(run, {"task": (began.task, loaded_config.config.task)})
         values_at_start = {
             key: value for key, value in values(began).items() if not is_launch_only(key)
         }
-        began = with_values(loaded.config, values_at_start)
+        began = with_values(loaded_config.config, values_at_start)
         history = history_from_json(manifest.history if manifest is not None else ())
         config, settings = effective(began, history)
         from_files = {key: value for key, value, origin in overrides(history) if origin != SET}
@@ -314,11 +316,11 @@ def _read_past(run: RunDir, loaded: Loaded, checkpoint: Checkpoint | None) -> _P
     )
 
 
-def _changes(resume: Resume, loaded: Loaded, past: _Past) -> dict[str, tuple[Any, Any]]:
+def _changes(resume: Resume, loaded_config: Loaded, past: _Past) -> dict[str, tuple[Any, Any]]:
     """Return (before, after) of the keys, except launch-only ones, that this resume changes."""
-    new_values = values(loaded.config)
+    new_values = values(loaded_config.config)
     if STARTS_FROM in past.values and (
-        loaded.origins.get(STARTS_FROM) != SET or not resume.by_person
+        loaded_config.origins.get(STARTS_FROM) != SET or not resume.by_person
     ):
         # the run has weights, whatever became of those
         new_values[STARTS_FROM] = past.values[STARTS_FROM]
@@ -328,11 +330,11 @@ def _changes(resume: Resume, loaded: Loaded, past: _Past) -> dict[str, tuple[Any
             continue
         if key in SPELLED and same_place(past.values[key], value):
             continue
-        if key == "data.seed" and past.config.data_seed == loaded.config.data_seed:
+        if key == "data.seed" and past.config.data_seed == loaded_config.config.data_seed:
             continue  # the run is older than the key
         setting = SETTING_OF.get(key)
         before = past.values[key] if setting is None else getattr(past.settings, setting)
-        origin = loaded.origins.get(key, DEFAULT)
+        origin = loaded_config.origins.get(key, DEFAULT)
         if key == "precision" and value == "auto":
             is_new = False  # the precision resolved at step 0 holds on any machine
         elif origin == SET:
@@ -345,15 +347,15 @@ def _changes(resume: Resume, loaded: Loaded, past: _Past) -> dict[str, tuple[Any
     return changed
 
 
-def _launch_values(loaded: Loaded, config_at_start: Mapping[str, Any]) -> dict[str, Any]:
+def _launch_values(loaded_config: Loaded, config_at_start: Mapping[str, Any]) -> dict[str, Any]:
     """Return the launch-only keys whose values are set, or differ from those of the run's start."""
     return {
         key: value
-        for key, value in values(loaded.config).items()
+        for key, value in values(loaded_config.config).items()
         if is_launch_only(key)
         and key not in PLACES
         and not key.startswith(PRIVATE)
-        and (loaded.origins.get(key) == SET or config_at_start.get(key, value) != value)
+        and (loaded_config.origins.get(key) == SET or config_at_start.get(key, value) != value)
     }
 
 
@@ -390,9 +392,9 @@ def _before_rewritten(run: RunDir, step: int) -> Path | None:
     return None if until is None else run.path / f"run-until-step-{until}.yaml"
 
 
-def check_complete(run: RunDir, loaded: Loaded, manifest: Manifest) -> None:
+def check_complete(run: RunDir, loaded_config: Loaded, manifest: Manifest) -> None:
     """Raise ConfigError if a run's own run.yaml lacks keys that it had, as when truncated."""
-    origins = loaded.origins
+    origins = loaded_config.origins
     missing = [
         key
         for key in manifest.config
@@ -400,7 +402,7 @@ def check_complete(run: RunDir, loaded: Loaded, manifest: Manifest) -> None:
     ]
     if missing:
         more = f" and {len(missing) - 1} more keys" if len(missing) > 1 else ""
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"damaged: {missing[0]}{more} that the run began with are missing",
             where=str(run.config),
             hint=_restore(run),

@@ -44,35 +44,39 @@ def check_run(run: ResolvedRun, rank: RankContext) -> RunPlan:
     with raise_on_all_ranks(world, "preparing data"):
         if world.is_main:
             prepare_run_data(run.loaded, world.size, rank.console.say)
-    loaded, prepared = _check_config(run, world)
-    derived, reason = set(prepared.derived), ""
-    if prepared.config.precision == "auto":
-        prepared, reason = resolve_precision(prepared, world)
-        loaded = replace(loaded, origins={**loaded.origins, "precision": f"auto: {reason}"})
+    loaded_config, preparation = _check_config(run, world)
+    derived, reason = set(preparation.derived), ""
+    if preparation.config.precision == "auto":
+        preparation, reason = resolve_precision(preparation, world)
+        loaded_config = replace(
+            loaded_config, origins={**loaded_config.origins, "precision": f"auto: {reason}"}
+        )
         derived.add("precision")
-    run = replace(run, loaded=loaded)
+    run = replace(run, loaded=loaded_config)
     initial: State | None = None
     with raise_on_all_ranks(world, _CHECKING):
         if run.continuation is not None:
-            run, initial = _at_step_0(run, run.continuation, prepared, derived, world)
+            run, initial = _at_step_0(run, run.continuation, preparation, derived, world)
         # a run that has saved has its own
-        weights = starting_weights(loaded, prepared.spec) if run.checkpoint is None else None
+        weights = (
+            starting_weights(loaded_config, preparation.spec) if run.checkpoint is None else None
+        )
     if weights is not None:
-        _open_weights(weights, prepared, rank)
+        _open_weights(weights, preparation, rank)
     # a run in a folder that `resume: auto` names can always be resumed
-    signal.resumable = run.checkpoint is not None or loaded.config.resume == "auto"
+    signal.resumable = run.checkpoint is not None or loaded_config.config.resume == "auto"
     world.at("comparing the ranks' inputs")
     # before any rank builds what depends on them: layouts that differ would meet in one collective
-    compare_inputs(prepared, world)
+    compare_inputs(preparation, world)
     world.at("trying one micro-batch")
     with raise_on_all_ranks(world, "trying one micro-batch"):
-        warnings = _try_micro_batches(run, prepared, initial, world)
-    check_hooks([*prepared.spec.task(prepared.config).hooks(), *run.request.hooks], world)
+        warnings = _try_micro_batches(run, preparation, initial, world)
+    check_hooks([*preparation.spec.task(preparation.config).hooks(), *run.request.hooks], world)
     # the last moment at which all ranks can stop without a trace
     if SyncPoint(world, signal).sync():
         raise stopped_before_start(resumable=signal.resumable)
     signal.started = True
-    return RunPlan(run, prepared, initial, warnings, reason)
+    return RunPlan(run, preparation, initial, warnings, reason)
 
 
 def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
@@ -80,22 +84,22 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
 
     A collective.
     """
-    loaded, new = run.loaded, run.resume is None
+    loaded_config, new = run.loaded, run.resume is None
     with raise_on_all_ranks(world, _CHECKING):
-        prepared = preflight(loaded, world.size, new=new)
+        prepared = preflight(loaded_config, world.size, new=new)
     # all ranks choose one strategy, by the smallest of their devices
-    with_strategy = resolve_strategy(loaded, prepared, world)
+    with_strategy = resolve_strategy(loaded_config, prepared, world)
     with raise_on_all_ranks(world, _CHECKING):
-        if with_strategy is not loaded:
-            loaded, prepared = with_strategy, preflight(with_strategy, world.size, new=new)
+        if with_strategy is not loaded_config:
+            loaded_config, prepared = with_strategy, preflight(with_strategy, world.size, new=new)
         check_memory(
-            loaded,
+            loaded_config,
             prepared.forecast,
             world.device.type,
             gpu_bytes(world.device),
             world.local_size,
         )
-    return loaded, prepared
+    return loaded_config, prepared
 
 
 def _at_step_0(
@@ -110,8 +114,8 @@ def _at_step_0(
     spec, began = prepared.spec, continuation.began
     if began.model != prepared.config.model:
         config = prepared.config.model_copy(update={"model": began.model})
-        loaded = replace(continuation.loaded, config=config)
-        spec = spec_class(config.task).open(loaded, world.size)
+        loaded_config = replace(continuation.loaded, config=config)
+        spec = spec_class(config.task).open(loaded_config, world.size)
     return replace(run, continuation=continuation), initial_state(began, spec.architecture)
 
 

@@ -90,22 +90,22 @@ class Prepared:
                 return
 
 
-def prepare_run_data(loaded: Loaded, world_size: int, say: Callable[[str], None]) -> None:
+def prepare_run_data(loaded_config: Loaded, world_size: int, say: Callable[[str], None]) -> None:
     """Prepare the data set unless it exists. One process calls this for all ranks.
 
     Raises:
         ConfigError: it cannot be prepared, or exists and contradicts the config.
     """
-    config = loaded.config
-    _check_place(loaded, world_size)
+    config = loaded_config.config
+    _check_place(loaded_config, world_size)
     try:
-        spec_class(config.task).prepare(loaded, world_size, say)
+        spec_class(config.task).prepare(loaded_config, world_size, say)
     except ConfigError as error:
-        raise explained(loaded, error) from error
+        raise explained(loaded_config, error) from error
 
 
 def preflight(
-    loaded: Loaded, world_size: int, *, new: bool = True, assume: Say | None = None
+    loaded_config: Loaded, world_size: int, *, new: bool = True, assume: Say | None = None
 ) -> Prepared:
     """Check a config against the data, the machine and the number of ranks.
 
@@ -119,28 +119,28 @@ def preflight(
     Raises:
         ConfigError: lists all mistakes.
     """
-    config = loaded.config
+    config = loaded_config.config
     problems: list[ConfigProblem] = []
     if new:
         with _collecting(problems):
             check_run_dir(config.record, config.name)
-        problems += _branches(loaded)
+        problems += _branches(loaded_config)
     spec: TaskSpec | None = None
     assumptions: list[str] = []
     with _collecting(problems):
-        spec = _open_spec(loaded, world_size, assume, assumptions)
+        spec = _open_spec(loaded_config, world_size, assume, assumptions)
     if spec is None:
         raise ConfigError(*problems)
     if config.test.at_end and not assumptions:
         with _collecting(problems):
             spec.held_out("test", config.eval.context or config.context)
-    problems += _batch_problems(loaded, spec, world_size)
+    problems += _batch_problems(loaded_config, spec, world_size)
     with _collecting(problems):
-        _check_place(loaded, world_size)
-    problems += sharding_problems(loaded, spec, world_size)
+        _check_place(loaded_config, world_size)
+    problems += sharding_problems(loaded_config, spec, world_size)
     if new and world_size == 1 and config.parallel.strategy in ("fsdp", "hsdp"):
         problems.append(
-            loaded.problem(
+            loaded_config.problem(
                 "parallel.strategy",
                 f"parallel.strategy {config.parallel.strategy} divides the model among ranks, and "
                 "there is one",
@@ -148,37 +148,41 @@ def preflight(
             )
         )
     if not assumptions and spec.samples(config.context) is None:
-        problems += _epochs(loaded)
+        problems += _epochs(loaded_config)
     if problems:
         raise ConfigError(*problems)
     if not new:
         # the schedule's progress is in the history, and is checked when the run is resumed
         without = config.model_copy(update={"schedule": ()})
-        loaded = dataclasses.replace(loaded, config=without)
-    forecast = checked_forecast(loaded, spec, world_size)
+        loaded_config = dataclasses.replace(loaded_config, config=without)
+    forecast = checked_forecast(loaded_config, spec, world_size)
     if not assumptions:
-        _check_last_step(loaded, forecast)
+        _check_last_step(loaded_config, forecast)
     return _resolved(config, spec, forecast)
 
 
 def _open_spec(
-    loaded: Loaded, world_size: int, assume: Say | None, assumptions: list[str]
+    loaded_config: Loaded, world_size: int, assume: Say | None, assumptions: list[str]
 ) -> TaskSpec:
     """Open the task's data; without them, with `assume`, add what is assumed of them to `assumptions`."""
     if assume is None:
-        return spec_class(loaded.config.task).open(loaded, world_size)
-    spec = spec_class(loaded.config.task).assume(loaded, assumptions.append, world_size)
+        return spec_class(loaded_config.config.task).open(loaded_config, world_size)
+    spec = spec_class(loaded_config.config.task).assume(
+        loaded_config, assumptions.append, world_size
+    )
     for assumption in assumptions:
         assume(assumption)
     return spec
 
 
-def _batch_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterator[ConfigProblem]:
+def _batch_problems(
+    loaded_config: Loaded, spec: TaskSpec, world_size: int
+) -> Iterator[ConfigProblem]:
     """Yield why a global batch has too few samples for the ranks, or too many for the data."""
-    config = loaded.config
+    config = loaded_config.config
     global_batch = config.train.batch_size * config.train.gradient_accumulation_steps
     if global_batch < world_size:
-        yield loaded.problem(
+        yield loaded_config.problem(
             "train.batch_size",
             f"a global batch of {global_batch} samples leaves some of {world_size} ranks "
             "without any at every step",
@@ -186,7 +190,7 @@ def _batch_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterator
         )
     samples = spec.samples(config.context)
     if config.data.drop_last and samples is not None and samples < global_batch:
-        yield loaded.problem(
+        yield loaded_config.problem(
             "data.drop_last",
             f"data.drop_last leaves out every sample: an epoch has {samples:,} samples, fewer than a global batch "
             f"of {global_batch:,}",
@@ -194,13 +198,15 @@ def _batch_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterator
         )
 
 
-def _check_last_step(loaded: Loaded, forecast: Forecast) -> None:
+def _check_last_step(loaded_config: Loaded, forecast: Forecast) -> None:
     """Raise ConfigError if the learning rate's schedule needs the run's last step, and it is unknown."""
-    schedule = loaded.config.learning_rate
-    is_needed = schedule.lr_decay_iters is None and schedule.has_end and has_end(loaded.config)
+    schedule = loaded_config.config.learning_rate
+    is_needed = (
+        schedule.lr_decay_iters is None and schedule.has_end and has_end(loaded_config.config)
+    )
     if forecast.steps is None and is_needed:
         raise ConfigError(
-            loaded.problem(
+            loaded_config.problem(
                 "learning_rate.lr_decay_iters",
                 f"learning_rate.lr_decay_iters is needed: a {schedule.shape} schedule needs its last "
                 "step, and the number of samples of this source is unknown",
@@ -229,7 +235,7 @@ MAX_ERROR_FACTOR = 10
 
 
 def check_memory(
-    loaded: Loaded,
+    loaded_config: Loaded,
     predicted: Forecast,
     device: str,
     device_bytes: int | None = None,
@@ -246,7 +252,7 @@ def check_memory(
     Raises:
         ConfigError: it does not fit; states the required and the available memory.
     """
-    config, first = loaded.config, predicted.stages[0]
+    config, first = loaded_config.config, predicted.stages[0]
     needed = first.memory[in_force(config, predicted.world_size)]
     if config.parallel.strategy == "auto":  # which is resolved when the devices are known
         needed = min(first.memory.values(), key=lambda memory: memory.kept)
@@ -259,7 +265,7 @@ def check_memory(
     if config.parallel.fsdp.offload:
         if device == "cpu":
             raise ConfigError(
-                loaded.problem(
+                loaded_config.problem(
                     "parallel.fsdp.offload",
                     "parallel.fsdp.offload needs GPUs, and there is none: all is in host memory already",
                     "leave it out",
@@ -275,23 +281,23 @@ def check_memory(
     for size, available, what, where in bounds:
         if size > available:
             raise ConfigError(
-                loaded.problem(
+                loaded_config.problem(
                     "model",
                     f"the model of {first.parameters.total:,} parameters needs "
                     f"{bytes_text(size)} {what}, and {where} has {bytes_text(available)}",
-                    suggestion(loaded, predicted, available)
+                    suggestion(loaded_config, predicted, available)
                     or "make the model or the micro-batch smaller",
                 )
             )
 
 
-def suggestion(loaded: Loaded, predicted: Forecast, available: int) -> str:
+def suggestion(loaded_config: Loaded, predicted: Forecast, available: int) -> str:
     """Return what to set where a run does not fit on its devices; "" if it fits or nothing helps.
 
     Args:
         available: memory of the device of a rank, in bytes.
     """
-    config, ranks, limit = loaded.config, predicted.world_size, FORECAST_SHARE * available
+    config, ranks, limit = loaded_config.config, predicted.world_size, FORECAST_SHARE * available
     strategy = in_force(config, ranks)
     peak = predicted.peak_bytes(strategy)
     if peak <= limit or ranks == 1:
@@ -317,15 +323,20 @@ def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepare
     return Prepared(_with(config, derived), spec, predicted, derived)
 
 
-def sharding_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterator[ConfigProblem]:
+def sharding_problems(
+    loaded_config: Loaded, spec: TaskSpec, world_size: int
+) -> Iterator[ConfigProblem]:
     """Yield why the model cannot be divided among the ranks that are to share it."""
-    strategy, shards = loaded.config.parallel.strategy, loaded.config.parallel.shards_of(world_size)
+    strategy, shards = (
+        loaded_config.config.parallel.strategy,
+        loaded_config.config.parallel.shards_of(world_size),
+    )
     if shards == 1:
         return
     if reason := spec.refuses_shards:
-        yield loaded.problem(
+        yield loaded_config.problem(
             "parallel.strategy",
-            f"the task {loaded.config.task} refuses parallel.strategy {strategy}: {reason}",
+            f"the task {loaded_config.config.task} refuses parallel.strategy {strategy}: {reason}",
             "use strategy: ddp",
         )
     table = spec.architecture.parameters()
@@ -333,14 +344,14 @@ def sharding_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterat
     scalars = [name for name, entry in table.items() if not entry.shape]
     short = [name for name, entry in table.items() if entry.shape and entry.shape[0] < shards]
     if scalars:
-        yield loaded.problem(
+        yield loaded_config.problem(
             "parallel.strategy",
             f"{scalars[0]} is a single number, which cannot be divided among {shards} ranks",
             "make it a vector of one element, or use strategy: ddp",
         )
     if 2 * sum(sizes[name] for name in short) > sum(sizes.values()):
         name = max(short, key=sizes.__getitem__)
-        yield loaded.problem(
+        yield loaded_config.problem(
             "parallel.strategy",
             f"most of the model cannot be divided among {shards} ranks, each of which holds some rows "
             f"of every parameter: {name} has {table[name].shape[0]} rows",
@@ -348,33 +359,33 @@ def sharding_problems(loaded: Loaded, spec: TaskSpec, world_size: int) -> Iterat
         )
 
 
-def _branches(loaded: Loaded) -> Iterator[ConfigProblem]:
+def _branches(loaded_config: Loaded) -> Iterator[ConfigProblem]:
     """Yield branches whose folders exist beside the one that the new run is given."""
-    if loaded.config.record.run_dir is None:
+    if loaded_config.config.record.run_dir is None:
         return
-    for number, operation_config in enumerate(loaded.config.schedule):
+    for number, operation_config in enumerate(loaded_config.config.schedule):
         if operation_config.name != BRANCH or any(schedule_problems(operation(operation_config))):
             continue
         folder = branch_folder(
-            Path(loaded.config.record.run_dir), read_branch(operation(operation_config)).name
+            Path(loaded_config.config.record.run_dir), read_branch(operation(operation_config)).name
         )
         if folder.exists():
-            yield loaded.problem(
+            yield loaded_config.problem(
                 f"schedule[{number}].value",
                 f"schedule[{number}]: the branch's folder {folder} exists already",
                 "choose another name, or another record.run_dir",
             )
 
 
-def _epochs(loaded: Loaded) -> list[ConfigProblem]:
+def _epochs(loaded_config: Loaded) -> list[ConfigProblem]:
     """Return a problem if epochs are to be counted across streams of unknown length."""
-    config = loaded.config
+    config = loaded_config.config
     counted = any(parse_budget(text).kind == "epochs" for text in config.train.until)
     changes = [operation.name for operation in config.schedule if operation.name in CONTEXT]
     if not (counted and changes):
         return []
     return [
-        loaded.problem(
+        loaded_config.problem(
             "train.until",
             f"{changes[0]} restarts the stream, and the completed fraction of an epoch is unknown "
             "until its end has been reached once",
@@ -383,16 +394,19 @@ def _epochs(loaded: Loaded) -> list[ConfigProblem]:
     ]
 
 
-def _check_place(loaded: Loaded, world_size: int) -> None:
+def _check_place(loaded_config: Loaded, world_size: int) -> None:
     """Raise ConfigError if the config contradicts the number of ranks, or a package is missing."""
-    problems = [*rank_checks(loaded.config, world_size), *missing_libraries(loaded.config.record)]
-    for extension in active_extensions(loaded.config.extension_names):
+    problems = [
+        *rank_checks(loaded_config.config, world_size),
+        *missing_libraries(loaded_config.config.record),
+    ]
+    for extension in active_extensions(loaded_config.config.extension_names):
         if extension.missing:
-            problems += load_target(extension.missing)(loaded.config)
+            problems += load_target(extension.missing)(loaded_config.config)
     if problems:
         raise ConfigError(
             *(
-                loaded.problem(problem.keys[0], problem.message, problem.hint)
+                loaded_config.problem(problem.keys[0], problem.message, problem.hint)
                 for problem in problems
             )
         )

@@ -84,7 +84,7 @@ def check_folder_is_shared(run: RunDir | None, record: RecordConfig, world: Worl
         return
     path, main_host = cast(list[str], agree(world, [str(folder.absolute()), socket.gethostname()]))
     hosts = "; ".join(f"host {host} (rank {', '.join(of)})" for host, of in unseen.items())
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"what rank 0 on host {main_host} writes in {path} is not seen by {hosts}",
         where=folder_key(record),
         hint="all ranks write checkpoints and logs there, and read them at a resume: choose a folder on a "
@@ -234,23 +234,25 @@ def _gain_text(device: torch.device, gain: float) -> str:
     return f"bf16 matrix products are {gain:.1f} times as fast as in fp32"
 
 
-def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded:
+def resolve_strategy(loaded_config: Loaded, prepared: Prepared, world: World) -> Loaded:
     """Resolve `parallel.strategy: auto`: ddp if the run's peak fits on every rank's device, or where
     nothing else is possible, else fsdp. A collective.
 
     Raises:
         ConfigError: neither fits.
     """
-    config, predicted = loaded.config, prepared.forecast
+    config, predicted = loaded_config.config, prepared.forecast
     if config.parallel.strategy != "auto":
-        return loaded
+        return loaded_config
     on_host = cast(list[int], gather(world, world.local_rank))
     memory_bytes = gpu_bytes(world.device) or host_bytes() // (max(on_host) + 1)
     available = min(cast(list[int], gather(world, memory_bytes)))
 
     def with_strategy(strategy: str) -> Loaded:
         parallel = config.parallel.model_copy(update={"strategy": strategy})
-        return dataclasses.replace(loaded, config=config.model_copy(update={"parallel": parallel}))
+        return dataclasses.replace(
+            loaded_config, config=config.model_copy(update={"parallel": parallel})
+        )
 
     if world.size == 1 or predicted.peak_bytes("ddp") <= FORECAST_SHARE * available:
         return with_strategy("ddp")
@@ -263,7 +265,7 @@ def resolve_strategy(loaded: Loaded, prepared: Prepared, world: World) -> Loaded
     if bytes_by_strategy["ddp" if refused else "fsdp"] > available:
         why = f"; fsdp is not possible: {refused[0].message}" if refused else ""
         raise ConfigError(
-            loaded.problem(
+            loaded_config.problem(
                 "parallel.strategy",
                 "parallel.strategy auto: no strategy fits: weights, gradients and optimizer need "
                 f"{bytes_text(bytes_by_strategy['ddp'])} on a rank with ddp, {bytes_text(bytes_by_strategy['fsdp'])} with fsdp "

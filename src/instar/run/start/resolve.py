@@ -30,13 +30,13 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
         ConfigError: the run cannot be resumed with this config.
         RunFailed: the ranks' configs differ.
     """
-    loaded, world = request.loaded, rank.world
+    loaded_config, world = request.loaded, rank.world
     # first of all: what the config says decides which collectives follow
-    compare_configs(loaded.config, world)
+    compare_configs(loaded_config.config, world)
     resume, checkpoint_before = _agree_to_resume(request, world)
-    check_folder_is_shared(resume.run if resume else None, loaded.config.record, world)
+    check_folder_is_shared(resume.run if resume else None, loaded_config.config.record, world)
     if resume is None:
-        return ResolvedRun(request, loaded)
+        return ResolvedRun(request, loaded_config)
     checkpoint, warnings = _agree_on_checkpoint(resume, world)
     if checkpoint is None:
         rank.console.say(f"{resume.run.path}: nothing was saved yet; the run starts again")
@@ -44,7 +44,7 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
         # restarted before a new save: the changes are not in the checkpoint's history yet
         resume = replace(resume, by_person=request.resume.by_person)
     with raise_on_all_ranks(world, "reading the config of the resumed run"):
-        continued = continuation(resume, loaded, checkpoint)
+        continued = continuation(resume, loaded_config, checkpoint)
     return ResolvedRun(request, continued.loaded, resume, checkpoint, continued, warnings)
 
 

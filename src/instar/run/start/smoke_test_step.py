@@ -109,7 +109,7 @@ def _check_family(prepared: Prepared) -> None:
             [entry.operation for entry in schedule_entries(prepared.config)],
         )
     except GrowthError as error:
-        raise ConfigError.one(str(error), where="schedule", key="schedule") from error
+        raise ConfigError.of(str(error), where="schedule", key="schedule") from error
 
 
 @dataclass(frozen=True)
@@ -388,9 +388,7 @@ class _Trial:
             raise self._error(f"{what} failed: {message}{batch}", hint) from error
 
     def _error(self, message: str, hint: str = "") -> ConfigError:
-        return ConfigError.one(
-            f"{self.config.task}: {message}", where="task", hint=hint, key="task"
-        )
+        return ConfigError.of(f"{self.config.task}: {message}", where="task", hint=hint, key="task")
 
 
 def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

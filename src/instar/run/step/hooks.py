@@ -99,7 +99,7 @@ def check_hooks(hooks: Sequence[object], world: World) -> None:
         rank_texts = "; ".join(
             f"rank {rank}: {names_text}" for rank, names_text in enumerate(everyones)
         )
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the ranks have different hooks: {rank_texts}",
             where="hooks",
             hint="each rank must pass the same hooks; a hook can see its rank",
@@ -214,13 +214,13 @@ def _named(hooks: Sequence[object]) -> dict[str, object]:
 def _check(name: str, hook: object) -> None:
     unknown = [m for m in dir(hook) if m.startswith("on_") and m not in METHODS]
     if unknown:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the hook {name} has {', '.join(unknown)}, which is never called",
             where="hooks",
             hint=f"there are {', '.join(METHODS)}",
         )
     if hasattr(hook, "state_dict") != hasattr(hook, "load_state_dict"):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the hook {name} has only one of state_dict and load_state_dict", where="hooks"
         )
 

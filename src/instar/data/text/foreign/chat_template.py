@@ -284,7 +284,7 @@ class ChatTemplate:
             try:
                 reply, _ = _process(self.text).ask(message, request)
             except RequestFailed as error:
-                raise ConfigError.one(
+                raise ConfigError.of(
                     f"the chat template cannot be rendered: {error}",
                     where=self.origin,
                     hint="give a template that ends, as a file, in data.chat_template",
@@ -361,6 +361,6 @@ def _text(path: Path, *, follow: bool) -> str:
     try:
         return read_regular(path, follow=follow).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"data.chat_template: cannot read {path}: {error}", key="data.chat_template"
         ) from None

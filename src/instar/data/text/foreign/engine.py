@@ -143,7 +143,7 @@ class Limited:
         try:
             content = np.array(ids, dtype=np.uint32).tobytes()
         except OverflowError:
-            raise ConfigError.one("ids of tokens are 0 or more and below 2^32") from None
+            raise ConfigError.of("ids of tokens are 0 or more and below 2^32") from None
         return self._ask({"ask": "decode"}, content)[1].decode()
 
     def vocabulary(self) -> dict[str, int]:
@@ -171,7 +171,7 @@ _TASKS = {"load": "loaded", "vocabulary": "read", "decode": "used to decode toke
 
 def _failure(ask: str, reason: str) -> ConfigError:
     what = _TASKS.get(ask, "used to encode text")
-    return ConfigError.one(f"the tokenizer cannot be {what}: {reason}", where="data.tokenizer")
+    return ConfigError.of(f"the tokenizer cannot be {what}: {reason}", where="data.tokenizer")
 
 
 def _in_requests(texts: Sequence[str]) -> Iterator[list[bytes]]:

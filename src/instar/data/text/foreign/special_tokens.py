@@ -127,5 +127,5 @@ def read_json_file(path: Path, *, follow: bool) -> dict[str, Any]:
     try:
         content = json.loads(read_regular(path, follow=follow)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError.one(f"cannot be read: {error}", where=str(path)) from None
+        raise ConfigError.of(f"cannot be read: {error}", where=str(path)) from None
     return content if isinstance(content, dict) else {}

@@ -94,7 +94,7 @@ def check_split(existing: Iterable[Any], data: DataConfig) -> set[str]:
 
 def no_split(names: Iterable[Any], data: DataConfig) -> ConfigError:
     """Return the error of a split that is not among those of the source."""
-    return ConfigError.one(
+    return ConfigError.of(
         f"{data.source} has no split {data.source_split!r}, it has: {', '.join(map(str, names))}",
         where="data.source_split",
         key="data.source_split",
@@ -172,7 +172,7 @@ def library() -> Any:
     try:
         import datasets
     except ImportError:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "rows and streams need the library `datasets`, which is not installed",
             where="data.kind",
             hint="install the extra: pip install 'instar[hf]'",
@@ -215,7 +215,7 @@ def _as_text(name: str, table: pa.Table) -> pa.Table:
 
     column = table.column(name)
     if not is_text(column.type):
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the column {name!r} holds {column.type}, not text", key="data.text_field"
         )
     return pa.table({name: column.cast(pa.large_string())})
@@ -289,4 +289,4 @@ def _format(files: list[Path]) -> tuple[str, dict[str, Any]]:
 
 
 def at_source(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.one(message, where="data.source", hint=hint, key="data.source")
+    return ConfigError.of(message, where="data.source", hint=hint, key="data.source")

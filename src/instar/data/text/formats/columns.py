@@ -21,7 +21,7 @@ def check_schema(schema: pa.Schema, data: DataConfig, place: str) -> None:
     key = "data.text_field" if data.tokens_field is None else "data.tokens_field"
     name = data.tokens_field or data.text_field
     if name not in schema.names:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{place} has no column {name!r} (columns: {', '.join(schema.names)})",
             where=key,
             hint="name the column of the text in data.text_field, or that of token ids in "
@@ -31,7 +31,7 @@ def check_schema(schema: pa.Schema, data: DataConfig, place: str) -> None:
     dtype = schema.field(name).type
     if not (is_text(dtype) if data.tokens_field is None else is_ids(dtype)):
         expected = "text" if data.tokens_field is None else "lists of token ids"
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the column {name!r} of {place} holds {dtype}, not {expected}",
             where=key,
             hint="name another column",
@@ -75,7 +75,7 @@ def other_columns(error: BaseException, place: str) -> ConfigError | None:
         )
     else:
         return None
-    return ConfigError.one(
+    return ConfigError.of(
         f"the files do not have the same columns, which `datasets` needs: {what}",
         where=place,
         hint="give the files themselves, as a folder or glob: of these only the column that is trained on is "

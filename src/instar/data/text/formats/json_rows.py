@@ -25,7 +25,7 @@ def open_source(path: Path) -> IO[bytes]:
     try:
         return open_regular(path, follow=True)
     except OSError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"cannot read {path}: {error.strerror}", where="data.source", key="data.source"
         ) from None
 
@@ -43,9 +43,9 @@ def json_rows(path: Path) -> Iterator[tuple[int, bytes]]:
                     yield number, of_bounded_depth(row)
                 except TooDeep as error:
                     where = f"{path}:{number}"
-                    raise ConfigError.one(f"this line is not JSON: {error}", where=where) from None
+                    raise ConfigError.of(f"this line is not JSON: {error}", where=where) from None
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise ConfigError.one(f"cannot be unpacked: {error}", where=str(path)) from None
+        raise ConfigError.of(f"cannot be unpacked: {error}", where=str(path)) from None
 
 
 def row_of(path: Path, number: int, row: bytes) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def row_of(path: Path, number: int, row: bytes) -> dict[str, Any]:
     try:
         content: Any = msgspec.json.decode(row)
     except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError.one(f"this line is not JSON: {error}", where=where) from None
+        raise ConfigError.of(f"this line is not JSON: {error}", where=where) from None
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise ConfigError.one(f"this line is not a JSON object but a {kind}", where=where)
+        raise ConfigError.of(f"this line is not a JSON object but a {kind}", where=where)
     return content
 
 
@@ -79,7 +79,7 @@ def field_value(path: Path, number: int, row: bytes, field: str, *, ids: bool = 
         ("a list of token ids", "data.tokens_field") if ids else ("text", "data.text_field")
     )
     what = f"is not {expected}" if field in content else f"is missing (keys: {keys})"
-    raise ConfigError.one(
+    raise ConfigError.of(
         f"the field {field!r} {what}",
         where=f"{path}:{number}",
         hint=f"name the field of {'the ids' if ids else 'the text'} in {key}",
@@ -99,7 +99,7 @@ def _unpack(path: Path, file: IO[bytes]) -> IO[bytes]:
             try:
                 import zstandard
             except ImportError:
-                raise ConfigError.one(
+                raise ConfigError.of(
                     f"unpacking {path} needs zstandard, which is not installed",
                     where="data.source",
                     hint="install the extra: pip install 'instar[delta]'",
@@ -144,7 +144,7 @@ def _is_row(line: bytes) -> bool:
 
 
 def _no_rows(path: Path, reason: str) -> ConfigError:
-    return ConfigError.one(
+    return ConfigError.of(
         f"{path} has no rows: {reason}",
         where="data.source",
         hint="JSON that is to be read as text needs another ending, e.g. .txt",

@@ -93,7 +93,7 @@ def count_lanes(
         raise
     except Exception as error:  # parsers raise any type
         reason = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{data.source} cannot be read to its end: {reason}",
             where="data.source",
             key="data.source",
@@ -127,7 +127,7 @@ def open_stream(
     window = 1 if data.order == "sequential" else data.shuffle_window
     record = _stored_record(tokens, data, folder, sizes=use_sizes)
     if record is None and use_sizes:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"the lanes of {data.source} were not counted, or it has changed since",
             where=str(folder / LANES_FILE),
             hint="count them first, or use data.strategy: dispatched, which needs no counts",
@@ -230,9 +230,9 @@ def _stored_record(
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError.one(f"cannot be read: {error.strerror}", where=str(file)) from None
+        raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from None
     except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"not a record of lanes: {error}", where=str(file), hint="delete it"
         ) from None
     same = record.fingerprint == tokens.fingerprint and record.packing == data.packing

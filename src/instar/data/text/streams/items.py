@@ -211,7 +211,7 @@ class FunctionLane:
         return f"{self._name}, item {row}"
 
     def _unfit(self, what: str) -> ConfigError:
-        return ConfigError.one(
+        return ConfigError.of(
             f"{self._name} {what}",
             where="data.source",
             hint="return a new iterable each time: it is called for every pass through the data",
@@ -313,7 +313,7 @@ def _check_unshuffled(rows: datasets.IterableDataset, name: str) -> None:
     is_shuffled = any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _within(rows))
     if is_shuffled or rows.epoch or rows._distributed is not None:
         what = "shuffled" if is_shuffled or rows.epoch else "shared out among nodes"
-        raise ConfigError.one(
+        raise ConfigError.of(
             f"{name} is already {what}; a resumed run would lose rows and repeat others",
             where="data.source",
             hint="give it as it is: data.order shuffles it, and ranks share its lanes",
@@ -354,7 +354,7 @@ def _fingerprint(*identity: Any) -> str:
 
 def _no_field(where: str, field: str, names: Iterable[Any]) -> ConfigError:
     fields = ", ".join(map(str, names)) or "none"
-    return ConfigError.one(
+    return ConfigError.of(
         f"there is no field {field!r} (fields: {fields})",
         where=where,
         hint="name that of the text in data.text_field, or that of token ids in data.tokens_field",
@@ -365,7 +365,7 @@ def _no_field(where: str, field: str, names: Iterable[Any]) -> ConfigError:
 def _strange(where: str, field: str, kind: str, ids: bool) -> ConfigError:
     expected = "a list of token ids" if ids else "text"
     key = "data.tokens_field" if ids else "data.text_field"
-    return ConfigError.one(
+    return ConfigError.of(
         f"{field!r} is {kind}, not {expected}",
         where=where,
         hint=f"{key} names the field of {'token ids' if ids else 'the text'}",

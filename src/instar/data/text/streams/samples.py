@@ -141,7 +141,7 @@ class TokenLanes:
         if documents:
             yield part, first + int(np.flatnonzero(np.diff(offsets))[0]), documents
         if strange.size:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"token {ids[strange[0]]} is not in the vocabulary of {size:,}",
                 where=self._items.place(lane, part, first + count),
                 hint="name the tokenizer that made the ids in data.tokenizer",

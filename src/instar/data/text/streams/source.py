@@ -369,7 +369,7 @@ class OpenStreamSource(_LaneSource):
 
 
 def no_samples() -> ConfigError:
-    return ConfigError.one(
+    return ConfigError.of(
         "the stream has no samples: no document in it has two tokens",
         where="data.source",
         key="data.source",

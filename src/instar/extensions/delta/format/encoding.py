@@ -149,7 +149,7 @@ def _zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "delta checkpoints need zstandard, which is not installed",
             hint="install the extra: pip install 'instar[delta]'",
         ) from error

@@ -82,7 +82,7 @@ def logs(
     from instar.extensions.fleet.view.logs import ProcessLog, process_logs, tail_logs
 
     if as_json and follow:
-        raise ConfigError.one("--json cannot be combined with -f", hint="leave one of them out")
+        raise ConfigError.of("--json cannot be combined with -f", hint="leave one of them out")
     folder = find_fleet(name)
     indices = _indices(folder)
 
@@ -93,7 +93,7 @@ def logs(
     matching = [*filter(wanted, process_logs(folder))]
     if not matching:
         root = folder / "logs"
-        raise ConfigError.one("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
+        raise ConfigError.of("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
     if as_json:
         rows = tail_logs(folder, wanted, lines, follow=False)
         names = ("instance", "process", "line")
@@ -126,14 +126,14 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
     for text in instances:
         index = text if text.isdecimal() else indices.get(text)
         if index is None:
-            raise ConfigError.one(f"{name} has no instance '{text}'", where=str(folder))
+            raise ConfigError.of(f"{name} has no instance '{text}'", where=str(folder))
         if arrays is None:
             path = folder / CONTROL / f"{int(index)}.stop"
             try:
                 put_request(path)
             except OSError as error:
                 text = f"cannot ask: {error.strerror}"
-                raise ConfigError.one(text, where=str(path.parent)) from None
+                raise ConfigError.of(text, where=str(path.parent)) from None
         else:
             arrays.stop([int(index)], kill=False)
 
@@ -187,7 +187,7 @@ def _running_launcher(folder: Path) -> int:
 
     pid = launcher_pid(folder)
     if pid is None:
-        raise ConfigError.one(f"fleet {folder.name} is not running", where=str(folder))
+        raise ConfigError.of(f"fleet {folder.name} is not running", where=str(folder))
     return pid
 
 

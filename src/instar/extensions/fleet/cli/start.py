@@ -183,7 +183,7 @@ def _with_engine(overrides: tuple[str, ...], engine: str | None) -> tuple[str, .
 def _check_detach(engine: str, detach: bool) -> None:
     if detach and engine != "slurm":
         hint = "its instances end with this process; nohup or tmux keep it"
-        raise ConfigError.one(f"the engine {engine} cannot go on alone", "--detach", hint)
+        raise ConfigError.of(f"the engine {engine} cannot go on alone", "--detach", hint)
 
 
 def _run(started: FleetFolder, only: Collection[int], wait: bool, detach: bool) -> int:
@@ -216,5 +216,5 @@ def _chosen(only: str | None, count: int) -> tuple[int, ...]:
 
     numbers = numbers_in(only if "," in only or "-" in only else f"{only}-{only}", "--only")
     if outside := [number for number in numbers if number >= count]:
-        raise ConfigError.one(f"there is no instance {outside[0]}", "--only", f"0 to {count - 1}")
+        raise ConfigError.of(f"there is no instance {outside[0]}", "--only", f"0 to {count - 1}")
     return tuple(numbers)

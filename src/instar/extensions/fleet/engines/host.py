@@ -37,14 +37,14 @@ def run_on_host(folder: Path, index: int, say: Callable[[str], None]) -> tuple[i
     """
     if not folder.is_dir():
         hint = "a fleet's folder is on a file system that all hosts see"
-        raise ConfigError.one("there is no such folder on this host", where=str(folder), hint=hint)
+        raise ConfigError.of("there is no such folder on this host", where=str(folder), hint=hint)
     started = reopen_fleet(folder)
     try:
         os.chdir(started.cwd)
     except OSError as error:
         hint = "a fleet is started in a folder that all hosts see"
         text = f"cannot be entered on this host: {error.strerror}"
-        raise ConfigError.one(text, where=str(started.cwd), hint=hint) from None
+        raise ConfigError.of(text, where=str(started.cwd), hint=hint) from None
     with closing(FolderLock(started.path, patience_s(started), index)) as lock:
         before = status_before(started)
         was = before.instances.get(index)
@@ -54,7 +54,7 @@ def run_on_host(folder: Path, index: int, say: Callable[[str], None]) -> tuple[i
         plan = replace(make_plan(started.loaded, this_machine(gpus)), parallel=1)
         todo = tuple(instance for instance in plan.instances if instance.index == index)
         if not todo:
-            raise ConfigError.one(f"there is no instance {index}", where=str(folder))
+            raise ConfigError.of(f"there is no instance {index}", where=str(folder))
         work = Work(started, plan, gpus, before, todo, lock.trees)
         nodes = nodes_of(plan.spec.engine, os.environ)
         launcher = work.launcher(say, part=index, nodes=nodes)

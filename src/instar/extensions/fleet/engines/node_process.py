@@ -26,9 +26,7 @@ def ray_library() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError.one(
-            "the engine ray needs Ray", hint="pip install 'instar[ray]'"
-        ) from None
+        raise ConfigError.of("the engine ray needs Ray", hint="pip install 'instar[ray]'") from None
     return ray
 
 

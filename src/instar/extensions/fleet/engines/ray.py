@@ -76,7 +76,7 @@ def join_cluster(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) 
             connect_to_ray(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address != "auto":
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"cannot join the Ray cluster at {address}: {error}",
                 where="ray.address",
                 hint="the launcher must run on one of its nodes; `ray status` shows them",
@@ -88,7 +88,7 @@ def join_cluster(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) 
         )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if problem := misfit(bundles(spec, gpus), nodes):
-        raise ConfigError.one(
+        raise ConfigError.of(
             problem, where="resources", hint="ask for less, or name another cluster in ray.address"
         )
 

@@ -74,7 +74,7 @@ def cancel(started: FleetFolder, say: Callable[[str], None], *, kill: bool) -> N
     arrays = SlurmArrays(started.path)
     alive = [index for index, host in arrays.hosts().items() if host.alive]
     if not alive:
-        raise ConfigError.one("SLURM has no task of this fleet", where=str(started.path))
+        raise ConfigError.of("SLURM has no task of this fleet", where=str(started.path))
     work = remaining_work(started, alive, -1)
     sizes = part_sizes(work)
     arrays.stop(alive, kill=kill)
@@ -205,7 +205,7 @@ def _executor(logs: Path) -> Any:
     try:
         from submitit import SlurmExecutor
     except ImportError:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "the engine slurm needs submitit", hint="pip install 'instar[slurm]'"
         ) from None
 

@@ -58,17 +58,19 @@ class Work:
 
 
 def plan_and_gpus(
-    loaded: LoadedFleet, gpus: str | None, *, on_this_machine: bool = True
+    loaded_config: LoadedFleet, gpus: str | None, *, on_this_machine: bool = True
 ) -> tuple[FleetPlan, tuple[Gpu, ...]]:
     """Return the plan of a fleet, and the GPUs of this machine that it uses; `on_this_machine`: see `make_plan`.
 
     Raises:
         ConfigError: with all problems of the plan.
     """
-    if loaded.spec.engine != "local":
-        return make_plan(loaded, ANY_MACHINE, on_this_machine=on_this_machine), ()
+    if loaded_config.spec.engine != "local":
+        return make_plan(loaded_config, ANY_MACHINE, on_this_machine=on_this_machine), ()
     detected = find_gpus(gpus, os.environ)
-    return make_plan(loaded, this_machine(detected), on_this_machine=on_this_machine), detected
+    return make_plan(
+        loaded_config, this_machine(detected), on_this_machine=on_this_machine
+    ), detected
 
 
 def remaining_work(started: FleetFolder, only: Collection[int], trees: int) -> Work:

@@ -17,43 +17,45 @@ from instar.extensions.fleet.plan import variables_in
 from instar.extensions.fleet.spec import Scalar, Search
 
 
-def search_problems(loaded: LoadedFleet, used: Collection[str]) -> Iterator[ConfigProblem]:
+def search_problems(loaded_config: LoadedFleet, used: Collection[str]) -> Iterator[ConfigProblem]:
     """Check a search without reading run configs.
 
     Args:
         used: the variables that occur in texts of the fleet file.
     """
-    spec, search = loaded.spec, loaded.spec.search
+    spec, search = loaded_config.spec, loaded_config.spec.search
     if search is None:
         return
     if find_spec("optuna") is None:
         message, hint = "searches need optuna", "pip install 'instar[search]'"
-        yield loaded.problem(("search",), message, hint)
+        yield loaded_config.problem(("search",), message, hint)
     if spec.engine != "local":
         message = "values are drawn by the launcher of this machine"
-        yield loaded.problem(("engine",), message, "a search has engine: local")
+        yield loaded_config.problem(("engine",), message, "a search has engine: local")
     for key in ("matrix", "include", "exclude"):
         if getattr(spec, key):
             hint = "write these values as choices in search.space, or start a fleet for each"
-            yield loaded.problem((key,), f"a fleet with a search has no {key}", hint)
+            yield loaded_config.problem((key,), f"a fleet with a search has no {key}", hint)
     for key in ("run_name", "output_dir"):
         with suppress(ValueError):  # an open brace is reported elsewhere
             for name in {*variables_in(getattr(spec, key))} & search.space.keys():
                 message = f"{key} is needed before ${{{name}}} is drawn"
-                yield loaded.problem((key,), message, "use ${index}")
+                yield loaded_config.problem((key,), message, "use ${index}")
     if any(job.run is not None for job in spec.jobs.values()):
         return
     for name in search.space:
         if name not in used:
             hint = f"write ${{{name}}} in a command"
-            yield loaded.problem(("search", "space", name), f"no text uses '{name}'", hint)
+            yield loaded_config.problem(("search", "space", name), f"no text uses '{name}'", hint)
     if spec.jobs and "output_dir" not in used:
         message = "evaluations of a command are read from its output_dir, and no text uses that"
         hint = f'append {{"step": 100, "{search.metric}": 2.1}} to ${{output_dir}}/metrics.jsonl'
-        yield loaded.problem(("search", "metric"), message, hint)
+        yield loaded_config.problem(("search", "metric"), message, hint)
 
 
-def run_problems(loaded: LoadedFleet, search: Search, config: RunConfig) -> Iterator[ConfigProblem]:
+def run_problems(
+    loaded_config: LoadedFleet, search: Search, config: RunConfig
+) -> Iterator[ConfigProblem]:
     """Compare a search with what it would change in a run and read from it."""
     fields = schema_keys(type(config))
     for key, dimension in search.space.items():
@@ -62,18 +64,20 @@ def run_problems(loaded: LoadedFleet, search: Search, config: RunConfig) -> Iter
                 f"{key} is a real number, and from a whole low to a whole high whole ones are drawn"
             )
             hint = f"write low: {float(dimension.low or 0)}"
-            yield loaded.problem(("search", "space", key, "low"), message, hint)
+            yield loaded_config.problem(("search", "space", key, "low"), message, hint)
     directions = {f"val/{name}": direction for name, direction in config.metrics.items()}
     if search.metric in directions:
         better = f"{directions[search.metric]}imize"
         if better != search.direction and not (":" in config.task and search.metric != "val/loss"):
             size = "larger" if better == "maximize" else "smaller"
             message = f"{search.metric} is better if it is {size}"
-            yield loaded.problem(("search", "direction"), message, f"write direction: {better}")
+            yield loaded_config.problem(
+                ("search", "direction"), message, f"write direction: {better}"
+            )
     elif ":" not in config.task:  # a task of the user's own may have others
         similar = nearest(search.metric, directions)
         hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(directions)}"
-        yield loaded.problem(("search", "metric"), f"runs record no '{search.metric}'", hint)
+        yield loaded_config.problem(("search", "metric"), f"runs record no '{search.metric}'", hint)
 
 
 def _is_real(field: FieldInfo | None) -> bool:

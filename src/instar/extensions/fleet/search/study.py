@@ -53,7 +53,7 @@ class Study:
         try:
             import optuna
         except ImportError:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 "searches need optuna", where="search", hint="pip install 'instar[search]'"
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)

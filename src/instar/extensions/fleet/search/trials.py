@@ -76,7 +76,7 @@ class Trials:
             if instance.index in {*todo} - {*self._study.trials}
         )
         if occupied := [path for path in new if RunDir(path).holds_run()]:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"{len(occupied)} trials have folders with other runs, the first is {occupied[0]}",
                 where=str(folder),
                 hint="move them elsewhere",

@@ -91,7 +91,7 @@ class FleetReader:
 
     def _check(self, stamp: Stamp) -> None:
         if sum(size for _, size, *_ in stamp) > self.most_bytes:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 f"larger than {self.most_bytes >> 20} MiB", where=str(self.folder / stamp[0][0])
             )
 
@@ -157,7 +157,7 @@ def fleet_runs(folder: Path) -> dict[RunDir, str]:
             if run.holds_run():
                 runs[run] = group_name(spec.name, instance, statuses.get(instance.index))
     except ValueError as error:
-        raise ConfigError.one(f"cannot be expanded: {error}", where=str(folder)) from None
+        raise ConfigError.of(f"cannot be expanded: {error}", where=str(folder)) from None
     if not runs:
-        raise ConfigError.one("no instance of this fleet has a run yet", where=str(folder))
+        raise ConfigError.of("no instance of this fleet has a run yet", where=str(folder))
     return runs

@@ -65,7 +65,7 @@ class BatchFound:
 
 
 def find_batch_size(
-    loaded: Loaded,
+    loaded_config: Loaded,
     most: int | None = None,
     *,
     say: Callable[[str], None] = lambda _: None,
@@ -82,7 +82,7 @@ def find_batch_size(
     Raises:
         ConfigError: the run could not start, or a single sample does not fit.
     """
-    prepared = prepared_alone(loaded, say)
+    prepared = prepared_alone(loaded_config, say)
     config = prepared.config
     samples = prepared.spec.samples(config.context)
     bound = min(size for size in (most, samples, 2**20) if size is not None)
@@ -100,7 +100,7 @@ def find_batch_size(
         else:
             largest = largest_by_forecast(fits, tried, bound, limit)
     if not largest:
-        raise ConfigError.one(
+        raise ConfigError.of(
             "a micro-batch of one sample does not fit in memory",
             where="model",
             hint="make the model or its context smaller, or set train.gradient_checkpointing: true",

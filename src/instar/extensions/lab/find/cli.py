@@ -58,12 +58,12 @@ def lr(
     training has the whole learning rate schedule in small.
     """
     kind = None if output is None else picture_kind(output, "-o")
-    loaded = _loaded(cfg, overrides)
+    loaded_config = _loaded(cfg, overrides)
 
     from instar.extensions.lab.find.learning_rate import find_learning_rate
 
     result = find_learning_rate(
-        loaded, steps, budget, say=_say, on_run=lambda run: _say(_run_text(run))
+        loaded_config, steps, budget, say=_say, on_run=lambda run: _say(_run_text(run))
     )
     if output is not None and kind is not None:
         from instar.logs.plot.compose import rates_chart
@@ -95,13 +95,16 @@ def batch(
     Trains some steps of CFG's model with 1, 2, 4 … samples at once, on one device, and prints
     train.batch_size and train.gradient_accumulation_steps that keep the global batch.
     """
-    loaded = _loaded(cfg, overrides)
+    loaded_config = _loaded(cfg, overrides)
 
     from instar.extensions.lab.find.batch_size import find_batch_size
     from instar.record.format import bytes_text, si
 
     result = find_batch_size(
-        loaded, max_batch, say=_say, on_try=lambda tried: _say(f"{tried.batch_size} samples …")
+        loaded_config,
+        max_batch,
+        say=_say,
+        on_try=lambda tried: _say(f"{tried.batch_size} samples …"),
     )
     if as_json:
         print_json(result.to_dict())

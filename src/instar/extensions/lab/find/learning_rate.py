@@ -112,7 +112,7 @@ class RateFound:
 
 
 def find_learning_rate(
-    loaded: Loaded,
+    loaded_config: Loaded,
     steps: int | None = None,
     budget: int | None = None,
     *,
@@ -134,11 +134,11 @@ def find_learning_rate(
     Raises:
         ConfigError: the run could not start, or no training has a finite loss.
     """
-    prepared = prepared_alone(loaded, say)
+    prepared = prepared_alone(loaded_config, say)
     run_steps = prepared.forecast.steps or prepared.config.learning_rate.lr_decay_iters
     if steps is None:
         steps = SHORTEST if run_steps is None else min(run_steps, max(run_steps // 8, SHORTEST))
-    with join_group(loaded.config.parallel, loaded.config.device) as world:
+    with join_group(loaded_config.config.parallel, loaded_config.config.device) as world:
         config = prepared.config
         held_out = max(1, steps * config.train.gradient_accumulation_steps // _HELD_OUT)
 
@@ -149,7 +149,7 @@ def find_learning_rate(
         try:
             rate = search_rate(loss, config.optimizer.lr, steps, budget or BUDGET * steps, on_run)
         except ValueError as error:
-            raise ConfigError.one(
+            raise ConfigError.of(
                 str(error), where="--budget", hint="give a larger one, or a lower optimizer.lr"
             ) from None
     return RateFound(rate, steps, run_steps, _settings(config, rate.lr))

@@ -24,16 +24,16 @@ class StepTime:
     evaluation: float
 
 
-def step_time(loaded: Loaded, say: Callable[[str], None]) -> StepTime:
+def step_time(loaded_config: Loaded, say: Callable[[str], None]) -> StepTime:
     """Train some steps of a config on one device and evaluate once; nothing is written but data that
     are prepared.
 
     Raises:
         ConfigError: the run could not start.
     """
-    prepared = prepared_alone(loaded, say)
+    prepared = prepared_alone(loaded_config, say)
     with (
-        join_group(loaded.config.parallel, loaded.config.device) as world,
+        join_group(loaded_config.config.parallel, loaded_config.config.device) as world,
         opened(prepared, prepared.config, world) as trainer,
     ):
         for _ in range(2):  # the first ones also allocate, compile and choose kernels

@@ -25,16 +25,16 @@ _SKIPPED = 3
 """Consecutive steps with a non-finite gradient after which a training has diverged."""
 
 
-def prepared_alone(loaded: Loaded, say: Callable[[str], None]) -> Prepared:
+def prepared_alone(loaded_config: Loaded, say: Callable[[str], None]) -> Prepared:
     """Check a config for one rank, and prepare its data unless they exist.
 
     Raises:
         ConfigError: the run could not start.
     """
-    prepare_run_data(loaded, 1, say)
+    prepare_run_data(loaded_config, 1, say)
     # neither the run's folder nor its schedule of operations is needed
-    prepared = preflight(loaded, 1, new=False)
-    check_memory(loaded, prepared.forecast, loaded.config.device)
+    prepared = preflight(loaded_config, 1, new=False)
+    check_memory(loaded_config, prepared.forecast, loaded_config.config.device)
     return prepared
 
 
