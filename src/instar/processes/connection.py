@@ -65,7 +65,10 @@ class AnsweringProcess:
         )
         # blocked: a signal before it ignores them would end it
         self._child, self._socket = Child.connected(
-            [sys.executable, "-u", "-c", start], env=env, silent=silent, blocked_signals=GROUP_SIGNALS
+            [sys.executable, "-u", "-c", start],
+            env=env,
+            silent=silent,
+            blocked_signals=GROUP_SIGNALS,
         )
         self._allocate = allocate
         self._parent = os.getpid()
