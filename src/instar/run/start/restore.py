@@ -76,14 +76,14 @@ def restore(
 
 
 def saved_counters(checkpoint: Checkpoint) -> Counters:
-    """Return what the run of a checkpoint had done.
+    """Return what the run of a checkpoint had done; nothing of one that was imported.
 
     Raises:
         CheckpointError: its state does not say it.
     """
     try:
-        return msgspec.convert(checkpoint.state["progress"], Counters)
-    except (LookupError, msgspec.MsgspecError) as error:
+        return msgspec.convert(checkpoint.state.get("progress", {}), Counters)
+    except (AttributeError, msgspec.MsgspecError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
 
