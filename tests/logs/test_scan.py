@@ -20,7 +20,6 @@ from instar.logs.read import scan as scanning
 from instar.logs.read.columns import ABSENT, MetricTable
 from instar.logs.read.record import AXES, read_record
 from instar.logs.read.scan import MAX_FAULTS, Content, pieces, scan
-from instar.processes import pool
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
@@ -126,7 +125,7 @@ def in_all_ways(path: Path, text: bytes, block: int, piece: int) -> Iterator[Con
         yield Content().then(*pieces(path, workers=1))
         patch.setattr(scanning, "WORTH_BYTES", 0)
         patch.setattr(scanning, "PIECE_BYTES", piece)
-        patch.setattr(pool, "Workers", Here)
+        patch.setattr(scanning, "Workers", Here)
         yield Content().then(*pieces(path, workers=3))
 
 

@@ -17,7 +17,6 @@ from instar.logs.read import scan as scanning
 from instar.logs.read.record import RunRecord, read_record
 from instar.logs.read.scan import MAX_FAULTS, pieces, scan
 from instar.logs.read.sidecar import cache_folder
-from instar.processes import pool
 from instar.processes.pool import Workers
 from instar.record.events import RecordError, Train, encode_event
 from instar.record.rundir import RunDir
@@ -94,14 +93,14 @@ def test_without_its_helpers_a_process_reads_all_by_itself(
                 os.kill(self.processes[0], signal.SIGKILL)
             return answer
 
-    monkeypatch.setattr(pool, "Workers", Lost)
+    monkeypatch.setattr(scanning, "Workers", Lost)
     same(read_record(long), alone(long))
 
     def refused(*_: object) -> None:
         raise BlockingIOError("no more processes")
 
     cache.discard_columns(cache_of(long))
-    monkeypatch.setattr(pool, "Workers", refused)
+    monkeypatch.setattr(scanning, "Workers", refused)
     same(read_record(long), alone(long))
 
 
@@ -122,7 +121,7 @@ def test_a_record_that_is_replaced_meanwhile_is_read_anew(
             return super().call(worker, method, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "Workers", Replacing)
+        patch.setattr(scanning, "Workers", Replacing)
         found = read_record(long)
     same(found, alone(long))
     same(read_record(long), alone(long))
@@ -137,7 +136,7 @@ def test_a_record_that_grows_meanwhile_is_read_to_a_line(long: RunDir) -> None:
 
     before = long.events.stat().st_size
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "Workers", Growing)
+        patch.setattr(scanning, "Workers", Growing)
         found = read_record(long)
     assert found.end == long.events.stat().st_size > before
     same(found, alone(long))
