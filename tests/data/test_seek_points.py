@@ -311,7 +311,7 @@ def test_a_killed_process_has_left_its_points(folder: Path) -> None:
         "from instar.data.text.streams.index import open_stream\n"
         "samples.PackedStream.spacing, seek_points._SAVE_EVERY_S = 500, 0.0\n"
         "data = DataConfig.model_validate_json(sys.argv[1])\n"
-        "source, order = open_stream(data, Path(sys.argv[2]), 16, 3, counted=False)\n"
+        "source, order = open_stream(data, Path(sys.argv[2]), 16, 3, use_sizes=False)\n"
         "source.explore(0, 1000)\n"
         "source.read(order.indices(0, 0, 1000))\n"
         "print('read', flush=True)\n"

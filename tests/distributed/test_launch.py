@@ -282,7 +282,7 @@ def work(log):
             wait_at("the process group")
             connect(*arguments)
         meeting._connect = connect_late
-        with meeting.join(ParallelConfig(timeout_s=60), "cpu") as world:
+        with meeting.join_group(ParallelConfig(timeout_s=60), "cpu") as world:
             with raise_on_all_ranks(world, "preparing data"):
                 wait_at("an agreement")
             wait_at("nothing")

@@ -67,7 +67,7 @@ class Counters:
     """seconds spent in training steps"""
 
     def __post_init__(self) -> None:
-        if min(vars(self).values()) < 0:
+        if min(self.step, self.samples, self.tokens, self.flops, self.active_s) < 0:
             raise ValueError(f"totals are never negative: {self}")
 
     def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> Self:

@@ -226,7 +226,7 @@ def test_no_checkpoint_is_published_before_the_deltas_that_it_covers(
 ) -> None:
     """A run that resumes from it does not save them again: a kill between both would lose them."""
     published: list[tuple[int, int]] = []
-    append, publish = writing.append, saving.publish
+    append, publish = writing.append, saving.publish_checkpoint
 
     def slowly(*arguments: Any, **options: Any) -> Link:
         threading.Event().wait(0.05)

@@ -69,25 +69,27 @@ PRUNERS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "n_startup_trials": ({"name": "median"}, {"n_startup_trials": 9}),
     "n_warmup_steps": ({"name": "median"}, {"n_warmup_steps": 9}),
 }
-LAUNCHED = "fleet/test_launcher.py::test_a_server_that_dies_is_noticed_and_restarted_with_its_job"
-SERVED = "fleet/test_real_server.py::test_transformers_serve_answers_before_its_client_starts"
-STARTED = "fleet/test_launcher.py::test_jobs_start_when_their_server_answers_and_all_end_together"
-REFUSED = "fleet/test_search.py::test_a_mistake_is_refused_with_its_line"
-SEARCHED = "fleet/test_search.py::test_a_sampler_learns_and_a_pruner_stops_what_falls_behind"
-GRID = "fleet/test_search.py::test_a_grid_is_every_combination_once"
-APART = (
-    "fleet/test_starts.py::test_a_service_is_ready_when_the_named_port_accepts_and_starts_are_apart"
+LAUNCHED = "extensions/fleet/test_launcher.py::test_a_server_that_dies_is_noticed_and_restarted_with_its_job"
+SERVED = (
+    "extensions/fleet/test_real_server.py::test_transformers_serve_answers_before_its_client_starts"
 )
-RAY = "fleet/test_ray.py"
+STARTED = "extensions/fleet/test_launcher.py::test_jobs_start_when_their_server_answers_and_all_end_together"
+REFUSED = "extensions/fleet/test_search.py::test_a_mistake_is_refused_with_its_line"
+SEARCHED = (
+    "extensions/fleet/test_search.py::test_a_sampler_learns_and_a_pruner_stops_what_falls_behind"
+)
+GRID = "extensions/fleet/test_search.py::test_a_grid_is_every_combination_once"
+APART = "extensions/fleet/test_starts.py::test_a_service_is_ready_when_the_named_port_accepts_and_starts_are_apart"
+RAY = "extensions/fleet/test_ray.py"
 NAMED: Mapping[str, str] = {
     "FleetSpec.ray": f"{RAY}::test_without_ray_the_extra_is_named",
     "FleetSpec.search": SEARCHED,
-    "FleetSpec.failure": "fleet/test_launcher.py::test_failures_beyond_the_policy_stop_the_rest",
-    "FailurePolicy.policy": "fleet/test_launcher.py::test_failures_beyond_the_policy_stop_the_rest",
-    "Process.depends_on": "fleet/test_launcher.py::test_a_server_that_hangs_is_unhealthy_after_its_retries",
-    "StopPolicy.signal": "fleet/test_slurm.py::"
+    "FleetSpec.failure": "extensions/fleet/test_launcher.py::test_failures_beyond_the_policy_stop_the_rest",
+    "FailurePolicy.policy": "extensions/fleet/test_launcher.py::test_failures_beyond_the_policy_stop_the_rest",
+    "Process.depends_on": "extensions/fleet/test_launcher.py::test_a_server_that_hangs_is_unhealthy_after_its_retries",
+    "StopPolicy.signal": "extensions/fleet/test_slurm.py::"
     "test_an_array_of_the_instances_with_what_all_processes_of_one_need",
-    "StopPolicy.grace": "fleet/test_launcher.py::test_ctrl_c_asks_and_a_second_one_kills",
+    "StopPolicy.grace": "extensions/fleet/test_launcher.py::test_ctrl_c_asks_and_a_second_one_kills",
     "Service.healthcheck": SERVED,
     "Service.restart": LAUNCHED,
     "Healthcheck.http": STARTED,
@@ -97,27 +99,27 @@ NAMED: Mapping[str, str] = {
     "Healthcheck.interval": SERVED,
     "Healthcheck.timeout": LAUNCHED,
     "Healthcheck.start_period": SERVED,
-    "Healthcheck.retries": "fleet/test_launcher.py::test_a_server_that_hangs_is_unhealthy_after_its_retries",
+    "Healthcheck.retries": "extensions/fleet/test_launcher.py::test_a_server_that_hangs_is_unhealthy_after_its_retries",
     "RestartPolicy.policy": LAUNCHED,
     "RestartPolicy.max": LAUNCHED,
     "RestartPolicy.backoff": LAUNCHED,
-    "RetryPolicy.max": "fleet/test_launcher.py::test_a_failed_job_is_retried_and_its_end_shown",
-    "RetryPolicy.backoff": "fleet/test_launcher.py::test_a_failed_job_is_retried_and_its_end_shown",
-    "Job.run": "fleet/test_plan.py::test_matrix_keys_are_keys_of_the_run",
-    "Job.set": "fleet/test_plan.py::test_text_of_a_matrix_stays_text",
-    "Job.nproc": "fleet/test_plan.py::test_a_run_on_several_nodes_is_started_by_torchrun_on_each",
+    "RetryPolicy.max": "extensions/fleet/test_launcher.py::test_a_failed_job_is_retried_and_its_end_shown",
+    "RetryPolicy.backoff": "extensions/fleet/test_launcher.py::test_a_failed_job_is_retried_and_its_end_shown",
+    "Job.run": "extensions/fleet/test_plan.py::test_matrix_keys_are_keys_of_the_run",
+    "Job.set": "extensions/fleet/test_plan.py::test_text_of_a_matrix_stays_text",
+    "Job.nproc": "extensions/fleet/test_plan.py::test_a_run_on_several_nodes_is_started_by_torchrun_on_each",
     "Job.on_dependency_failure": LAUNCHED,
-    "Job.retry": "fleet/test_launcher.py::test_a_failed_job_is_retried_and_its_end_shown",
+    "Job.retry": "extensions/fleet/test_launcher.py::test_a_failed_job_is_retried_and_its_end_shown",
     "Dimension.low": GRID,
     "Dimension.high": GRID,
     "Dimension.step": GRID,
     "Dimension.log": REFUSED,
     "Dimension.choices": GRID,
-    "Search.metric": "fleet/test_search.py::test_a_trial_without_a_number_has_failed_and_the_search_goes_on",
-    "Search.direction": "fleet/test_search.py::test_mistakes_of_the_runs_are_found_all_at_once",
+    "Search.metric": "extensions/fleet/test_search.py::test_a_trial_without_a_number_has_failed_and_the_search_goes_on",
+    "Search.direction": "extensions/fleet/test_search.py::test_mistakes_of_the_runs_are_found_all_at_once",
     "Search.trials": SEARCHED,
     "Search.sampler": GRID,
-    "Search.seed": "fleet/test_search.py::"
+    "Search.seed": "extensions/fleet/test_search.py::"
     "test_a_killed_launcher_goes_on_with_the_same_values_and_runs_nothing_twice",
     "Search.pruner": SEARCHED,
     "Search.space": SEARCHED,
@@ -125,7 +127,7 @@ NAMED: Mapping[str, str] = {
     "RayCluster.restarts": f"{RAY}::"
     "test_a_run_whose_worker_is_killed_begins_again_as_often_as_allowed_and_completes_once",
     "Healthcheck.port": APART,
-    "Healthcheck.tcp": "fleet/test_starts.py::test_a_connection_is_what_tcp_asks_for",
+    "Healthcheck.tcp": "extensions/fleet/test_starts.py::test_a_connection_is_what_tcp_asks_for",
     "FleetSpec.stagger": APART,
     "Stagger.services": APART,
     "Stagger.jobs": APART,

@@ -9,13 +9,12 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.writer import DTYPES, DeltaWriter
 
 try:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "DeltaCallback needs `transformers`; pip install 'instar[hf,delta]'", name=error.name

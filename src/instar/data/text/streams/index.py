@@ -116,7 +116,7 @@ def open_stream(
 
     Args:
         folder: holds the tokenizer, the counts and the seek points.
-        counted: if true, counts are required and each rank reads its own lanes; otherwise one rank
+        use_sizes: if true, counts are required and each rank reads its own lanes; otherwise one rank
             reads all lanes, and unknown ends are found while reading and then stored.
 
     Raises:
