@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,7 @@ def test_manifests_import_only_the_seam() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = {f"instar.extensions.{name}" for name in BUILT_IN}
-    assert set(done.stdout.split()) == modules | {f"{module}.extension" for module in modules}
+    assert set(done.stdout.split()) == modules
 
 
 # A package of somebody else.
@@ -240,6 +241,64 @@ def test_nothing_of_a_package_is_imported_before_its_word_is_used(tmp_path: Path
         ["schedule", "--help"],
     ):
         assert "imported" not in run(path, *words, at=tmp_path).stderr
+
+
+OPENED = """\
+import sys
+opened = []
+sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+from instar.extensions import entry_points
+print(*entry_points())
+print(*(path for path in opened if "dist-info" in path), sep="\\n")
+"""
+
+
+def opened_for_entry_points(path: Path, cache: Path) -> tuple[list[str], list[str]]:
+    """Return the words of packages' extensions, and the files of distributions opened to find them."""
+    env = {**os.environ, "PYTHONPATH": str(path), "INSTAR_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", OPENED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    words, *files = done.stdout.splitlines()
+    return words.split(), list(filter(None, files))
+
+
+def test_distributions_are_read_again_only_when_one_was_installed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = install(tmp_path / "installed")
+    for number in range(5):
+        (path / f"other{number}-1.0.dist-info").mkdir()
+    # what has just changed may still be being installed, and is not remembered
+    assert opened_for_entry_points(path, cache)[0] == ["census"]
+    (path / "census_tools-1.0.dist-info").rename(path / "census_tools-1.1.dist-info")
+    assert opened_for_entry_points(path, cache)[0] == ["census"]
+    hour_ago = time.time() - 3600
+    os.utime(path, (hour_ago, hour_ago))
+    words, files = opened_for_entry_points(path, cache)
+    assert words == ["census"]
+    assert len([file for file in files if "other" in file]) == 5
+    words, files = opened_for_entry_points(path, cache)
+    assert words == ["census"]
+    distribution = path / "census_tools-1.1.dist-info"
+    assert {*map(Path, files)} == {distribution / "METADATA", distribution / "entry_points.txt"}
+    shutil.rmtree(path / "census_tools-1.1.dist-info")
+    assert opened_for_entry_points(path, cache)[0] == []
+
+
+@pytest.mark.parametrize(
+    "content", ["[", "{}", '{"PATH": 3}', '{"PATH": [NS, "../evil.dist-info"]}']
+)
+def test_a_damaged_cache_of_distributions_is_not_used(content: str, tmp_path: Path) -> None:
+    evil = install(tmp_path, name="evil")
+    (evil / "census_tools-1.0.dist-info").rename(tmp_path / "evil.dist-info")
+    path = install(tmp_path / "installed")
+    hour_ago = time.time() - 3600
+    os.utime(path, (hour_ago, hour_ago))
+    home = tmp_path / "cache" / "extensions"
+    home.mkdir(parents=True)
+    home.parent.chmod(0o700)
+    text = content.replace("PATH", str(path)).replace("NS", str(path.stat().st_mtime_ns))
+    (home / "distributions.json").write_text(text)
+    assert opened_for_entry_points(path, tmp_path / "cache")[0] == ["census"]
 
 
 @pytest.mark.parametrize("name", ["fleet", "train"])

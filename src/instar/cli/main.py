@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -22,7 +21,6 @@ from instar import __version__
 from instar.cli.options import LazyGroup, Say, in_one_line, json_requested, say
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.config.files import check_words
-from instar.distributed.placement import share_cores
 from instar.extensions import how_to_install, load_target, programs
 from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
 from instar.record.progress import Display, showing
@@ -160,6 +158,7 @@ def run_program(module: str) -> NoReturn:
 
 def entry() -> NoReturn:
     """Entry point of the installed command."""
+    from instar.distributed.placement import share_cores
     from instar.distributed.signals import PromptInterrupt, exit_now, ignore_stop_signals
 
     share_cores(os.environ)
@@ -228,8 +227,15 @@ class HelpFormatter(click.HelpFormatter):
 
 
 def _help_width() -> int:
-    """Return the terminal's width, at most 78 columns; click's own minimum is 50."""
-    return min(get_terminal_size().columns, 80) - 2
+    """Return the terminal's width, at most 78 columns; click's own minimum is 50.
+
+    As `shutil.get_terminal_size`, whose module brings those of archives.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    with suppress(OSError):  # stdout is no terminal
+        width = width or os.get_terminal_size().columns
+    return min(width or 80, 80) - 2
 
 
 def _silence_stdout() -> None:

@@ -10,7 +10,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
@@ -18,7 +17,7 @@ from typing import Any, TextIO, TypeVar, cast
 import click
 
 from instar.cli.completion import candidates
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, nearest
 from instar.config.user_code import FLAG, TRUST_VARIABLE
 from instar.extensions import (
     commands_in,
@@ -399,7 +398,7 @@ def suggest_command(name: str, table: Collection[str]) -> str:
     suggestion = FOREIGN_COMMANDS.get(name, "")
     if suggestion.partition(" ")[0] in (*table, "--help"):
         return suggestion
-    return next(iter(get_close_matches(name, table, n=1)), "")
+    return nearest(name, table) or ""
 
 
 def schedule_option(file: str) -> str:

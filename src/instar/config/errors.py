@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unicodedata import combining, east_asian_width
 
 SHOWN_COLUMNS = 72
 _NEAR_COLUMNS = 2000
@@ -251,4 +250,11 @@ def shortened(text: str, length: int = 1000) -> str:
 
 def _cells(char: str) -> int:
     """Return the width of a character in terminal columns."""
+    if char.isascii():
+        return 1
+    from unicodedata import (
+        combining,
+        east_asian_width,
+    )  # a library that `instar --help` does not wait for
+
     return 0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1

@@ -7,13 +7,10 @@ the machine, it must be declared trusted.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
-import pwd
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import all_suffixes
@@ -24,7 +21,7 @@ import instar
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 
 _INSTAR = str(Path(instar.__file__).parent)
-_NOT_THE_USERS = (_INSTAR, sysconfig.get_path("stdlib"), "<frozen")
+_NOT_THE_USERS = (_INSTAR, str(Path(os.__file__).parent), "<frozen")
 
 
 def _file_hint(module: str, name: str) -> str:
@@ -65,8 +62,8 @@ def load_named(name: str, *, key: str) -> Callable[..., Any]:
         raise wrong(f"{module_name} cannot be imported: {what_happened(error)}") from error
     if not hasattr(module, function_name):
         names = [name for name in vars(module) if callable(getattr(module, name))]
-        close = difflib.get_close_matches(function_name, names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else ""
+        close = nearest(function_name, names)
+        hint = f"did you mean {close!r}?" if close else ""
         raise wrong(f"the module {module_name} has no {function_name!r}", hint)
     factory: Callable[..., Any] = getattr(module, function_name)
     if not callable(factory):
@@ -242,13 +239,8 @@ def foreign_owner(path: Path) -> str:
     """Return who owns a file or folder, if that is neither this user nor root; else ""."""
     try:
         owner = path.stat().st_uid
+        return "" if owner in (os.geteuid(), 0) else f"user {path.owner()}"
+    except KeyError:  # a number without a name
+        return f"user {owner}"
     except (OSError, ValueError):
         return ""
-    return "" if owner in (os.geteuid(), 0) else _user(owner)
-
-
-def _user(number: int) -> str:
-    try:
-        return f"user {pwd.getpwuid(number).pw_name}"
-    except KeyError:
-        return f"user {number}"

@@ -10,12 +10,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -64,6 +66,8 @@ def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(like):
         return in_order_of(tensor, like)
+    # with it comes torch's compiler, which most trainings start without
+    from torch.distributed.tensor import distribute_tensor
 
     mesh, places = like.device_mesh, like.placements
     result = distribute_tensor(tensor.to(mesh.device_type), mesh, places, src_data_rank=None)
@@ -101,7 +105,7 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
 
 def as_sharded(local: Tensor, like: DTensor) -> DTensor:
     """Return the sharded tensor, laid out as `like`, of which this rank holds the rows `local`."""
-    return DTensor.from_local(
+    return type(like).from_local(
         local,
         like.device_mesh,
         like.placements,

@@ -1,7 +1,7 @@
 """The seam between the core and its extensions: what each of them adds, as names of what is imported when it is used.
 
-The core asks this module, and imports no extension. An extension of Instar is a folder here whose
-`extension.py` has an `Extension`; a deleted one is named with the command that installs it. A package of
+The core asks this module, and imports no extension. An extension of Instar is a package here whose
+`EXTENSION` says what it adds; a deleted one is named with the command that installs it. A package of
 somebody else names its own in an entry point of the group `instar.extensions`, and the entry point's name
 is the one word that it owns: its command, and nothing of the package is imported before that word is used.
 """
@@ -9,21 +9,26 @@ is the one word that it owns: its command, and nothing of the package is importe
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from instar.config.errors import ConfigError
+from instar.config.files import cache_home, read_regular
 
 GROUP = "instar.extensions"
 """The group of entry points of other packages' extensions."""
+SETTLED_NS = 60 * 10**9
+"""how long ago a folder of packages must have changed for what is in it to be remembered"""
+_CACHE = "distributions.json"
 
 
 class CommandSpec(NamedTuple):
@@ -141,11 +146,11 @@ def built_in() -> Mapping[str, Extension]:
     """Return the extensions of Instar that are not deleted."""
     extensions: dict[str, Extension] = {}
     for name in BUILT_IN:
-        module = f"{__name__}.{name}.extension"
+        module = f"{__name__}.{name}"
         try:
             extensions[name] = importlib.import_module(module).EXTENSION
         except ModuleNotFoundError as error:
-            if error.name not in (module, module.rpartition(".")[0]):
+            if error.name != module:
                 raise
     return extensions
 
@@ -329,29 +334,68 @@ def entry_points() -> Mapping[str, EntryPoint]:
     """
     points: dict[str, EntryPoint] = {}
     for folder in _distributions():
-        for name, target in _targets_in(_read(folder / "entry_points.txt")):
-            headers = re.findall(
-                r"^(Name|Summary): (.*)$", _read(folder / "METADATA"), re.MULTILINE
-            )
-            about = dict(headers)
+        about = dict(
+            re.findall(r"^(Name|Summary): (.*)$", _read(folder / "METADATA"), re.MULTILINE)
+        )
+        for name, target in _targets_in(folder):
             point = EntryPoint(name, target, about.get("Name", ""), about.get("Summary", ""))
             points.setdefault(name, point)
     return points
 
 
-def _distributions() -> Iterator[Path]:
-    """Yield what describes the installed distributions; the working directory installs nothing."""
+def _distributions() -> list[Path]:
+    """Return what describes the installed distributions with extensions; the working directory installs none.
+
+    A cache says which these are until something is installed in their folder: on a cluster's file system
+    it takes a second to open some hundred small files, which every command would do.
+    """
+    home = cache_home("extensions")
+    rows = _cached_rows(home)
+    fresh_rows: dict[str, list[Any]] = {}
+    distributions: list[Path] = []
     for folder in map(Path, filter(None, sys.path)):
         with suppress(OSError):
             if folder.samefile(Path()):
                 continue
-            with os.scandir(folder) as entries:
-                names = [entry.name for entry in entries if entry.name.endswith(".dist-info")]
-            yield from (folder / name for name in sorted(names))
+            changed_ns = folder.stat().st_mtime_ns
+            row = rows.get(str(folder), [])
+            if row[:1] != [changed_ns]:
+                row = [changed_ns, *_with_extensions(folder)]
+                # a distribution that is just being installed writes its files after its folder
+                if time.time_ns() - changed_ns > SETTLED_NS:
+                    fresh_rows[str(folder)] = row
+            distributions += [folder / name for name in row[1:]]
+    if home is not None and fresh_rows:
+        existing = {folder: row for folder, row in rows.items() if Path(folder).is_dir()}
+        temporary = home / f"{_CACHE}-{os.getpid()}"
+        with suppress(OSError):
+            temporary.write_text(json.dumps(existing | fresh_rows))
+            temporary.replace(home / _CACHE)
+    return distributions
 
 
-def _targets_in(text: str) -> list[tuple[str, str]]:
-    """Return names and targets in the group, of a file of entry points."""
+def _cached_rows(home: Path | None) -> dict[str, list[Any]]:
+    """Return by folder when it had changed, and names of distributions in it; what is no such row is left out."""
+    try:
+        rows = dict(json.loads(read_regular(home / _CACHE))) if home else {}
+    except (OSError, ValueError, TypeError):
+        return {}
+    return {
+        folder: row
+        for folder, row in rows.items()
+        if isinstance(row, list) and all(re.fullmatch(r"[\w.+!-]+", str(name)) for name in row)
+    }
+
+
+def _with_extensions(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.name.endswith(".dist-info"))
+    return [name for name in names if _targets_in(folder / name)]
+
+
+def _targets_in(distribution: Path) -> list[tuple[str, str]]:
+    """Return names and targets of a distribution's entry points in the group."""
+    text = _read(distribution / "entry_points.txt")
     lines = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
     return re.findall(r"^([\w-]+)[ \t]*=[ \t]*([\w.]+:\w+)", lines, re.MULTILINE)
 
@@ -369,17 +413,24 @@ def usable_entry_points(core_words: Collection[str]) -> tuple[list[EntryPoint], 
     Args:
         core_words: words of the core that no package can replace.
     """
-    points, messages = [], []
+    points: list[EntryPoint] = []
+    messages: list[str] = []
     for name, point in entry_points().items():
         if name in core_words or name in BUILT_IN:
             messages.append(f"{point} is ignored: the name is Instar's own")
-        elif find_spec(point.target.partition(":")[0].partition(".")[0]) is None:
+        elif not _has_module(point.target.partition(":")[0].partition(".")[0]):
             messages.append(
                 f"{point} is ignored: there is no module {point.target.partition(':')[0]}"
             )
         else:
             points.append(point)
     return points, messages
+
+
+def _has_module(name: str) -> bool:
+    from importlib.util import find_spec  # not for `instar --help` where no package adds anything
+
+    return find_spec(name) is not None
 
 
 @cache

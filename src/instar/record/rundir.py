@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fcntl
 import os
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instar.config.errors import ConfigError, InstarError
+from instar.config.errors import ConfigError, InstarError, nearest
 from instar.config.files import (
     RUN_FOLDERS,
     check_inside,
@@ -276,8 +275,8 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     if text and path.is_dir():
         raise ConfigError.of(f"{path} is not a run: it has no run.yaml")
     names = [name for run in runs for name in (run.path.name, run.id)]
-    near = difflib.get_close_matches(text, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the latest is {runs[-1].path.name!r}"
+    near = nearest(text, names)
+    hint = f"did you mean {near!r}?" if near else f"the latest is {runs[-1].path.name!r}"
     raise ConfigError.of(f"no run {text!r} in {out_dir}", hint=hint)
 
 

@@ -1,1 +1,17 @@
 """Graph networks and causal sets: a task with its model, its data and its section of the config"""
+
+from instar.extensions import Extension, TaskNames
+
+_HERE = "instar.extensions.graphs"
+
+EXTENSION = Extension(
+    name="graphs",
+    summary="graph networks and causal sets",
+    tasks={
+        "graph": TaskNames(
+            f"{_HERE}.config:GraphConfig",
+            f"{_HERE}.spec:GraphSpec",
+            f"{_HERE}.shape:GraphShape",
+        )
+    },
+)

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from instar.config.budget import parse_budget
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, nearest
 from instar.logs.read.record import Series
 from instar.record.format import duration, scientific, si, unit_text
 
@@ -83,8 +82,8 @@ def axis_named(text: str, axes: Sequence[str] = PLACED_BY, where: str = "") -> s
     name = axis_names.get(text.lower(), text.lower())
     if name in axes:
         return name
-    near = get_close_matches(name, [*axes, *axis_names], n=1)
-    suggestion = axis_names.get(near[0], near[0]) if near else ""
+    near = nearest(name, [*axes, *axis_names])
+    suggestion = axis_names.get(near, near) if near else ""
     hint = f"did you mean {suggestion!r}?" if suggestion else f"expected one of {', '.join(axes)}"
     raise ConfigError.of(f"unknown axis {text!r}", where, hint)
 

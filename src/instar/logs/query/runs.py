@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, nearest
 from instar.logs.query.basis import notes_on_bases, recorded_basis
 from instar.logs.query.family import branched
 from instar.logs.query.labels import NONE, RunLabels, labels_of
@@ -98,8 +97,8 @@ def _no_run(text: str, out_dir: Path) -> ConfigError:
     names = [str(run.path) for run in runs]
     if not as_path:
         names = [name for run in runs for name in (run.path.name, run.name, run.id)]
-    near = get_close_matches(str(path) if as_path else text, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else _latest_hint(folder)
+    near = nearest(str(path) if as_path else text, names, cutoff=0.5)
+    hint = f"did you mean {near!r}?" if near else _latest_hint(folder)
     return ConfigError.of(f"no run {text!r}{'' if as_path else f' in {folder}'}", hint=hint)
 
 
@@ -251,6 +250,6 @@ def _matches(run: RunDir, name: str) -> bool:
 
 
 def _state_hint(state: str) -> str:
-    matching = [state_name for state_name in STATES if state_name.startswith(state.lower())]
-    near = matching or get_close_matches(state.lower(), STATES, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(STATES)}"
+    completed = next((name for name in STATES if name.startswith(state.lower())), None)
+    near = completed or nearest(state, STATES)
+    return f"did you mean {near!r}?" if near else f"expected one of {', '.join(STATES)}"

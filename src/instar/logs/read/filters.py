@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, nearest
 from instar.config.files import open_regular
 from instar.logs.read.lineage import EVERYTHING, SegmentTree
 from instar.record.events import (
@@ -86,9 +85,9 @@ def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) ->
     known_kinds = event_kinds()
     for kind in kinds:
         if kind not in known_kinds and kind not in recorded_kinds:
-            near = get_close_matches(kind, known_kinds, n=1)
+            near = nearest(kind, known_kinds)
             expected = f"expected one of {', '.join(known_kinds)}"
-            hint = f"did you mean {near[0]!r}?" if near else expected
+            hint = f"did you mean {near!r}?" if near else expected
             raise ConfigError.of(f"unknown kind of event {kind!r}", "--kind", hint)
 
 

@@ -10,13 +10,12 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from instar.config.errors import ConfigError
+from instar.config.errors import ConfigError, nearest
 from instar.logs.read import cache
 from instar.logs.read.columns import LazyColumns, MetricTable, present
 from instar.logs.read.lineage import EVERYTHING, SegmentTree
@@ -210,9 +209,9 @@ class RunRecord:
 
 
 def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigError:
-    near = get_close_matches(metric, [*metrics, *ALIASES], n=1)
+    near = nearest(metric, [*metrics, *ALIASES])
     available = ", ".join(metrics) or "none"
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {available}"
+    hint = f"did you mean {near!r}?" if near else f"it has {available}"
     return ConfigError.of(f"no metric {metric!r} in {where}", hint=hint)
 
 
