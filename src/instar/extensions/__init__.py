@@ -26,7 +26,7 @@ from instar.config.files import cache_home, read_regular
 
 GROUP = "instar.extensions"
 """The group of entry points of other packages' extensions."""
-SETTLED_NS = 60 * 10**9
+SETTLED_NS = 5 * 10**9
 """how long ago a folder of packages must have changed for what is in it to be remembered"""
 _CACHE = "distributions.json"
 

@@ -23,7 +23,6 @@ from instar.data.text.origin import default_path, first_path, parameters, prepar
 from instar.data.text.prepare import prepare_dataset, settle_folder
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
-from instar.data.text.streams.index import check_stream, count_lanes, open_stream
 from instar.data.text.tokenizer import load_saved_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transform_source
@@ -41,13 +40,21 @@ def create_dataset_files(
     """
     for part in _parts(data, seed):
         folder = prepare_dataset(part, seed, say=say)
-        if _counts_lanes(part, world_size):
-            count_lanes(part, folder, say)
-        elif part.read_from_start:
-            check_stream(part, folder)
+        if part.read_from_start:
+            _check_stream(part, folder, world_size, say)
         verify_changed(folder)
     if data.transform is not None:
         load_named(data.transform, key="data.transform")
+
+
+def _check_stream(data: DataConfig, folder: Path, world_size: int, say: Say) -> None:
+    # most trainings have no stream, and start sooner without its modules
+    from instar.data.text.streams.index import check_stream, count_lanes
+
+    if _counts_lanes(data, world_size):
+        count_lanes(data, folder, say)
+    else:
+        check_stream(data, folder)
 
 
 def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path]:
@@ -316,6 +323,8 @@ class StreamData(DataSet):
         return None
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
+        from instar.data.text.streams.index import open_stream
+
         source, order = open_stream(self.data, self.path, context, seed, use_sizes=self.use_sizes)
         return self._transform(source, context, seed), order
 

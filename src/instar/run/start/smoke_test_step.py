@@ -26,7 +26,6 @@ from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns, Ragged, cut, dtype_of, leaves, not_finite
 from instar.data.loader import OpenEnded
 from instar.data.split import SampleSet
-from instar.data.user_sets import StreamedSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 from instar.growth.plan import GrowthError
@@ -66,7 +65,7 @@ def run_trial(prepared: Prepared, world: World) -> list[str]:
         _check_family(prepared)
         return []
     with _undone(world):
-        return _Trial(prepared, world, prepared.spec.data).run()
+        return _Trial(prepared, world, prepared.spec).run()
 
 
 def try_sizes(prepared: Prepared, world: World, sizes: Mapping[int, Comes]) -> list[str]:
@@ -79,7 +78,7 @@ def try_sizes(prepared: Prepared, world: World, sizes: Mapping[int, Comes]) -> l
         return []
     with _undone(world):
         trial, task = (
-            _Trial(prepared, world, prepared.spec.data),
+            _Trial(prepared, world, prepared.spec),
             prepared.spec.task(prepared.config),
         )
         samples = trial.training_samples(max(sizes))
@@ -116,7 +115,7 @@ def _check_family(prepared: Prepared) -> None:
 class _Trial:
     prepared: Prepared
     world: World
-    data: SampleSet | StreamedSet
+    spec: SampleSetSpec
 
     @property
     def config(self) -> RunConfig:
@@ -161,7 +160,7 @@ class _Trial:
 
     def _in_memory(self) -> Columns:
         """Return all samples if they are in memory, otherwise nothing."""
-        source = self.data.source if isinstance(self.data, SampleSet) else None
+        source = self.spec.data.source if isinstance(self.spec.data, SampleSet) else None
         return source.columns if isinstance(source, InMemorySource) else {}
 
     def _check_new(self, model: Module) -> None:
@@ -178,7 +177,9 @@ class _Trial:
     def training_samples(self, count: int) -> Columns:
         """Return the first samples of the order: `count`, or all if there are fewer."""
         # do not start workers for one micro-batch
-        single_process = replace(self.data, data=self.data.data.model_copy(update={"workers": 0}))
+        single_process = replace(
+            self.spec.data, data=self.spec.data.data.model_copy(update={"workers": 0})
+        )
         with self._task_errors("samples"):
             source, order = single_process.train(self.config.seed)
             if isinstance(order, OpenEnded):
@@ -200,7 +201,7 @@ class _Trial:
 
     def _held_out(self) -> Columns:
         with self._task_errors("samples"):
-            source = self.data.held_out("val")
+            source = self.spec.data.held_out("val")
             size = self.config.eval.batch_size or self.config.train.batch_size
             return source.read(np.arange(min(size, len(source))))
 
