@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from instar.cli.main import main
-from instar.config import STARTERS, names_in
+from instar.config import STARTERS
 from instar.config.load import load_config
+from instar.config.starter import starter_files
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import checked_forecast
 from instar.tasks.task import spec_class
@@ -33,7 +34,7 @@ def test_init_writes_where_it_is_told(here: Path) -> None:
 
 
 def test_init_writes_every_kind(here: Path) -> None:
-    for kind in names_in(STARTERS):
+    for kind in starter_files():
         assert main(["init", kind]) == 0
         assert load_checked(str(here / f"{kind}.yaml")).config.name == kind
 

@@ -10,10 +10,9 @@ import pytest
 
 from instar.cli.main import instar, main
 from instar.config.errors import ConfigError
-from instar.config.fields import root_of, schema_keys
+from instar.config.fields import known_tasks, root_of, schema_keys
 from instar.config.files import OPTIONS, WEB, check_words
 from instar.config.load import load_config
-from instar.extensions.fleet.load import load_fleet
 from instar.record.rundir import find_run
 
 NO_PATHS = {
@@ -46,7 +45,7 @@ def nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(
     ("task", "key"),
-    [(task, key) for task in ("language", "causal_lm", "graph") for key in text_keys(task)],
+    [(task, key) for task in known_tasks() for key in text_keys(task)],
 )
 def test_every_key_of_a_path_refuses_addresses(task: str, key: str) -> None:
     for address in ("s3://bucket/x", "file:///tmp/x", "GS://b"):
@@ -70,8 +69,8 @@ def test_paths_within_lists_are_refused_at_their_place() -> None:
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/run.yaml", "file:///run.yaml"])
-def test_configs_schedules_fleets_and_runs_are_no_addresses(path: str) -> None:
-    for read in (load_config, load_fleet, find_run):
+def test_configs_schedules_and_runs_are_no_addresses(path: str) -> None:
+    for read in (load_config, find_run):
         with pytest.raises(ConfigError, match="is an address, not a path"):
             read(path)
     with pytest.raises(ConfigError, match=r"schedule: .* is an address, not a path"):
@@ -83,28 +82,6 @@ def test_web_addresses_of_trackers_and_alerts_stay() -> None:
     assert load_config(None, [webhook]).config.record.alerts.webhook
     prompt = load_config(None, ["record.sample_prompt='https://a'"]).config.record
     assert prompt.sample_prompt == "https://a"
-
-
-@pytest.mark.parametrize(
-    ("line", "is_refused"),
-    [
-        ("output_dir: s3://b/${run_name}", True),
-        ("jobs: {train: {run: 's3://b/run.yaml'}}", True),
-        ("jobs: {train: {run: run.yaml, set: {data.source: 'gs://b'}}}", True),
-        ("jobs: {train: {run: run.yaml, set: {record.alerts.webhook: 'https://b'}}}", False),
-        ("jobs: {train: {command: 'curl https://example.org', cwd: 's3://b'}}", True),
-        ("jobs: {train: {command: 'curl https://b', env: {URL: 'https://b'}}}", False),
-        ("matrix: {data.source: ['a', 's3://b']}", True),
-    ],
-)
-def test_paths_of_a_fleet_are_no_addresses(line: str, is_refused: bool) -> None:
-    jobs = "" if line.startswith("jobs") else "jobs: {train: {run: run.yaml}}\n"
-    Path("fleet.yaml").write_text(f"name: f\n{jobs}{line}\n")
-    if is_refused:
-        with pytest.raises(ConfigError, match=r"fleet\.yaml:\d+:\d+: .*is an address, not a path"):
-            load_fleet("fleet.yaml")
-    else:
-        load_fleet("fleet.yaml")
 
 
 def commands() -> list[tuple[list[str], click.Command]]:

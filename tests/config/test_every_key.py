@@ -1,5 +1,5 @@
-"""Every key and section of every task's config, and of a fleet's file, set to null, {}, its default and a
-wrong type: the value is applied, gives the default, or is refused by name. Nothing is ignored."""
+"""Every key and section of every task's config set to null, {}, its default and a wrong
+type: the value is applied, gives the default, or is refused by name. Nothing is ignored."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from instar.config.fields import (
 from instar.config.load import Loaded, load_config
 from instar.config.origins import SET, in_yaml, lines_of, yaml_of
 from instar.config.schema import RunConfig
-from instar.extensions.fleet.load import load_fleet
-from instar.extensions.fleet.spec import FleetSpec
 
 OWN = """
 from instar.custom import CustomTask, SamplesConfig, Section
@@ -212,40 +210,3 @@ def test_a_key_inside_a_section_that_may_be_left_out_keeps_those_beside_it(tmp_p
     assert wandb("record.trackers.wandb={}").project == "instar"
     assert wandb("record.trackers.wandb=null") is None
     assert wandb("record.trackers=null") is None
-
-
-FLEET = """\
-name: f
-max_parallel: 3
-stagger: {jobs: 5s}
-failure: {policy: fail_fast}
-ray: {restarts: 7}
-slurm: {partition: gpu}
-vars: {a: 1}
-matrix: {seed: [1, 2]}
-jobs: {a: {command: "true", resources: {gpus: 2}}}
-"""
-MAPPINGS = ("vars", "matrix", "services", "jobs")
-
-
-@pytest.mark.parametrize("key", FleetSpec.model_fields)
-def test_a_key_of_a_fleets_file_is_applied_or_refused(key: str, tmp_path: Path) -> None:
-    path = tmp_path / "fleet.yaml"
-    path.write_text(FLEET, encoding="utf-8")
-    usual = FleetSpec(name="f").model_dump(mode="json")[key]
-    for value in (None, {}, usual, [["no", "list"]]):
-        override = f"{key}={in_yaml(value)}"
-        if fleet_refuses(path, override, key):
-            assert value is None or value != usual, key
-        else:
-            applied = load_fleet(str(path), [override]).spec.model_dump(mode="json")[key]
-            assert applied == (usual if value == {} else value), (key, value)
-
-
-def fleet_refuses(path: Path, override: str, key: str) -> bool:
-    """Whether a value is refused, by its key."""
-    try:
-        load_fleet(str(path), [override])
-    except ConfigError as error:
-        return all(problem.message.startswith(key) for problem in error.problems)
-    return False

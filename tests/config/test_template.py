@@ -5,24 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.cli.config import starter
-from instar.config import PRESETS, STARTERS, names_in
+from instar.config import PRESETS, names_in
 from instar.config.document import parse
 from instar.config.errors import ConfigError
-from instar.config.fields import known_tasks, schema_keys
-from instar.config.language import LanguageConfig
+from instar.config.fields import known_tasks, root_of, schema_keys
 from instar.config.load import load_config
 from instar.config.origins import in_yaml, plain_text
 from instar.config.presets.growing import DIVISORS
-from instar.config.schema import RunConfig, Watch
-from instar.extensions.graphs.config import GraphConfig, HeadConfig
+from instar.config.starter import starter, starter_files
 
-KINDS = names_in(STARTERS)
 TASKS = {
-    kind: parse((STARTERS / f"{kind}.yaml").read_text(), kind)[0].data.get("task", "language")
-    for kind in KINDS
+    kind: parse(path.read_text(), kind)[0].data.get("task", "language")
+    for kind, path in starter_files().items()
 }
-LANGUAGE_KINDS = [kind for kind in KINDS if TASKS[kind] == "language"]
+LANGUAGE_KINDS = [kind for kind in TASKS if TASKS[kind] == "language"]
 
 scalars = st.one_of(
     st.none(),
@@ -67,7 +63,7 @@ def uncommented(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "preset"),
-    [(kind, None) for kind in KINDS]
+    [(kind, None) for kind in TASKS]
     + [
         (kind, preset)
         for kind in LANGUAGE_KINDS
@@ -122,11 +118,9 @@ def told(text: str) -> str:
     return re.sub(r"\s+", " ", said)
 
 
-@pytest.mark.parametrize(("kind", "root"), [("gpt", LanguageConfig), ("graph", GraphConfig)])
-def test_every_key_stands_in_the_template_with_its_description(
-    kind: str, root: type[RunConfig]
-) -> None:
-    text = starter(kind, "a.yaml")
+@pytest.mark.parametrize("kind", starter_files())
+def test_every_key_stands_in_the_template_with_its_description(kind: str) -> None:
+    text, root = starter(kind, "a.yaml"), root_of(TASKS[kind])
     said = told(text)
     for key, field in schema_keys(root).items():
         assert re.search(rf"^ *#?{key.rpartition('.')[2]}:( |$)", text, re.MULTILINE), key
@@ -134,49 +128,19 @@ def test_every_key_stands_in_the_template_with_its_description(
         assert field.description in said
 
 
-def test_the_template_of_a_graph_network_explains_the_keys_of_heads_and_of_rules() -> None:
-    said = told(starter("graph", "graph.yaml"))
-    for section in (HeadConfig, Watch):
-        for name, field in section.model_fields.items():
-            assert f"{name}: {field.description}" in said
-
-
-def test_heads_and_rules_are_written_a_line_each_and_read_back_equal(tmp_path: Path) -> None:
-    lines = starter("graph", "graph.yaml").splitlines()
-    heads = lines.index("  heads:")
-    assert [line.split(",")[0] for line in lines[heads + 1 : heads + 4]] == [
-        "    - {name: manifold",
-        "    - {name: dimension",
-        "    - {name: ordering_fraction",
-    ]
-    assert lines[lines.index("  rules:") + 1].startswith("    - {metric: manifold/accuracy,")
-    path, written = tmp_path / "graph.yaml", tmp_path / "run.yaml"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    loaded = load_config(str(path))
-    written.write_text(loaded.to_yaml(), encoding="utf-8")
-    assert load_config(str(written)).config == loaded.config
-    assert [head.name for head in loaded.config.model.heads] == [
-        "manifold",
-        "dimension",
-        "ordering_fraction",
-    ]
-    assert loaded.config.early_stopping.rules[0].metric == "manifold/accuracy"
-
-
 def test_a_kind_names_a_task_of_its_own_or_none() -> None:
     assert set(TASKS.values()) == set(known_tasks())
 
 
 def test_presets_are_of_language_models() -> None:
-    with pytest.raises(ConfigError, match="for language models, not for task graph"):
-        starter("graph", "graph.yaml", ["plain"])
+    with pytest.raises(ConfigError, match="for language models, not for task causal_lm"):
+        starter("finetune", "a.yaml", ["plain"])
 
 
 def test_the_template_names_the_next_commands_whatever_the_path() -> None:
     text = starter("gpt", "my run\n.yaml")
     assert "instar train 'my run�.yaml'" in text
     assert "instar sample latest" in text
-    assert "instar test latest" in starter("graph", "graph.yaml")
     assert all(line.startswith("#") for line in text.split("\n\n")[0].splitlines())
 
 

@@ -83,6 +83,10 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
             refused = run(package, "config", "show", "--set", f"task={task}", at=tmp_path)
             assert refused.returncode == 2
             assert f"the extension of task '{task}' is not installed; pip install" in refused.stderr
+        for kind in BUILT_IN[name].starters:
+            refused = run(package, "init", kind, at=tmp_path)
+            assert refused.returncode == 2
+            assert f"the extension of '{kind}' is not installed: pip install" in refused.stderr
         for form in BUILT_IN[name].plots:
             refused = run(package, "logs", "plot", "--format", form, "-o", "x", at=tmp_path)
             assert f"no extension draws {form}; pip install" in refused.stderr
@@ -111,6 +115,7 @@ def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:
         assert set(extensions[name].sections) == set(words.sections)
         assert set(extensions[name].plots) == set(words.plots)
         assert set(extensions[name].tasks) == set(words.tasks)
+        assert set(extensions[name].starters) == set(words.starters)
 
 
 def test_manifests_import_only_the_seam() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import textwrap
 from collections.abc import Sequence
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,8 +18,9 @@ from instar.cli.options import (
 )
 from instar.cli.output import print_json, print_table
 from instar.config import PRESETS, STARTERS, names_in
-from instar.config.errors import ConfigError, ConfigProblem, nearest, printable_text
+from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.user_code import is_trusted
+from instar.extensions import how_to_install, starters
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -30,14 +28,17 @@ if TYPE_CHECKING:
     from instar.config.schema import RunConfig
 
 
-_REST = """
-What begins with '#key:' is not set and shows the value in force without it.
-All keys: instar config schema{of}      What is in force: instar config show {path} --origin
-"""
+class StarterKind(click.Choice[str]):
+    """A kind of starter; one of a deleted extension is named with the command that installs it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if command := how_to_install("starters", value):
+            self.fail(f"the extension of {value!r} is not installed: {command}", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(names_in(STARTERS)), default="gpt")
+@click.argument("kind", type=StarterKind(sorted([*names_in(STARTERS), *starters()])), default="gpt")
 @click.argument("path", required=False)
 @click.option(
     "--preset",
@@ -52,6 +53,7 @@ def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> 
 
     Every key is in it, with its meaning; what begins with '#key:' is at its default.
     """
+    from instar.config.starter import starter
 
     path = path or f"{kind}.yaml"
     text = starter(kind, path, presets)
@@ -94,94 +96,11 @@ def demo(overrides: tuple[str, ...]) -> None:
     click.get_current_context().invoke(sample, run=str(run), prompt=prompt)
     click.echo("\nnext:", err=True)
     for line, meaning, package, extra in _NEXT:
+        if how_to_install("commands", line.split()[1]):
+            continue
         missing = package is not None and find_spec(package) is None
         needs = f"; first: pip install 'instar[{extra}]'" if missing else ""
         click.echo(f"  {line:<27}# {meaning}{needs}", err=True)
-
-
-def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
-    """Return the commented config that `instar init` writes to `path`.
-
-    It contains every key of the schema: set if the starter has a value that the selected presets
-    do not override, otherwise as '#key: value' with the value in force.
-
-    Raises:
-        ConfigError: the presets are for another task.
-    """
-    from instar.config.document import dotted, parse
-    from instar.config.fields import LANGUAGE, flatten_config, root_of, schema_keys, values
-    from instar.config.load import load_config
-    from instar.config.origins import entry_text, opening
-    from instar.config.presets import growing
-
-    text = (STARTERS / f"{kind}.yaml").read_text(encoding="utf-8")
-    document, _ = parse(text, kind)
-    assert document is not None
-    task = document.data.get("task", LANGUAGE)
-    if preset_names and task != LANGUAGE:
-        raise ConfigError.of(
-            f"preset {', '.join(preset_names)}: presets are for language models, not for task {task}",
-            "--preset",
-            "leave it out",
-        )
-    root = root_of(task)
-    presets = {
-        name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8") for name in preset_names
-    }
-    by_preset = {
-        key
-        for name, preset in presets.items()
-        if (preset_document := parse(preset, name)[0]) is not None
-        for key, _ in flatten_config(root, preset_document.data)
-    }
-    set_values = {
-        dotted(key): value
-        for key, value in flatten_config(root, document.data)
-        if key not in by_preset
-    }
-    set_values |= {"preset": list(preset_names)} if preset_names else {}
-    grows = next((name for name in preset_names if name in growing.DIVISORS), "")
-    # with a schedule of its own, a preset that makes one leaves the final shape as it is
-    settings = {"schedule": list[Any]()} | set_values
-    config = load_config(
-        None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    ).config
-
-    description = "\n\n".join(
-        [
-            _opening_comment(text),
-            *(f"preset {n}: {_opening_comment(p)}" for n, p in presets.items()),
-        ]
-    )
-    of = "" if task == LANGUAGE else f" --task {task}"
-    head = f"{description}\n{_REST}".format(of=of, path=printable_text(shlex.quote(path)))
-    lines = [*(f"# {line}".rstrip() for line in head.splitlines()), ""]
-    section = ""
-    for key, value in values(config).items():
-        field = schema_keys(root)[key]
-        lines += opening(section, section := key.rpartition(".")[0], root)
-        indent = "  " * key.count(".")
-        lines += _comment(field.description or "", indent)
-        for item in get_args(field.annotation):
-            for name, inner in getattr(item, "model_fields", {}).items():
-                lines += _comment(f"{name}: {inner.description}", indent, "  ")
-        entry_lines = entry_text(key, value)
-        if key == "schedule" and key not in set_values and grows:
-            lines.append(f"# schedule: made by preset {grows}, see --dry-run")
-        else:
-            lines += entry_lines if key in set_values else [f"{indent}#{entry_lines[0].lstrip()}"]
-    return "\n".join(lines) + "\n"
-
-
-def _opening_comment(text: str) -> str:
-    """Return the comment that a file of values begins with."""
-    return "\n".join(line[2:] for line in takewhile(lambda line: line[:1] == "#", text.split("\n")))
-
-
-def _comment(text: str, indent: str, inner: str = "") -> list[str]:
-    """Format text as comment lines; `inner` follows the comment sign."""
-    begin, further = f"{indent}# {inner}", f"{indent}# {inner}{inner}"
-    return textwrap.wrap(text, 88, initial_indent=begin, subsequent_indent=further)
 
 
 @click.group(cls=CommandGroup)

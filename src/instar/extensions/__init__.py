@@ -114,6 +114,8 @@ class Extension:
     """a function from the dashboard's runs by key to a page of HTML, served as /extensions/NAME"""
     run_sets: Mapping[str, str] = field(default_factory=dict)
     """functions from a folder to its runs, each with its group, by the file that marks such a folder"""
+    starters: Mapping[str, Path] = field(default_factory=dict)
+    """configs from which `instar init` makes one, by their kinds"""
     catalogs: Mapping[str, str] = field(default_factory=dict)
     """makers of what the dashboard shows besides runs, by the name of the part of its page"""
 
@@ -128,6 +130,7 @@ class Words(NamedTuple):
     sections: tuple[str, ...] = ()
     plots: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    starters: tuple[str, ...] = ()
 
 
 BUILT_IN: Mapping[str, Words] = {
@@ -135,7 +138,7 @@ BUILT_IN: Mapping[str, Words] = {
     "delta": Words("delta", commands=("delta",), sections=("checkpoint.delta",)),
     "fleet": Words("fleet", commands=("fleet",)),
     "lab": Words("lab", commands=("find", "doctor", "schedule pilot", "schedule search")),
-    "graphs": Words("graph", tasks=("graph",)),
+    "graphs": Words("graph", tasks=("graph",), starters=("graph",)),
     "grpo": Words("grpo", programs=("instar.recipes.grpo", "instar.recipes.grpo.serve")),
 }
 """The extensions of Instar."""
@@ -185,7 +188,7 @@ def extend_commands(
 
 
 def how_to_install(
-    kind: Literal["commands", "programs", "sections", "plots", "tasks"], word: str
+    kind: Literal["commands", "programs", "sections", "plots", "tasks", "starters"], word: str
 ) -> str:
     """Return the command that installs a deleted extension to which a word belongs; empty if none does."""
     for name, words in BUILT_IN.items():
@@ -219,6 +222,11 @@ def tasks() -> Mapping[str, TaskNames]:
     return {
         name: task for extension in built_in().values() for name, task in extension.tasks.items()
     }
+
+
+def starters() -> dict[str, Path]:
+    """Return the configs from which `instar init` makes those of extensions of Instar, by their kinds."""
+    return {kind: path for e in built_in().values() for kind, path in e.starters.items()}
 
 
 def find_task(name: str) -> TaskNames | None:

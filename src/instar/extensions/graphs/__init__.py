@@ -1,5 +1,7 @@
 """Graph networks and causal sets: a task with its model, its data and its section of the config"""
 
+from pathlib import Path
+
 from instar.extensions import Extension, TaskNames
 
 _HERE = "instar.extensions.graphs"
@@ -14,4 +16,5 @@ EXTENSION = Extension(
             f"{_HERE}.shape:GraphShape",
         )
     },
+    starters={"graph": Path(__file__).with_name("starter.yaml")},
 )
