@@ -375,10 +375,8 @@ def _distributions() -> list[Path]:
             distributions += [folder / name for name in row[1:]]
     if home is not None and fresh_rows:
         existing = {folder: row for folder, row in rows.items() if Path(folder).is_dir()}
-        temporary = home / f"{_CACHE}-{os.getpid()}"
-        with suppress(OSError):
-            temporary.write_text(json.dumps(existing | fresh_rows))
-            temporary.replace(home / _CACHE)
+        with suppress(OSError):  # what another process reads half written is no cache
+            (home / _CACHE).write_text(json.dumps(existing | fresh_rows))
     return distributions
 
 
