@@ -76,7 +76,7 @@ def step_of(*slices: list[int]) -> StepBatch:
 def test_a_part_has_samples_of_every_slice(
     slices: list[list[int]], whole: bool, sizes: list[int]
 ) -> None:
-    part = part_of(step_of(*slices), whole=whole)
+    part = part_of(step_of(*slices), keep_size=whole)
     assert [micro.samples for micro in part.micro_batches] == sizes
     assert [micro.rank for micro in part.micro_batches] == list(range(len(slices)))
     assert part.passes == (1,) * len(slices)

@@ -192,7 +192,7 @@ def test_of_conversations_the_assistant_s_tokens_are_counted(tmp_path: Path) -> 
 def test_a_part_of_a_step_weighs_what_its_samples_do(tmp_path: Path) -> None:
     data = ways.config(ways.make_rows(tmp_path), "masked", path=str(tmp_path / "set"))
     ((batch,), *_) = ways.taken(data, ways.Way(1), 1)
-    for micro in part_of(batch, whole=False).micro_batches:
+    for micro in part_of(batch, keep_size=False).micro_batches:
         assert micro.weight == (micro.arrays["targets"][: micro.samples] != -1).sum()
 
 

@@ -157,8 +157,8 @@ def root_of(task: str) -> type[RunConfig]:
     Raises:
         ConfigError: the task does not exist, or is not a valid task class; says why.
     """
-    known = known_tasks()
-    target = known.get(task)
+    task_names = known_tasks()
+    target = task_names.get(task)
     if target is None and ":" not in task and (names := find_task(task)) is not None:
         target = names.config
     if target is not None:
@@ -167,10 +167,10 @@ def root_of(task: str) -> type[RunConfig]:
     if ":" not in task:
         if remedy := how_to_install("tasks", task):
             raise _task_error(f"the extension of task '{task}' is not installed", remedy)
-        closest = nearest(task, known)
+        closest = nearest(task, task_names)
         custom_task = _own_class(task) or "or name your own as module:class"
         raise _task_error(
-            f"unknown task '{task}'; known are {', '.join(known)}",
+            f"unknown task '{task}'; known are {', '.join(task_names)}",
             f"did you mean '{closest}'?" if closest else custom_task,
         )
     task_class = custom_task_class(task)

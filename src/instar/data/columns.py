@@ -182,7 +182,7 @@ def _join_column(columns: Sequence[Any]) -> Column:
 
 
 def as_ragged(column: Any) -> Ragged:
-    """Returns a column as `Ragged`; an array [samples, n, …], of samples of equal size, is converted."""
+    """Return a column as `Ragged`; an array [samples, n, …], of samples of equal size, is converted."""
     if isinstance(column, Ragged):
         return column
     samples, size = column.shape[:2]

@@ -103,7 +103,7 @@ def analyze(
     steps: int | None = None,
     energies: Sequence[float] = ENERGIES,
 ) -> WeightAnalysis:
-    """Analyzes the weights of a model of any task.
+    """Analyze the weights of a model of any task.
 
     Args:
         weights: parameters by name.
@@ -132,10 +132,12 @@ def analyze(
         changes = tuple(relative_changes(weights, comparable, steps))
         if TOKEN_TABLE in weights:
             drift = table_change(weights[TOKEN_TABLE], before.get(TOKEN_TABLE))
-        skipped = {name for name in weights if name in comparable or len(comparable) == len(before)}
-        if skipped := skipped - {change.name for change in changes}:
+        names_left_out = {
+            name for name in weights if name in comparable or len(comparable) == len(before)
+        }
+        if names_left_out := names_left_out - {change.name for change in changes}:
             left_out.append(
-                f"change of {len(skipped)} tensors: they were zero, missing, or of another shape"
+                f"change of {len(names_left_out)} tensors: they were zero, missing, or of another shape"
             )
     return WeightAnalysis(
         tuple(energies),
@@ -149,7 +151,7 @@ def analyze(
 
 
 def _comparable(before: Mapping[str, Tensor], layers: int) -> Mapping[str, Tensor]:
-    """Drops the blocks if their number has changed: inserting a block renames others."""
+    """Drop the blocks if their number has changed: inserting a block renames others."""
     if 1 + max((layer_of(name) or 0 for name in before), default=0) == layers:
         return before
     return {name: tensor for name, tensor in before.items() if layer_of(name) is None}
@@ -160,7 +162,7 @@ def matrix_ranks(
     weights: Mapping[str, Tensor],
     energies: Sequence[float] = ENERGIES,
 ) -> Iterator[MatrixRank]:
-    """Yields the ranks of every matrix and adapter; a convolution's kernel is flattened to
+    """Yield the ranks of every matrix and adapter; a convolution's kernel is flattened to
     (outputs, all else)."""
     for name, entry in parameters.items():
         weight, _, kind = name.rpartition(".")
@@ -178,7 +180,7 @@ def matrix_ranks(
 
 
 def spectrum(matrix: Tensor) -> Tensor:
-    """Returns the squared singular values of a matrix in descending order, float64."""
+    """Return the squared singular values of a matrix in descending order, float64."""
     matrix = matrix.to(torch.float64)
     small = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     # takes a tenth of the time of svdvals; the error is below 1e-16 of the largest value
@@ -187,14 +189,14 @@ def spectrum(matrix: Tensor) -> Tensor:
 
 
 def product_spectrum(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the `spectrum` of b (o, rank) @ a (rank, i) without computing the product."""
+    """Return the `spectrum` of b (o, rank) @ a (rank, i) without computing the product."""
     _, inner_a = torch.linalg.qr(a.to(torch.float64).T)
     _, inner_b = torch.linalg.qr(b.to(torch.float64))
     return spectrum(inner_b @ inner_a.T)
 
 
 def effective_ranks(squares: Tensor, energies: Sequence[float]) -> tuple[int, ...]:
-    """Returns the effective rank at each energy, of squared singular values in descending order."""
+    """Return the effective rank at each energy, of squared singular values in descending order."""
     total = squares.sum()
     if total == 0:
         return (0,) * len(energies)
@@ -208,12 +210,12 @@ class CausalAttention(Protocol):
     """A model with causal attention that exposes its queries and keys, such as `GPT`."""
 
     def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields queries (B, T, H, C) and keys (B, T, K, C) of each layer."""
+        """Yield queries (B, T, H, C) and keys (B, T, K, C) of each layer."""
         ...
 
 
 def attention_entropy(model: CausalAttention, tokens_BT: Tensor) -> tuple[HeadEntropy, ...]:
-    """Returns the attention entropy of every head of a model in evaluation mode.
+    """Return the attention entropy of every head of a model in evaluation mode.
 
     The first position is excluded: it can only attend to itself.
     """
@@ -226,7 +228,7 @@ def attention_entropy(model: CausalAttention, tokens_BT: Tensor) -> tuple[HeadEn
 
 
 def _entropies(q_BTHC: Tensor, k_BTKC: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean entropy per head, in nats and as a fraction of log(position)."""
+    """Return the mean entropy per head, in nats and as a fraction of log(position)."""
     T, H, C = q_BTHC.shape[1:]
     k_BTHC = k_BTKC.repeat_interleave(H // k_BTKC.shape[2], 2)
     scores_BHTT = torch.einsum("bthc,bshc->bhts", q_BTHC.float(), k_BTHC.float()) / math.sqrt(C)
@@ -240,7 +242,7 @@ def _entropies(q_BTHC: Tensor, k_BTKC: Tensor) -> tuple[Tensor, Tensor]:
 def relative_changes(
     now: Mapping[str, Tensor], before: Mapping[str, Tensor], steps: int | None
 ) -> Iterator[WeightChange]:
-    """Yields the change of every parameter whose shape is the same."""
+    """Yield the change of every parameter whose shape is the same."""
     for name, new in now.items():
         old = before.get(name)
         if old is None or old.shape != new.shape or not old.any():
@@ -251,7 +253,7 @@ def relative_changes(
 
 
 def table_change(now_VD: Tensor, before_VD: Tensor | None) -> TableChange | None:
-    """Returns the change of the rows that both tables have; None if their widths differ."""
+    """Return the change of the rows that both tables have; None if their widths differ."""
     if before_VD is None or before_VD.shape[1] != now_VD.shape[1]:
         return None
     rows = min(len(now_VD), len(before_VD))
@@ -266,7 +268,7 @@ def table_change(now_VD: Tensor, before_VD: Tensor | None) -> TableChange | None
 
 
 def suggestions(ranks: Sequence[MatrixRank], heads: Sequence[HeadEntropy]) -> Iterator[str]:
-    """Yields possible conclusions from the results, as text."""
+    """Yield possible conclusions from the results, as text."""
     for rank in ranks:
         if rank.adapter:
             yield from _of_adapter(rank)

@@ -82,7 +82,7 @@ _SQUARES = ("sq", "square", "sum", "variance")
 
 
 def state_role(state: str) -> Role:
-    """Returns the role of an optimizer state with the shape of its parameter, by its name: means of
+    """Return the role of an optimizer state with the shape of its parameter, by its name: means of
     squares such as `exp_avg_sq` and `square_avg`, or else of gradients, as all momenta."""
     is_second = any(part in _SQUARES for part in state.split("_"))
     return Role.SECOND_MOMENT if is_second else Role.FIRST_MOMENT
@@ -95,7 +95,7 @@ def apply(
     key: Key,
     copies: Copies = "asymmetric",
 ) -> dict[str, Tensor]:
-    """Returns the tensors of the grown model, in its order.
+    """Return the tensors of the grown model, in its order.
 
     An unchanged tensor is returned itself, not a copy. Moments may be missing: a tensor that had
     none, or is wholly new, has none afterwards.
@@ -113,7 +113,7 @@ def applied(
     key: Key,
     copies: Copies = "asymmetric",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields what `apply` returns, one tensor at a time; reads only those that each is made of."""
+    """Yield what `apply` returns, one tensor at a time; reads only those that each is made of."""
     neighbour = neighbours(tensors)
     for name, tensor_plan in plan.tensors.items():
         if role is Role.PARAMETER or source_of(tensor_plan) in tensors:
@@ -127,7 +127,7 @@ def applied(
 def grow_buffers(
     plan: GrowthPlan, buffers: Mapping[str, Tensor], model: Module
 ) -> dict[str, Tensor]:
-    """Returns the persistent buffers to load into a new module of the grown shape.
+    """Return the persistent buffers to load into a new module of the grown shape.
 
     Args:
         buffers: buffers of the old model.
@@ -140,12 +140,12 @@ def grow_buffers(
     initial = persistent_buffers(model)
     # None in a new module, filled by now in the old one
     later = {name: plan.buffer(name) for name in empty_buffers(model)}
-    filled = {
+    filled_buffers = {
         name: buffers[buffer_plan.source]
         for name, buffer_plan in later.items()
         if buffer_plan is not None and not buffer_plan.edits and buffer_plan.source in buffers
     }
-    plans = (plan.buffer(name) for name in (*initial, *filled))
+    plans = (plan.buffer(name) for name in (*initial, *filled_buffers))
     if missing := buffers.keys() - {
         buffer_plan.source for buffer_plan in plans if buffer_plan is not None
     }:
@@ -157,20 +157,20 @@ def grow_buffers(
         {name: tuple(t.shape) for name, t in tensors.items()} for tensors in (buffers, initial)
     )
     check_buffers(plan, *shapes)
-    grown = {}
+    grown_buffers = {}
     for name, initial_value in initial.items():
-        made = plan.buffer(name)
-        old = None if made is None else buffers.get(made.source)
-        grown[name] = (
+        plan_of_buffer = plan.buffer(name)
+        old = None if plan_of_buffer is None else buffers.get(plan_of_buffer.source)
+        grown_buffers[name] = (
             initial_value
-            if made is None or old is None
-            else _grown_buffer(made, old, initial_value)
+            if plan_of_buffer is None or old is None
+            else _grown_buffer(plan_of_buffer, old, initial_value)
         )
-    return {**grown, **filled}
+    return {**grown_buffers, **filled_buffers}
 
 
 def _grown_buffer(buffer_plan: Grown, old: Tensor, fresh: Tensor) -> Tensor:
-    """Returns `fresh` with the old values where the plan keeps or copies them."""
+    """Return `fresh` with the old values where the plan keeps or copies them."""
     if not buffer_plan.edits:
         return old.to(fresh, copy=True)
     sources = [list(range(size)) for size in old.shape]
@@ -185,9 +185,9 @@ def _grown_buffer(buffer_plan: Grown, old: Tensor, fresh: Tensor) -> Tensor:
         ]
     positions = [[at for at, source in enumerate(line) if source >= 0] for line in sources]
     origins = [[source for source in line if source >= 0] for line in sources]
-    grown = fresh.clone()
-    grown[_grid(positions, fresh)] = old.to(fresh)[_grid(origins, fresh)]
-    return grown
+    buffer = fresh.clone()
+    buffer[_grid(positions, fresh)] = old.to(fresh)[_grid(origins, fresh)]
+    return buffer
 
 
 def _grid(indices: Sequence[Sequence[int]], like: Tensor) -> tuple[Tensor, ...]:
@@ -207,7 +207,7 @@ def apply_one(
     copies: Copies = "asymmetric",
     like: Tensor | None = None,
 ) -> Tensor | None:
-    """Returns one tensor of the grown model; None for the moments of a wholly new parameter.
+    """Return one tensor of the grown model; None for the moments of a wholly new parameter.
 
     Args:
         read: called only for the tensors that this one is made of.
@@ -217,8 +217,8 @@ def apply_one(
     if isinstance(tensor_plan, Grown):
         return _Growing(role, copies, name, key).grow(tensor_plan, read(tensor_plan.source))
     if isinstance(tensor_plan, Stacked):
-        joined = torch.cat([read(source) for source in tensor_plan.sources])
-        return _stacked(tensor_plan, joined, role, named_generator(*key, name, "noise"))
+        joined_sources = torch.cat([read(source) for source in tensor_plan.sources])
+        return _stacked(tensor_plan, joined_sources, role, named_generator(*key, name, "noise"))
     if isinstance(tensor_plan, Reindexed):
         return _reindexed(tensor_plan, read(tensor_plan.source), role, copies)
     if isinstance(tensor_plan, Averaged):
@@ -232,11 +232,13 @@ def apply_one(
         weight, a, b = read(tensor_plan.source), read(tensor_plan.a), read(tensor_plan.b)
         return torch.addmm(weight, b, a, alpha=tensor_plan.scale)
     if isinstance(tensor_plan, Truncated):
-        factor, unused = _truncated(tensor_plan, read(tensor_plan.a), read(tensor_plan.b))
+        factor, is_unused = _truncated(tensor_plan, read(tensor_plan.a), read(tensor_plan.b))
         rows = torch.zeros_like(factor)
         if tensor_plan.side == "a":
             _fill(rows, New(1, "normal", tensor_plan.std), named_generator(*key, name, 0))
-        return torch.where(unused[:, None] if tensor_plan.side == "a" else unused, rows, factor)
+        return torch.where(
+            is_unused[:, None] if tensor_plan.side == "a" else is_unused, rows, factor
+        )
     assert isinstance(tensor_plan, Fresh)
     fresh = torch.empty(tensor_plan.shape)
     if like is not None:
@@ -253,20 +255,20 @@ def apply_one(
 def _stacked(
     tensor_plan: Stacked, tensor: Tensor, role: Role, generator: torch.Generator
 ) -> Tensor:
-    stacked = tensor.expand(tensor_plan.count, *tensor.shape).clone()
+    stack = tensor.expand(tensor_plan.count, *tensor.shape).clone()
     if role is not Role.PARAMETER:
-        return stacked.div_(
+        return stack.div_(
             tensor_plan.count * (tensor_plan.per_token if role is Role.SECOND_MOMENT else 1)
         )
     if tensor_plan.noise:
-        noise = torch.empty_like(stacked)
+        noise = torch.empty_like(stack)
         _fill(noise, New(1, "normal", tensor_plan.noise), generator)
-        stacked += noise * tensor.square().mean().sqrt()
-    return stacked
+        stack += noise * tensor.square().mean().sqrt()
+    return stack
 
 
 def _averaged(tensor_plan: Averaged, read: Read) -> Tensor:
-    """Returns the weighted mean, one source at a time and in float32 at least."""
+    """Return the weighted mean, one source at a time and in float32 at least."""
     first = read(tensor_plan.sources[0])
     wide = torch.promote_types(first.dtype, torch.float32)
     mean = torch.zeros_like(first, dtype=wide)
@@ -277,7 +279,7 @@ def _averaged(tensor_plan: Averaged, read: Read) -> Tensor:
 
 
 def _reindexed(tensor_plan: Reindexed, tensor: Tensor, role: Role, copies: Copies) -> Tensor:
-    """Returns a tensor with other rows; means are taken in float32 at least, a few thousand at a time."""
+    """Return a tensor with other rows; means are taken in float32 at least, a few thousand at a time."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     firsts = torch.tensor([row[0] if row else 0 for row in tensor_plan.rows])
     out = tensor.index_select(0, firsts.to(tensor.device))
@@ -289,9 +291,9 @@ def _reindexed(tensor_plan: Reindexed, tensor: Tensor, role: Role, copies: Copie
     out[torch.tensor(of_all, dtype=torch.int64, device=out.device)] = _mean([tensor], 0).to(
         out.dtype
     )
-    several = [at for at in new if len(tensor_plan.rows[at]) > 1]
-    for first in range(0, len(several), _ROWS):
-        rows = several[first : first + _ROWS]
+    combined_rows = [at for at in new if len(tensor_plan.rows[at]) > 1]
+    for first in range(0, len(combined_rows), _ROWS):
+        rows = combined_rows[first : first + _ROWS]
         sources = torch.tensor([source for at in rows for source in tensor_plan.rows[at]])
         counts = torch.tensor([len(tensor_plan.rows[at]) for at in rows])
         targets = torch.arange(len(rows)).repeat_interleave(counts).to(out.device)
@@ -315,8 +317,8 @@ class _Growing:
         factor = self._factor(tensor_plan)
         if factor != 1.0:
             # what an edit returned is new memory already
-            grown = tensor.mul_(factor) if tensor_plan.edits else tensor * factor
-            return grown.add_((factor - 1.0) * offset) if offset else grown
+            scaled_tensor = tensor.mul_(factor) if tensor_plan.edits else tensor * factor
+            return scaled_tensor.add_((factor - 1.0) * offset) if offset else scaled_tensor
         return tensor.clone() if tensor_plan.copied and not tensor_plan.edits else tensor
 
     def _factor(self, piece: Old | Grown) -> float:
@@ -363,7 +365,7 @@ class _Growing:
 
 
 def _empty_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns an empty tensor whose dimensions have the order in memory of another's, such as channels_last."""
+    """Return an empty tensor whose dimensions have the order in memory of another's, such as channels_last."""
     if tensor.is_contiguous():
         return tensor.new_empty(shape)
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
@@ -394,7 +396,7 @@ def _fill(view: Tensor, new: New, generator: torch.Generator, offset: float = 0.
 
 
 def _truncated(tensor_plan: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns one factor of the best approximation of b @ a by a lower rank (Eckart and Young), and
+    """Return one factor of the best approximation of b @ a by a lower rank (Eckart and Young), and
     the mask of its ranks whose singular value is 0 up to rounding, as in
     `torch.linalg.matrix_rank`.
 
@@ -413,7 +415,7 @@ def _truncated(tensor_plan: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Te
 
 
 def moments_mode(operation: Operation) -> Mode:
-    """Returns how an operation grows optimizer states."""
+    """Return how an operation grows optimizer states."""
     mode: Mode = operation.options.get("moments", "asymmetric")
     return mode
 
@@ -442,7 +444,7 @@ def copies_stay_equal(plan: GrowthPlan, states: Mapping[str, Tensor], mode: Mode
 
 
 def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetric") -> list[str]:
-    """Returns the names of the optimizer states of the grown model, ``<parameter>/<state>``, for those of the old one."""
+    """Return the names of the optimizer states of the grown model, ``<parameter>/<state>``, for those of the old one."""
     if mode == "reset":
         return []
     of: dict[str, dict[str, None]] = {}
@@ -461,7 +463,7 @@ def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetr
 def grow_state(
     plan: GrowthPlan, name: str, read: Read, key: Key, mode: Mode = "asymmetric"
 ) -> Tensor:
-    """Returns one of `grown_states`."""
+    """Return one of `grown_states`."""
     parameter, _, state = name.rpartition("/")
     tensor_plan = plan.tensors[parameter]
     first = source_of(tensor_plan)
@@ -473,9 +475,9 @@ def grow_state(
         return tensor if source == first else read(f"{source}/{state}")
 
     copies: Copies = "mapped" if mode == "mapped" else "asymmetric"
-    grown = apply_one(plan, parameter, of, state_role(state), key, copies)
-    assert grown is not None
-    return grown
+    state_tensor = apply_one(plan, parameter, of, state_role(state), key, copies)
+    assert state_tensor is not None
+    return state_tensor
 
 
 @dataclass(frozen=True)
@@ -498,7 +500,7 @@ class TensorReader:
 
 
 def grow_parameters(steps: Iterable[GrowthStep], tensors: TensorReader) -> TensorReader:
-    """Returns a reader of the parameters, or of their moving average, after all growth steps."""
+    """Return a reader of the parameters, or of their moving average, after all growth steps."""
     for step in steps:
         neighbour = neighbours(tensors.outlines)
         outlines = {
@@ -512,7 +514,7 @@ def grow_parameters(steps: Iterable[GrowthStep], tensors: TensorReader) -> Tenso
 
 
 def grow_states(steps: Iterable[GrowthStep], tensors: TensorReader) -> TensorReader:
-    """Returns a reader of the optimizer states, named ``<parameter>/<state>``, after all steps."""
+    """Return a reader of the optimizer states, named ``<parameter>/<state>``, after all steps."""
     for step in steps:
         outlines = {
             name: _state_outline(step, name, tensors.outlines)
@@ -536,7 +538,7 @@ def _read_state(step: GrowthStep, read: Read, name: str) -> Tensor:
 
 
 def nearest_source(plan: GrowthPlan, name: str, neighbour: Callable[[str], str]) -> str:
-    """Returns the old tensor that has the dtype of a new one."""
+    """Return the old tensor that has the dtype of a new one."""
     tensor_plan = plan.tensors[name]
     return (
         tensor_plan.a if isinstance(tensor_plan, Truncated) else source_of(tensor_plan)
@@ -544,7 +546,7 @@ def nearest_source(plan: GrowthPlan, name: str, neighbour: Callable[[str], str])
 
 
 def neighbours(names: Iterable[str]) -> Callable[[str], str]:
-    """Returns a function from a wholly new tensor's name to that of the old tensor next to it: its
+    """Return a function from a wholly new tensor's name to that of the old tensor next to it: its
     like in another block, the matrix of an adapter, or else one of the same module or block."""
     old: dict[tuple[str, ...], str] = {}
     for name in names:

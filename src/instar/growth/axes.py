@@ -60,14 +60,14 @@ NewSlices = Callable[[Use, int], New]
 
 
 def initial_slices(use: Use, count: int) -> New:
-    """Returns new slices with the initial values of a model of this size."""
+    """Return new slices with the initial values of a model of this size."""
     if use.entry.std:
         return New(count, "normal", use.entry.std)
     return New(count, "one" if use.is_gain else "zero")
 
 
 def zero_in_readers(use: Use, count: int) -> New:
-    """Returns new slices that are 0 in tensors that read the axis and initial values in all others.
+    """Return new slices that are 0 in tensors that read the axis and initial values in all others.
 
     Exactly one factor of each new product is then 0: the function stays as it is, and the readers
     receive gradients.
@@ -76,14 +76,14 @@ def zero_in_readers(use: Use, count: int) -> New:
 
 
 def layout_of(parts: Sequence[Old | int], new: NewSlices) -> Layout:
-    """Returns the layout of old ranges and counts of new slices, which `new` fills."""
+    """Return the layout of old ranges and counts of new slices, which `new` fills."""
     return lambda use: tuple(part if isinstance(part, Old) else new(use, part) for part in parts)
 
 
 def plan_tensors(
     arch: Growable, table: Mapping[str, Parameter], layouts: Mapping[str, Layout]
 ) -> dict[str, Grown]:
-    """Returns the plans of the parameters or buffers in the table of a resized `arch`, for new
+    """Return the plans of the parameters or buffers in the table of a resized `arch`, for new
     layouts of simple axes."""
     sizes = arch.sizes()
     return {
@@ -101,7 +101,7 @@ def plan_tensors(
 
 
 def uses(arch: Growable, axis: str) -> list[Use]:
-    """Returns every dimension along a simple axis, alone or as a factor of a composite axis."""
+    """Return every dimension along a simple axis, alone or as a factor of a composite axis."""
     return [
         Use(name, entry, dim)
         for name, entry in arch.parameters().items()
@@ -115,20 +115,20 @@ def _factors(axis: str) -> list[str]:
 
 
 def _pieces(use: Use, sizes: Mapping[str, int], layouts: Mapping[str, Layout]) -> tuple[Piece, ...]:
-    """Returns the pieces of a dimension: of each summand, in which one factor at most has a new layout."""
+    """Return the pieces of a dimension: of each summand, in which one factor at most has a new layout."""
     pieces, start = list[Piece](), 0
     for summand, product in enumerate(use.entry.axes[use.dim].split("+")):
         size = axis_size(sizes, product)
-        edited: tuple[Piece, ...] = (Old(0, size),)
+        scaled_pieces: tuple[Piece, ...] = (Old(0, size),)
         for factor in product.split("*"):
             if factor in layouts:
                 layout = layouts[factor](replace(use, summand=summand))
-                edited = _along(product, factor, sizes, layout)
+                scaled_pieces = _along(product, factor, sizes, layout)
         pieces += (
             piece
             if isinstance(piece, New)
             else replace(piece, start=piece.start + start, stop=piece.stop + start)
-            for piece in edited
+            for piece in scaled_pieces
         )
         start += size
     return tuple(pieces)
@@ -137,7 +137,7 @@ def _pieces(use: Use, sizes: Mapping[str, int], layouts: Mapping[str, Layout]) -
 def _along(
     axis: str, factor: str, sizes: Mapping[str, int], pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
-    """Returns the pieces of one factor of a product as pieces of the product."""
+    """Return the pieces of one factor of a product as pieces of the product."""
     factors = axis.split("*")
     at = factors.index(factor)
     outer = math.prod(factor_size(sizes, name) for name in factors[:at])

@@ -42,7 +42,7 @@ _NO_LAYER = "the model has no layer yet that could be copied; {}"
 def stack_layers(
     arch: G, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """Makes a deeper model of copies of the blocks; lossy.
+    """Make a deeper model of copies of the blocks; lossy.
 
     A list names the old block of each new one. A factor stacks copies of the whole model (G_stack, arXiv
     2405.15319); with `how`: ``interleave`` repeats each block in place, ``overlap`` stacks copies that lack `drop` blocks
@@ -58,13 +58,13 @@ def stack_layers(
     blocks = _stacked(value, layers, options)
     grown_size(len(blocks), layers, "layers")
     order = [block.source for block in blocks]
-    if beyond := [layer for layer in order if layer >= layers]:
-        raise GrowthError(f"there is no layer {beyond[0]}: layers are 0 to {layers - 1}")
+    if unknown_layers := [layer for layer in order if layer >= layers]:
+        raise GrowthError(f"there is no layer {unknown_layers[0]}: layers are 0 to {layers - 1}")
     if missing := sorted(set(range(layers)) - set(order)):
         raise GrowthError(f"layer {listed(missing)} would be lost: the map must have every layer")
-    grown = _deeper(arch, blocks, "neighbour")
-    tensors = _tensors(grown, blocks, (), "neighbour", arch.parameters())
-    return grown, GrowthPlan(tensors, "lossy", blocks=tuple(order))
+    deeper = _deeper(arch, blocks, "neighbour")
+    tensors = _tensors(deeper, blocks, (), "neighbour", arch.parameters())
+    return deeper, GrowthPlan(tensors, "lossy", blocks=tuple(order))
 
 
 def _stacked(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block]:
@@ -98,7 +98,7 @@ def _stacked(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block
 def insert_layers(
     arch: G, value: int, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """Inserts `value` blocks between the others.
+    """Insert `value` blocks between the others.
 
     `from`: ``neighbour`` is a copy of the block below that writes zeros to the residual stream (LLaMA Pro, arXiv
     2401.02415), ``normal`` is drawn, and writes zeros too; both are exact. ``copy`` is the whole copy; ``average`` the
@@ -126,15 +126,15 @@ def insert_layers(
         shares = (part / (count + 1) if means else 0.0 for part in range(1, count + 1))
         blocks += [_Block(max(layer - 1, 0), inserted=True, share=share) for share in shares]
         blocks += [_Block(layer)] if layer < layers else []
-    grown = _deeper(arch, blocks, origin)
+    deeper = _deeper(arch, blocks, origin)
     new = [at for at, block in enumerate(blocks) if block.inserted]
     if steps is not None:
-        grown = with_mask(grown, "layers", _ranges(new), step, steps)
-    tensors = _tensors(grown, blocks, streams, origin, arch.parameters())
+        deeper = with_mask(deeper, "layers", _ranges(new), step, steps)
+    tensors = _tensors(deeper, blocks, streams, origin, arch.parameters())
     is_random = origin == "normal"
     sources = tuple(None if block.inserted and is_random else block.source for block in blocks)
     label: Label = "exact" if zeros or steps is not None else "lossy"
-    return grown, GrowthPlan(tensors, label, notes=(f"new: {listed(new)}",), blocks=sources)
+    return deeper, GrowthPlan(tensors, label, notes=(f"new: {listed(new)}",), blocks=sources)
 
 
 def _layers(arch: Growable) -> int:
@@ -145,7 +145,7 @@ def _layers(arch: Growable) -> int:
 
 
 def _positions(where: Any, count: int, layers: int) -> list[int]:
-    """Returns the old layers before which the new ones are inserted; `layers` is the end."""
+    """Return the old layers before which the new ones are inserted; `layers` is the end."""
     if where == "even":
         return [(number + 1) * layers // count for number in range(count)]
     if isinstance(where, str):
@@ -160,25 +160,25 @@ def _positions(where: Any, count: int, layers: int) -> list[int]:
 
 
 def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
-    """Returns the architecture with these blocks; adapters move with their blocks."""
+    """Return the architecture with these blocks; adapters move with their blocks."""
     if not isinstance(arch, TransformerShape):
         return arch.resized(layers=len(blocks))
     is_random = origin == "normal"
     sources = [None if block.inserted and is_random else block.source for block in blocks]
     if isinstance(arch, Architecture | LoraShape) and arch.lora:
-        grown = replace(arch, lora=()).deeper(sources)
-        return replace(grown, lora=adapters_of_blocks(arch, sources))
+        deeper = replace(arch, lora=()).deeper(sources)
+        return replace(deeper, lora=adapters_of_blocks(arch, sources))
     return arch.deeper(sources)
 
 
 def _tensors(
-    grown: Growable,
+    larger: Growable,
     blocks: Sequence[_Block],
     streams: tuple[str, ...],
     origin: str,
     old: Mapping[str, Parameter],
 ) -> dict[str, TensorPlan]:
-    """Returns all plans; the first mention of an old block keeps it, further ones copy it."""
+    """Return all plans; the first mention of an old block keeps it, further ones copy it."""
     named_first = {
         block.source: at
         for at, block in reversed([*enumerate(blocks)])
@@ -186,7 +186,7 @@ def _tensors(
     }
     firsts = set(named_first.values())
     tensors: dict[str, TensorPlan] = {}
-    for name, entry in grown.parameters().items():
+    for name, entry in larger.parameters().items():
         layer, source = layer_of(name), _in_old(name, blocks)
         if layer is None or layer in firsts:
             tensors[name] = Grown(source)
@@ -211,18 +211,18 @@ def _shape(table: Mapping[str, Parameter], name: str) -> tuple[int, ...] | None:
 
 
 def _above(name: str) -> str:
-    """Returns the name of the same tensor in the next block."""
+    """Return the name of the same tensor in the next block."""
     layer = layer_of(name)
     return name if layer is None else in_block(name, layer + 1)
 
 
 def _in_old(name: str, blocks: Sequence[_Block]) -> str:
-    """Returns the old model's name of the tensor that a new tensor is made from."""
+    """Return the old model's name of the tensor that a new tensor is made from."""
     layer = layer_of(name)
     return name if layer is None else in_block(name, blocks[layer].source)
 
 
 def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns runs of consecutive indices as (start, stop)."""
+    """Return runs of consecutive indices as (start, stop)."""
     runs = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
     return [(run[0], run[-1] + 1) for run in ([index for _, index in g] for _, g in runs)]

@@ -20,7 +20,7 @@ BALANCE = 0.01
 def upcycle(
     arch: TransformerShape, value: int, options: Mapping[str, Any], step: int
 ) -> tuple[TransformerShape, GrowthPlan]:
-    """Replaces every MLP by `value` copies of it, its experts, and a router (sparse upcycling, arXiv 2212.05055).
+    """Replace every MLP by `value` copies of it, its experts, and a router (sparse upcycling, arXiv 2212.05055).
 
     Exact whatever the router says, because experts are equal and gates add up to 1. The router is drawn: with zeros
     every token would choose the same experts, and the others would never train. Experts then diverge by the tokens
@@ -50,29 +50,31 @@ def upcycle(
             "gradient would ever reach the router; choose num_experts_per_tok: 2 or more"
         )
     if isinstance(arch, Architecture):
-        grown: TransformerShape = _gpt(arch, value, per_token, balance)
+        sparse: TransformerShape = _gpt(arch, value, per_token, balance)
     elif isinstance(arch, PretrainedShape):
-        grown = arch.with_experts(value, per_token, balance)
+        sparse = arch.with_experts(value, per_token, balance)
     else:
         raise GrowthError(f"a {type(arch).__name__} has no counterpart with experts")
     old = arch.parameters()
     tensors: dict[str, TensorPlan] = {}
-    for name, entry in grown.parameters().items():
+    for name, entry in sparse.parameters().items():
         sources = _sources(name)
         if all(source in old for source in sources):
-            alike = len(entry.shape) == len(old[sources[0]].shape)
-            tensors[name] = Grown(name) if alike else Stacked(sources, value, per_token, noise)
+            same_rank = len(entry.shape) == len(old[sources[0]].shape)
+            tensors[name] = Grown(name) if same_rank else Stacked(sources, value, per_token, noise)
         else:
             tensors[name] = Fresh(entry.shape, "normal", ROUTER_STD)
     note = f"{value} experts, {per_token} per token"
-    return grown, GrowthPlan(tensors, "lossy" if noise else "exact", notes=(note,))
+    return sparse, GrowthPlan(tensors, "lossy" if noise else "exact", notes=(note,))
 
 
 def _gpt(arch: Architecture, number: int, per_token: int, balance: float) -> Architecture:
-    adapted = [name for name in arch.adaptable() if ".mlp." in name and adapter_of(arch.lora, name)]
-    if adapted:
+    names_with_adapters = [
+        name for name in arch.adaptable() if ".mlp." in name and adapter_of(arch.lora, name)
+    ]
+    if names_with_adapters:
         raise GrowthError(
-            f"{adapted[0]} has an adapter, and experts have none: merge_lora mlp and set_lora_rank "
+            f"{names_with_adapters[0]} has an adapter, and experts have none: merge_lora mlp and set_lora_rank "
             "{target: mlp, rank: 0} first"
         )
     return replace(
@@ -84,8 +86,8 @@ def _gpt(arch: Architecture, number: int, per_token: int, balance: float) -> Arc
 
 
 def _sources(name: str) -> tuple[str, ...]:
-    """Returns the dense parameters of which a parameter of the grown model is made."""
-    for joined, sources in JOINED.items():
-        if name.endswith(joined):
-            return tuple(name.removesuffix(joined) + source for source in sources)
+    """Return the dense parameters of which a parameter of the grown model is made."""
+    for joined_suffix, sources in JOINED.items():
+        if name.endswith(joined_suffix):
+            return tuple(name.removesuffix(joined_suffix) + source for source in sources)
     return (name,)

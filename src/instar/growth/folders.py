@@ -87,9 +87,9 @@ def grow_folder(
     """
     start = time.perf_counter()
     check_new(out)
-    planned = _plan_folder(source, operations, seed)
+    folder_plan = _plan_folder(source, operations, seed)
     before = count_parameters(source.shape).total
-    size = 4 * (before + planned.stages[-1].parameters)
+    size = 4 * (before + folder_plan.stages[-1].parameters)
     proof, warning, checked_on = None, "", ""
     too_large = check is None and size > PROOF_BYTES
     if not check:
@@ -98,15 +98,15 @@ def grow_folder(
         except GrowthError as error:
             raise NotProven(str(error)) from error
     if too_large:
-        proof, checked_on = _try_on_twin(source, planned, operations, out, seed)
-        compared = f"instead, {checked_on} was" if proof else f"nothing was, for {checked_on}"
+        proof, checked_on = _try_on_twin(source, folder_plan, operations, out, seed)
+        fallback = f"instead, {checked_on} was" if proof else f"nothing was, for {checked_on}"
         warning = (
-            f"both models take {size / 1e9:.1f} GB and were not compared: {compared}; --check does"
+            f"both models take {size / 1e9:.1f} GB and were not compared: {fallback}; --check does"
         )
     compares = check or (check is None and not too_large)
     with source.reading() as read, atomic_dir(out) as temporary:
         places = temporary, out
-        growth = _folder_growth(source, read, planned, places, max_shard_bytes=max_shard_bytes)
+        growth = _folder_growth(source, read, folder_plan, places, max_shard_bytes=max_shard_bytes)
         if compares:
             _, proof = write_and_prove(growth, check=True)
             checked_on = growth.checked_on
@@ -114,7 +114,7 @@ def grow_folder(
             growth.build()
     seconds = time.perf_counter() - start
     checked_on = checked_on if proof else ""
-    return OfflineGrowth(out, before, planned.stages, proof, seconds, warning, checked_on)
+    return OfflineGrowth(out, before, folder_plan.stages, proof, seconds, warning, checked_on)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _plan_folder(
 def _folder_growth(
     source: PretrainedFolder,
     read: Read,
-    planned: _PlannedFolder,
+    folder_plan: _PlannedFolder,
     places: tuple[Path, Path],
     checked_on: str = TOKENS,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -161,50 +161,50 @@ def _folder_growth(
     Args:
         places: in which it is written, and that is to be made of it.
     """
-    (folder, out), shape = places, planned.shapes[-1]
-    grown = grow_parameters(planned.steps, TensorReader(source.outlines, read))
+    (folder, out), shape = places, folder_plan.shapes[-1]
+    parameters = grow_parameters(folder_plan.steps, TensorReader(source.outlines, read))
 
     def build() -> PretrainedFolder:
         # new experts are written as published models have them
         single = source.single_experts or "experts" not in source.shape.sizes()
-        outlines, make = _file_tensors(shape, grown, single_experts=single)
+        outlines, make = _file_tensors(shape, parameters, single_experts=single)
         total = sum(outline.size_bytes for outline in outlines.values())
         with progress(f"writing {out}", total, measured=lambda: folder_bytes(folder)):
             write_weights(folder, outlines, make, max_shard_bytes)
-        _copy_files(source.path, planned, folder)
+        _copy_files(source.path, folder_plan, folder)
         atomic.write_synced(folder / CONFIG, encode_json_file(source.config_of(shape)))
-        published = open_folder(folder)
-        _check_published(published, shape)
-        return published
+        new_folder = open_folder(folder)
+        _check_published(new_folder, shape)
+        return new_folder
 
-    def outputs(published: PretrainedFolder) -> tuple[Probe, Probe]:
+    def outputs(new_folder: PretrainedFolder) -> tuple[Probe, Probe]:
         """As transformers loads both, in float32: only the rounding of the weights remains."""
         batch = drawn(source.shape, shape)
         old, new = (
-            probed(load_published(folder_read.path), batch) for folder_read in (source, published)
+            probed(load_published(folder_read.path), batch) for folder_read in (source, new_folder)
         )
         return old, new
 
-    def written(published: PretrainedFolder) -> Iterator[tuple[Read, TensorReader]]:
-        with published.reading() as read_published:
-            yield read_published, grown
+    def written(new_folder: PretrainedFolder) -> Iterator[tuple[Read, TensorReader]]:
+        with new_folder.reading() as read_published:
+            yield read_published, parameters
 
-    def dtypes(published: PretrainedFolder) -> set[torch.dtype]:
-        return {outline.dtype for outline in published.outlines.values()}
+    def dtypes(new_folder: PretrainedFolder) -> set[torch.dtype]:
+        return {outline.dtype for outline in new_folder.outlines.values()}
 
-    return DiskGrowth(planned, out, checked_on, build, outputs, written, dtypes)
+    return DiskGrowth(folder_plan, out, checked_on, build, outputs, written, dtypes)
 
 
 def _file_tensors(
-    shape: PretrainedShape, grown: TensorReader, *, single_experts: bool
+    shape: PretrainedShape, parameters: TensorReader, *, single_experts: bool
 ) -> tuple[dict[str, Outline], dict[str, Callable[[], Tensor]]]:
-    """Returns the tensors of the files of a grown model, and what makes each."""
-    read = _Kept(grown.read)
+    """Return the tensors of the files of a grown model, and what makes each."""
+    read = _Kept(parameters.read)
     outlines: dict[str, Outline] = {}
     make: dict[str, Callable[[], Tensor]] = {}
     for name, part in file_parts(shape, single_experts=single_experts).items():
-        outlines[name] = Outline(grown.outlines[part.parameter].dtype, part.shape)
-        make[name] = partial(_part, read if part.index else grown.read, part)
+        outlines[name] = Outline(parameters.outlines[part.parameter].dtype, part.shape)
+        make[name] = partial(_part, read if part.index else parameters.read, part)
     return outlines, make
 
 
@@ -227,9 +227,9 @@ class _Kept:
         return self._tensors[name]
 
 
-def _copy_files(folder: Path, planned: _PlannedFolder, to: Path) -> None:
+def _copy_files(folder: Path, folder_plan: _PlannedFolder, to: Path) -> None:
     for name in (TOKENIZER_FILE, *COMPANIONS):
-        path = (folder if name == GENERATION else planned.tokenizer) / name
+        path = (folder if name == GENERATION else folder_plan.tokenizer) / name
         try:
             content = read_regular(path, follow=True)
         except FileNotFoundError:
@@ -237,16 +237,16 @@ def _copy_files(folder: Path, planned: _PlannedFolder, to: Path) -> None:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from error
         atomic.write_synced(to / name, content)
-    if planned.vocabularies and (to / GENERATION).exists():
+    if folder_plan.vocabularies and (to / GENERATION).exists():
         settings = read_json(to / GENERATION)
-        for vocabulary in planned.vocabularies:
+        for vocabulary in folder_plan.vocabularies:
             settings |= vocabulary.special_ids(settings)
         atomic.write_synced(to / GENERATION, encode_json_file(settings))
 
 
-def _check_published(folder: PretrainedFolder, planned: PretrainedShape) -> None:
-    """Raises CheckpointError unless the files are those of the planned model, as transformers reads their config."""
-    read, expected = explicit_config(folder.shape.config), explicit_config(planned.config)
+def _check_published(folder: PretrainedFolder, planned_shape: PretrainedShape) -> None:
+    """Raise CheckpointError unless the files are those of the planned model, as transformers reads their config."""
+    read, expected = explicit_config(folder.shape.config), explicit_config(planned_shape.config)
     for key in expected.keys() - {"architectures"}:
         if not _contains(read.get(key), expected[key]):
             raise CheckpointError(
@@ -263,7 +263,7 @@ def _contains(read: Any, expected: Any) -> bool:
 
 def _try_on_twin(
     source: PretrainedFolder,
-    planned: _PlannedFolder,
+    folder_plan: _PlannedFolder,
     operations: Sequence[Operation],
     out: Path,
     seed: int,
@@ -276,13 +276,13 @@ def _try_on_twin(
         NotProven: the labels do not hold for the small model.
     """
     try:
-        twin = twin_of((source.shape, *planned.shapes), operations)
+        twin = twin_of((source.shape, *folder_plan.shapes), operations)
     except CheckpointError as error:
         return None, str(error)
     about = f"a small model of the same config ({twin.about})"
     with tempfile.TemporaryDirectory() as root:
-        small, grown = Path(root) / "small", Path(root) / "grown"
-        grown.mkdir()
+        small, large = Path(root) / "small", Path(root) / "grown"
+        large.mkdir()
         write_twin(twin.shape, small, single_experts=source.single_experts)
         for name in (TOKENIZER_FILE, *COMPANIONS):
             if (source.path / name).is_file():
@@ -291,7 +291,7 @@ def _try_on_twin(
         narrow = _plan_folder(folder, twin.operations, seed)
         with folder.reading() as read:
             checked_on = f"{TOKENS}, of {about},"
-            growth = _folder_growth(folder, read, narrow, (grown, out), checked_on)
+            growth = _folder_growth(folder, read, narrow, (large, out), checked_on)
             _, proof = write_and_prove(growth, check=True)
     return proof, about
 
@@ -326,15 +326,15 @@ def check_own_family(shape: Growable, operations: Iterable[Operation]) -> None:
 def _try(_table: str, before: str, after: str, operation: str) -> None:
     """Try one operation. Arguments are texts, so that equal trials are made once."""
     shapes = [PretrainedShape(json.loads(config)) for config in (before, after)]
-    tried = Operation(*json.loads(operation))
+    tried_operation = Operation(*json.loads(operation))
     try:
-        twin = twin_of(shapes, [tried])
+        twin = twin_of(shapes, [tried_operation])
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place, "small")
             write_twin(twin.shape, folder, single_experts=False)
             grow_folder(open_folder(folder), Path(place, "grown"), twin.operations, check=True)
     except InstarError as error:
         raise GrowthError(
-            f"{tried.name}: the table of the family {shapes[0].family.name} does not fit its model: a small model of the same config "
+            f"{tried_operation.name}: the table of the family {shapes[0].family.name} does not fit its model: a small model of the same config "
             f"was grown by it and compared: {error}"
         ) from error

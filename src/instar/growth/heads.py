@@ -21,7 +21,7 @@ T = TypeVar("T", bound=TransformerShape)
 
 
 def add_heads(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tuple[T, GrowthPlan]:
-    """Adds `value` query heads, whose columns of `attn.output` are 0; exact.
+    """Add `value` query heads, whose columns of `attn.output` are 0; exact.
 
     `where: groups` appends whole groups with their own key and value heads; `inside` adds the same
     number of query heads at the end of every group.
@@ -47,21 +47,21 @@ def add_heads(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tup
         more, starts = value // kv_now, range(0, now, per_group)
         heads = [part for start in starts for part in (Old(start, start + per_group), more)]
         note = f"{more} more in each of {kv_now} groups"
-    grown: Any = arch.resized(heads=_length(heads), kv_heads=_length(kv_heads))
+    larger: Any = arch.resized(heads=_length(heads), kv_heads=_length(kv_heads))
     fill = zero_in_readers
     if steps := options.get("mask"):
         fill = initial_slices
-        grown = with_mask(grown, "heads", _new_ranges(heads), step, steps)
+        larger = with_mask(larger, "heads", _new_ranges(heads), step, steps)
     layouts = {"heads": layout_of(heads, fill), "kv_heads": layout_of(kv_heads, fill)}
-    return grown, GrowthPlan(
-        plan_tensors(arch, grown.parameters(), layouts), "exact", notes=(note,)
+    return larger, GrowthPlan(
+        plan_tensors(arch, larger.parameters(), layouts), "exact", notes=(note,)
     )
 
 
 def split_kv_heads(
     arch: T, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[T, GrowthPlan]:
-    """Makes `value` copies of every key and value head, each for its part of the group; exact.
+    """Make `value` copies of every key and value head, each for its part of the group; exact.
 
     The gradients of the copies add up to the old one, so each is given an equal share of it. This
     underestimates their mean square by a factor of about 2 (measured with four copies in a GPT of
@@ -76,21 +76,21 @@ def split_kv_heads(
             f"{per_group} query heads for each key and value head cannot be split by {value}; "
             + (f"choose {listed(possible)}" if possible else "each one already has its own")
         )
-    grown = arch.resized(kv_heads=now * value)
+    larger = arch.resized(kv_heads=now * value)
     copies = tuple(
         Old(head, head + 1, gradient=1 / value, copied=copy > 0)
         for head in range(now)
         for copy in range(value)
     )
-    return grown, GrowthPlan(
-        plan_tensors(arch, grown.parameters(), {"kv_heads": lambda _: copies}), "exact"
+    return larger, GrowthPlan(
+        plan_tensors(arch, larger.parameters(), {"kv_heads": lambda _: copies}), "exact"
     )
 
 
 def grow_head_dim(
     arch: T, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[T, GrowthPlan]:
-    """Adds channels to every head; exact.
+    """Add channels to every head; exact.
 
     New channels of keys are 0, and those of values are not read; queries are multiplied by √(d′ /
     d), because scores are divided by √d′. RoPE pairs channel i with i + d / 2, so new pairs are
@@ -105,25 +105,27 @@ def grow_head_dim(
             "qk_norm divides queries and keys by their norm, so a new channel is either zero in both, "
             "and stays so, or changes the old ones; add_heads is possible"
         )
-    grown = arch.resized(head_dim=size)
+    larger = arch.resized(head_dim=size)
     parts: list[Old | int] = [Old(0, now), size - now]
     if arch.positions == "rope":
-        grown = grown.changed(rope_base=arch.rope_base ** (size / now))
+        larger = larger.changed(rope_base=arch.rope_base ** (size / now))
         half, more = now // 2, (size - now) // 2
         parts = [Old(0, half), more, Old(half, now), more]
     scale = math.sqrt(size / now) if arch.scales_by_head_dim else 1.0
-    scaled = [
+    scaled_rows = [
         replace(p, value=scale, gradient=1 / scale) if isinstance(p, Old) else p for p in parts
     ]
 
     def pieces(use: Use) -> tuple[Piece, ...]:
         if use.part == "query":
-            return layout_of(scaled, initial_slices)(use)
+            return layout_of(scaled_rows, initial_slices)(use)
         if use.part == "key":
             return layout_of(parts, lambda _, count: New(count, "zero"))(use)
         return layout_of(parts, zero_in_readers)(use)
 
-    return grown, GrowthPlan(plan_tensors(arch, grown.parameters(), {"head_dim": pieces}), "exact")
+    return larger, GrowthPlan(
+        plan_tensors(arch, larger.parameters(), {"head_dim": pieces}), "exact"
+    )
 
 
 def _length(parts: list[Old | int]) -> int:

@@ -40,7 +40,7 @@ Adapters = Mapping[str, Lora | None]
 def set_lora_rank(
     arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Adaptable, GrowthPlan]:
-    """Gives all weights of a target adapters of this rank; 0 removes them.
+    """Give all weights of a target adapters of this rank; 0 removes them.
 
     `hold` (default: true) keeps the scale of existing adapters; `alpha` (default: twice the rank)
     and `rank_stabilized` (default: false) apply to new ones.
@@ -70,7 +70,7 @@ def set_lora_rank(
 def change_lora_rank(
     arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Adaptable, GrowthPlan]:
-    """Multiplies the ranks of a target's adapters by a factor; rounded, at least 1."""
+    """Multiply the ranks of a target's adapters by a factor; rounded, at least 1."""
     del step
     new_adapters = {
         name: _with_rank(
@@ -86,38 +86,38 @@ def change_lora_rank(
 def set_lora_alpha(
     arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Adaptable, GrowthPlan]:
-    """Sets α of a target's adapters, which changes their scale."""
+    """Set α of a target's adapters, which changes their scale."""
     del options, step
-    adapted = _target_adapters(_adapters(arch), value["target"])
+    present = _target_adapters(_adapters(arch), value["target"])
     alpha = float(value["alpha"])
-    new_adapters = {name: replace(adapter, alpha=alpha) for name, adapter in adapted.items()}
+    new_adapters = {name: replace(adapter, alpha=alpha) for name, adapter in present.items()}
     return _change(arch, value["target"], new_adapters)
 
 
 def merge_lora(
     arch: Adaptable, value: str | None, options: Mapping[str, Any], step: int
 ) -> tuple[Adaptable, GrowthPlan]:
-    """Adds a target's adapters (None: all) to their weights, and resets the adapters.
+    """Add a target's adapters (None: all) to their weights, and reset the adapters.
 
     A tied head stays the same, because it reads the adapted table.
     """
     del options, step
-    merged = _target_adapters(_adapters(arch), "all" if value is None else value)
+    adapters = _target_adapters(_adapters(arch), "all" if value is None else value)
     tensors: dict[str, TensorPlan] = {}
     for name, entry in arch.parameters().items():
         weight, _, part = name.rpartition(".")
-        adapter = merged.get(weight)
+        adapter = adapters.get(weight)
         if adapter is None or part == "bias":
             tensors[name] = Grown(name)
         elif part == "weight":
             tensors[name] = Merged(name, f"{weight}.lora_a", f"{weight}.lora_b", adapter.scale)
         else:
             tensors[name] = _fresh_factor(entry)
-    return arch, GrowthPlan(tensors, "exact", notes=(f"{len(merged)} adapters merged",))
+    return arch, GrowthPlan(tensors, "exact", notes=(f"{len(adapters)} adapters merged",))
 
 
 def adapters_of_blocks(arch: Adaptable, blocks: Sequence[int | None]) -> tuple[Lora, ...]:
-    """Returns the adapter entries of a model whose block j is made from block ``blocks[j]``, so
+    """Return the adapter entries of a model whose block j is made from block ``blocks[j]``, so
     that adapters move with their blocks; a new block (None) has the adapters that all blocks
     share."""
     old = _adapters(arch)
@@ -136,7 +136,7 @@ def _adapters(arch: Adaptable) -> Adapters:
 
 
 def _target_weights(adapters: Adapters, target: str) -> list[str]:
-    """Returns the weights that a target names."""
+    """Return the weights that a target names."""
     if names := [name for name in adapters if matches(target, name)]:
         return names
     tied = "; the head is tied: its table is the embedding" if target == "head" else ""
@@ -144,10 +144,10 @@ def _target_weights(adapters: Adapters, target: str) -> list[str]:
 
 
 def _target_adapters(adapters: Adapters, target: str) -> dict[str, Lora]:
-    """Returns the adapters of a target's weights; at least one."""
+    """Return the adapters of a target's weights; at least one."""
     targets = {name: adapters[name] for name in _target_weights(adapters, target)}
-    if adapted := {name: adapter for name, adapter in targets.items() if adapter}:
-        return adapted
+    if present := {name: adapter for name, adapter in targets.items() if adapter}:
+        return present
     raise GrowthError(f"{target!r} has no adapters; set_lora_rank adds them")
 
 
@@ -165,15 +165,15 @@ def _same_adapter(adapter: Lora | None, other: Lora | None) -> bool:
 
 
 def _change(arch: Adaptable, target: str, new_adapters: Adapters) -> tuple[Adaptable, GrowthPlan]:
-    """Returns the architecture and plan for new adapters of some of the weights of `target`."""
+    """Return the architecture and plan for new adapters of some of the weights of `target`."""
     old = _adapters(arch)
     if all(_same_adapter(old[name], adapter) for name, adapter in new_adapters.items()):
         raise GrowthError(f"the adapters of {target!r} already are as requested")
     all_adapters = {**old, **new_adapters}
     targets = (target, *(entry.target for entry in arch.lora))
-    changed = replace(arch, lora=covering(all_adapters, targets))
+    new_arch = replace(arch, lora=covering(all_adapters, targets))
     tensors: dict[str, TensorPlan] = {}
-    for name, entry in changed.parameters().items():
+    for name, entry in new_arch.parameters().items():
         weight, _, part = name.rpartition(".")
         if part in ("lora_a", "lora_b"):
             tensors[name] = _factor_plan(name, entry, old[weight], all_adapters[weight])
@@ -184,11 +184,11 @@ def _change(arch: Adaptable, target: str, new_adapters: Adapters) -> tuple[Adapt
         if all(map(_keeps_product, map(old.get, new_adapters), new_adapters.values()))
         else "lossy"
     )
-    return changed, GrowthPlan(tensors, label, notes=tuple(_notes(old, new_adapters)))
+    return new_arch, GrowthPlan(tensors, label, notes=tuple(_notes(old, new_adapters)))
 
 
 def _factor_plan(name: str, entry: Parameter, old: Lora | None, new: Lora | None) -> TensorPlan:
-    """Returns the plan of A or B of an adapter that changes from `old` to `new`."""
+    """Return the plan of A or B of an adapter that changes from `old` to `new`."""
     weight, _, part = name.rpartition(".")
     if old is None or new is None:
         return _fresh_factor(entry)
@@ -211,12 +211,12 @@ def _keeps_product(old: Lora | None, new: Lora | None) -> bool:
 
 
 def _notes(old: Adapters, new_adapters: Adapters) -> Iterator[str]:
-    """Yields a note for each kind of change."""
-    counted = Counter(
+    """Yield a note for each kind of change."""
+    counts = Counter(
         (_adapter_text(before), _adapter_text(after))
         for before, after in ((old[name], adapter) for name, adapter in new_adapters.items())
     )
-    for (before, after), number in counted.items():
+    for (before, after), number in counts.items():
         yield f"{number} × {before} → {after}"
     if None in new_adapters.values():
         yield "to keep what the adapters have learned, use merge_lora first"

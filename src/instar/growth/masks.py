@@ -16,7 +16,7 @@ from instar.models.architecture import Architecture, Mask, MaskedAxis
 def with_mask(
     arch: Architecture, axis: MaskedAxis, new: Iterable[tuple[int, int]], step: int, steps: int
 ) -> Architecture:
-    """Returns `arch` with a mask over new index ranges of an axis, which opens over `steps` steps
+    """Return `arch` with a mask over new index ranges of an axis, which opens over `steps` steps
     from `step` on.
 
     Raises:
@@ -26,7 +26,7 @@ def with_mask(
 
 
 def refuse_if_masked(arch: Architecture) -> None:
-    """Raises GrowthError while the architecture has a mask."""
+    """Raise GrowthError while the architecture has a mask."""
     if arch.mask is not None:
         raise GrowthError(
             f"new {arch.mask.axis} are masked until step {arch.mask.end:,}; growth is possible again "
@@ -37,7 +37,7 @@ def refuse_if_masked(arch: Architecture) -> None:
 def fold_masks(
     arch: Architecture, value: None, options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
-    """Removes a mask that is fully open; the tensors stay as they are.
+    """Remove a mask that is fully open; the tensors stay as they are.
 
     Raises:
         GrowthError: there is no mask, or it is not fully open yet.
@@ -50,5 +50,7 @@ def fold_masks(
             f"the mask over new {arch.mask.axis} is fully open at step {arch.mask.end:,}, and this is "
             f"step {step:,}"
         )
-    folded = replace(arch, mask=None)
-    return folded, GrowthPlan({name: Grown(name) for name in folded.parameters()}, "exact")
+    without_mask = replace(arch, mask=None)
+    return without_mask, GrowthPlan(
+        {name: Grown(name) for name in without_mask.parameters()}, "exact"
+    )

@@ -70,9 +70,9 @@ class OfflineGrowth:
         return {**dataclasses.asdict(self), "path": str(self.path)}
 
 
-def stage(operation: Operation, plan: GrowthPlan | None, grown: Growable) -> GrowthStage:
+def stage(operation: Operation, plan: GrowthPlan | None, larger: Growable) -> GrowthStage:
     """Return the stage of an operation; without a plan, of one on settings."""
-    size = count_parameters(grown).total
+    size = count_parameters(larger).total
     if plan is None:
         return GrowthStage(operation, None, None, (), size)
     return GrowthStage(operation, plan.label, plan.bound_nats, plan.notes, size)
@@ -91,8 +91,8 @@ def expected_plan(stages: Sequence[GrowthStage]) -> GrowthPlan:
     """Return an empty plan with the weakest label; if bounded, with the sum of the bounds."""
     labels = [stage.label for stage in stages if stage.label is not None]
     weakest: Label = max(labels, key=get_args(Label).index, default="exact")
-    bound = sum(stage.bound_nats or 0.0 for stage in stages)
-    return GrowthPlan({}, weakest, bound if weakest == "bounded" else None)
+    bound_nats = sum(stage.bound_nats or 0.0 for stage in stages)
+    return GrowthPlan({}, weakest, bound_nats if weakest == "bounded" else None)
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class DiskGrowth(Generic[C]):
 
     def _verify(self, candidate: C) -> None:
         """Raise NotProven unless the files have the tensors that were to be written, bit for bit."""
-        for read, grown in self.written(candidate):
-            for name in grown.outlines:
-                tensor, expected = read(name), grown.read(name)
+        for read, expected_tensors in self.written(candidate):
+            for name in expected_tensors.outlines:
+                tensor, expected = read(name), expected_tensors.read(name)
                 same = tensor.shape == expected.shape and not differing(tensor, expected, None)
                 if not same or tensor.dtype != expected.dtype:
                     raise NotProven(
@@ -158,7 +158,7 @@ def write_and_prove(growth: DiskGrowth[C], *, check: bool) -> tuple[C, Proof | N
     if not check:
         return growth.build(), None
     try:
-        prepared = prepare_candidate(growth, expected_plan(growth.planned.stages), Alone())
+        candidate_growth = prepare_candidate(growth, expected_plan(growth.planned.stages), Alone())
     except NotFiniteError as error:
         raise NotProven(f"{error}; nothing was made") from error
-    return prepared.candidate, prepared.proof
+    return candidate_growth.candidate, candidate_growth.proof

@@ -54,7 +54,7 @@ class Operator:
 
 
 def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan]:
-    """Returns the grown shape and the plan of every tensor.
+    """Return the grown shape and the plan of every tensor.
 
     Args:
         step: step of the run, at which masks begin.
@@ -76,12 +76,12 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
             raise GrowthError("only a GPT supports masks: leave mask out")
         if isinstance(arch, Architecture) and operator.plan is not fold_masks:
             refuse_if_masked(arch)
-        grown, growth_plan = operator.plan(arch, operation.value, operation.options, step)
-    return grown, growth_plan
+        larger, growth_plan = operator.plan(arch, operation.value, operation.options, step)
+    return larger, growth_plan
 
 
 def check(operation: Operation) -> None:
-    """Raises GrowthError unless the operation is known and its value and options are valid."""
+    """Raise GrowthError unless the operation is known and its value and options are valid."""
     if operation.name not in OPERATORS:
         suggestion = nearest(operation.name, OPERATORS)
         hint = (
@@ -113,7 +113,7 @@ def _named(operation: str) -> Iterator[None]:
 def _widen(
     arch: Any, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[Any, GrowthPlan]:
-    """Widens an axis; those of a transformer by the operations that account for norms, groups and
+    """Widen an axis; those of a transformer by the operations that account for norms, groups and
     RoPE."""
     if not isinstance(arch, TransformerShape):
         return widen(arch, value, options, step)

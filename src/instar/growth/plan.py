@@ -173,7 +173,7 @@ class GrowthPlan:
     """whether no gradient reaches what is new until a later operation uses it"""
 
     def buffer(self, name: str) -> Grown | None:
-        """Returns how a buffer of the grown model is made; None if it is new.
+        """Return how a buffer of the grown model is made; None if it is new.
 
         A buffer whose axes are not named keeps its shape and moves with its block.
         """
@@ -186,7 +186,7 @@ class GrowthPlan:
         return None if source is None else Grown(in_block(name, source))
 
     def source(self, name: str) -> str | None:
-        """Returns the old parameter that a parameter continues; None for a new one or a copy."""
+        """Return the old parameter that a parameter continues; None for a new one or a copy."""
         tensor_plan = self.tensors[name]
         if isinstance(tensor_plan, Truncated):
             return tensor_plan.a if tensor_plan.side == "a" else tensor_plan.b
@@ -219,19 +219,19 @@ class GrowthPlan:
 
 
 def source_of(tensor_plan: TensorPlan) -> str | None:
-    """Returns the old tensor whose moments a new tensor continues, of several the first."""
+    """Return the old tensor whose moments a new tensor continues, of several the first."""
     return next(iter(sources_of(tensor_plan)), None)
 
 
 def sources_of(tensor_plan: TensorPlan) -> tuple[str, ...]:
-    """Returns the old tensors of whose moments those of a new tensor are made."""
+    """Return the old tensors of whose moments those of a new tensor are made."""
     if isinstance(tensor_plan, Averaged | Stacked):
         return tensor_plan.sources
     return (tensor_plan.source,) if isinstance(tensor_plan, Grown | Merged | Reindexed) else ()
 
 
 def grown_shape(tensor_plan: Grown, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that the plan of a tensor gives to an old tensor of `shape`."""
+    """Return the shape that the plan of a tensor gives to an old tensor of `shape`."""
     sizes = list(shape)
     for edit in tensor_plan.edits:
         sizes[edit.dim] = sum(map(len, edit.pieces))
@@ -263,7 +263,7 @@ def check_buffers(
 
 
 def _kept_share(tensor_plan: TensorPlan) -> float:
-    """Returns the share of the elements of a new tensor that continue old ones."""
+    """Return the share of the elements of a new tensor that continue old ones."""
     if isinstance(tensor_plan, Fresh | Averaged):
         return 0.0
     if isinstance(tensor_plan, Reindexed):
@@ -293,7 +293,7 @@ class VocabularyMap:
     """ids that the new tokenizer declares, by their keys in `config.json`"""
 
     def special_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the ids of special tokens in a config with the new tokenizer: the same tokens if it has them, else
+        """Return the ids of special tokens in a config with the new tokenizer: the same tokens if it has them, else
         its own, else None."""
         new_rows = {self.rows[new][0]: new for new in self.kept}
         ids_by_key: dict[str, Any] = {}

@@ -131,7 +131,7 @@ def prove(
     dtypes: Collection[torch.dtype],
     *,
     tensors: Mapping[str, Tensor] | None = None,
-    doubled: Callable[[], Doubled | None] | None = None,
+    in_double: Callable[[], Doubled | None] | None = None,
     name: str = "",
     peers: Peers | None = None,
 ) -> Proof:
@@ -145,7 +145,7 @@ def prove(
         outputs: of both, for the same batch.
         dtypes: of the models' parameters.
         tensors: parameters and persistent buffers of the grown model.
-        doubled: returns both in float64; raises what is no GrowthError if their code does not accept it.
+        in_double: returns both in float64; raises what is no GrowthError if their code does not accept it.
         name: of the model, for the log.
 
     Returns:
@@ -165,8 +165,8 @@ def prove(
     if peers.agreed(proof.holds):
         return proof
     finite = peers.agreed(math.isfinite(proof.max_logit_diff + proof.delta_loss))
-    if doubled is not None and finite and plan.label != "lossy" and dtype is not torch.float64:
-        double = unless_refused(peers, name, doubled)
+    if in_double is not None and finite and plan.label != "lossy" and dtype is not torch.float64:
+        double = unless_refused(peers, name, in_double)
         if double is not None:
             with peers.phase():
                 proof = compare(plan, double.before, double.after, double.dtype)
@@ -244,12 +244,12 @@ def verify_states(
     key: Key,
     mode: Mode,
     peers: Peers | None = None,
-    grown: Callable[[str], Tensor] | None = None,
+    grow_other: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Do the same for optimizer states, named ``<parameter>/<state>``.
 
     Args:
-        grown: makes a state that is not of the parameter's shape; default: `grow_state`.
+        grow_other: makes a state that is not of the parameter's shape; default: `grow_state`.
     """
     wholes = Wholes(old)
     names = grown_states(plan, old, mode)
@@ -257,7 +257,7 @@ def verify_states(
     def make(name: str) -> Tensor:
         return grow_state(plan, name, wholes.__getitem__, key, mode)
 
-    _check_all(plan, names, grown or make, old, new, peers or Alone())
+    _check_all(plan, names, grow_other or make, old, new, peers or Alone())
 
 
 def _check_all(
@@ -348,8 +348,8 @@ def differing(tensor: Tensor, expected: Tensor, margin: float | None) -> int:
         scale = margin + float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
     count = 0
     pairs = (torch.split(elements.reshape(-1), _COMPARED) for elements in (tensor, expected))
-    for mine, planned in zip(*pairs, strict=True):
-        count += int((~_rounds_to(mine.double(), planned.double(), info, scale)).sum())
+    for tensor_part, expected_part in zip(*pairs, strict=True):
+        count += int((~_rounds_to(tensor_part.double(), expected_part.double(), info, scale)).sum())
     return count
 
 
@@ -358,7 +358,7 @@ def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride())
 
 
-def _rounds_to(mine: Tensor, planned: Tensor, info: torch.finfo, scale: float) -> Tensor:
-    allowed = _ULPS * info.eps * (planned.abs() + scale + info.tiny)
-    close = planned.isfinite() & ((mine - planned).abs() <= allowed)
-    return close | (mine == planned) | (mine.isnan() & planned.isnan())
+def _rounds_to(values: Tensor, expected: Tensor, info: torch.finfo, scale: float) -> Tensor:
+    tolerance = _ULPS * info.eps * (expected.abs() + scale + info.tiny)
+    close = expected.isfinite() & ((values - expected).abs() <= tolerance)
+    return close | (values == expected) | (values.isnan() & expected.isnan())

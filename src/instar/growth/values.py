@@ -18,7 +18,7 @@ Check = Callable[[Any], None]
 
 
 def checked(valid: Callable[[Any], bool], description: str) -> Check:
-    """Returns a check of a condition; `wanted` completes the sentence of its error."""
+    """Return a check of a condition; `wanted` completes the sentence of its error."""
 
     def check(value: Any) -> None:
         if not valid(value):
@@ -129,7 +129,7 @@ def has(**keys: Check) -> Check:
 
 
 def check_each(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Checks values by name. Raises GrowthError for an unknown name too."""
+    """Check values by name. Raises GrowthError for an unknown name too."""
     for key, value in values.items():
         if key not in checks:
             raise GrowthError(f"has no option {key!r}; there are {', '.join(sorted(checks))}")
@@ -140,7 +140,7 @@ def check_each(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
 
 
 def grown_size(value: Any, now: int, axis: str) -> int:
-    """Returns the size that `value` requests for an axis of size `now`; halves are rounded up."""
+    """Return the size that `value` requests for an axis of size `now`; halves are rounded up."""
     is_size(value)
     factor = _factor(value)
     size: int = value if factor is None else math.floor(now * factor + Fraction(1, 2))

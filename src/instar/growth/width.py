@@ -40,7 +40,7 @@ T = TypeVar("T", bound=TransformerShape)
 def widen(
     arch: G, value: Mapping[str, Any], options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
-    """Widens an axis that the model both writes and reads; exact."""
+    """Widen an axis that the model both writes and reads; exact."""
     del step
     axis, now = value["axis"], arch.sizes().get(value["axis"])
     axis_uses = uses(arch, axis)
@@ -52,12 +52,12 @@ def widen(
             f"{axis} is an input or output axis: only axes that the model both writes and reads can be "
             f"widened: {listed(inner)}"
         )
-    normalised = any(use.entry.kind == "norm" for use in axis_uses)
+    has_norm = any(use.entry.kind == "norm" for use in axis_uses)
     size = grown_size(value["size"], now, axis)
-    how = options.get("how", "split" if normalised else "zero")
+    how = options.get("how", "split" if has_norm else "zero")
     if how not in ("zero", "split"):
         raise GrowthError(f"how must be zero or split, not {how!r}")
-    if normalised and (how == "zero" or size % now):
+    if has_norm and (how == "zero" or size % now):
         raise GrowthError(
             f"a norm takes its statistics over {axis}, and only whole copies preserve them: choose a "
             f"multiple of {now}, with how: split"
@@ -67,17 +67,17 @@ def widen(
             f"the table gives no standard deviation for tensors that write {axis}: with zeros on both "
             "sides no gradient would reach them; give these entries a std, or choose how: split"
         )
-    grown = arch.resized(**{axis: size})
+    wider = arch.resized(**{axis: size})
     layout, note = _units(now, size, how, options)
     layouts = {axis: layout}
     tensors, buffers = (
-        plan_tensors(arch, table, layouts) for table in (grown.parameters(), buffers_of(grown))
+        plan_tensors(arch, table, layouts) for table in (wider.parameters(), buffers_of(wider))
     )
-    return grown, GrowthPlan(tensors, "exact", notes=(note,), buffers=buffers)
+    return wider, GrowthPlan(tensors, "exact", notes=(note,), buffers=buffers)
 
 
 def widen_mlp(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tuple[T, GrowthPlan]:
-    """Adds units to every MLP; exact.
+    """Add units to every MLP; exact.
 
     `zero`: new units have initial values, and the weights that read them are 0. `split`: new units
     are copies of the first ones, and the weight that reads a unit is divided among its copies
@@ -85,19 +85,19 @@ def widen_mlp(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tup
     """
     now = arch.sizes()["mlp"]
     size = grown_size(value, now, "mlp")
-    grown = arch.resized(mlp=size)
+    wider = arch.resized(mlp=size)
     if "mask" in options:
-        return _with_masked_growth(arch, grown, "mlp", options, step)
+        return _with_masked_growth(arch, wider, "mlp", options, step)
     layout, note = _units(now, size, options.get("how", "zero"), options)
-    return grown, GrowthPlan(
-        plan_tensors(arch, grown.parameters(), {"mlp": layout}), "exact", notes=(note,)
+    return wider, GrowthPlan(
+        plan_tensors(arch, wider.parameters(), {"mlp": layout}), "exact", notes=(note,)
     )
 
 
 def widen_hidden(
     arch: T, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[T, GrowthPlan]:
-    """Adds channels to the residual stream; exact. The output of every norm over it stays the same.
+    """Add channels to the residual stream; exact. The output of every norm over it stays the same.
 
     `zero` (RMSNorm): new channels are 0, so the mean square falls by d / d′. `average` (LayerNorm):
     new channels are the mean of the old ones, so the mean stays and the variance falls by d / d′
@@ -106,9 +106,9 @@ def widen_hidden(
     """
     now = arch.sizes()["embed"]
     size = grown_size(value, now, "embed")
-    grown = arch.resized(embed=size)
+    wider = arch.resized(embed=size)
     if "mask" in options:
-        return _with_masked_growth(arch, grown, "embed", options, step)
+        return _with_masked_growth(arch, wider, "embed", options, step)
     fitting = "zero" if arch.norm == "rmsnorm" else "average"
     how = options.get("how", fitting)
     if how == "duplicate":
@@ -117,21 +117,21 @@ def widen_hidden(
         layout, note = _copied_stream(arch, size // now), f"{size // now} copies"
     elif how == fitting:
         layout, note = _padded_stream(arch, size), f"padded with {_PADDING[arch.norm]}s"
-        grown = grown.changed(norm_eps=arch.norm_eps * now / size)
+        wider = wider.changed(norm_eps=arch.norm_eps * now / size)
     else:
         raise GrowthError(
             f"how: {how} would change the statistics of {arch.norm}; for it there is {fitting}, "
             f"or duplicate with a multiple of {now:,}"
         )
-    return grown, GrowthPlan(
-        plan_tensors(arch, grown.parameters(), {"embed": layout}), "exact", notes=(note,)
+    return wider, GrowthPlan(
+        plan_tensors(arch, wider.parameters(), {"embed": layout}), "exact", notes=(note,)
     )
 
 
 def resize_vocab(
     arch: T, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[T, GrowthPlan]:
-    """Adds rows to the token table and the head; each is the mean of the old rows. Bounded.
+    """Add rows to the token table and the head; each is the mean of the old rows. Bounded.
 
     A new logit is the mean of the V old logits, and its exponential at most the mean of theirs: n
     new rows raise the loss by at most log(1 + n / V) nats.
@@ -147,10 +147,10 @@ def resize_vocab(
             "a tokenizer is read by instar grow of a folder and by instar.growth.grow; here, give the number of rows"
         )
     size = grown_size(value, now, "vocab")
-    grown = arch.resized(vocab=size)
+    larger = arch.resized(vocab=size)
     layout = layout_of([Old(0, now), size - now], lambda _, count: New(count, "mean"))
-    tensors = plan_tensors(arch, grown.parameters(), {"vocab": layout})
-    return grown, GrowthPlan(tensors, "bounded", bound_nats=math.log1p((size - now) / now))
+    tensors = plan_tensors(arch, larger.parameters(), {"vocab": layout})
+    return larger, GrowthPlan(tensors, "bounded", bound_nats=math.log1p((size - now) / now))
 
 
 def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
@@ -160,24 +160,24 @@ def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
     largest = max((source for row in rows for source in row), default=0)
     if largest >= now:
         raise GrowthError(f"the old tokenizer has a token {largest:,}, and the table {now:,} rows")
-    grown = arch.resized(vocab=len(rows))
-    grown = replace(grown, config={**grown.config, **value.special_ids(arch.config)})
-    if odd := [use.name for use in uses(grown, "vocab") if use.dim]:
+    larger = arch.resized(vocab=len(rows))
+    larger = replace(larger, config={**larger.config, **value.special_ids(arch.config)})
+    if odd := [use.name for use in uses(larger, "vocab") if use.dim]:
         raise GrowthError(f"{odd[0]} has columns of tokens: merge the adapter of the table first")
     tensors = {
         name: Reindexed(name, rows, value.kept) if "vocab" in entry.axes else Grown(name)
-        for name, entry in grown.parameters().items()
+        for name, entry in larger.parameters().items()
     }
     pieces = sum(bool(row) for row in rows) - len(value.kept)
-    unmapped = len(rows) - len(value.kept) - pieces
-    note = f"{len(value.kept):,} tokens kept, {pieces:,} from pieces, {unmapped:,} from the mean of all"
-    return grown, GrowthPlan(tensors, "lossy", notes=(note,))
+    n_unmapped = len(rows) - len(value.kept) - pieces
+    note = f"{len(value.kept):,} tokens kept, {pieces:,} from pieces, {n_unmapped:,} from the mean of all"
+    return larger, GrowthPlan(tensors, "lossy", notes=(note,))
 
 
 def extend_context(
     arch: T, value: Any, options: Mapping[str, Any], step: int
 ) -> tuple[T, GrowthPlan]:
-    """Makes the context longer; exact for up to the old number of tokens. RoPE has no table of
+    """Make the context longer; exact for up to the old number of tokens. RoPE has no table of
     positions; a learned table gets rows with initial values.
 
     `rope` scales the frequencies of a model of transformers: ``linear`` and ``yarn`` (arXiv 2309.00071) change what it
@@ -188,20 +188,20 @@ def extend_context(
     size = grown_size(value, now, "context")
     if (rope := options.get("rope")) is not None:
         return _with_scaled_rope(arch, rope, size)
-    grown = arch.resized(context=size)
+    longer = arch.resized(context=size)
     layout = layout_of([Old(0, now), size - now], initial_slices)
-    tensors = plan_tensors(arch, grown.parameters(), {"context": layout})
+    tensors = plan_tensors(arch, longer.parameters(), {"context": layout})
     # samples have the old length until set_context
-    return grown, GrowthPlan(tensors, "exact", waits=True)
+    return longer, GrowthPlan(tensors, "exact", waits=True)
 
 
 def _with_scaled_rope(arch: Any, rope: str, size: int) -> tuple[Any, GrowthPlan]:
     if not isinstance(arch, PretrainedShape) or arch.positions != "rope":
         raise GrowthError("rope scales frequencies of models of transformers with RoPE only")
-    grown = arch.with_scaled_rope(rope, size)
-    tensors = plan_tensors(arch, grown.parameters(), {})
+    longer = arch.with_scaled_rope(rope, size)
+    tensors = plan_tensors(arch, longer.parameters(), {})
     note = f"{rope}, factor {size / arch.sizes()['context']:g}"
-    return grown, GrowthPlan(tensors, "exact" if rope == "dynamic" else "lossy", notes=(note,))
+    return longer, GrowthPlan(tensors, "exact" if rope == "dynamic" else "lossy", notes=(note,))
 
 
 def _is_inner(arch: Growable, axis: str) -> bool:
@@ -214,19 +214,19 @@ _PADDING: Mapping[Norm, Fill] = {"rmsnorm": "zero", "layernorm": "mean"}
 
 
 def _with_masked_growth(
-    arch: Any, grown: Any, axis: MaskedAxis, options: Mapping[str, Any], step: int
+    arch: Any, wider: Any, axis: MaskedAxis, options: Mapping[str, Any], step: int
 ) -> tuple[Any, GrowthPlan]:
-    """Fills new elements under a mask with initial values."""
+    """Fill new elements under a mask with initial values."""
     if conflicting := options.keys() & {"how", "share"}:
         raise GrowthError(
             f"{listed(sorted(conflicting))} and mask cannot be combined: a mask needs no zeros"
         )
-    now, size = arch.sizes()[axis], grown.sizes()[axis]
-    grown = with_mask(grown, axis, [(now, size)], step, options["mask"])
+    now, size = arch.sizes()[axis], wider.sizes()[axis]
+    wider = with_mask(wider, axis, [(now, size)], step, options["mask"])
     layout = layout_of((Old(0, now), size - now), initial_slices)
     note = f"entering over {options['mask']:,} steps"
-    return grown, GrowthPlan(
-        plan_tensors(arch, grown.parameters(), {axis: layout}), "exact", notes=(note,)
+    return wider, GrowthPlan(
+        plan_tensors(arch, wider.parameters(), {axis: layout}), "exact", notes=(note,)
     )
 
 
@@ -259,7 +259,7 @@ def _copied_stream(arch: TransformerShape, times: int) -> Layout:
 
 
 def _units(now: int, size: int, how: str, options: Mapping[str, Any]) -> tuple[Layout, str]:
-    """Returns the layout of an axis inside blocks, and a note for the plan."""
+    """Return the layout of an axis inside blocks, and a note for the plan."""
     if how == "split":
         divides = size % now == 0
         share = options.get("share", now / size if divides else 0.5)
@@ -270,7 +270,7 @@ def _units(now: int, size: int, how: str, options: Mapping[str, Any]) -> tuple[L
 
 
 def _split(now: int, size: int, share: float) -> Layout:
-    """Returns a layout of copies, where the copied unit keeps this share of each reader's weight.
+    """Return a layout of copies, where the copied unit keeps this share of each reader's weight.
 
     A unit's gradient is proportional to its reader's weight, a reader's to the value of its unit.
     """
@@ -280,7 +280,7 @@ def _split(now: int, size: int, share: float) -> Layout:
 
 
 def _copies(now: int, extra: int, share: float) -> Iterator[Old]:
-    """Yields all old units, then `extra` copies of them, cyclically from the first, as a tensor
+    """Yield all old units, then `extra` copies of them, cyclically from the first, as a tensor
     reads them: the copies of a unit divide the rest of its weight."""
     rounds, remainder = divmod(extra, now)
     parts = [(0, remainder, rounds + 1), (remainder, now, rounds)]

@@ -49,8 +49,8 @@ class LightningGrowth(Callback):
 
         def replayed(checkpoint: Mapping[str, Any]) -> None:
             hook(checkpoint)
-            if (saved := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
-                self.schedule.load_state_dict(saved)
+            if (saved_state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
+                self.schedule.load_state_dict(saved_state)
                 self.schedule.replay(self._found(pl_module))
 
         vars(pl_module)["on_load_checkpoint"] = replayed
@@ -89,7 +89,7 @@ class LightningGrowth(Callback):
     def _step(
         self, trainer: Trainer, pl_module: LightningModule, loss: float | None = None
     ) -> tuple[Change, ...]:
-        done = self.schedule.step(
+        changes = self.schedule.step(
             self._found(pl_module),
             trainer.global_step // max(1, len(trainer.optimizers)),
             optimizer=trainer.optimizers,
@@ -97,9 +97,9 @@ class LightningGrowth(Callback):
             probe=self._probe,
             wrapped=trainer.strategy.model,
         )
-        if done and trainer.strategy.model is not None:
+        if changes and trainer.strategy.model is not None:
             renew(trainer.strategy.model)
-        return done
+        return changes
 
     def _found(self, module: LightningModule) -> Module:
         model = getattr(module, self._model, None)

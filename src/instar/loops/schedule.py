@@ -123,12 +123,12 @@ class GrowthSchedule:
         if loss is not None:
             loss = peers.first(loss)
             self._losses = (*self._losses, (step, loss))
-        done: list[Change] = []
+        changes: list[Change] = []
         while due_now := next_due(
-            self.entries, self.history, partial(self._due, model, step, loss, bool(done))
+            self.entries, self.history, partial(self._due, model, step, loss, bool(changes))
         ):
             entry, reason = due_now
-            change, grown = attempt_change(
+            change, growth = attempt_change(
                 Change(entry.operation, step, 0, entry.number, reason=reason),
                 entry,
                 partial(
@@ -143,18 +143,18 @@ class GrowthSchedule:
                     refuses=partial(too_large, entry),
                 ),
             )
-            if grown is None:
+            if growth is None:
                 logger.warning(
                     "%s is skipped: %s; the model is as before",
                     entry.operation.name,
                     change.skipped,
                 )
             else:
-                self._swap(grown)
+                self._swap(growth)
             self.history = (*self.history, change)
-            done.append(change)
+            changes.append(change)
         self._parameters = _count(model)
-        return tuple(done)
+        return tuple(changes)
 
     def replay(self, model: Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -> None:
         """Grow a model built as for a new run by the history, so that the tensors of a checkpoint fit it; and
@@ -214,20 +214,20 @@ class GrowthSchedule:
                 raise GrowthError(f"{entry.place}: {'; '.join(problems_found)}")
 
     def _due(
-        self, model: Module, step: int, loss: float | None, operated: bool, entry: Entry
+        self, model: Module, step: int, loss: float | None, has_changed: bool, entry: Entry
     ) -> str | None:
         since = step - (last_step(self.history) or 0)
         share = None if self.steps is None else step / self.steps
         counters = Counters(step, tokens=step * self.tokens_per_step)
-        moment = Moment(counters, share, since, loss, self._losses, operated)
+        moment = Moment(counters, share, since, loss, self._losses, has_changed)
         shape = self._shape or subject_of(model).shape
         state = State(initial_settings(self._config), shape, self._config)
         return due(entry, moment, state)
 
-    def _swap(self, grown: PreparedGrowth) -> None:
-        grown.swap_in()
+    def _swap(self, growth: PreparedGrowth) -> None:
+        growth.swap_in()
         if self._shape is not None:
-            self._shape = grown.shape
+            self._shape = growth.shape
 
     def _prepared(
         self,
@@ -261,7 +261,7 @@ def _parts(trigger: Trigger) -> Iterator[Trigger]:
 
 
 def resume_across_growth(accelerator: Any, schedule: GrowthSchedule, optimizer: Optimizer) -> None:
-    """Makes `save_state` write the history of a schedule, and `load_state` grow the prepared model and its optimizer by
+    """Make `save_state` write the history of a schedule, and `load_state` grow the prepared model and its optimizer by
     it before their tensors are loaded."""
 
     def save(_models: Any, _weights: Any, folder: str) -> None:

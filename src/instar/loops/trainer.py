@@ -61,9 +61,9 @@ class TrainerGrowth(TrainerCallback, ExportableState):
                 "wrapped=lambda: trainer.model_wrapped"
             )
         self.schedule.steps = state.max_steps
-        saved = (state.stateful_callbacks or {}).get(type(self).__name__)
-        if state.global_step and saved:
-            self.growth = saved["attributes"]["growth"]
+        saved_state = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if state.global_step and saved_state:
+            self.growth = saved_state["attributes"]["growth"]
             self.schedule.check(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -78,10 +78,10 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         """Grow a model built as for a new run by the history of a checkpoint, which holds only adapters of peft, so that
         they fit it. The base grows as it did if its weights are frozen."""
         state = json.loads(read_regular(Path(checkpoint, "trainer_state.json")))
-        saved = (state.get("stateful_callbacks") or {}).get(type(self).__name__)
-        if saved is None:
+        saved_state = (state.get("stateful_callbacks") or {}).get(type(self).__name__)
+        if saved_state is None:
             raise GrowthError(f"{checkpoint} holds no history of {type(self).__name__}")
-        self.growth = saved["attributes"]["growth"]
+        self.growth = saved_state["attributes"]["growth"]
         self.schedule.replay(model)
 
     @property
@@ -100,14 +100,14 @@ class TrainerGrowth(TrainerCallback, ExportableState):
     def _step(
         self, args: Any, state: Any, live: Mapping[str, Any], loss: float | None = None
     ) -> None:
-        done = self.schedule.step(
+        changes = self.schedule.step(
             live["model"] if self._wrapped is None else self._wrapped(),
             state.global_step,
             optimizer=live["optimizer"],
             loss=loss,
             probe=self._probe,
         )
-        if all(change.skipped for change in done) or not args.load_best_model_at_end:
+        if all(change.skipped for change in changes) or not args.load_best_model_at_end:
             return
         if state.best_global_step is not None or state.best_model_checkpoint is not None:
             # its tensors do not fit: the trainer would load what fits into the larger model

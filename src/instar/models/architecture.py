@@ -77,7 +77,7 @@ class Mask:
 
 
 def mask_of(arch: object) -> Mask | None:
-    """Returns the mask of an architecture; None if it has none, or does not support masks."""
+    """Return the mask of an architecture; None if it has none, or does not support masks."""
     mask: Mask | None = getattr(arch, "mask", None)
     return mask
 
@@ -223,7 +223,7 @@ class Architecture:
         return ("embed",)
 
     def resized(self, **sizes: int) -> Self:
-        """Returns a copy with other sizes of simple axes.
+        """Return a copy with other sizes of simple axes.
 
         Raises:
             ArchitectureError: no model can have these sizes.
@@ -244,7 +244,7 @@ class Architecture:
         return {}
 
     def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self:
-        """Returns a copy with other values of what growth adjusts beside sizes."""
+        """Return a copy with other values of what growth adjusts beside sizes."""
         return replace(
             self,
             norm_eps=self.norm_eps if norm_eps is None else norm_eps,
@@ -252,15 +252,15 @@ class Architecture:
         )
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
-        """Returns a copy with as many blocks; all are alike."""
+        """Return a copy with as many blocks; all are alike."""
         return self.resized(layers=len(sources))
 
     def parameters(self) -> dict[str, Parameter]:
-        """Returns every parameter by name, in the order of the forward pass."""
+        """Return every parameter by name, in the order of the forward pass."""
         return _Table(self).build()
 
     def adaptable(self) -> dict[str, tuple[int, ...]]:
-        """Returns shapes of the weights that may have an adapter, by name without ``.weight``."""
+        """Return shapes of the weights that may have an adapter, by name without ``.weight``."""
         return {
             name.removesuffix(".weight"): entry.shape
             for name, entry in self.parameters().items()
@@ -270,7 +270,7 @@ class Architecture:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, without those that are None or empty."""
+        """Return the fields as JSON values, without those that are None or empty."""
         values = asdict(self)
         values["lora"] = list(values["lora"])
         if self.mask is not None:
@@ -300,7 +300,7 @@ def _divisors(n: int) -> str:
 
 
 def resolve_architecture(model: ModelConfig, vocab_size: int) -> Architecture:
-    """Returns the architecture that a config describes, with missing values derived.
+    """Return the architecture that a config describes, with missing values derived.
 
     Args:
         vocab_size: the tokenizer's; the config may ask for more rows, not for fewer.
@@ -351,7 +351,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int) -> Architecture:
 
 
 def section_of(arch: Architecture) -> ModelConfig:
-    """Returns the config section from which `resolve_architecture` makes an architecture without adapters and masks.
+    """Return the config section from which `resolve_architecture` makes an architecture without adapters and masks.
 
     Raises:
         ArchitectureError: no run could have this shape.
@@ -461,7 +461,7 @@ class _Table:
 
 
 def _expert_problems(arch: Architecture) -> Iterator[ConfigProblem]:
-    """Yields the problems of the fields of experts."""
+    """Yield the problems of the fields of experts."""
     number, per_token, coefficient = (
         arch.num_experts,
         arch.num_experts_per_tok,
@@ -483,13 +483,13 @@ def _expert_problems(arch: Architecture) -> Iterator[ConfigProblem]:
 
 
 def _conv_problems(size: object) -> Iterator[ConfigProblem]:
-    """Yields the problem of the size of short convolutions."""
+    """Yield the problem of the size of short convolutions."""
     if size is not None and not (type(size) is int and 2 <= size <= MOST_CONV):
         yield problem("conv_size", f"must be a whole number from 2 to {MOST_CONV}, not {size!r}")
 
 
 def _multiplier_problems(factor: object) -> Iterator[ConfigProblem]:
-    """Yields the problem of the factor of token embeddings."""
+    """Yield the problem of the factor of token embeddings."""
     if type(factor) not in (int, float) or not 0 < factor <= LARGEST:  # type: ignore[operator]
         yield problem(
             "embedding_multiplier", f"must be a number above 0, at most {LARGEST:,}, not {factor!r}"
@@ -497,7 +497,7 @@ def _multiplier_problems(factor: object) -> Iterator[ConfigProblem]:
 
 
 def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yields (problem, hint) for an invalid mask of a model of these sizes."""
+    """Yield (problem, hint) for an invalid mask of a model of these sizes."""
     if mask.axis not in get_args(MaskedAxis):
         yield f"{mask.axis!r} cannot be masked", f"one of {', '.join(get_args(MaskedAxis))}"
         return

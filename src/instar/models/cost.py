@@ -45,7 +45,7 @@ NONE_FROZEN = FrozenParameters()
 def chunk_rows(
     tokens: int, vocab_size: int, device: str = "cpu", *, compiled: bool = False
 ) -> int | None:
-    """Returns the number of tokens per chunk of the loss; None if the loss is not chunked.
+    """Return the number of tokens per chunk of the loss; None if the loss is not chunked.
 
     On a CPU chunks are faster as soon as the logits exceed the cache. On a GPU they only save memory:
     they are used for logits of 1 GiB in float32, and, as compiled kernels hold logits in low precision
@@ -86,7 +86,7 @@ def state_bytes(
     optimizer: OptimizerName = "adamw",
     ema: bool = False,
 ) -> dict[str, int]:
-    """Returns the bytes of weights, gradients, optimizer states and EMA of a rank."""
+    """Return the bytes of weights, gradients, optimizer states and EMA of a rank."""
     sizes = {name: _WIDE * math.prod(entry.shape) for name, entry in parameters.items()}
     one_moment = {
         name
@@ -125,7 +125,7 @@ def memory_estimate(
     compiled: bool = False,
     device: str = "cpu",
 ) -> dict[str, int]:
-    """Returns the bytes of each part at the peak of a step on one rank, for a micro-batch of
+    """Return the bytes of each part at the peak of a step on one rank, for a micro-batch of
     `batch_size` samples.
 
     Their sum is the peak of live tensors, without allocator overhead, kernel workspaces and Python
@@ -155,7 +155,7 @@ def memory_estimate(
 def _activation_bytes(
     arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int, is_repeated: bool
 ) -> int:
-    """Returns the bytes saved for the backward pass, without logits; `scores` is the number of
+    """Return the bytes saved for the backward pass, without logits; `scores` is the number of
     materialized scores per token and head, `repeated` whether keys are, see `repeats_keys`."""
     stream = _WIDE * arch.n_embd
     norm = stream + low * arch.n_embd
@@ -181,7 +181,7 @@ def _activation_bytes(
 
 
 def _adapter_bytes(arch: Architecture, tokens: int, low: int, checkpointing: bool) -> int:
-    """Returns the bytes that adapters save for the backward pass: x Aᵀ, and an adapted head."""
+    """Return the bytes that adapters save for the backward pass: x Aᵀ, and an adapted head."""
     table = arch.parameters()
     ranks = sum(entry.shape[0] for name, entry in table.items() if name.endswith(".lora_a"))
     head = "token_embedding" if arch.tied else "head"
@@ -190,7 +190,7 @@ def _adapter_bytes(arch: Architecture, tokens: int, low: int, checkpointing: boo
 
 
 def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str, *, compiled: bool) -> int:
-    """Returns the peak bytes of the loss: logits, softmax and its gradient, and the gradients that
+    """Return the peak bytes of the loss: logits, softmax and its gradient, and the gradients that
     the chunked loss computes in the forward pass. Compiled for a GPU: logits and their gradient."""
     rows = chunk_rows(tokens, arch.vocab_size, device, compiled=compiled)
     bytes_per_logit = 3 * _WIDE + (low if low < _WIDE else 0)
@@ -203,7 +203,7 @@ def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str, *, comp
 
 
 def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
-    """Returns floating-point operations per token of a forward and backward pass.
+    """Return floating-point operations per token of a forward and backward pass.
 
     6 N_matmul + 12 layers · context · (heads · head_dim) (PaLM, arXiv 2204.02311, appendix B),
     for samples of `context` tokens (default: the architecture's). Of the experts, N_matmul counts those that a token

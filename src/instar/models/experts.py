@@ -35,7 +35,7 @@ class Groups:
     """int32 (E,); the row after the last of each expert"""
 
     def sizes(self) -> list[int]:
-        """Returns the number of rows of each expert. Waits for the device."""
+        """Return the number of rows of each expert. Waits for the device."""
         return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
 
 
@@ -77,7 +77,7 @@ class ExpertMLP(nn.Module):
         self.down = ExpertLinear(table, f"{name}.down")
 
     def forward(self, x_BTD: Tensor, openings_M: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the output (B, T, D) and the router's logits (B, T, E)."""
+        """Return the output (B, T, D) and the router's logits (B, T, E)."""
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = self.router(x_ND)
         gate_NK, expert_NK = route(logits_NE, self.per_token)
@@ -114,7 +114,7 @@ class _Router(nn.Module):
 
 
 def expert_parameters(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the parameters whose first dimension lists experts, each of which is a matrix or vector."""
+    """Return the names of the parameters whose first dimension lists experts, each of which is a matrix or vector."""
     return frozenset(
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
@@ -124,7 +124,7 @@ def expert_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def route(logits_NE: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-    """Returns the gates and the experts (N, K) of each token: those with the largest logits.
+    """Return the gates and the experts (N, K) of each token: those with the largest logits.
 
     Gates are the softmax over the chosen logits, as in Mixtral (arXiv 2401.04088, section 2.1). A single gate is 1
     and has no derivative; it is given that of log p, where p is the expert's probability among all experts, so that
@@ -138,7 +138,7 @@ def route(logits_NE: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
 
 
 def load_balancing_loss(logits_LBTE: Tensor, targets_BT: Tensor, per_token: int) -> Tensor:
-    """Returns Σ over layers and samples of (targets of the sample) · E · Σ f P, a scalar.
+    """Return Σ over layers and samples of (targets of the sample) · E · Σ f P, a scalar.
 
     f is the share of a sample's routings that an expert has, P its mean probability (arXiv 2101.03961, equations 4 to
     6, without α). Both are taken over one sample, not over a micro-batch: the gradient then depends neither on the
@@ -157,7 +157,7 @@ def load_balancing_loss(logits_LBTE: Tensor, targets_BT: Tensor, per_token: int)
 
 
 def each_linear(x_SI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
-    """Multiplies the rows of one expert after the other. Experts without rows get gradients of 0."""
+    """Multiply the rows of one expert after the other. Experts without rows get gradients of 0."""
     weights = weight_EOI.unbind()
     biases = (None,) * len(weights) if bias_EO is None else bias_EO.unbind()
     rows = torch.split(x_SI, groups.sizes())
@@ -175,7 +175,7 @@ def grouped_linear(
 
 
 def _one_hot(index: Tensor, experts: int) -> Tensor:
-    """Returns whether each index is that of an expert (…, E). Does not wait for the device, as `F.one_hot` may."""
+    """Return whether each index is that of an expert (…, E). Does not wait for the device, as `F.one_hot` may."""
     return index[..., None] == torch.arange(experts, device=index.device)
 
 
@@ -190,7 +190,7 @@ def _has_kernel(x_SI: Tensor, weight_EOI: Tensor) -> bool:
 
 
 def permuted(x: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
-    """Returns ``x[order_S]``, whose gradient is gathered and not added up; `place_S` is the inverse permutation."""
+    """Return ``x[order_S]``, whose gradient is gathered and not added up; `place_S` is the inverse permutation."""
     if torch.compiler.is_compiling():
         return x[order_S]
     rows: Tensor = _Permutation.apply(x, order_S, place_S)  # type: ignore[no-untyped-call]

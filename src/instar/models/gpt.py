@@ -83,7 +83,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         balance: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes logits or the loss.
+        """Compute logits or the loss.
 
         Args:
             inputs_BT: token ids, at most `context` of them per sample.
@@ -147,7 +147,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields queries (B, T, H, C) and keys (B, T, K, C) of each layer, for analysis."""
+        """Yield queries (B, T, H, C) and keys (B, T, K, C) of each layer, for analysis."""
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def record(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -168,7 +168,7 @@ class GPT(nn.Module):
         return KVCache()
 
     def reset_buffers(self) -> None:
-        """Computes the non-persistent buffers: RoPE tables, and a closed mask."""
+        """Compute the non-persistent buffers: RoPE tables, and a closed mask."""
         if self.arch.positions == "rope" and not self.rope_cos.is_meta:
             cos, sin = rope_table(self.arch)
             self.rope_cos.copy_(cos)
@@ -177,7 +177,7 @@ class GPT(nn.Module):
             self.set_step(self.arch.mask.begin)
 
     def set_step(self, step: int) -> None:
-        """Sets the mask to its value at a step of the run; does nothing without a mask."""
+        """Set the mask to its value at a step of the run; does nothing without a mask."""
         mask = self.arch.mask
         if mask is not None and not self.openings.is_meta:
             self.openings.fill_(1.0)
@@ -185,7 +185,7 @@ class GPT(nn.Module):
                 self.openings[start:stop] = mask.opening(step)
 
     def init_weights(self, seed: int) -> None:
-        """Initializes every parameter (see `set_parameters`) and the buffers."""
+        """Initialize every parameter (see `set_parameters`) and the buffers."""
         self.reset_buffers()
         set_parameters(self, self.arch.parameters(), seed)
 
@@ -204,14 +204,14 @@ class KVCache:
         return self.tokens
 
     def extend(self, layer: int, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of further tokens to a layer; returns those of all."""
+        """Add the keys and values of further tokens to a layer; return those of all."""
         if (past := self._layers.get(layer)) is not None:
             k_BKTC, v_BKTC = torch.cat((past[0], k_BKTC), 2), torch.cat((past[1], v_BKTC), 2)
         self._layers[layer] = k_BKTC, v_BKTC
         return k_BKTC, v_BKTC
 
     def convolve(self, conv: ShortConv, x_BTD: Tensor) -> Tensor:
-        """Returns what a convolution makes of further tokens (B, T, D)."""
+        """Return what a convolution makes of further tokens (B, T, D)."""
         before_BSD = self._inputs.get(conv)
         all_BSD = x_BTD if before_BSD is None else torch.cat((before_BSD, x_BTD), 1)
         self._inputs[conv] = all_BSD[:, -conv.lags :]
@@ -240,7 +240,7 @@ class _Block(nn.Module):
         openings: Tensor | None,
         cache: KVCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
+        """Return the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
         attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache)
         if self.is_masked and openings is not None:
             attention = attention * openings[self.layer]
@@ -272,7 +272,7 @@ class _Attention(nn.Module):
     def heads(
         self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries (B, T, H, C), keys and values (B, T, K, C), normalized and rotated."""
+        """Return queries (B, T, H, C), keys and values (B, T, K, C), normalized and rotated."""
         q_BTHC = self.query(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKC = self.key(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKC = self.value(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -333,7 +333,7 @@ def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: fl
 
 
 def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:
-    """Returns cosines and signed sines (context, 1, head_dim), float64, of rotary positions for
+    """Return cosines and signed sines (context, 1, head_dim), float64, of rotary positions for
     `rotate` (arXiv 2104.09864); channel i is paired with channel i + head_dim / 2."""
     half = torch.arange(0, arch.head_dim, 2, dtype=torch.float64) / arch.head_dim
     angle = torch.arange(arch.context, dtype=torch.float64)[:, None] * arch.rope_base**-half
@@ -342,7 +342,7 @@ def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates each pair (x[i], x[i + C/2]) by the angle of its position; at least float32."""
+    """Rotate each pair (x[i], x[i + C/2]) by the angle of its position; at least float32."""
     cos_T1C, sin_T1C = rotation
     halves = x_BTHC.roll(x_BTHC.shape[-1] // 2, -1)
     return torch.addcmul(x_BTHC * cos_T1C, halves, sin_T1C)
@@ -401,19 +401,19 @@ class InitialValues(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def set_parameters(model: nn.Module, table: Mapping[str, Parameter], seed: int) -> None:
-    """Initializes every parameter of the table, see `InitialValues`."""
+    """Initialize every parameter of the table, see `InitialValues`."""
     for name, values in InitialValues(table, seed).items():
         model.get_parameter(name).copy_(values)
 
 
 def named_generator(*key: int | str) -> torch.Generator:
-    """Returns a CPU generator seeded by the key, such as (seed, parameter name)."""
+    """Return a CPU generator seeded by the key, such as (seed, parameter name)."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def load_gpt(path: Path, device: str = "cpu") -> GPT:
-    """Returns the model of a checkpoint in evaluation mode; its moving average if there is one.
+    """Return the model of a checkpoint in evaluation mode; its moving average if there is one.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or not one of a GPT that this version supports.

@@ -171,10 +171,10 @@ class _Adapted(nn.Module):
     scale: float
 
     def reset_parameters(self) -> None:
-        """Does nothing: `GPT.init_weights` sets the values."""
+        """Do nothing: `GPT.init_weights` sets the values."""
 
     def adapt(self, table: Mapping[str, Parameter], name: str, adapter: Lora | None) -> None:
-        """Adds the factors of an adapter."""
+        """Add the factors of an adapter."""
         self.lora_a = self.lora_b = None
         if adapter is not None:
             self.lora_a = nn.Parameter(torch.empty(table[f"{name}.lora_a"].shape))
@@ -182,7 +182,7 @@ class _Adapted(nn.Module):
             self.scale = adapter.scale
 
     def effective(self) -> Tensor:
-        """Returns W + scale · B A in the dtype of W."""
+        """Return W + scale · B A in the dtype of W."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return self.weight + self.lora_b @ (self.scale * self.lora_a)
@@ -223,7 +223,7 @@ def make_linear(arch: Architecture, table: Mapping[str, Parameter], name: str) -
 
 
 def activate(activation: Activation, up: Tensor, gate: Tensor | None) -> Tensor:
-    """Returns gelu(up), relu(up)² (arXiv 2109.08668) or silu(gate) · up (arXiv 2002.05202)."""
+    """Return gelu(up), relu(up)² (arXiv 2109.08668) or silu(gate) · up (arXiv 2002.05202)."""
     if gate is not None:
         return F.silu(gate) * up
     if activation == "relu2":

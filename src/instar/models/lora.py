@@ -40,7 +40,7 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def with_rank(self, rank: int) -> Lora:
-        """Returns the adapter with another rank and the same scale."""
+        """Return the adapter with another rank and the same scale."""
         ratio = rank / self.rank
         return replace(
             self,
@@ -64,14 +64,14 @@ def matches(target: str, name: str) -> bool:
 
 
 def adapter_of(lora: Iterable[Lora], name: str) -> Lora | None:
-    """Returns the entry that adapts a weight; None if there is none."""
+    """Return the entry that adapts a weight; None if there is none."""
     return next((entry for entry in lora if entry.matches(name)), None)
 
 
 def problems(
     lora: tuple[Lora, ...], weights: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[int, str, str]]:
-    """Yields (index, problem, hint) for invalid entries, for weights of these shapes."""
+    """Yield (index, problem, hint) for invalid entries, for weights of these shapes."""
     target_of: dict[str, str] = {}
     for number, entry in enumerate(lora):
         if wrong := _field_problem(entry):
@@ -99,7 +99,7 @@ def problems(
 
 
 def _field_problem(entry: Lora) -> tuple[str, str] | None:
-    """Returns (problem, hint) if a field has an invalid value, as a file may."""
+    """Return (problem, hint) if a field has an invalid value, as a file may."""
     target, rank, alpha, use_rslora = (getattr(entry, field.name) for field in fields(entry))
     if not isinstance(target, str):
         return f"target must be text, not {target!r}", POSSIBLE
@@ -113,7 +113,7 @@ def _field_problem(entry: Lora) -> tuple[str, str] | None:
 
 
 def covering(adapters: Mapping[str, Lora | None], targets: Iterable[str] = ()) -> tuple[Lora, ...]:
-    """Returns entries that give every weight its wanted adapter; at most one matches a weight.
+    """Return entries that give every weight its wanted adapter; at most one matches a weight.
 
     Args:
         adapters: the adapter of every adaptable weight; its target is ignored.

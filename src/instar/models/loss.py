@@ -17,7 +17,7 @@ IGNORED = -1
 
 
 def head_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """Returns the sum of −log softmax(x Wᵀ)[target] over targets that are not −1.
+    """Return the sum of −log softmax(x Wᵀ)[target] over targets that are not −1.
 
     Returns:
         a scalar in nats, float32 (float64 for float64 inputs) also under autocast.
@@ -30,7 +30,7 @@ def head_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Te
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Returns the sum of −log softmax(logits)[target] over targets that are not −1."""
+    """Return the sum of −log softmax(logits)[target] over targets that are not −1."""
     logits_NV = at_least_float32(logits_NV)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
 
@@ -53,7 +53,7 @@ def chunked_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ro
 
 @torch.no_grad()
 def each_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
-    """Returns −log softmax(x Wᵀ)[target] of each target, 0 where it is −1, without gradients.
+    """Return −log softmax(x Wᵀ)[target] of each target, 0 where it is −1, without gradients.
 
     Dtype and chunks are those of `head_cross_entropy`.
     """
@@ -76,7 +76,7 @@ def each_cross_entropy(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Te
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Returns `x` in float32 if it is in a 16-bit dtype."""
+    """Return `x` in float32 if it is in a 16-bit dtype."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -127,7 +127,7 @@ def _loss_and_gradients(
     needs: Sequence[bool],
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the loss, and the needed gradients times `scale`."""
+    """Return the loss, and the needed gradients times `scale`."""
     low_ND, low_VD = x_ND.to(dtype), weight_VD.to(dtype)
     grad_ND = torch.empty_like(x_ND) if needs[0] else None
     grad_VD = torch.zeros_like(weight_VD) if needs[1] else None

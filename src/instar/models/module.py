@@ -49,7 +49,7 @@ def is_meta(model: Module) -> bool:
 
 
 def materialize(model: Module, device: torch.device, host: bool = False) -> None:
-    """Gives memory to a model on the meta device. Buffers are computed; parameters have any values.
+    """Give memory to a model on the meta device. Buffers are computed; parameters have any values.
 
     Args:
         host: parameters get host memory, whatever the device.
@@ -63,7 +63,7 @@ def materialize(model: Module, device: torch.device, host: bool = False) -> None
 
 
 def persistent_buffers(model: Module) -> dict[str, Tensor]:
-    """Returns the buffers of `state_dict()` by name, each tensor once.
+    """Return the buffers of `state_dict()` by name, each tensor once.
 
     Do not cache the result: a forward pass may replace a buffer, or fill one that was None.
     """
@@ -71,7 +71,7 @@ def persistent_buffers(model: Module) -> dict[str, Tensor]:
 
 
 def empty_buffers(model: Module) -> list[str]:
-    """Returns the names of persistent buffers that are None."""
+    """Return the names of persistent buffers that are None."""
     return [name for name, buffer in _registered(model) if buffer is None]
 
 
@@ -81,7 +81,7 @@ def has_buffers(model: Module) -> bool:
 
 
 def _registered(model: Module) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields persistent buffers by name, each tensor once."""
+    """Yield persistent buffers by name, each tensor once."""
     tensors: set[Tensor] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -93,13 +93,13 @@ def _registered(model: Module) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def model_tensors(model: Module) -> dict[str, Tensor]:
-    """Returns what a checkpoint saves: parameters and persistent buffers, each tensor once."""
+    """Return what a checkpoint saves: parameters and persistent buffers, each tensor once."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {**parameters, **persistent_buffers(model)}
 
 
 def held_buffers(model: Module) -> dict[str, Tensor | None]:
-    """Returns copies of all persistent buffers, including None, for `load_buffers`."""
+    """Return copies of all persistent buffers, including None, for `load_buffers`."""
     return {
         name: None if buffer is None else buffer.detach().clone()
         for name, buffer in _registered(model)
@@ -108,7 +108,7 @@ def held_buffers(model: Module) -> dict[str, Tensor | None]:
 
 @torch.no_grad()
 def load_buffers(model: Module, tensors: Mapping[str, Tensor | None]) -> None:
-    """Overwrites persistent buffers in place; one that is None or of another shape is replaced.
+    """Overwrite persistent buffers in place; one that is None or of another shape is replaced.
 
     Raises:
         AttributeError, KeyError: the model has no such module, or the module no such buffer.
@@ -128,7 +128,7 @@ def load_buffers(model: Module, tensors: Mapping[str, Tensor | None]) -> None:
 
 @contextmanager
 def evaluating(model: Module) -> Iterator[None]:
-    """Puts a model into evaluation mode, and restores all modes and buffers at the end.
+    """Put a model into evaluation mode, and restore all modes and buffers at the end.
 
     Submodules may have different modes: users keep some in evaluation mode while training.
     """
@@ -146,7 +146,7 @@ def evaluating(model: Module) -> Iterator[None]:
 
 
 def check_trainable(model: Module) -> None:
-    """Checks that a module can be trained, and that a checkpoint can hold its state.
+    """Check that a module can be trained, and that a checkpoint can hold its state.
 
     Raises:
         ValueError: it cannot; names the part and what to write instead.

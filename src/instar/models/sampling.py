@@ -35,7 +35,7 @@ def generate(
     vocab_size: int | None = None,
     generator: Generators = None,
 ) -> Tensor:
-    """Returns `tokens_BT` followed by `n_new` tokens, see `stream`."""
+    """Return `tokens_BT` followed by `n_new` tokens, see `stream`."""
     next_tokens = stream(
         model,
         tokens_BT,
@@ -58,7 +58,7 @@ def stream(
     vocab_size: int | None = None,
     generator: Generators = None,
 ) -> Iterator[Tensor]:
-    """Yields the next token of each prompt (B,), and so on without end, each sampled given the last
+    """Yield the next token of each prompt (B,), and so on without end, each sampled given the last
     `context` tokens.
 
     The modes of the model are restored after every token.
@@ -106,7 +106,7 @@ def stream(
 
 
 def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """Sets the logits of all tokens to −∞ but those of the `top_k` most likely, and of these the
+    """Set the logits of all tokens to −∞ but those of the `top_k` most likely, and of these the
     fewest whose probabilities sum to `top_p` at least (nucleus sampling, arXiv 1904.09751).
 
     Tokens as likely as the last of the `top_k` stay. As in transformers, temperature comes before.
@@ -155,7 +155,7 @@ class TextStream:
     _held: str = ""
 
     def add(self, token: int) -> str:
-        """Returns the text that is certain with this token; empty after the end."""
+        """Return the text that is certain with this token; empty after the end."""
         self._ids.append(token)
         text = self.tokenizer.decode(self._ids)
         if self.ended or text.endswith(_INCOMPLETE):
@@ -163,13 +163,13 @@ class TextStream:
         return self._cut(self._taken(text), last=False)
 
     def end(self) -> str:
-        """Returns the rest of the text: no token follows."""
+        """Return the rest of the text: no token follows."""
         if self.ended:
             return ""
         return self._cut(self._taken(self.tokenizer.decode(self._ids)), last=True)
 
     def _taken(self, text: str) -> str:
-        """Returns what is new in the text of the last tokens."""
+        """Return what is new in the text of the last tokens."""
         new = text[len(self.tokenizer.decode(self._ids[: self._given])) :]
         self._ids = self._ids[self._given :]
         self._given = len(self._ids)
@@ -186,7 +186,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of a text that is a beginning of `stop`."""
+    """Return the length of the longest end of a text that is a beginning of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
@@ -204,7 +204,7 @@ def continuations(
     stops: Sequence[str] = (),
     seed: int = 0,
 ) -> Iterator[tuple[int, str]]:
-    """Yields pieces of text that continue a prompt, each with the number of its sample.
+    """Yield pieces of text that continue a prompt, each with the number of its sample.
 
     All samples are generated at once; the pieces of the first come as they are generated, those of
     the others after it. Sample i depends on (seed, i) alone, not on how many there are.

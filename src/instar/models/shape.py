@@ -59,7 +59,7 @@ Kind = Literal[
 
 
 def problem(field: str, message: str, hint: str = "") -> ConfigProblem:
-    """Returns a problem of one field of a shape, under its config key ``model.<field>``."""
+    """Return a problem of one field of a shape, under its config key ``model.<field>``."""
     return ConfigProblem((f"model.{field}",), message, hint)
 
 
@@ -78,7 +78,7 @@ class ArchitectureError(ValueError):
 def size_problems(
     shape: object, fields: Iterable[str], limits: Mapping[str, int], may_be_zero: str = ""
 ) -> list[ConfigProblem]:
-    """Returns a problem for each of the fields that is not a positive integer, or 0 where it may be, and for
+    """Return a problem for each of the fields that is not a positive integer, or 0 where it may be, and for
     each that exceeds its limit."""
     sizes = {name: getattr(shape, name) for name in dict.fromkeys((*fields, *limits))}
     problems = [
@@ -98,7 +98,7 @@ def size_problems(
 
 
 def check_fields(shape: type, values: Mapping[str, Any], optional: Iterable[str] = ()) -> None:
-    """Raises ArchitectureError if JSON values lack fields of a shape, or have unknown ones."""
+    """Raise ArchitectureError if JSON values lack fields of a shape, or have unknown ones."""
     names = [field.name for field in dataclasses.fields(shape)]
     wrong = [problem(name, "is missing") for name in names if name not in {*values, *optional}]
     wrong += [problem(name, "is unknown") for name in values if name not in names]
@@ -151,19 +151,19 @@ class Growable(Protocol):
     """
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """Returns every parameter by name, in the model's order."""
+        """Return every parameter by name, in the model's order."""
         ...
 
     def sizes(self) -> Mapping[str, int]:
-        """Returns the size of each simple axis."""
+        """Return the size of each simple axis."""
         ...
 
     def resized(self, **sizes: int) -> Self:
-        """Returns a copy with other sizes of some axes."""
+        """Return a copy with other sizes of some axes."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the shape as JSON values."""
+        """Return the shape as JSON values."""
         ...
 
 
@@ -212,18 +212,18 @@ class TransformerShape(Growable, Protocol):
         ...
 
     def refusals(self) -> Mapping[str, str]:
-        """Returns the operations that this shape does not support, with the reason."""
+        """Return the operations that this shape does not support, with the reason."""
         ...
 
     def changed(self, *, norm_eps: float | None = None, rope_base: float | None = None) -> Self: ...
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
-        """Returns a copy whose block j is made from the old block ``sources[j]``, or drawn."""
+        """Return a copy whose block j is made from the old block ``sources[j]``, or drawn."""
         ...
 
 
 def streams_of(arch: Growable) -> tuple[str, ...]:
-    """Returns `arch.streams`, the axes that blocks add to, such as ``embed`` of a GPT.
+    """Return `arch.streams`, the axes that blocks add to, such as ``embed`` of a GPT.
 
     It is empty for a shape without the attribute. Only a model with residual streams can get a block
     that leaves its function as it is.
@@ -233,7 +233,7 @@ def streams_of(arch: Growable) -> tuple[str, ...]:
 
 
 def buffers_of(arch: Growable) -> Mapping[str, Parameter]:
-    """Returns `arch.buffers()`, the buffers with named axes; none without the method."""
+    """Return `arch.buffers()`, the buffers with named axes; none without the method."""
     buffers: Mapping[str, Parameter] = getattr(arch, "buffers", dict)()
     return buffers
 
@@ -300,7 +300,7 @@ class ParameterCount:
 
 
 def count_parameters(arch: Growable) -> ParameterCount:
-    """Counts the parameters of a shape; if it is `tied`, the token table counts as the head too."""
+    """Count the parameters of a shape; if it is `tied`, the token table counts as the head too."""
     by_kind: dict[str, int] = {}
     tied = 0
     for name, entry in arch.parameters().items():
@@ -321,7 +321,7 @@ def count_parameters(arch: Growable) -> ParameterCount:
 
 
 def axis_size(sizes: Mapping[str, int], axis: str) -> int:
-    """Returns the size of a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
+    """Return the size of a simple or composite axis, e.g. ``embed`` or ``heads*head_dim``."""
     return sum(
         math.prod(factor_size(sizes, factor) for factor in product.split("*"))
         for product in axis.split("+")
@@ -329,17 +329,17 @@ def axis_size(sizes: Mapping[str, int], axis: str) -> int:
 
 
 def factor_size(sizes: Mapping[str, int], factor: str) -> int:
-    """Returns the size of a factor of a composite axis, which may be a number."""
+    """Return the size of a factor of a composite axis, which may be a number."""
     return int(factor) if factor.isdecimal() else sizes[factor]
 
 
 def layer_of(name: str) -> int | None:
-    """Returns the index of the block of a parameter; None outside the blocks."""
+    """Return the index of the block of a parameter; None outside the blocks."""
     first, _, tail = name.partition(".")
     return int(tail.partition(".")[0]) if first == "blocks" else None
 
 
 def in_block(name: str, layer: int) -> str:
-    """Returns the name of the same tensor in another block."""
+    """Return the name of the same tensor in another block."""
     first, _, tail = name.split(".", 2)
     return f"{first}.{layer}.{tail}"

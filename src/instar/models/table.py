@@ -37,7 +37,7 @@ class Table:
         random_bias: bool = False,
         times: int = 1,
     ) -> None:
-        """Adds an `nn.Linear` from axis `source` to axis `output`; `random_bias`: the bias begins with
+        """Add an `nn.Linear` from axis `source` to axis `output`; `random_bias`: the bias begins with
         random values as well, and not with 0."""
         _, inputs = self._size(name, output), self._size(name, source)
         std = (3 * inputs) ** -0.5
@@ -57,7 +57,7 @@ class Table:
         bias: bool = True,
         is_transposed: bool = False,
     ) -> None:
-        """Adds an `nn.Conv1d`, `2d` or `3d`, or an `nn.ConvTranspose1d`, `2d` or `3d`.
+        """Add an `nn.Conv1d`, `2d` or `3d`, or an `nn.ConvTranspose1d`, `2d` or `3d`.
 
         The axes of a convolution in groups cannot grow; with `groups` the name of the axis that is
         both `output` and `source`, each channel has a kernel of its own and the axis can.
@@ -98,28 +98,28 @@ class Table:
             self._add(f"{name}.bias", "bias" if kind != "channel" else "channel", (output,))
 
     def norm(self, name: str, axis: str, *, bias: bool = True) -> None:
-        """Adds an `nn.LayerNorm`, or an `nn.RMSNorm` (`bias=False`)."""
+        """Add an `nn.LayerNorm`, or an `nn.RMSNorm` (`bias=False`)."""
         for part in ("weight", "bias") if bias else ("weight",):
             self._add(f"{name}.{part}", "norm", (axis,))
 
     def batch_norm(self, name: str, axis: str) -> None:
-        """Adds an `nn.BatchNorm1d`, `2d` or `3d` with its running statistics."""
+        """Add an `nn.BatchNorm1d`, `2d` or `3d` with its running statistics."""
         for part in ("weight", "bias"):
             self._add(f"{name}.{part}", "channel", (axis,))
         for part in ("running_mean", "running_var"):
             self.buffer(f"{name}.{part}", axis)
 
     def group_norm(self, name: str, axis: str) -> None:
-        """Adds an `nn.GroupNorm`; its axis cannot grow, because channels would change groups."""
+        """Add an `nn.GroupNorm`; its axis cannot grow, because channels would change groups."""
         for part in ("weight", "bias"):
             self._add(f"{name}.{part}", "grouped", (axis,))
 
     def embedding(self, name: str, rows: str, axis: str) -> None:
-        """Adds an `nn.Embedding` with an axis of rows."""
+        """Add an `nn.Embedding` with an axis of rows."""
         self._add(f"{name}.weight", "embedding", (rows, axis), std=0.02)
 
     def attention(self, name: str, width: str, *, tokens: int = 1, bias: bool = True) -> None:
-        """Adds an `nn.MultiheadAttention` of each of `tokens` to all; its width cannot grow, because
+        """Add an `nn.MultiheadAttention` of each of `tokens` to all; its width cannot grow, because
         channels would change heads."""
         size = self._size(name, width)
         std = (3 * size) ** -0.5
@@ -131,7 +131,7 @@ class Table:
         self.flops += 6 * size**2 * tokens + 4 * size * tokens**2
 
     def encoder_layer(self, name: str, width: str, hidden: str, *, tokens: int = 1) -> None:
-        """Adds an `nn.TransformerEncoderLayer`; `hidden` is its `dim_feedforward`, which can grow."""
+        """Add an `nn.TransformerEncoderLayer`; `hidden` is its `dim_feedforward`, which can grow."""
         self.attention(f"{name}.self_attn", width, tokens=tokens)
         self.linear(f"{name}.linear1", hidden, width, times=tokens)
         self.linear(f"{name}.linear2", width, hidden, times=tokens)
@@ -150,7 +150,7 @@ class Table:
         bias: bool = True,
         steps: int = 1,
     ) -> None:
-        """Adds an `nn.RNN`, `nn.GRU` or `nn.LSTM` that reads `steps` positions of a sample.
+        """Add an `nn.RNN`, `nn.GRU` or `nn.LSTM` that reads `steps` positions of a sample.
 
         Modules that read the output of one in both directions have the axis ``2*hidden``.
         """
@@ -168,7 +168,7 @@ class Table:
             source = f"2*{hidden}" if bidirectional else hidden
 
     def buffer(self, name: str, *axes: str) -> None:
-        """Adds a persistent buffer that grows with these axes; new elements have the values of a
+        """Add a persistent buffer that grows with these axes; new elements have the values of a
         new module of that shape."""
         shape = tuple(axis_size(self.sizes, axis) for axis in axes)
         self.buffers[name] = Parameter(axes, shape, "buffer")
@@ -200,7 +200,7 @@ class Shape:
     field per axis, and `table`, which names every module with parameters."""
 
     def table(self, table: Table) -> None:
-        """Names every module and its axes, in the model's order."""
+        """Name every module and its axes, in the model's order."""
         raise NotImplementedError
 
     def sizes(self) -> dict[str, int]:
@@ -220,7 +220,7 @@ class Shape:
         return self._filled().buffers
 
     def flops(self) -> int:
-        """Returns the floating-point operations of a forward pass of one sample."""
+        """Return the floating-point operations of a forward pass of one sample."""
         return self._filled().flops
 
     def _filled(self) -> Table:
@@ -229,12 +229,12 @@ class Shape:
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON values."""
+        """Return the fields as JSON values."""
         return dataclasses.asdict(self)
 
 
 def check_table(task: str, shape: Growable, actual: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError if a shape's table and a model of the shape differ in a parameter.
+    """Raise ConfigError if a shape's table and a model of the shape differ in a parameter.
 
     Args:
         actual: shapes of the model's parameters, by name.
@@ -252,7 +252,7 @@ def check_table(task: str, shape: Growable, actual: Mapping[str, tuple[int, ...]
 
 
 def check_shape_buffers(task: str, shape: Growable, facts: ModuleFacts) -> None:
-    """Raises ConfigError if a buffer of the shape's table is missing in the model or differs."""
+    """Raise ConfigError if a buffer of the shape's table is missing in the model or differs."""
     for name, entry in buffers_of(shape).items():
         if facts.buffers.get(name) != entry.shape:
             raise _mismatch(

@@ -55,7 +55,7 @@ class Exit:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Exit:
-        """Raises ValueError if a field is missing or of another type: 0.5 is not the status of a success."""
+        """Raise ValueError if a field is missing or of another type: 0.5 is not the status of a success."""
         try:
             status, was_stopped, peak = data["status"], data["stopped"], data["peak_bytes"]
             seconds = data["time"], data["cpu_s"]

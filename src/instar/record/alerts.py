@@ -74,7 +74,7 @@ class Rules:
         self._skipping = False
 
     def update(self, event: Event) -> list[Alert]:
-        """Returns the alerts that an event raises."""
+        """Return the alerts that an event raises."""
         raised: list[tuple[str, str]] = []
         if isinstance(event, RunStarted):
             self._reset()
@@ -136,14 +136,14 @@ class Divergence:
         self._records = 0
 
     def changed(self, *, comparable: bool) -> None:
-        """Starts over after an operation; keeps the minimum if losses are still comparable."""
+        """Start over after an operation; keeps the minimum if losses are still comparable."""
         lowest, highest = self._lowest, self._highest
         self._begin()
         if comparable:
             self._lowest, self._highest = lowest, highest
 
     def update(self, loss: float) -> str:
-        """Returns the message of an alert after one more recorded loss, or an empty string."""
+        """Return the message of an alert after one more recorded loss, or an empty string."""
         loss = loss if math.isfinite(loss) else math.inf
         if self._recent and math.isfinite(step := loss - self._recent[-1]):
             self._steps.append(abs(step))
@@ -187,11 +187,11 @@ class Stall:
         self.changed()
 
     def changed(self) -> None:
-        """Forgets the usual speed, because a step may take longer from here on."""
+        """Forget the usual speed, because a step may take longer from here on."""
         self._speeds: deque[float] = deque(maxlen=SPEED_WINDOW)
 
     def update(self, speed: float) -> str:
-        """Returns the message of an alert after one more speed (tokens/s), or an empty string."""
+        """Return the message of an alert after one more speed (tokens/s), or an empty string."""
         usual = median(self._speeds) if len(self._speeds) >= MIN_SPEEDS else None
         if usual is None or speed >= self._share * usual:
             self._slow = 0
@@ -238,7 +238,7 @@ class Notifier:
         self._thread: threading.Thread | None = None
 
     def send(self, alert: Alert) -> None:
-        """Queues an alert; it is dropped if `QUEUE_ALERTS` are waiting."""
+        """Queue an alert; it is dropped if `QUEUE_ALERTS` are waiting."""
         if not self._targets:
             return
         if self._thread is None:
@@ -248,11 +248,11 @@ class Notifier:
             self._queue.put_nowait(alert)
 
     def failures(self) -> list[str]:
-        """Returns the failed deliveries since the last call."""
+        """Return the failed deliveries since the last call."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
-        """Waits up to `wait_s` seconds for queued alerts."""
+        """Wait up to `wait_s` seconds for queued alerts."""
         if self._thread is not None:
             with suppress(queue.Full):
                 self._queue.put_nowait(None)
@@ -271,7 +271,7 @@ class Notifier:
 
 
 def alert_payload(run: RunDir, alert: Alert) -> dict[str, Any]:
-    """Returns the payload of an alert; `text` is a sentence, as chat webhooks expect."""
+    """Return the payload of an alert; `text` is a sentence, as chat webhooks expect."""
     return {
         "text": f"{run.path.name}: {alert.message}",
         "run": run.id,
@@ -284,7 +284,7 @@ def alert_payload(run: RunDir, alert: Alert) -> dict[str, Any]:
 
 
 def run_alert_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: float) -> None:
-    """Runs a program without a shell, with `payload` as JSON on its stdin and in its environment.
+    """Run a program without a shell, with `payload` as JSON on its stdin and in its environment.
 
     Raises:
         RuntimeError: it cannot be started, failed, or was killed after `timeout_s` seconds; no word of
@@ -313,7 +313,7 @@ def run_alert_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: f
 
 
 def post_alert(address: str, payload: dict[str, Any], timeout_s: float) -> None:
-    """Sends `payload` as JSON by POST, with `user:password@` of the address as Basic authentication.
+    """Send `payload` as JSON by POST, with `user:password@` of the address as Basic authentication.
 
     Raises:
         OSError: there was no response in time, or it was an error; the message holds no part of the
@@ -359,7 +359,7 @@ class AlertSink:
         self._sink.sync()
 
     def close(self) -> None:
-        """Waits for queued alerts and closes the other sink."""
+        """Wait for queued alerts and close the other sink."""
         try:
             self._notifier.close()
             with suppress(RecordError):

@@ -56,12 +56,12 @@ class Console:
             self.screen.show(f"data  {sizes_text(event.splits)}")
 
     def progress(self, event: Train, eta_s: float | None = None) -> None:
-        """Shows the current step in place, at most ten times per second."""
+        """Show the current step in place, at most ten times per second."""
         if self.screen.due:
             self.screen.update(self._train_line(event, eta_s))
 
     def train(self, event: Train, eta_s: float | None = None) -> None:
-        """Prints a line for a step."""
+        """Print a line for a step."""
         self.screen.show(self._train_line(event, eta_s))
 
     def _train_line(self, event: Train, eta_s: float | None) -> str:
@@ -86,27 +86,27 @@ class Console:
     def finished(
         self, event: RunFinished, where: Path, *, stopped: str = "", go_on: str = ""
     ) -> None:
-        """Prints the summary; `stopped` is why it ended early, `go_on` the command that resumes."""
+        """Print the summary; `stopped` is why it ended early, `go_on` the command that resumes."""
         self.screen.update("")
         for line in finished_lines(event, where, stopped, go_on, self._unit):
             self.screen.show(line, "bold")
 
     def close(self) -> None:
-        """Restores the terminal; closing twice does nothing."""
+        """Restore the terminal; closing twice does nothing."""
         self.screen.close()
 
 
 def open_console(
     stream: TextIO | None = None, environment: Mapping[str, str] | None = None
 ) -> Console:
-    """Returns the console of `stream` (default: stderr), live if it is a terminal with a cursor."""
+    """Return the console of `stream` (default: stderr), live if it is a terminal with a cursor."""
     return Console(open_screen(stream or sys.stderr, environment))
 
 
 def open_screen(
     stream: TextIO | None, environment: Mapping[str, str] | None = None
 ) -> PlainScreen | LiveScreen:
-    """Returns the screen of `stream`; None: Python has none if it was closed."""
+    """Return the screen of `stream`; None: Python has none if it was closed."""
     environment = os.environ if environment is None else environment
     if stream is None:
         return PlainScreen(None, "ascii")
@@ -117,7 +117,7 @@ def open_screen(
 
 
 def silent_console() -> Console:
-    """Returns a console that prints nothing, for all ranks but 0."""
+    """Return a console that prints nothing, for all ranks but 0."""
     return Console(PlainScreen(None, "ascii"))
 
 
@@ -214,21 +214,21 @@ class LiveScreen:
         return self._terminal.height
 
     def show(self, text: str, style: str = "") -> None:
-        """Prints a line above the current one, or above the block."""
+        """Print a line above the current one, or above the block."""
         # a current line is older than the printed one
         line, below = self._line(text, style), self._block or self._line("", "")
         self._attempt(lambda: self._live.update(below))
         self._attempt(lambda: self._terminal.print(line, soft_wrap=True))
 
     def update(self, text: str) -> None:
-        """Replaces the current line."""
+        """Replace the current line."""
         line, start = self._line(text, "dim"), self._clock()
         self._attempt(lambda: self._live.update(line, refresh=True))
         end = self._clock()
         self._next_paint = max(start + REPAINT_EVERY_S, end + (end - start) / REPAINT_SHARE)
 
     def paint(self, lines: Iterable[tuple[str, str]]) -> None:
-        """Replaces the block of lines, each with its style; lines that are too long are cut."""
+        """Replace the block of lines, each with its style; lines that are too long are cut."""
         from rich.text import Text
 
         block = Text("\n", no_wrap=True, overflow="ellipsis").join(
@@ -263,7 +263,7 @@ class LiveScreen:
 
 
 def _redirect_to_null(stream: TextIO) -> None:
-    """Redirects a broken stream to the null device, so that flushing it at exit does not fail."""
+    """Redirect a broken stream to the null device, so that flushing it at exit does not fail."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

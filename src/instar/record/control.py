@@ -40,12 +40,12 @@ class Request:
         return not self.path.exists()
 
     def withdraw(self) -> None:
-        """Removes the request."""
+        """Remove the request."""
         self.path.unlink(missing_ok=True)
 
 
 def send_request(folder: Path, command: Command) -> Request:
-    """Creates a request in a run's control folder.
+    """Create a request in a run's control folder.
 
     Raises:
         OSError: it cannot be written.
@@ -56,7 +56,7 @@ def send_request(folder: Path, command: Command) -> Request:
 
 
 def put_request(path: Path) -> None:
-    """Creates an empty file in a control folder, which is created if missing.
+    """Create an empty file in a control folder, which is created if missing.
 
     Raises:
         OSError: it cannot be written, or the folder is a symbolic link.
@@ -91,7 +91,7 @@ class Inbox:
         """answered requests that cannot be removed"""
 
     def requests(self) -> list[Request]:
-        """Returns the pending requests; costs one `lstat` if the folder has not changed."""
+        """Return the pending requests; costs one `lstat` if the folder has not changed."""
         try:
             status = self.folder.lstat()
             if stat.S_ISLNK(status.st_mode):  # it could lead to other files
@@ -125,11 +125,11 @@ class Inbox:
         return bool(requests)
 
     def clear(self) -> None:
-        """Removes all requests, which were made to an earlier start."""
+        """Remove all requests, which were made to an earlier start."""
         self._remove(self.requests())
 
     def answer(self, command: Command) -> None:
-        """Removes the noted requests of a command after it was carried out.
+        """Remove the noted requests of a command after it was carried out.
 
         Later requests stay, because the command may have begun before they were made.
         """

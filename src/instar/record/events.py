@@ -378,7 +378,7 @@ def _decoder() -> Any:
 
 
 def to_words(value: Any) -> Any:
-    """Converts a value for JSON: non-finite numbers to words, NumPy and torch scalars to numbers,
+    """Convert a value for JSON: non-finite numbers to words, NumPy and torch scalars to numbers,
     tuples to lists, lone surrogates to escapes.
 
     Raises:
@@ -420,7 +420,7 @@ def _word(value: float) -> str:
 
 
 def encode_event(event: Event, now: float, segment: int) -> bytes:
-    """Returns `event` as a line of the record, written at `now` (Unix seconds) in `segment`."""
+    """Return `event` as a line of the record, written at `now` (Unix seconds) in `segment`."""
     line: dict[str, Any] = {"v": VERSION, "kind": _kind(type(event))}
     line |= {"time": round(now, 3), "segment": segment}
     for name in event.__struct_fields__[3:]:
@@ -435,7 +435,7 @@ NOT_AN_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yields the events of a record in order, also while it is written.
+    """Yield the events of a record in order, also while it is written.
 
     An incomplete last line is ignored: its writer died, or is writing it now.
 
@@ -458,7 +458,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def events_in(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
-    """Yields the lines that are events, and their events; skips others."""
+    """Yield the lines that are events, and their events; skips others."""
     for line in lines:
         try:
             event = decode_event(line)
@@ -468,7 +468,7 @@ def events_in(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
 
 
 def decode_lines(block: bytes) -> list[Event]:
-    """Decodes complete lines, much faster than one by one; blank lines are ignored.
+    """Decode complete lines, much faster than one by one; blank lines are ignored.
 
     Raises:
         msgspec.MsgspecError, ValueError, RecursionError: a line is not an event, or of an unknown
@@ -479,7 +479,7 @@ def decode_lines(block: bytes) -> list[Event]:
 
 
 def decode_event(line: bytes) -> Event:
-    """Decodes the event of one line.
+    """Decode the event of one line.
 
     Raises:
         msgspec.MsgspecError, ValueError, RecursionError: it is not an event.
@@ -506,7 +506,7 @@ TRAIN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", 
 
 
 def metrics(event: Event) -> dict[str, float]:
-    """Returns `loss`, `lr`, … of a `train` event, `val/loss`, `val/loss:error`, … of `eval`,
+    """Return `loss`, `lr`, … of a `train` event, `val/loss`, `val/loss:error`, … of `eval`,
     `grad_norm/<group>`, `update_ratio/<group>` of `layers`, and what extensions measure; empty for
     other events."""
     if isinstance(event, Train):
@@ -526,5 +526,5 @@ def metrics(event: Event) -> dict[str, float]:
 
 
 def extra(event: Train) -> dict[str, float]:
-    """Returns the metrics of a step that are not fields of `Train`."""
+    """Return the metrics of a step that are not fields of `Train`."""
     return {name: value for name, value in event.extra.items() if name not in TRAIN_METRICS}

@@ -52,7 +52,7 @@ _ASCII = str.maketrans(
 
 
 def si(number: float) -> str:
-    """Formats three significant digits and a scale: 124_000_000 → `124M`, 1_020_000 → `1.02M`."""
+    """Format three significant digits and a scale: 124_000_000 → `124M`, 1_020_000 → `1.02M`."""
     if not math.isfinite(number):
         return str(number)
     if abs(number) < 999.5:
@@ -64,7 +64,7 @@ def si(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: `0.42s`, `8.1s`, `42s`, `5m03`, `1h22`, `3d04h`; `?` if invalid."""
+    """Format seconds: `0.42s`, `8.1s`, `42s`, `5m03`, `1h22`, `3d04h`; `?` if invalid."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
     if seconds < 59.5:
@@ -84,17 +84,17 @@ TOK = "tok"
 
 
 def unit_text(unit: str) -> str:
-    """Returns the short name of what is counted: `tok`, `graphs`."""
+    """Return the short name of what is counted: `tok`, `graphs`."""
     return TOK if unit == "token" else f"{unit}s"
 
 
 def loss(value: float, decimals: int = 3) -> str:
-    """Formats a loss with `decimals`, or with an exponent from 1e4 on."""
+    """Format a loss with `decimals`, or with an exponent from 1e4 on."""
     return f"{value:.{decimals}f}" if not abs(value) >= 1e4 else f"{value:.2e}"
 
 
 def scientific(value: float, decimals: int = 1) -> str:
-    """Formats a number with an exponent that is not padded: 3e-4 → `3.0e-4`, 3.4e15 → `3.4e15`."""
+    """Format a number with an exponent that is not padded: 3e-4 → `3.0e-4`, 3.4e15 → `3.4e15`."""
     mantissa, mark, exponent = f"{value:.{decimals}e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if mark else mantissa
 
@@ -158,7 +158,7 @@ def begins_anew_line(event: BeginsAnew) -> str:
 
 
 def confusion_lines(target: str, matrix: Sequence[Sequence[int]]) -> list[str]:
-    """Returns a table with a row for each true class and a column for each predicted class.
+    """Return a table with a row for each true class and a column for each predicted class.
 
     ```
     kind: true ↓ predicted →      0      1
@@ -180,7 +180,7 @@ def confusion_lines(target: str, matrix: Sequence[Sequence[int]]) -> list[str]:
 
 
 def operation_lines(event: OperationEvent) -> list[str]:
-    """Returns a line with the operation and its reason, and one with the measured effect, if any.
+    """Return a line with the operation and its reason, and one with the measured effect, if any.
 
     ```
       2,000 GROW widen_mlp 2048→3072 (val 3.41 < 3.50)  124M→203M  optimizer mapped
@@ -298,7 +298,7 @@ def _amount(number: float, unit: str) -> str:
 
 
 def encodable_as(text: str, encoding: str | None) -> str:
-    """Returns `text` as a stream of this encoding can show it, in ASCII if necessary."""
+    """Return `text` as a stream of this encoding can show it, in ASCII if necessary."""
     encoding, text = encoding or "ascii", visible(text)
     try:
         text.encode(encoding)
@@ -308,19 +308,19 @@ def encodable_as(text: str, encoding: str | None) -> str:
 
 
 def to_ascii(text: str) -> str:
-    """Returns `text` in ASCII: signs are spelled out, others escaped as in JSON and YAML."""
+    """Return `text` in ASCII: signs are spelled out, others escaped as in JSON and YAML."""
     if text.isascii():
         return text
     return re.sub("[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text.translate(_ASCII))
 
 
 def step_text(event: Placed) -> str:
-    """Returns the step of an event in the width of a column."""
+    """Return the step of an event in the width of a column."""
     return f"{event.step:>7,}"
 
 
 def _fit(first: str, parts: list[tuple[int, str]], width: int | None) -> str:
-    """Joins `first` and the parts (priority, text) that fit, in order; priority 0 always stays."""
+    """Join `first` and the parts (priority, text) that fit, in order; priority 0 always stays."""
     fitting = list(parts)
     while True:
         line = "  ".join([first, *(text for _, text in fitting)])
@@ -331,7 +331,7 @@ def _fit(first: str, parts: list[tuple[int, str]], width: int | None) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Formats bytes with three significant digits: 999 B, 1.20 GiB."""
+    """Format bytes with three significant digits: 999 B, 1.20 GiB."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     power = 0
     while size >= 999.5 and power < len(units) - 1:

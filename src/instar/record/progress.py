@@ -47,7 +47,7 @@ class Activity:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def advance(self, amount: float) -> None:
-        """Counts; from any thread."""
+        """Count; from any thread."""
         with self._lock:
             self.done += amount
 
@@ -81,7 +81,7 @@ def progress(
     left: str = AGAIN,
     measured: Callable[[], float] | None = None,
 ) -> Iterator[Advance]:
-    """Shows the block's work while it runs, and yields the function that counts what is done.
+    """Show the block's work while it runs, and yield the function that counts what is done.
 
     Args:
         doing: what is done, e.g. "verifying step-2000".
@@ -113,7 +113,7 @@ def tracked(
     unit: str,
     total: float | None = None,
 ) -> Iterator[Item]:
-    """Yields the items, and counts each when the next one is asked for; see `progress`."""
+    """Yield the items, and counts each when the next one is asked for; see `progress`."""
     with progress(doing, total, unit) as advance:
         for item in items:
             yield item
@@ -121,7 +121,7 @@ def tracked(
 
 
 def folder_bytes(folder: Path) -> float:
-    """Returns the size of all files in a folder: how much a library has written, see `measured`."""
+    """Return the size of all files in a folder: how much a library has written, see `measured`."""
     return float(sum(path.lstat().st_size for path in folder.rglob("*")))
 
 
@@ -163,7 +163,7 @@ class Display:
                 self.close()
 
     def close(self) -> None:
-        """Shows nothing more of any work."""
+        """Show nothing more of any work."""
         self._works.clear()
         self._ended.set()
         if self._painter is not None:
@@ -199,7 +199,7 @@ _display: ContextVar[Display | None] = ContextVar("display", default=None)
 
 @contextmanager
 def showing(display: Display | None) -> Iterator[None]:
-    """Shows the work of the block on a display; None: not at all."""
+    """Show the work of the block on a display; None: not at all."""
     token = _display.set(display)
     try:
         yield

@@ -105,7 +105,7 @@ class Recorder:
         return self._file.size
 
     def failure(self) -> str | None:
-        """Returns why the run should stop: too many lines are held, or for too long; else None."""
+        """Return why the run should stop: too many lines are held, or for too long; else None."""
         since = self._file.refused_since
         if since is None:
             return None
@@ -115,7 +115,7 @@ class Recorder:
         return f"{self._refusal()}, for {refused_s:.0f} s; {len(self._file):,} lines are held in memory"
 
     def _continue(self, descriptor: int) -> int:
-        """Counts the segments and cuts off an incomplete last line; returns its size."""
+        """Count the segments and cut off an incomplete last line; return its size."""
         line, size = b"", 0
         with self.path.open("rb") as file:
             for line in file:
@@ -128,7 +128,7 @@ class Recorder:
         return torn
 
     def write(self, event: Event) -> None:
-        """Appends one event.
+        """Append one event.
 
         Raises:
             RecordError: the recorder is closed.
@@ -146,14 +146,14 @@ class Recorder:
             self.sync()
 
     def sync(self) -> None:
-        """Waits until everything written is on disk; tries again later if the disk refuses."""
+        """Wait until everything written is on disk; tries again later if the disk refuses."""
         if self._file.sync():
             self.synced = self.size
         self._last_sync = time.monotonic()
         self._report_refusal()
 
     def close(self) -> None:
-        """Syncs and closes the file; closing twice does nothing."""
+        """Sync and close the file; closing twice does nothing."""
         pending = len(self._file)
         lost_lines = self._file.close(CLOSE_WAIT_S)
         if pending and lost_lines:
@@ -170,7 +170,7 @@ class Recorder:
         return f"cannot write {self.path}: {error.strerror if error else 'unknown error'}"
 
     def _report_refusal(self) -> None:
-        """Warns once when lines begin to be held, and records when they no longer are."""
+        """Warn once when lines begin to be held, and record when they no longer are."""
         since = self._file.refused_since
         if since is not None and self._held_since is None:
             self._held_since = since

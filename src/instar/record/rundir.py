@@ -114,7 +114,7 @@ class RunDir:
         return False
 
     def await_start(self) -> None:
-        """Makes the record, empty, and the folder of logs of a run that nothing has been trained in yet."""
+        """Make the record, empty, and the folder of logs of a run that nothing has been trained in yet."""
         self.logs.mkdir()
         self.events.touch()
 
@@ -131,7 +131,7 @@ class RunDirBusy(InstarError):  # noqa: N818
 
 @contextmanager
 def hold(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Holds the lock of a run's folder, which the kernel releases when the process ends.
+    """Hold the lock of a run's folder, which the kernel releases when the process ends.
 
     On a file system without locks it calls `warn` and locks nothing.
 
@@ -154,7 +154,7 @@ def hold(run: RunDir, warn: Callable[[str], None] = lambda _: None) -> Iterator[
 
 
 def check_folders(run: RunDir) -> None:
-    """Checks that the folders of a run are its own, before anything is written or deleted in them.
+    """Check that the folders of a run are its own, before anything is written or deleted in them.
 
     Raises:
         ConfigError: one is a symbolic link, or no folder.
@@ -199,7 +199,7 @@ def _busy(run: RunDir, holder: ProcessName | None) -> str:
 def create_run_dir(
     record: RecordConfig, name: str, fill: Callable[[RunDir], None] = lambda _: None
 ) -> RunDir:
-    """Creates the folder of a new run with `logs/` and `checkpoints/`, and calls `fill`.
+    """Create the folder of a new run with `logs/` and `checkpoints/`, and call `fill`.
 
     It is `<out_dir>/<name>-<id>`, or `run_dir` if given. If two processes request the same folder,
     one of them succeeds.
@@ -224,7 +224,7 @@ def create_run_dir(
 
 
 def check_run_dir(record: RecordConfig, name: str) -> None:
-    """Checks whether `create_run_dir` can create the folder, and creates nothing.
+    """Check whether `create_run_dir` can create the folder, and create nothing.
 
     Raises:
         ConfigError: see `create_run_dir`.
@@ -244,7 +244,7 @@ def check_run_dir(record: RecordConfig, name: str) -> None:
 
 
 def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
-    """Returns the run with a folder, id or name, or the `latest`, which was written to last.
+    """Return the run with a folder, id or name, or the `latest`, which was written to last.
 
     A path has precedence over an id or a folder name in `out_dir`, and these over a name, which
     must be unique.
@@ -281,7 +281,7 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
 
 
 def _claim(path: Path, fill: Callable[[RunDir], None]) -> RunDir:
-    """Makes an empty folder that of a run; if several processes try, one succeeds."""
+    """Make an empty folder that of a run; if several processes try, one succeeds."""
     make_folder(path)
     run = RunDir(path)
     try:
@@ -296,7 +296,7 @@ def _claim(path: Path, fill: Callable[[RunDir], None]) -> RunDir:
 
 
 def _starter(run: RunDir) -> int | None:
-    """Returns the process that trains in a folder or is about to; None if none is known."""
+    """Return the process that trains in a folder or is about to; None if none is known."""
     if (training := lock_owner(run.lock)) is not None:
         return training
     if run.events.exists():
@@ -356,7 +356,7 @@ def _check_unused(path: Path) -> None:
 
 
 def _foreign(path: Path) -> Iterator[Path]:
-    """Yields the files of a folder, except those of a start that failed before its config."""
+    """Yield the files of a folder, except those of a start that failed before its config."""
     run = RunDir(path)
     for entry in path.iterdir():
         empty = entry in (run.logs, run.checkpoints) and entry.is_dir() and not any(entry.iterdir())
@@ -377,7 +377,7 @@ def _check_writable(path: Path, key: str) -> None:
 
 
 def runs_in(folder: Path) -> list[RunDir]:
-    """Returns the runs in a folder, sorted by the time of their last write."""
+    """Return the runs in a folder, sorted by the time of their last write."""
     try:
         runs = [RunDir(path) for path in folder.iterdir() if not path.name.startswith(TMP)]
     except OSError:

@@ -33,7 +33,7 @@ _GPU_BUDGET_S = 0.5
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Instar, Python and libraries, without importing them, and the git
+    """Return the versions of Instar, Python and libraries, without importing them, and the git
     commit of the working directory, if any, as at the first call."""
     return dict(_versions())
 
@@ -52,7 +52,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit that is checked out in `folder`; None without a repository or git."""
+    """Return the commit that is checked out in `folder`; None without a repository or git."""
     try:
         process = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "HEAD"],
@@ -67,7 +67,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def machine(device: str = "cpu") -> dict[str, str | int | float | None]:
-    """Returns host, platform, CPU, cores (usable by this process, and all) and memory in bytes; for
+    """Return host, platform, CPU, cores (usable by this process, and all) and memory in bytes; for
     a CUDA device also its name, memory and the number of devices."""
     facts: dict[str, str | int | float | None] = {
         "host": platform.node(),
@@ -91,12 +91,12 @@ def machine(device: str = "cpu") -> dict[str, str | int | float | None]:
 
 
 def host_bytes() -> int:
-    """Returns memory and swap space of this machine in bytes."""
+    """Return memory and swap space of this machine in bytes."""
     return int(psutil.virtual_memory().total + psutil.swap_memory().total)
 
 
 def gpu_bytes(device: torch.device) -> int | None:
-    """Returns the memory of a GPU in bytes; None for other devices."""
+    """Return the memory of a GPU in bytes; None for other devices."""
     if device.type != "cuda":
         return None
     import torch
@@ -105,7 +105,7 @@ def gpu_bytes(device: torch.device) -> int | None:
 
 
 def cpu_model() -> str:
-    """Returns the CPU model as the kernel names it, else the architecture."""
+    """Return the CPU model as the kernel names it, else the architecture."""
     return _cpuinfo("model name", "Model") or platform.processor() or platform.machine()
 
 
@@ -119,7 +119,7 @@ def has_bf16_units() -> bool:
 
 
 def _cpuinfo(*names: str) -> str:
-    """Returns the first value with one of these names in /proc/cpuinfo, or an empty string."""
+    """Return the first value with one of these names in /proc/cpuinfo, or an empty string."""
     with suppress(OSError), CPUINFO.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             key, _, value = line.partition(":")
@@ -129,12 +129,12 @@ def _cpuinfo(*names: str) -> str:
 
 
 def resident_bytes() -> int:
-    """Returns the resident memory of this process in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes(*, reset: bool = False) -> int:
-    """Returns the peak resident memory of this process since the last reset, in bytes; where the
+    """Return the peak resident memory of this process since the last reset, in bytes; where the
     kernel does not tell, the present one.
 
     Args:
@@ -151,7 +151,7 @@ def peak_resident_bytes(*, reset: bool = False) -> int:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Returns the memory that this process may use in all, in bytes: what it has and what is
+    """Return the memory that this process may use in all, in bytes: what it has and what is
     available, within the limit of its control group."""
     import torch
 
@@ -169,7 +169,7 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(device: str = "cpu") -> int:
-    """Returns the peak memory allocated on a CUDA device, else the resident memory, in bytes."""
+    """Return the peak memory allocated on a CUDA device, else the resident memory, in bytes."""
     if device.startswith("cuda"):
         import torch
 
@@ -178,7 +178,7 @@ def memory_bytes(device: str = "cpu") -> int:
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """Returns an event for the end of what a GPU was given to do; None for other devices."""
+    """Return an event for the end of what a GPU was given to do; None for other devices."""
     if device.type != "cuda":
         return None
     import torch
@@ -189,7 +189,7 @@ def recorded_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def measure_peak_flops(device: str, dtype: torch.dtype, limit_s: float | None = None) -> float:
-    """Measures the peak FLOPs per second of a matrix product with the current threads and precision
+    """Measure the peak FLOPs per second of a matrix product with the current threads and precision
     settings; a product of two n×n matrices counts 2n³.
 
     Tries larger matrices until the next would exceed `limit_s` (default: 0.1 s on a CPU, 0.5 s on a
@@ -223,7 +223,7 @@ def measure_peak_flops(device: str, dtype: torch.dtype, limit_s: float | None = 
 
 
 def measure_bf16_gain() -> float:
-    """Measures how many times as fast as float32 matrices one thread of the CPU multiplies those of bf16;
+    """Measure how many times as fast as float32 matrices one thread of the CPU multiplies those of bf16;
     by processor time, which other processes on a busy machine hardly change. Takes about 15 ms."""
     import torch
 
@@ -247,7 +247,7 @@ def measure_bf16_gain() -> float:
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """Returns the dtype of a precision: fp32, bf16 or fp16."""
+    """Return the dtype of a precision: fp32, bf16 or fp16."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

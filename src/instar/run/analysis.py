@@ -91,18 +91,20 @@ def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
     """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
     with two or more dimensions counts as a matrix."""
     manifest = checkpoint.manifest
-    stored = outlines(checkpoint.layout(checkpoint.weights))
+    saved_outlines = outlines(checkpoint.layout(checkpoint.weights))
     shapes = [load_target(task.shape).from_dict for task in tasks().values() if task.shape]
     for shape_of in (Architecture.from_dict, *shapes):
         try:
             parameters: Mapping[str, Parameter] = shape_of(manifest.architecture).parameters()
         except (ArchitectureError, KeyError, TypeError, ValueError):
             continue
-        if {n: e.shape for n, e in parameters.items()} == {n: e.shape for n, e in stored.items()}:
+        if {n: e.shape for n, e in parameters.items()} == {
+            n: e.shape for n, e in saved_outlines.items()
+        }:
             return parameters
     tensors = (
         (name, tensor.shape)
-        for name, tensor in stored.items()
+        for name, tensor in saved_outlines.items()
         if name not in manifest.buffers and tensor.dtype.is_floating_point
     )
     return Fixed(tuple(tensors)).parameters()

@@ -84,8 +84,8 @@ class Trainer:
         # a resumed run may have stopped between a step and its evaluation
         self.state = evaluate_validation_if_due(self.state, parts)
         while (decision := self.decide()) is None:
-            self.state, reevaluated = change_if_due(self.state, parts)
-            if reevaluated:
+            self.state, is_new_loss = change_if_due(self.state, parts)
+            if is_new_loss:
                 continue
             self.state = save_checkpoint_if_due(self.state, parts)
             self.round()
@@ -163,8 +163,8 @@ class Trainer:
     def _learning_rate(self) -> float:
         """Return the learning rate of the next step."""
         settings, step = self.state.settings, self.state.step
-        scheduled = settings.scheduled_step(step) - settings.lr_start
-        share = self.parts.task.lr_share(scheduled, settings.lr_decay_iters)
+        scheduled_step = settings.scheduled_step(step) - settings.lr_start
+        share = self.parts.task.lr_share(scheduled_step, settings.lr_decay_iters)
         return learning_rate(settings, step, share)
 
     def _observe_layers(self) -> None:
@@ -174,7 +174,7 @@ class Trainer:
         if every is None or not Interval(every).due(step, step + 1):
             return
         # whether a norm is a collective, which all ranks must enter
-        if parts.world.is_main or strategy.together:
+        if parts.world.is_main or strategy.forward_is_collective:
             parts.stepper.layers = LayerStats(strategy.norms)
 
     def _measures_noise(self) -> bool:
@@ -261,8 +261,8 @@ class Trainer:
         samples = batch.plan.after - batch.plan.cursor
         progress = now.after_step(samples, round(batch.weight), 0.0, 0.0)
         epochs = self.state.phase.epochs(progress.samples)
-        reached = budget_met(self.parts.budgets, progress, epochs=epochs, validation_loss=None)
-        return progress.step % sync_every == 0 or reached is not None
+        met_budget = budget_met(self.parts.budgets, progress, epochs=epochs, validation_loss=None)
+        return progress.step % sync_every == 0 or met_budget is not None
 
     def _record(
         self,
@@ -278,7 +278,7 @@ class Trainer:
         """
         over = self._round_begun is None
         parts, progress = self.parts, self.state.progress
-        parts.logger.log_step(self.state, batch, result, lr, together=over)
+        parts.logger.log_step(self.state, batch, result, lr, on_all_ranks=over)
         if (layers := parts.stepper.layers) is not None:
             parts.logger.log_layers(progress, layers)
             parts.stepper.layers = None
@@ -303,13 +303,13 @@ class Trainer:
         if self._unjudged is None:
             return
         (progress, skips, _), self._unjudged = self._unjudged, None
-        parts, skipped = self.parts, skips.in_a_row
+        parts, n_skipped = self.parts, skips.in_a_row
         if parts.stepper.strategy.rounds is None:
             if skips.searched:
                 parts.logger.log_lowered_scale(progress, parts.stepper.scaler.get_scale())
-            elif skipped:
-                parts.logger.log_skip(progress, skipped)
-        if not skips.searched and skipped >= parts.config.train.max_skipped_steps:
+            elif n_skipped:
+                parts.logger.log_skip(progress, n_skipped)
+        if not skips.searched and n_skipped >= parts.config.train.max_skipped_steps:
             advice = "lower optimizer.lr or clip harder, or look for bad samples"
             if parts.stepper.scaler.is_enabled():
                 advice = (
@@ -317,7 +317,7 @@ class Trainer:
                     "loss, or look for bad samples"
                 )
             raise RunFailed(
-                f"step {progress.step}: the gradient was not finite for {skipped} steps in a row; {advice}"
+                f"step {progress.step}: the gradient was not finite for {n_skipped} steps in a row; {advice}"
             )
 
     def _wait_for_step(self) -> None:
@@ -346,8 +346,8 @@ class Trainer:
         reason = self._end_reason()
         if reason is None and self.state.evaluated_at != self.state.step:
             return None
-        agreed = agree(parts.world, reason)
-        return None if agreed is None else Decision(str(agreed), interrupted=False)
+        agreed_reason = agree(parts.world, reason)
+        return None if agreed_reason is None else Decision(str(agreed_reason), interrupted=False)
 
     def over(self) -> str | None:
         """Return why a run that was just resumed is complete; None: there is something left to do.
@@ -360,15 +360,15 @@ class Trainer:
     def _end_reason(self) -> str | None:
         """Return the budget that is used up, or, if just evaluated, early stopping's reason."""
         state, parts = self.state, self.parts
-        reached = budget_met(
+        met_budget = budget_met(
             parts.budgets,
             state.progress,
             epochs=state.epochs,
             validation_loss=state.loss,
             resumed_s=state.resumed_s,
         )
-        if reached is not None:
-            return f"{REACHED}{reached}"
+        if met_budget is not None:
+            return f"{REACHED}{met_budget}"
         if state.evaluated_at != state.step:
             return None
         reason = parts.tracker.stop_reason(state.metrics)

@@ -132,8 +132,10 @@ def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branche
     failed in it, so that no rank ever waits for another in a collective that the other does not reach.
     """
     with _joined(request, log, signal) as rank:
-        resolved = resolve_run(request, rank)  # which run, from which checkpoint, with which config
-        plan = check_run(resolved, rank)  # the data, the config, this machine; one micro-batch
+        resolved_run = resolve_run(
+            request, rank
+        )  # which run, from which checkpoint, with which config
+        plan = check_run(resolved_run, rank)  # the data, the config, this machine; one micro-batch
         run = open_run(plan, rank)  # the folder, the record, the trainer at the run's present step
         if request.only_test:
             _test_only(plan, run)

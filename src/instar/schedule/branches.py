@@ -161,8 +161,8 @@ def branch_conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
             )
             yield f"set.{key}", "is not a key of the config", hint
         elif key in (END, OPERATIONS):
-            mine = "iters" if key == END else OPERATIONS
-            yield f"set.{key}", "is set by the branch itself", f"give its {mine}"
+            branch_key = "iters" if key == END else OPERATIONS
+            yield f"set.{key}", "is set by the branch itself", f"give its {branch_key}"
         elif is_fixed(key) or is_launch_only(key):
             why = "is fixed when a run begins" if is_fixed(key) else "belongs to the process"
             yield f"set.{key}", f"{why}, and is the trunk's in its branches", "leave it out"
@@ -175,9 +175,9 @@ def branch_conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
             yield f"{OPERATIONS}[{number}].name", "must not be branch: a branch has none", hint
 
 
-def _invalid(config: RunConfig, given: Mapping[str, Any], part: str) -> Iterator[Finding]:
+def _invalid(config: RunConfig, set_values: Mapping[str, Any], part: str) -> Iterator[Finding]:
     try:
-        with_values(config, given)
+        with_values(config, set_values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         message, hint = wrong_value(

@@ -49,23 +49,23 @@ def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:
     yield from _context(config)
 
 
-def _operation(given: ScheduledOperation) -> Iterator[Finding]:
-    if given.name == "fold_masks":
+def _operation(entry: ScheduledOperation) -> Iterator[Finding]:
+    if entry.name == "fold_masks":
         yield "name", "must not be fold_masks: a run folds its masks by itself", "leave it out"
         return
-    if given.name not in operation_names():
-        suggestion = nearest(given.name, operation_names())
+    if entry.name not in operation_names():
+        suggestion = nearest(entry.name, operation_names())
         hint = (
             f"did you mean '{suggestion}'?"
             if suggestion
             else f"there are {', '.join(operation_names())}"
         )
-        yield "name", f"must be an operation, got '{given.name}'", hint
+        yield "name", f"must be an operation, got '{entry.name}'", hint
         return
-    operation_of_entry = operation(given)
-    if given.name == BRANCH:
+    operation_of_entry = operation(entry)
+    if entry.name == BRANCH:
         yield from branch_problems(operation_of_entry)
-        if given.repeat > 1:
+        if entry.repeat > 1:
             yield "repeat", "is of no use: a branch has one name", "write an entry for each branch"
         return
     if value := _refused(operation_of_entry, None):
@@ -107,14 +107,14 @@ def _branches(config: RunConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem((key, place, SCHEDULE), f"{key} {message}", hint)
         if findings:
             continue
-        alone = {problem.message for problem in cross_checks(config)}
+        known_messages = {problem.message for problem in cross_checks(config)}
         branch_config = with_values(config, branch.changes(0))
         for problem in (*cross_checks(branch_config), *mistakes(branch_config)):
-            if problem.message not in alone:
+            if problem.message not in known_messages:
                 text = f"{place}: in the branch, {problem.message}"
                 yield ConfigProblem((place, SCHEDULE), text, problem.hint)
-    saved = (name for name in type(config.checkpoint).model_fields if name.startswith("save_"))
-    left_out = [name for name in saved if not getattr(config.checkpoint, name)]
+    save_keys = (name for name in type(config.checkpoint).model_fields if name.startswith("save_"))
+    left_out = [name for name in save_keys if not getattr(config.checkpoint, name)]
     if names_before and left_out:
         key = f"checkpoint.{left_out[0]}"
         text = f"{key} is false, and a branch begins with a whole checkpoint"
@@ -144,23 +144,23 @@ def _refused(operation_of_entry: Operation, option: str | None) -> Finding | Non
     return None
 
 
-def _triggers(given: ScheduledOperation, config: RunConfig) -> Iterator[Finding]:
-    has_loss_trigger = given.trigger_loss is not None or given.max_wait_iters is not None
-    mistyped = any(map(_misspelled, given.model_extra or {}))
-    if given.when is not None:
+def _triggers(entry: ScheduledOperation, config: RunConfig) -> Iterator[Finding]:
+    has_loss_trigger = entry.trigger_loss is not None or entry.max_wait_iters is not None
+    is_mistyped = any(map(_misspelled, entry.model_extra or {}))
+    if entry.when is not None:
         if has_loss_trigger:
             hint = "write them as loss_below and waited, under 'any:'"
             yield "when", "cannot be combined with trigger_loss and max_wait_iters", hint
-        yield from _when(given.when, "when", config)
-        yield from _repeated(given)
-    elif not has_loss_trigger and not mistyped:
+        yield from _when(entry.when, "when", config)
+        yield from _repeated(entry)
+    elif not has_loss_trigger and not is_mistyped:
         hint = "give it trigger_loss, max_wait_iters or when"
         yield "", "this operation could never fire", hint
 
 
-def _repeated(given: ScheduledOperation) -> Iterator[Finding]:
+def _repeated(entry: ScheduledOperation) -> Iterator[Finding]:
     with suppress(ValueError, IndexError):  # an invalid trigger is reported itself
-        if given.repeat > 1 and not given.min_steps and stays_due(trigger(given)):
+        if entry.repeat > 1 and not entry.min_steps and stays_due(trigger(entry)):
             hint = "add min_steps, or use waited, plateau or trigger_loss"
             yield (
                 "repeat",

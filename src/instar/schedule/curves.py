@@ -57,7 +57,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> PowerLaw:
     if len(points) < 3:
         raise ValueError(f"{len(points)} evaluations are too few for a curve")
     lowest = min(loss for _, loss in points)
-    found = []
+    laws = []
     for number in range(_FLOORS):
         floor = lowest - _NEAREST * (max(lowest, 1.0) / _NEAREST) ** (number / (_FLOORS - 1))
         slope, at_one = linear_regression(
@@ -67,7 +67,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> PowerLaw:
         if slope < 0:
             law = PowerLaw(floor, math.exp(-at_one / slope), -slope)
             error = sum((law.loss(flops) - loss) ** 2 for flops, loss in points)
-            found.append((error, number, law))
-    if not found:
+            laws.append((error, number, law))
+    if not laws:
         raise ValueError("the loss does not fall")
-    return min(found)[2]
+    return min(laws)[2]

@@ -171,10 +171,10 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
     """
     if problems := list(mistakes(config)):
         raise ScheduleError(*problems)
-    predicted = _forecast(config, spec, world_size)
-    end = decay_end(config, predicted.steps)
+    without_end = _forecast(config, spec, world_size)
+    end = decay_end(config, without_end.steps)
     if end is None or not config.schedule:
-        return predicted
+        return without_end
     # operations on the warm-up scale the decay too; no step depends on the rate
     return _forecast(with_values(config, {"learning_rate.lr_decay_iters": end}), spec, world_size)
 
@@ -324,36 +324,36 @@ def _branch_legs(
 
 
 def _own_totals(
-    legs: Sequence[Leg], branch: Branch, begun: Clock, *, optimistic: bool
+    legs: Sequence[Leg], branch: Branch, start: Clock, *, optimistic: bool
 ) -> Totals | None:
-    """Return the totals of a branch from `begun` on."""
+    """Return the totals of a branch from `start` on."""
     config = legs[0].state.config
     end = timeline(
         legs,
-        [Budget("steps", begun.step + branch.iters)],
+        [Budget("steps", start.step + branch.iters)],
         evaluated_at_start=False,
         optimistic=optimistic,
         eval_epochs=config.eval.eval_epochs,
-        clock=begun,
+        clock=start,
     )
     totals = _totals(end)
     if totals is None:
         return None
     return replace(
         totals,
-        steps=totals.steps - begun.step,
-        samples=totals.samples - begun.samples,
-        tokens=totals.tokens - begun.tokens,
+        steps=totals.steps - start.step,
+        samples=totals.samples - start.samples,
+        tokens=totals.tokens - start.tokens,
         epochs=None,
-        flops=totals.flops - begun.flops,
+        flops=totals.flops - start.flops,
     )
 
 
 def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
     after, plan = _after(before, entry)
-    skipped = _skipped(after, entry)
-    if skipped:
-        return Leg(entry, before, _pace(before, spec), skipped=skipped)
+    skip_reason = _skipped(after, entry)
+    if skip_reason:
+        return Leg(entry, before, _pace(before, spec), skipped=skip_reason)
     _check_data(after, entry, spec, world_size)
     return Leg(entry, after, _pace(after, spec), plan)
 
@@ -381,9 +381,9 @@ def _faulty(state: State, operation: Operation) -> str:
     return "name" if operation.value is None else "value"
 
 
-def _skipped(grown: State, entry: Entry) -> str:
+def _skipped(larger: State, entry: Entry) -> str:
     """Return the reason for skipping an entry, or ""."""
-    reason = too_large(entry, grown.architecture)
+    reason = too_large(entry, larger.architecture)
     if reason and entry.on_failure == "stop":
         hint = "on_failure: skip continues without it"
         raise _refused(entry, "max_params", f"is exceeded: there would be {reason}", hint)

@@ -56,24 +56,29 @@ def _factor(entry: Parameter, ratio: Callable[[str | None], float], update: Upda
         return 1.0  # which Muon does not update
     rows, columns = entry.shape[-2:]
     before = rows / ratio(entry.axes[-2]), columns / ratio(entry.axes[-1])
-    own = max(1.0, rows / columns) / max(1.0, before[0] / before[1])
-    return math.sqrt(outputs / inputs / own)
+    growth_of_ratio = max(1.0, rows / columns) / max(1.0, before[0] / before[1])
+    return math.sqrt(outputs / inputs / growth_of_ratio)
 
 
-def _ratios(arch: Growable, then: Mapping[str, int], share: float) -> Callable[[str | None], float]:
+def _ratios(
+    arch: Growable, first_sizes: Mapping[str, int], share: float
+) -> Callable[[str | None], float]:
     """Return a function from an axis to its size as a multiple of that in the base model; 1 unless it is a width,
     which tensors write and others read.
 
     Args:
-        then: sizes at step 0.
+        first_sizes: sizes at step 0.
         share: widths of the base model as a share of those.
     """
     now, table = arch.sizes(), arch.parameters().values()
-    read, written = (
+    read, output_axes = (
         {factor for axis in axes if axis for factor in _factors(axis)}
         for axes in ((entry.reads for entry in table), (entry.writes for entry in table))
     )
-    widths = {axis: then[axis] for axis in ((read & written) | {"kv_heads"}) & then.keys()}
+    widths = {
+        axis: first_sizes[axis]
+        for axis in ((read & output_axes) | {"kv_heads"}) & first_sizes.keys()
+    }
 
     def ratio(axis: str | None) -> float:
         if axis is None or not widths.keys() & set(_factors(axis)):

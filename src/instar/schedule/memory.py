@@ -77,14 +77,14 @@ def shards_by_strategy(config: RunConfig, world_size: int) -> dict[Strategy, int
     Without `parallel.fsdp.shards`, `hsdp` has two replicas.
     """
     local = config.parallel.strategy == "diloco"
-    found: dict[Strategy, int] = {"ddp": 1, "diloco": 1} if local else {"ddp": 1}
+    shards_of: dict[Strategy, int] = {"ddp": 1, "diloco": 1} if local else {"ddp": 1}
     if world_size == 1:
-        return found
-    found["fsdp"] = world_size
+        return shards_of
+    shards_of["fsdp"] = world_size
     shards = config.parallel.fsdp.shards or world_size // 2
     if 1 < shards < world_size and world_size % shards == 0:
-        found["hsdp"] = shards
-    return found
+        shards_of["hsdp"] = shards
+    return shards_of
 
 
 def in_force(config: RunConfig, world_size: int) -> Strategy:
@@ -146,12 +146,12 @@ def _sharded_parts(plan: RankPlan) -> dict[str, int]:
     """Return the bytes of whole weights and gradients that a rank has for a while, by part."""
     table, fsdp = plan.architecture.parameters(), plan.config.parallel.fsdp
     root, blocks = _root_and_blocks(table)
-    gathered = _two_blocks(root, blocks) if fsdp.reshard_after_forward else root + sum(blocks)
-    trained = (name for name in table if name not in plan.frozen.now)
-    gradients = _by_block(table, trained)
+    gathered_bytes = _two_blocks(root, blocks) if fsdp.reshard_after_forward else root + sum(blocks)
+    trainable = (name for name in table if name not in plan.frozen.now)
+    gradients = _by_block(table, trainable)
     # what is sent, what is received, and half of it where pairs are added
-    reduced = gradients.pop(None, 0) + 5 * max(gradients.values(), default=0) // 2
-    parts = {"gathered": gathered + reduced}
+    reduced_bytes = gradients.pop(None, 0) + 5 * max(gradients.values(), default=0) // 2
+    parts = {"gathered": gathered_bytes + reduced_bytes}
     if plan.share.passes > 1 and not fsdp.reduce_each_micro_batch:
         parts["accumulated"] = sum(gradients.values())
     return parts
@@ -205,8 +205,8 @@ def _sent(plan: RankPlan, state: Mapping[str, int]) -> int:
     fsdp, replicas = config.parallel.fsdp, world_size // shards
     gathers = (2 if fsdp.reshard_after_forward else 1) * share.passes
     reductions = share.passes if fsdp.reduce_each_micro_batch else 1
-    gathered = gathers * weights / (2 if fsdp.gather == "bfloat16" else 1)
-    inside = (shards - 1) * (gathered + reductions * gradients)
+    gathered_bytes = gathers * weights / (2 if fsdp.gather == "bfloat16" else 1)
+    inside = (shards - 1) * (gathered_bytes + reductions * gradients)
     return round(inside + 2 * (replicas - 1) / replicas * reductions * gradients)
 
 
@@ -224,8 +224,8 @@ def _sums(config: RunConfig, world_size: int, shards: int, share: RankShare) -> 
     if config.reproducible == "elastic":
         levels = share.slices.bit_length() - 1  # of the tree of its slices
         return levels if shards > 1 else max(levels, world_size > 1)
-    bucketed = world_size > 1 and shards == 1 and not config.parallel.ddp.gradient_as_bucket_view
-    return int(bucketed)
+    has_buckets = world_size > 1 and shards == 1 and not config.parallel.ddp.gradient_as_bucket_view
+    return int(has_buckets)
 
 
 def _rows(entry: Parameter, shards: int) -> Parameter:

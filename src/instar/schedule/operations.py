@@ -191,8 +191,10 @@ def history_of_branch(
     its config.
     """
     origin = f"branch {branch.name}"
-    kept = [change for change in history if change.operation.name != BRANCH]
-    before = [dataclasses.replace(_given_in_config(change, origin), entry=None) for change in kept]
+    own_changes = [change for change in history if change.operation.name != BRANCH]
+    before = [
+        dataclasses.replace(_given_in_config(change, origin), entry=None) for change in own_changes
+    ]
     changes = branch.changes(step)
     branch_changes = (override(changes, dict.fromkeys(changes, origin)), branch.began(parent, step))
     return (
@@ -274,21 +276,21 @@ def plan_operation(
 ) -> tuple[State, GrowthPlan | None]:
     """Return the state after one operation, and the growth plan; None if no tensor changes."""
     config, settings = _effective(state.config, state.settings, operation, step)
-    replaced = partial(dataclasses.replace, state, config=config)
+    with_config = partial(dataclasses.replace, state, config=config)
     if operation.name == OVERRIDE:
         architecture = _switched(state.architecture, config, operation.value)
-        return replaced(settings=settings, architecture=architecture), None
+        return with_config(settings=settings, architecture=architecture), None
     if growth.is_growth(operation.name):
         architecture, plan = growth.plan(state.architecture, operation, step=step)
-        now, then = state.facts(state.architecture), state.facts(architecture)
+        now, later = state.facts(state.architecture), state.facts(architecture)
         try:
-            check_buffers(plan, now.buffers, then.buffers)
+            check_buffers(plan, now.buffers, later.buffers)
         except GrowthError as error:
             raise GrowthError(f"{operation.name}: {error}") from None
-        frozen = _still_frozen(settings.frozen, plan, then)
+        frozen = _still_frozen(settings.frozen, plan, later)
         warmups = _warmups(settings.new_param_warmups, plan, operation, step)
         settings = dataclasses.replace(settings, frozen=frozen, new_param_warmups=warmups)
-        return replaced(settings=settings, architecture=architecture), plan
+        return with_config(settings=settings, architecture=architecture), plan
     _check_result(operation, settings, state.architecture)
     return dataclasses.replace(state, settings=settings), None
 
@@ -409,8 +411,8 @@ def _switched(architecture: Any, config: RunConfig, values: Mapping[str, Any]) -
     if unknown := [name for name in names if name not in fields]:
         raise ValueError(f"model.{unknown[0]} cannot change in a run: its model has no such field")
     changes = {name: getattr(config.model, name) for name in names}
-    switched: Growable = dataclasses.replace(architecture, **changes)
-    return switched
+    new_architecture: Growable = dataclasses.replace(architecture, **changes)
+    return new_architecture
 
 
 def _after_growth(settings: Settings, operation: Operation, step: int) -> Settings:
@@ -458,10 +460,17 @@ def _still_frozen(frozen: tuple[str, ...], plan: GrowthPlan, facts: ModuleFacts)
         if name in facts.frozen if source is None else is_frozen(frozen, source):
             patterns.add(name)
     new = [name for name in plan.tensors if is_frozen(frozen, name) and name not in patterns]
-    excepted = (*frozen, *(f"{THAWED}{pattern}" for pattern in patterns_of(new, plan.tensors)))
+    frozen_patterns = (
+        *frozen,
+        *(f"{THAWED}{pattern}" for pattern in patterns_of(new, plan.tensors)),
+    )
     complete = patterns_of(patterns, plan.tensors)
-    is_equal = all(is_frozen(excepted, name) == (name in patterns) for name in plan.tensors)
-    return excepted if is_equal and (not new or len(excepted) < len(complete)) else complete
+    is_equal = all(is_frozen(frozen_patterns, name) == (name in patterns) for name in plan.tensors)
+    return (
+        frozen_patterns
+        if is_equal and (not new or len(frozen_patterns) < len(complete))
+        else complete
+    )
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
@@ -497,23 +506,23 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
     that rounding errors do not accumulate.
     """
     now = (settings.warmup_iters, settings.lr_decay_iters, settings.decay_every)
-    unscaled, before = settings.unscaled_intervals, settings.interval_factor
-    if unscaled is None or _scaled(unscaled, before) != now:
-        unscaled, before = now, 1.0
+    first_intervals, before = settings.unscaled_intervals, settings.interval_factor
+    if first_intervals is None or _scaled(first_intervals, before) != now:
+        first_intervals, before = now, 1.0
     total = before * factor
     if not 1 / LARGEST <= total <= LARGEST:
         raise ValueError(
             f"change_warmup_iters {factor:g}: the product of all factors would be {total:g}; it "
             f"must be from {1 / LARGEST:g} to {LARGEST:g}"
         )
-    warmup, end, every = _scaled(unscaled, total)
+    warmup, end, every = _scaled(first_intervals, total)
     return dataclasses.replace(
         settings,
         warmup_iters=warmup,
         lr_decay_iters=end,
         decay_every=every,
         interval_factor=total,
-        unscaled_intervals=unscaled,
+        unscaled_intervals=first_intervals,
     )
 
 

@@ -26,17 +26,17 @@ LR_RULES: Mapping[str, Callable[[float], float]] = {
 def refused_options(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each option that an operation on settings does not have, or whose value is invalid, with
     the message."""
-    allowed: dict[str, tuple[str, ...]] = {}
+    choices: dict[str, tuple[str, ...]] = {}
     if name in CONTEXT:
-        allowed = {"tokens": ("change", "keep")}
+        choices = {"tokens": ("change", "keep")}
     elif name in _BATCH:
-        allowed = {"lr": tuple(LR_RULES)}
+        choices = {"lr": tuple(LR_RULES)}
     for option, value in options.items():
-        if option not in allowed:
-            has = f"whose option is {', '.join(allowed)}" if allowed else "which has none"
+        if option not in choices:
+            has = f"whose option is {', '.join(choices)}" if choices else "which has none"
             yield option, f"is not an option of {name}, {has}"
-        elif not (isinstance(value, str) and value in allowed[option]):
-            *allowed_before, last = allowed[option]
+        elif not (isinstance(value, str) and value in choices[option]):
+            *allowed_before, last = choices[option]
             yield option, f"must be {', '.join(allowed_before)} or {last}, got {value_text(value)}"
 
 

@@ -26,8 +26,8 @@ def render(forecast: Forecast, notes: Sequence[str] = ()) -> str:
         rows_before = [] if before is None else _rows(before, forecast.unit, forecast.world_size)
         if len(forecast.stages) > 1:
             rows += _stage_header(number, stage, forecast)
-        if before is not None and (changed := _changed(before.settings, stage.settings)):
-            rows.append(("settings", [", ".join(changed)]))
+        if before is not None and (changes := _changed(before.settings, stage.settings)):
+            rows.append(("settings", [", ".join(changes)]))
         rows += [
             row
             for row in _rows(stage, forecast.unit, forecast.world_size)

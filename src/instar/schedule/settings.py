@@ -135,22 +135,22 @@ def is_frozen(patterns: Sequence[str], name: str) -> bool:
     return False
 
 
-def patterns_of(chosen: Collection[str], names: Collection[str]) -> tuple[str, ...]:
-    """Return few patterns that match `chosen` and no other of `names`: whole modules, such as
+def patterns_of(names_to_match: Collection[str], names: Collection[str]) -> tuple[str, ...]:
+    """Return few patterns that match `names_to_match` and no other of `names`: whole modules, such as
     `blocks.0.*`, parameters with the same last name, such as `*.bias`, and single names."""
-    other_names = [name for name in names if name not in chosen]
+    other_names = [name for name in names if name not in names_to_match]
     kept_apart = {name.rpartition(".")[2] for name in other_names}
     by_end: dict[str, None] = {}
     by_module: dict[str, None] = {}
     for name in names:
-        if name in chosen:
+        if name in names_to_match:
             end = name.rpartition(".")[2]
             parts = name.split(".")
             modules = (".".join(parts[:depth]) + "." for depth in range(1, len(parts)))
-            whole = next(
+            module_name = next(
                 (m for m in modules if not any(o.startswith(m) for o in other_names)), None
             )
-            module = escape(name) if whole is None else f"{escape(whole)}*"
+            module = escape(name) if module_name is None else f"{escape(module_name)}*"
             by_module[module] = None
             by_end[f"*.{escape(end)}" if "." in name and end not in kept_apart else module] = None
     return tuple(by_module if len(by_module) <= len(by_end) else by_end)
@@ -182,13 +182,13 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
     Args:
         share: of `settings.scheduled_step(step)`.
     """
-    done = settings.scheduled_step(step) - settings.lr_start
-    if share is None and done < settings.warmup_iters:
-        share = (done + 1) / settings.warmup_iters
+    steps_done = settings.scheduled_step(step) - settings.lr_start
+    if share is None and steps_done < settings.warmup_iters:
+        share = (steps_done + 1) / settings.warmup_iters
     elif share is None:
-        share = _share_of_peak(settings, done)
-    rewarmed = _rising(step - settings.rewarm_start, settings.rewarm_iters)
-    return settings.lr * _decayed(settings, step, share) * rewarmed
+        share = _share_of_peak(settings, steps_done)
+    rewarm_share = _rising(step - settings.rewarm_start, settings.rewarm_iters)
+    return settings.lr * _decayed(settings, step, share) * rewarm_share
 
 
 def early_end_of_decay(settings: Settings, steps: int | None) -> str:
@@ -213,29 +213,29 @@ def _decayed(settings: Settings, step: int, share: float) -> float:
     return share - (share - min(share, settings.min_lr_ratio)) * progress
 
 
-def _rising(done: int, iters: int) -> float:
-    return (done + 1) / iters if 0 <= done < iters else 1.0
+def _rising(steps_done: int, iters: int) -> float:
+    return (steps_done + 1) / iters if 0 <= steps_done < iters else 1.0
 
 
-def _share_of_peak(settings: Settings, done: int) -> float:
+def _share_of_peak(settings: Settings, steps_done: int) -> float:
     match settings.lr_shape:
         case "step" | "exponential":
-            return _fallen(settings, done - settings.warmup_iters)
+            return _fallen(settings, steps_done - settings.warmup_iters)
         case "cosine" | "linear" | "wsd":
-            return _falling(settings, done)
+            return _falling(settings, steps_done)
     return 1.0
 
 
-def _fallen(settings: Settings, done: int) -> float:
+def _fallen(settings: Settings, steps_done: int) -> float:
     """Step or exponential decay by gamma, without an end."""
     every = settings.decay_every
     if every is None:
         return 1.0
-    falls = done // every if settings.lr_shape == "step" else done / every
+    falls = steps_done // every if settings.lr_shape == "step" else steps_done / every
     return max(settings.min_lr_ratio, math.pow(settings.gamma, falls))
 
 
-def _falling(settings: Settings, done: int) -> float:
+def _falling(settings: Settings, steps_done: int) -> float:
     """Decay to the lowest rate, which is reached at the end."""
     if settings.lr_decay_iters is None:
         return 1.0
@@ -243,11 +243,11 @@ def _falling(settings: Settings, done: int) -> float:
     begin = settings.warmup_iters
     if settings.lr_shape == "wsd":
         begin = max(begin, end - round(settings.decay_fraction * end))
-    if done >= end:
+    if steps_done >= end:
         return lowest
-    if done < begin:
+    if steps_done < begin:
         return 1.0
-    progress = (done - begin) / (end - begin)
+    progress = (steps_done - begin) / (end - begin)
     if settings.lr_shape == "cosine":
         return lowest + (1.0 - lowest) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0 - (1.0 - lowest) * progress

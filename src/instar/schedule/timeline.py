@@ -75,8 +75,8 @@ class Clock(Counters):
     def after(self, pace: Pace, steps: int) -> Clock:
         """Return the clock after a number of steps."""
         samples = _passed(self.in_order, steps, pace)
-        trained = steps * pace.global_batch if pace.drop_last else samples
-        tokens = round(trained * pace.weight)
+        samples_trained = steps * pace.global_batch if pace.drop_last else samples
+        tokens = round(samples_trained * pace.weight)
         return replace(
             self,
             step=self.step + steps,
@@ -241,12 +241,12 @@ class _Ending:
     def is_due(self, step: int) -> bool:
         begin, state = self.clock.step, self.leg.state
         clock = self.clock.after(self.leg.pace, step - begin)
-        used, evaluated = clock.used(self.leg.pace, self.budgets), self.is_evaluated(step)
+        used, is_evaluated = clock.used(self.leg.pace, self.budgets), self.is_evaluated(step)
         moment = Moment(
             counters=clock,
             fraction=None if used is None else float(used),
             since_last=step - self.since,
-            loss=(-math.inf if self.optimistic else math.inf) if evaluated else None,
+            loss=(-math.inf if self.optimistic else math.inf) if is_evaluated else None,
             losses=self._losses(step),
             operated=self.operated and step == self.since,
             noise=math.inf if self.optimistic else None,
@@ -282,8 +282,8 @@ def timeline(
         eval_epochs: the epochs between evaluations, instead of an interval of steps.
     """
     clock = clock or Clock()
-    masked_until, evaluated, clocks = 0, evaluated_at_start, [clock]
-    since, operated = clock.step, False
+    masked_until, is_evaluated, clocks = 0, evaluated_at_start, [clock]
+    since, has_changed = clock.step, False
     for before, leg in pairwise(legs):
         assert leg.entry is not None
         ending = _Ending(
@@ -292,9 +292,9 @@ def timeline(
             clock,
             budgets,
             _interval(before, eval_epochs),
-            evaluated,
+            is_evaluated,
             since,
-            operated,
+            has_changed,
             masked_until,
             optimistic,
         )
@@ -305,17 +305,17 @@ def timeline(
         if leg.pace.weight != before.pace.weight:
             clock = clock.new_order(before.pace)
         is_comparable = ending.is_evaluated(step) and before.pace.basis == leg.pace.basis
-        evaluated = is_comparable or leg.entry.reevaluate
+        is_evaluated = is_comparable or leg.entry.reevaluate
         mask = mask_of(leg.state.architecture)
         if mask is not None and mask is not mask_of(before.state.architecture):
             masked_until = step + mask.steps
         clocks.append(clock)
         if leg.entry.operation.name != BRANCH:
-            since, operated = step, True
+            since, has_changed = step, True
     pace = legs[len(clocks) - 1].pace
     end = clock.end(pace, budgets)
-    reached = None if end is None else clock.after(pace, end - clock.step)
-    return Timeline(tuple(clocks), reached, pace)
+    end_clock = None if end is None else clock.after(pace, end - clock.step)
+    return Timeline(tuple(clocks), end_clock, pace)
 
 
 def _interval(leg: Leg, epochs: int | None) -> int:
@@ -331,8 +331,10 @@ def frozen_parameters(
     legs before it, under whatever name."""
     state = legs[number].state
     frozen = [n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)]
-    ever = {name for name in frozen if not _trained(legs[: number + 1], name, with_steps)}
-    return FrozenParameters(frozenset(frozen), frozenset(ever))
+    frozen_throughout = {
+        name for name in frozen if not _trained(legs[: number + 1], name, with_steps)
+    }
+    return FrozenParameters(frozenset(frozen), frozenset(frozen_throughout))
 
 
 def _trained(legs: Sequence[Leg], name: str, with_steps: Collection[int]) -> bool:

@@ -176,8 +176,8 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
             return next((why for part in triggers if (why := fires(part, moment))), None)
         case AllOf(triggers):
             reasons = [fires(part, moment) for part in triggers]
-            fired = [why for why in reasons if why is not None]
-            return " and ".join(fired) if len(fired) == len(triggers) else None
+            reasons_met = [why for why in reasons if why is not None]
+            return " and ".join(reasons_met) if len(reasons_met) == len(triggers) else None
 
 
 def needs_loss(trigger: Trigger) -> bool:
@@ -253,12 +253,12 @@ def _used(moment: Moment, fraction: float) -> bool:
     return share is not None and (share >= fraction or math.isclose(share, fraction, rel_tol=1e-12))
 
 
-def _less(loss: float, bound: float) -> str:
+def _less(loss: float, limit: float) -> str:
     """Format both with as many decimals as make them differ, at least two."""
     for digits in range(2, 10):
-        if f"{loss:.{digits}f}" != f"{bound:.{digits}f}":
+        if f"{loss:.{digits}f}" != f"{limit:.{digits}f}":
             break
-    return f"val {loss:.{digits}f} < {bound:.{digits}f}"
+    return f"val {loss:.{digits}f} < {limit:.{digits}f}"
 
 
 def _flat(plateau: Plateau, moment: Moment) -> str | None:
@@ -274,13 +274,13 @@ def _slow(trigger: SlopeBelow, moment: Moment) -> str | None:
         return None
     per_flops = PER / (1000 * moment.flops_per_step)
     lines = [(fall * per_flops, trigger.at(mean)) for fall, mean in _lines(trigger, moment)]
-    if not lines or not all(fall <= bound for fall, bound in lines):
+    if not lines or not all(fall <= limit for fall, limit in lines):
         return None
-    fall, bound = lines[-1]
+    fall, limit_now = lines[-1]
     how = "rose" if fall < 0 else "fell"
     return (
         f"val {how} {abs(fall):.3g} per 1e15 FLOPs over {trigger.window} evaluations, "
-        f"at most {bound:.3g}"
+        f"at most {limit_now:.3g}"
     )
 
 
@@ -346,17 +346,17 @@ def schedule_entries(config: RunConfig) -> tuple[Entry, ...]:
     return tuple(_entry(number, entry) for number, entry in schedule for _ in range(entry.repeat))
 
 
-def _entry(number: int, given: ScheduledOperation) -> Entry:
+def _entry(number: int, config_entry: ScheduledOperation) -> Entry:
     return Entry(
         number,
-        operation(given),
-        trigger(given),
-        reevaluate=given.reevaluate,
-        min_steps=given.min_steps or 0,
-        max_params=given.max_params,
-        on_failure=given.on_failure,
-        allow_inexact=given.allow_inexact,
-        one_per_evaluation=given.trigger_loss is not None,
+        operation(config_entry),
+        trigger(config_entry),
+        reevaluate=config_entry.reevaluate,
+        min_steps=config_entry.min_steps or 0,
+        max_params=config_entry.max_params,
+        on_failure=config_entry.on_failure,
+        allow_inexact=config_entry.allow_inexact,
+        one_per_evaluation=config_entry.trigger_loss is not None,
     )
 
 
@@ -371,20 +371,20 @@ def evaluates_at_start(config: RunConfig) -> bool:
     return config.starts_from is not None or any(triggers)
 
 
-def operation(given: ScheduledOperation) -> Operation:
+def operation(config_entry: ScheduledOperation) -> Operation:
     """Return an entry's operation; keys that are not the schedule's are its options."""
-    return Operation(given.name, given.value, given.model_extra or {})
+    return Operation(config_entry.name, config_entry.value, config_entry.model_extra or {})
 
 
-def trigger(given: ScheduledOperation) -> Trigger:
+def trigger(config_entry: ScheduledOperation) -> Trigger:
     """Return an entry's trigger: `when`, or its loss or wait condition, whichever holds first."""
-    if given.when is not None:
-        return _when(given.when)
+    if config_entry.when is not None:
+        return _when(config_entry.when)
     first: list[Trigger] = []
-    if given.trigger_loss is not None:
-        first.append(LossBelow(given.trigger_loss))
-    if given.max_wait_iters is not None:
-        first.append(Waited(given.max_wait_iters))
+    if config_entry.trigger_loss is not None:
+        first.append(LossBelow(config_entry.trigger_loss))
+    if config_entry.max_wait_iters is not None:
+        first.append(Waited(config_entry.max_wait_iters))
     return first[0] if len(first) == 1 else AnyOf(tuple(first))
 
 
@@ -415,13 +415,13 @@ def _when(when: When) -> Trigger:
     return parts[0] if len(parts) == 1 else AllOf(tuple(parts))
 
 
-def tokens(given: int | str) -> int:
+def tokens(value: int | str) -> int:
     """Parse a number of tokens, also text such as "50Mtok". Raises ValueError for other text."""
-    if isinstance(given, int):
-        return given
-    budget = parse_budget(given)
+    if isinstance(value, int):
+        return value
+    budget = parse_budget(value)
     if budget.kind != "tokens":
-        raise ValueError(f"{given!r} counts {budget.kind}; write tokens, such as 50Mtok")
+        raise ValueError(f"{value!r} counts {budget.kind}; write tokens, such as 50Mtok")
     return int(budget.amount)
 
 

@@ -63,7 +63,7 @@ class Conversation:
 
 
 def conversations(source: str) -> Iterator[tuple[int, Conversation]]:
-    """Yields the bytes and the conversation of each line.
+    """Yield the bytes and the conversation of each line.
 
     Raises:
         ConfigError: a line has no list `messages` of objects with a `role` and a `content`, of which one is the
@@ -89,7 +89,7 @@ _OLD_FORMS = {"functions": "tools", "function_call": "tool_calls"}
 
 
 def _conversation(row: dict[str, Any]) -> Conversation:
-    """Raises ValueError if it is none."""
+    """Raise ValueError if it is none."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(_EXPECTED)
@@ -147,7 +147,7 @@ class _Lines:
 
 
 def divide_conversations(data: DataConfig, seed: int, say: Say) -> dict[str, tuple[str, Parts]]:
-    """Returns the source and the conversations of each split; all lines are read and checked.
+    """Return the source and the conversations of each split; all lines are read and checked.
 
     Args:
         say: told how many held-out conversations are trained on too, and how many are left out.
@@ -242,7 +242,7 @@ class _Counts:
 def write_conversations(
     temporary: Path, data: DataConfig, seed: int, source: dict[str, Any], say: Say
 ) -> dict[str, int]:
-    """Writes a folder of prepared conversations; returns the tokens of each split.
+    """Write a folder of prepared conversations; return the tokens of each split.
 
     Args:
         source: what it is made from, for its record.
@@ -295,7 +295,7 @@ def write_conversations(
 def _render(
     source: str, numbers: set[int], template: ChatTemplate, counts: _Counts
 ) -> Iterator[Rendering]:
-    """Yields the texts of the conversations wanted that have something to learn."""
+    """Yield the texts of the conversations wanted that have something to learn."""
     for number, (_, conversation) in enumerate(conversations(source)):
         if number not in numbers:
             continue
@@ -324,7 +324,7 @@ def _render(
 def encode_renderings(
     renderings: Iterator[Rendering], tokenizer: BPETokenizer
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Yields tokens and marks. Special tokens in a conversation's text are those of the template: transformers does
+    """Yield tokens and marks. Special tokens in a conversation's text are those of the template: transformers does
     not tell them apart either."""
     while batch := list(islice(renderings, _BATCH)):
         encodings = tokenizer.engine.parse([rendering.text for rendering in batch])
@@ -333,7 +333,7 @@ def encode_renderings(
 
 
 def _marks(places: Places, rendering: Rendering) -> NDArray[np.uint8]:
-    """Returns the marks of tokens at these places in the text: what overlaps a span is a target.
+    """Return the marks of tokens at these places in the text: what overlaps a span is a target.
 
     As in transformers, a span of `{% generation %}` ends with the first token of its last character, even if that
     has several.

@@ -49,7 +49,7 @@ def dashboard_app(
     is_ending: Callable[[], bool] = lambda: False,
     make_fleets: MakeFleets | None = None,
 ) -> Starlette:
-    """Returns the app for a folder of runs or one run; `is_ending` ends open streams.
+    """Return the app for a folder of runs or one run; `is_ending` ends open streams.
 
     `make_fleets`: returns the fleets of these runs; None: fleets are not shown.
     """
@@ -102,7 +102,7 @@ class Site:
         return Response(body, media_type=kind, headers={"Cache-Control": "no-cache"})
 
     def extension(self, request: Request) -> Response:
-        """Returns the page of another package's extension, which is imported when it is asked for."""
+        """Return the page of another package's extension, which is imported when it is asked for."""
         extension = third_party(request.path_params["name"])
         if extension is None or not extension.page:
             raise HTTPException(404)
@@ -204,7 +204,7 @@ def _whole(text: str | None, default: int) -> int:
 
 
 def catalog_row(run: RunDir) -> dict[str, Any]:
-    """Returns a run's row in the list; for a run that cannot be read, the reason."""
+    """Return a run's row in the list; for a run that cannot be read, the reason."""
     summary = cached_summary(run)
     has_record = run.events.exists()
     if summary.fault and has_record:
@@ -236,7 +236,7 @@ def catalog_row(run: RunDir) -> dict[str, Any]:
 
 
 def unread_row(run: RunDir, written_at: float) -> dict[str, Any]:
-    """Returns the row of a run that has not been read yet; `written_at`: Unix seconds."""
+    """Return the row of a run that has not been read yet; `written_at`: Unix seconds."""
     return {
         "id": encodable(run.id),
         "name": encodable(run.name),
@@ -246,12 +246,12 @@ def unread_row(run: RunDir, written_at: float) -> dict[str, Any]:
 
 
 def summary_of(run: RunDir) -> dict[str, Any]:
-    """Returns what `instar logs summary --json` prints."""
+    """Return what `instar logs summary --json` prints."""
     return summary_to_json(summarize(read_record(run)))
 
 
 def sections_of(run: RunDir, part: str) -> dict[str, Any]:
-    """Returns one of `sections.PARTS` of a run; with `stages`, also the current model."""
+    """Return one of `sections.PARTS` of a run; with `stages`, also the current model."""
     # a run without a record has a config
     record = RunRecord(run, [], {}, ()) if part == "config" else read_record(run)
     answer: dict[str, Any] = {"sections": page_sections(part, record)}
@@ -262,7 +262,7 @@ def sections_of(run: RunDir, part: str) -> dict[str, Any]:
 
 
 def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
-    """Returns the comparison of the runs that can be read."""
+    """Return the comparison of the runs that can be read."""
     records = []
     for run in runs:
         with suppress(InstarError, OSError):
@@ -271,18 +271,18 @@ def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
 
 
 def events_of(run: RunDir) -> dict[str, Any]:
-    """Returns the latest `MAX_EVENTS` events other than measurements, in order."""
+    """Return the latest `MAX_EVENTS` events other than measurements, in order."""
     record = read_record(run)
     latest = record.events[-MAX_EVENTS:]
     return {
         "total": len(record.events),
-        "events": [_event(record, logged) for logged in latest],
+        "events": [_event(record, entry) for entry in latest],
         "faults": list(map(encodable, record.faults)),
     }
 
 
 def logs_of(catalog: Catalog, run: RunDir) -> list[int]:
-    """Returns the ranks that have a log."""
+    """Return the ranks that have a log."""
     try:
         names = [_RANK.fullmatch(path.name) for path in run.logs.iterdir()]
     except OSError:
@@ -292,18 +292,18 @@ def logs_of(catalog: Catalog, run: RunDir) -> list[int]:
 
 
 def log_of_rank(catalog: Catalog, run: RunDir, rank: int) -> dict[str, Any] | None:
-    """Returns the end of a rank's log and the offset after it; None: that rank has no log."""
+    """Return the end of a rank's log and the offset after it; None: that rank has no log."""
     path = catalog.file(run, run.log(rank))
     if path is None:
         return None
-    text, offset, skipped = log_after(path, 0)
-    return {"rank": rank, "text": text, "offset": offset, "skipped": skipped}
+    text, offset, is_cut = log_after(path, 0)
+    return {"rank": rank, "text": text, "offset": offset, "skipped": is_cut}
 
 
-def _event(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, Any]:
-    event = logged.event
+def _event(record: RunRecord, entry: RecordedEvent[Event]) -> dict[str, Any]:
+    event = entry.event
     fields = dict(_fields(event))
-    mark = next(iter(marks(RunRecord(record.run, [logged], {}, ()), axes=("step",))), None)
+    mark = next(iter(marks(RunRecord(record.run, [entry], {}, ()), axes=("step",))), None)
     kind = str(fields.pop("name", "")) if "fields" in fields else str(event.__struct_config__.tag)
     return {
         "kind": kind,
@@ -312,13 +312,13 @@ def _event(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, Any]:
         "step": getattr(event, "step", None),
         "title": mark["title"] if mark else kind.replace("_", " "),
         "text": mark["text"] if mark else encodable(_text(fields)),
-        "superseded": not logged.kept,
+        "superseded": not entry.kept,
         "fields": fields,
     }
 
 
 def _text(fields: dict[str, Any]) -> str:
-    """Returns the message of an event, or its numbers."""
+    """Return the message of an event, or its numbers."""
     if "message" in fields:
         return str(fields["message"])
     plain_fields = {

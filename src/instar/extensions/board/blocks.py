@@ -42,7 +42,7 @@ def table_section(
     source: Sequence[RecordedEvent[Event]] = (),
     **more: Any,
 ) -> Section:
-    """Returns a table of the last `rows` lines; a head that ends in `>` marks a column of numbers.
+    """Return a table of the last `rows` lines; a head that ends in `>` marks a column of numbers.
 
     `source`: the events from which `lines` were made, to mark superseded ones.
     """
@@ -50,14 +50,14 @@ def table_section(
     if not all_lines:
         return {}
     last_lines = all_lines[-rows:]
-    superseded = [n for n, logged in enumerate(source[-rows:]) if not logged.kept]
+    superseded_rows = [n for n, entry in enumerate(source[-rows:]) if not entry.kept]
     return {
         "kind": "table",
         "title": title,
         "heads": [head.removesuffix(">") for head in heads],
         "numbers": [n for n, head in enumerate(heads) if head.endswith(">")],
         "rows": last_lines,
-        "superseded": superseded,
+        "superseded": superseded_rows,
         "left_out": max(0, max(len(source), len(all_lines)) - rows),
         **more,
     }
@@ -88,7 +88,7 @@ def count_text(count: float | None) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Formats with four decimals, or with an exponent if the value is very small or large."""
+    """Format with four decimals, or with an exponent if the value is very small or large."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -104,7 +104,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def date_text(time: float) -> str:
-    """Formats Unix seconds as `2026-11-21 22:35 UTC`."""
+    """Format Unix seconds as `2026-11-21 22:35 UTC`."""
     try:
         return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC"
     except (OverflowError, OSError, ValueError):
@@ -112,7 +112,7 @@ def date_text(time: float) -> str:
 
 
 def printable_section(value: Any) -> Any:
-    """Returns `value` with all strings encodable as UTF-8."""
+    """Return `value` with all strings encodable as UTF-8."""
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
@@ -131,7 +131,7 @@ def image_section(record: RunRecord, share: float) -> dict[str, Any]:
     items: list[dict[str, Any]] = []
     room, left_out = share * IMAGE_BYTES, 0
     counts: dict[tuple[str, str], int] = {}
-    images = [logged.event for logged in record.of(ImageEvent) if logged.kept]
+    images = [entry.event for entry in record.of(ImageEvent) if entry.kept]
     for event in reversed(images):
         key = event.split, event.name
         counts[key] = counts.get(key, 0) + 1
@@ -153,7 +153,7 @@ def image_section(record: RunRecord, share: float) -> dict[str, Any]:
 
 def table_sections(record: RunRecord, rows: int) -> Iterator[dict[str, Any]]:
     """Yield the first `rows` rows of the latest table of each name and split."""
-    tables = (logged.event for logged in record.of(TableEvent) if logged.kept)
+    tables = (entry.event for entry in record.of(TableEvent) if entry.kept)
     latest = {(event.split, event.name): event for event in tables}
     for event in [*latest.values()][:MAX_TABLES]:
         cells = [row[:MAX_COLUMNS] for row in event.rows[:rows]]

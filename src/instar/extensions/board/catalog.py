@@ -65,7 +65,7 @@ class Catalog:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def refresh(self) -> None:
-        """Updates the list, unless it is fresh."""
+        """Update the list, unless it is fresh."""
         if time.monotonic() - self._refreshed_at >= FRESH_S:
             self._refresh()
 
@@ -84,7 +84,7 @@ class Catalog:
             self._refreshed_at = time.monotonic()
 
     def _label(self) -> None:
-        """Adds labels to the rows that lack them or have others."""
+        """Add labels to the rows that lack them or have others."""
         folder = self.root.absolute()
         folder = folder.parent if RunDir(folder).holds_run() else folder
         mark = _mark_of(labels_file(folder))
@@ -92,8 +92,8 @@ class Catalog:
             self._labels_mark, self._labels = mark, read_labels(folder)
         for key, entry in self._entries.items():
             labels = _label_fields(self._labels.get(entry.run.path.absolute().name, NONE))
-            unlabelled = {k: v for k, v in entry.row.items() if k not in _LABELS}
-            if (row := unlabelled | labels) != entry.row:
+            plain_row = {k: v for k, v in entry.row.items() if k not in _LABELS}
+            if (row := plain_row | labels) != entry.row:
                 self._put(key, CatalogEntry(entry.run, row, entry.mark, read_at=entry.read_at))
 
     def _priority(self, key: str, mark: _Mark | None) -> tuple[float, int]:
@@ -102,18 +102,18 @@ class Catalog:
         return entry.read_at if entry else 0.0, -mark[0] if mark else 0
 
     def since(self, version: int) -> tuple[list[dict[str, Any]], list[str]]:
-        """Returns the rows that changed after a version, and the names of runs removed since."""
+        """Return the rows that changed after a version, and the names of runs removed since."""
         with self._lock:
             rows = [entry.row for entry in self._entries.values() if entry.version > version]
             return rows, [key for key, at in self._removed.items() if at > version]
 
     def runs(self) -> dict[str, RunDir]:
-        """Returns the runs that were found by the last refresh."""
+        """Return the runs that were found by the last refresh."""
         with self._lock:
             return {key: entry.run for key, entry in self._entries.items()}
 
     def find(self, key: str) -> RunDir | None:
-        """Returns the run of that name, or None."""
+        """Return the run of that name, or None."""
         self.refresh()
         if key not in self._entries:
             folder = self._folders().get(key)
@@ -124,7 +124,7 @@ class Catalog:
         return entry.run if entry else None
 
     def file(self, run: RunDir, path: Path) -> Path | None:
-        """Returns `path` if it is a file inside the folder of `run`, else None."""
+        """Return `path` if it is a file inside the folder of `run`, else None."""
         try:
             real = path.resolve(strict=True)
             return path if real.is_file() and real.is_relative_to(run.path.resolve()) else None
@@ -132,7 +132,7 @@ class Catalog:
             return None
 
     def _folders(self) -> dict[str, RunDir]:
-        """Returns folders that may be runs, without looking inside."""
+        """Return folders that may be runs, without looking inside."""
         if RunDir(self.root).holds_run():
             root = self.root.resolve()
             return {_key(root.name): RunDir(root)}
@@ -146,7 +146,7 @@ class Catalog:
         return {_key(name): RunDir(self.root / name) for name in names}
 
     def _update(self, key: str, run: RunDir, mark: _Mark | None, is_late: bool) -> bool:
-        """Updates a run's entry; returns whether the run was read."""
+        """Update a run's entry; return whether the run was read."""
         entry = self._entries.get(key)
         running = entry is not None and entry.row.get("state") == "running"
         if entry and entry.mark == mark and not (running and lock_owner(run.lock) is None):
@@ -196,12 +196,12 @@ class Catalog:
 
 
 def _key(text: str) -> str:
-    """Returns a folder's name as valid UTF-8, which names of files need not be."""
+    """Return a folder's name as valid UTF-8, which names of files need not be."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 def _mark(run: RunDir) -> _Mark | None:
-    """Returns a mark that changes when the run is written to; None: the folder is not a run."""
+    """Return a mark that changes when the run is written to; None: the folder is not a run."""
     return _mark_of(run.events) or _mark_of(run.config)
 
 
@@ -218,7 +218,7 @@ MAX_TAGS = 20
 
 
 def _label_fields(labels: RunLabels) -> dict[str, Any]:
-    """Returns what a row says of a run's labels; nothing where there is nothing to say."""
+    """Return what a row says of a run's labels; nothing where there is nothing to say."""
     fields = {
         "tags": [_key(tag[:40]) for tag in labels.tags[:MAX_TAGS]],
         "note": _key(labels.note[:MAX_NOTE]),

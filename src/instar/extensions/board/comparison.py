@@ -38,7 +38,7 @@ _RECORDED = ("name", "record", "checkpoint", "resume")
 
 
 def comparison(records: Sequence[RunRecord]) -> list[Section]:
-    """Returns warnings if losses are not comparable, a table with a row for each run, and the keys in
+    """Return warnings if losses are not comparable, a table with a row for each run, and the keys in
     which the configs differ."""
     configs, faults = config_values([record.run for record in records])
     groups = [
@@ -72,7 +72,7 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
 
 
 def _runs(records: Sequence[RunRecord], differences: Sequence[Sequence[Cell]]) -> Section:
-    """Returns the table of runs: `heads`, those `shown` from the start, and `rows` with a name and a
+    """Return the table of runs: `heads`, those `shown` from the start, and `rows` with a name and a
     cell `[text, note, number]` or null for each head."""
     rows = list[dict[str, list[Any]]]()
     for record, labels in zip(records, labels_of([r.run for r in records]), strict=True):

@@ -32,7 +32,7 @@ def chart_data(
     metrics: Sequence[str] | None = None,
     axes: Sequence[str] = AXES,
 ) -> dict[str, Any]:
-    """Returns what `charts.js` draws of one run; non-finite numbers are null.
+    """Return what `charts.js` draws of one run; non-finite numbers are null.
 
     Args:
         points: maximum number of points per curve; spikes are preserved.
@@ -54,35 +54,35 @@ def chart_data(
 def chart_series(
     record: RunRecord, points: int, metrics: Sequence[str], axes: Sequence[str] = AXES
 ) -> dict[str, Any]:
-    """Returns the curves of those metrics that the run has, by name; see `curve`."""
+    """Return the curves of those metrics that the run has, by name; see `curve`."""
     present = [name for name in metrics if name in record]
     return {encodable(name): curve(record.series(name), points, axes) for name in present}
 
 
 def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, Any]:
-    """Returns `{x: {axis: […]}, value: […], superseded: [{segment, x, value}, …]}`, thinned.
+    """Return `{x: {axis: […]}, value: […], superseded: [{segment, x, value}, …]}`, thinned.
 
     Of a thinned curve, up to a quarter of the points are evenly spaced, wherever its extremes are, and
     `even` has their positions: means over curves are made of these, as extremes would overstate the
     deviation. The spacing is a power of two, so that curves of different lengths have places in common.
     """
-    superseded = series.take(~series.kept)
+    old_points = series.take(~series.kept)
     current = series.current()
     indices = thin(current.value, points)
     even: dict[str, list[int]] = {}
     if len(indices) < len(current):
         stride = 1 << math.ceil(math.log2(len(current) / max(1, points // 4)))
-        spaced = np.unique(np.append(np.arange(0, len(current), stride), len(current) - 1))
-        indices = np.union1d(spaced, thin(current.value, points - len(spaced)))
-        even = {"even": np.searchsorted(indices, spaced).tolist()}
+        even_indices = np.unique(np.append(np.arange(0, len(current), stride), len(current) - 1))
+        indices = np.union1d(even_indices, thin(current.value, points - len(even_indices)))
+        even = {"even": np.searchsorted(indices, even_indices).tolist()}
     return (
         _columns(current.take(indices), axes)
         | even
         | {
             "superseded": [
                 {"segment": int(segment)} | _columns(piece.take(thin(piece.value, points)), axes)
-                for segment in np.unique(superseded.segment)
-                for piece in [superseded.take(superseded.segment == segment)]
+                for segment in np.unique(old_points.segment)
+                for piece in [old_points.take(old_points.segment == segment)]
             ],
         }
     )
@@ -91,7 +91,7 @@ def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, 
 def chart_groups(
     runs: Mapping[str, RunDir], by: By, group_names: Mapping[RunDir, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the groups of runs over which a page draws means: `{name, runs, of}`, see `grouped`.
+    """Return the groups of runs over which a page draws means: `{name, runs, of}`, see `grouped`.
 
     Args:
         runs: by the key that the page knows them by; `of` is "seeds" if no two runs of a group have
@@ -134,7 +134,7 @@ def _numbers(values: Floats) -> list[float | None]:
 
 
 def _rounded(values: Floats) -> Floats:
-    """Rounds to `SIGNIFICANT_FIGURES`."""
+    """Round to `SIGNIFICANT_FIGURES`."""
     mask = np.isfinite(values) & (values != 0)
     size = np.floor(np.log10(np.abs(np.where(mask, values, 1.0))))
     up = 10.0 ** np.clip(SIGNIFICANT_FIGURES - 1 - size, 0, 300)
@@ -149,7 +149,7 @@ POINTS = 2000
 def curves_of_run(
     key: str, run: RunDir, metrics: Sequence[str], points: int = POINTS
 ) -> dict[str, Any]:
-    """Returns `{key, offset, names, series, marks}`, without metrics that the run lacks; `offset`: up to
+    """Return `{key, offset, names, series, marks}`, without metrics that the run lacks; `offset`: up to
     where its record was read.
 
     Raises:

@@ -74,7 +74,7 @@ class ReportPanel:
 
 
 def write_report(run: RunDir) -> Path:
-    """Writes a run's `report.html` into its folder atomically, and returns its path.
+    """Write a run's `report.html` into its folder atomically, and return its path.
 
     Raises:
         RecordError: its record cannot be read.
@@ -85,7 +85,7 @@ def write_report(run: RunDir) -> Path:
 
 
 def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | None = None) -> str:
-    """Returns the page of one run, or of several side by side.
+    """Return the page of one run, or of several side by side.
 
     `groups`: names of the groups of some runs, of which the page shows means first; other runs that
     differ only in the seed can be shown so.
@@ -113,7 +113,7 @@ def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | Non
 
 
 def plot_html(records: Sequence[RunRecord], chart: Chart, request: ChartRequest) -> str:
-    """Returns a page with an interactive plot: zoom, choice of the axis.
+    """Return a page with an interactive plot: zoom, choice of the axis.
 
     Raises:
         ConfigError: an option is not supported in HTML.
@@ -172,7 +172,7 @@ def _by_key(records: Sequence[RunRecord]) -> dict[str, RunDir]:
 
 
 def _page(title: str, data: dict[str, Any], text: str) -> str:
-    """Returns the dashboard's page with everything that it would request from a server."""
+    """Return the dashboard's page with everything that it would request from a server."""
     page = _asset("page/index.html")
     style = "\n".join(_any_asset(name) for name in _STYLE.findall(page))
     script = "\n".join(_any_asset(name) for name in _SCRIPT.findall(page))
@@ -210,7 +210,7 @@ def _asset(path: str) -> str:
 
 
 def inlined(data: Any) -> str:
-    """Returns `data` as JSON that is safe inside a script element; non-finite numbers are null."""
+    """Return `data` as JSON that is safe inside a script element; non-finite numbers are null."""
     text = msgspec.json.encode(data).decode()
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -218,31 +218,31 @@ def inlined(data: Any) -> str:
 
 
 def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
-    """Returns the charts of all metrics of these runs; metrics of layers only for few runs."""
+    """Return the charts of all metrics of these runs; metrics of layers only for few runs."""
     metrics = dict.fromkeys(name for record in records for name in record.metrics)
     curves = [n for n in metrics if not n.endswith(":error") and not n.startswith("test/")]
     losses = tuple(name for name in ("loss", "val/loss") if name in metrics)
     charts = [ReportPanel("Loss", losses, wide=True)] if losses else []
     titles = {**_GROUPS, **layer_titles()}
-    layered = tuple(name for name in curves if name.startswith(tuple(titles)))
+    layer_curves = tuple(name for name in curves if name.startswith(tuple(titles)))
     for prefix, title in titles.items():
-        members = _numbered(name for name in layered if name.startswith(prefix))
+        members = _numbered(name for name in layer_curves if name.startswith(prefix))
         if members and len(records) <= MAX_LAYERED:
             charts.append(ReportPanel(title, members, log=True, wide=True))
-    charted = {*losses, *layered}
-    single = [ReportPanel(name, (name,)) for name in curves if name not in charted]
+    curves_in_groups = {*losses, *layer_curves}
+    single = [ReportPanel(name, (name,)) for name in curves if name not in curves_in_groups]
     held_out = [panel for panel in single if "/" in panel.metrics[0]]
     return [*charts[:1], *held_out, *(p for p in single if p not in held_out), *charts[1:]]
 
 
 def _numbered(names: Iterable[str]) -> tuple[str, ...]:
-    """Sorts names that differ only in numbers by these, so that inserted layers are in place; other
+    """Sort names that differ only in numbers by these, so that inserted layers are in place; other
     names keep their order."""
-    ordered = list(names)
-    stems = list(dict.fromkeys(_DIGITS.sub("", name) for name in ordered))
+    ordered_names = list(names)
+    stems = list(dict.fromkeys(_DIGITS.sub("", name) for name in ordered_names))
     return tuple(
         sorted(
-            ordered,
+            ordered_names,
             key=lambda name: (
                 stems.index(_DIGITS.sub("", name)),
                 [int(digits) for digits in _DIGITS.findall(name)],
@@ -252,7 +252,7 @@ def _numbered(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _charted(records: Sequence[RunRecord], charts: Sequence[ReportPanel]) -> list[dict[str, Any]]:
-    """Returns the data of the curves, with as many points as fit into `CURVE_BYTES`."""
+    """Return the data of the curves, with as many points as fit into `CURVE_BYTES`."""
     # losses, single curves and layers get equal shares
     kinds = [[p for p in charts if p.wide and not p.log], [p for p in charts if not p.wide]]
     kinds.append([panel for panel in charts if panel.log])
@@ -274,7 +274,7 @@ def _charted(records: Sequence[RunRecord], charts: Sequence[ReportPanel]) -> lis
 
 
 def _points(records: Sequence[RunRecord], metrics: Sequence[str], room: int) -> int:
-    """Returns the maximum points per curve so that all together, superseded points included, have at
+    """Return the maximum points per curve so that all together, superseded points included, have at
     most `room`; long curves get what short ones leave."""
     lengths = list[int]()
     for record in records:
@@ -290,7 +290,7 @@ def _points(records: Sequence[RunRecord], metrics: Sequence[str], room: int) -> 
 
 
 def _evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """Returns at most `count` evenly chosen items, including the first and the last."""
+    """Return at most `count` evenly chosen items, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i)] for i in np.linspace(0, len(items) - 1, count)]

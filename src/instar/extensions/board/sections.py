@@ -62,12 +62,12 @@ _PROOFS = ("exact", "bounded", "lossy")
 
 
 def page_sections(part: str, record: RunRecord, rows: int = MAX_ROWS) -> list[Section]:
-    """Returns the sections of one of `PARTS`, with tables of the last `rows` rows."""
+    """Return the sections of one of `PARTS`, with tables of the last `rows` rows."""
     return [printable_section(section) for section in PARTS[part](record, rows) if section]
 
 
 def failure_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
-    """Yields the error of a crashed run."""
+    """Yield the error of a crashed run."""
     failure_found = run_failure(record)
     if failure_found is not None:
         rank = "" if failure_found.rank is None else f"on rank {failure_found.rank}"
@@ -84,7 +84,7 @@ def failure_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa:
 
 
 def overview_sections(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Yields key figures, warnings and alerts, and faults of the record."""
+    """Yield key figures, warnings and alerts, and faults of the record."""
     summary = summarize(record)
     yield text_section(*_lead(summary))
     items = [figure[:3] for figure in key_figures(summary, stages(record))]
@@ -108,7 +108,7 @@ def _lead(summary: Summary) -> Iterator[str]:
 
 
 def key_figures(summary: Summary, run_stages: Sequence[RunStage]) -> Iterator[Figure]:
-    """Yields the key figures of a run."""
+    """Yield the key figures of a run."""
     best = [name for name in summary.best if name.startswith("val/")]
     for name in best[:HEADLINES]:
         value = summary.best[name]
@@ -122,9 +122,9 @@ def key_figures(summary: Summary, run_stages: Sequence[RunStage]) -> Iterator[Fi
         note = "" if lowest is None else f"lowest {lowest.value:.4f} at step {lowest.step:,}"
         yield "training loss", f"{loss.value:.4f}", note, loss.value
     sizes = [stage.parameters for stage in run_stages if stage.parameters]
-    grown = len(sizes) > 1 and sizes[0] != sizes[-1]
+    has_grown = len(sizes) > 1 and sizes[0] != sizes[-1]
     if sizes:
-        size = "→".join(map(si, [sizes[0], sizes[-1]] if grown else sizes[-1:]))
+        size = "→".join(map(si, [sizes[0], sizes[-1]] if has_grown else sizes[-1:]))
         yield "parameters", size, summary.model, sizes[-1]
     epochs = f"{summary.epoch:.3g} epochs" if summary.epoch else ""
     yield "steps", f"{summary.step:,}", epochs, summary.step
@@ -141,13 +141,13 @@ def key_figures(summary: Summary, run_stages: Sequence[RunStage]) -> Iterator[Fi
 
 
 def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
-    for logged in record.events:
-        match logged.event:
+    for entry in record.events:
+        match entry.event:
             case Alert(name=name, message=message, step=step):
                 yield "alert", step, f"{name}: {message}"
             case Skip(reason=reason, consecutive=count, step=step):
-                again = f", {count} in a row" if count > 1 else ""
-                yield "skipped", step, f"update skipped: {reason}{again}"
+                row_note = f", {count} in a row" if count > 1 else ""
+                yield "skipped", step, f"update skipped: {reason}{row_note}"
             case Warn(message=message, step=at):
                 yield "warning", at, message
             case Failed(message=message, rank=rank, step=at):
@@ -155,12 +155,12 @@ def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
 
 
 def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Yields operations, the stages between them, and the architecture of each stage."""
+    """Yield operations, the stages between them, and the architecture of each stage."""
     yield _operations(record.of(OperationEvent), rows)
     run_stages = stages(record)
     unit = summarize(record).unit
-    spent = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
-    heads = ("steps", "starts with", "shape", "parameters>", *spent)
+    cost_heads = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
+    heads = ("steps", "starts with", "shape", "parameters>", *cost_heads)
     yield table_section("Stages", heads, map(_stage_row, run_stages), rows)
     shapes = [dict(stage.architecture) for stage in run_stages][-MAX_SHAPES:]
     first = len(run_stages) - len(shapes) + 1
@@ -172,14 +172,14 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
             for before, now in pairwise([values[0], *values])
         ]
         lines.append([key, *cells])
-    numbered = (f"stage {first + n}>" for n in range(len(shapes)))
-    yield table_section("Architecture", ("", *numbered), lines, rows)
+    stage_heads = (f"stage {first + n}>" for n in range(len(shapes)))
+    yield table_section("Architecture", ("", *stage_heads), lines, rows)
 
 
 def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) -> Section:
     lines = list[list[Cell]]()
-    for logged in operations[-rows:]:
-        event = logged.event
+    for entry in operations[-rows:]:
+        event = entry.event
         proof, label = event.proof, event.preserves
         sizes = [proof.get(f"parameters_{when}") for when in ("before", "after")]
         change_of_size = " → ".join(count_text(size) for size in sizes)
@@ -204,7 +204,7 @@ def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) 
 
 
 def _stage_row(stage: RunStage) -> list[Cell]:
-    spent = [si(stage.tokens), finite_text(scientific, stage.flops), duration(stage.active_s)]
+    costs = [si(stage.tokens), finite_text(scientific, stage.flops), duration(stage.active_s)]
     return [
         f"{stage.from_step:,} – {stage.to_step:,}",
         {"strong": shortened(stage.operation), "note": shortened(stage.reason)}
@@ -212,14 +212,14 @@ def _stage_row(stage: RunStage) -> list[Cell]:
         else "the start",
         stage.model,
         count_text(stage.parameters),
-        *(spent if stage.steps else ["–"] * 3),
+        *(costs if stage.steps else ["–"] * 3),
         number_text(stage.loss),
         number_text(stage.val_loss),
     ]
 
 
 def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Yields the final test, text samples, and what the run's own code has logged."""
+    """Yield the final test, text samples, and what the run's own code has logged."""
     test = read_final_test(record.run)
     if test is not None:
         yield {"kind": "text", "title": "Final test", "lines": []}
@@ -243,7 +243,7 @@ def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     if test is not None:
         yield from map(scatter_section, test.scatters)
         yield text_section(*test.notes)
-    texts_written = [logged.event for logged in record.of(SampleText) if logged.kept]
+    texts_written = [entry.event for entry in record.of(SampleText) if entry.kept]
     texts_written = texts_written[-max(1, rows // ROWS_PER_SAMPLE) :]
     samples = [
         {
@@ -260,7 +260,7 @@ def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
 
 
 def scatter_section(scatter: Scatter) -> Section:
-    """Returns an SVG path with a dot for each pair in a square, and the values at its corners."""
+    """Return an SVG path with a dot for each pair in a square, and the values at its corners."""
     low = float(min(scatter.true.min(), scatter.predicted.min()))
     high = float(max(scatter.true.max(), scatter.predicted.max()))
     scale = SCATTER_SIDE / (high - low) if high > low else 0.0
@@ -281,7 +281,7 @@ def scatter_section(scatter: Scatter) -> Section:
 
 
 def system_sections(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Yields starts and resumes, checkpoints, and the environment."""
+    """Yield starts and resumes, checkpoints, and the environment."""
     yield table_section(
         "Starts and resumes",
         ("segment>", "steps", "started", "from", "on", "end"),
@@ -294,33 +294,31 @@ def system_sections(record: RunRecord, rows: int) -> Iterator[Section]:
 
 
 def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
-    reached: dict[int, int] = {}
+    last_steps: dict[int, int] = {}
     current: dict[int, int] = {}
     ends: dict[int, str] = {}
     for segment, step, counts in _places(record):
-        reached[segment] = max(step, reached.get(segment, 0))
+        last_steps[segment] = max(step, last_steps.get(segment, 0))
         if counts:
             current[segment] = max(step, current.get(segment, 0))
-    for logged in record.events:
-        match logged.event:
+    for entry in record.events:
+        match entry.event:
             case Stop(segment=segment, reason=reason):
                 ends[segment] = reason
             case Failed(segment=segment, rank=rank, message=message):
                 ends[segment] = f"rank {rank} failed: {message}"
     running = summarize(record).state == "running"
-    starts = [logged.event for logged in record.of(RunStarted)]
+    starts = [start_entry.event for start_entry in record.of(RunStarted)]
     for start in starts:
-        last, counted = reached.get(start.segment), current.get(start.segment)
+        last, current_step = last_steps.get(start.segment), current.get(start.segment)
         steps = f"{start.step:,}" + ("" if last is None else f" – {last:,}")
-        superseded = "" if counted == last else "superseded"
+        note = "" if current_step == last else "superseded"
         is_running = running and start is starts[-1]
         yield [
             str(start.segment),
             {
                 "text": steps,
-                "note": superseded
-                if counted is None
-                else superseded and f"{superseded} after {counted:,}",
+                "note": note if current_step is None else note and f"{note} after {current_step:,}",
             },
             date_text(start.time),
             start.resumed_from or "",
@@ -330,10 +328,10 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
 
 
 def _places(record: RunRecord) -> Iterator[tuple[int, int, bool]]:
-    """Yields segment, step and `kept` of all placed events and training steps."""
-    for logged in record.events:
-        if isinstance(logged.event, Placed):
-            yield logged.event.segment, logged.event.step, logged.kept
+    """Yield segment, step and `kept` of all placed events and training steps."""
+    for entry in record.events:
+        if isinstance(entry.event, Placed):
+            yield entry.event.segment, entry.event.step, entry.kept
     if "loss" in record:
         series = record.series("loss")
         columns = (series.segment.tolist(), series.step.tolist(), series.kept.tolist())
@@ -344,8 +342,8 @@ def _checkpoints(record: RunRecord, rows: int) -> Section:
     saves, on_disk = record.of(Saved), summarize(record).checkpoints
     pointers = {checkpoint.name: ", ".join(checkpoint.pointers) or "kept" for checkpoint in on_disk}
     lines = []
-    for logged in saves[-rows:]:
-        event = logged.event
+    for entry in saves[-rows:]:
+        event = entry.event
         folder = event.path.rpartition("/")[2]
         size = "" if not event.size_bytes else finite_text(bytes_text, event.size_bytes)
         times = (seconds_text(event.seconds), seconds_text(event.stall_s))
@@ -357,10 +355,10 @@ def _checkpoints(record: RunRecord, rows: int) -> Section:
 
 
 def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yields machine and versions; all values of those that changed between starts."""
+    """Yield machine and versions; all values of those that changed between starts."""
     rows: dict[str, dict[str, None]] = {}
-    for logged in record.of(RunStarted):
-        start = logged.event
+    for entry in record.of(RunStarted):
+        start = entry.event
         ranks = f"{start.world_size} rank{'s' * (start.world_size != 1)}"
         values: dict[str, object] = {"devices": f"{start.devices}, {ranks}".strip(", ")}
         values |= {**start.machine, **start.versions}
@@ -374,7 +372,7 @@ def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def config_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
-    """Yields the resolved config, secrets redacted, with the origin of non-default values."""
+    """Yield the resolved config, secrets redacted, with the origin of non-default values."""
     lines = [
         (shortened(line.text, 2000), line.origin if line.chosen and line.text.strip() else "")
         for line in config_lines(record.run)
@@ -394,5 +392,5 @@ PARTS: dict[str, Callable[[RunRecord, int], Iterator[Section]]] = {
 
 
 def folder_name(record: RunRecord) -> str:
-    """Returns the name of a run's folder."""
+    """Return the name of a run's folder."""
     return record.run.path.name or record.run.path.absolute().name

@@ -134,14 +134,14 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """Returns the name or address in a Host header, without port and brackets, in lower case."""
+    """Return the name or address in a Host header, without port and brackets, in lower case."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
 
 
 def own_names(host: str) -> frozenset[str]:
-    """Returns this machine's names and the host that the server listens on."""
+    """Return this machine's names and the host that the server listens on."""
     return frozenset(name.lower() for name in (host, socket.gethostname(), socket.getfqdn()))
 
 
@@ -189,7 +189,7 @@ class Connection(H11Protocol):
 
 
 def _unsent(transport: asyncio.Transport) -> int:
-    """Returns the bytes in the kernel's send buffer; 0 if unknown."""
+    """Return the bytes in the kernel's send buffer; 0 if unknown."""
     count = bytearray(4)
     with suppress(OSError):
         fcntl.ioctl(transport.get_extra_info("socket"), termios.TIOCOUTQ, count)
@@ -231,7 +231,7 @@ class Address:
 
 
 def bind(host: str, port: int | None, token: str | None) -> Address:
-    """Binds a port: `port`, 0 for any, None for the default port or else any.
+    """Bind a port: `port`, 0 for any, None for the default port or else any.
 
     Without a `token`, a random one is generated: other users of this machine reach its loopback too.
 
@@ -248,33 +248,35 @@ def bind(host: str, port: int | None, token: str | None) -> Address:
             hint="omit it to generate one",
         )
     try:
-        descriptor, bound = listen(PORT if port is None else port, host, "--port")
+        descriptor, free_port = listen(PORT if port is None else port, host, "--port")
     except ConfigError as error:
         cause = error.__cause__
         if not (isinstance(cause, OSError) and cause.errno == EADDRINUSE):
             raise _no_host(host, error) from error
-        descriptor, bound = listen(0, host, "--port")
+        descriptor, free_port = listen(0, host, "--port")
         if port is not None:
             socket.close(descriptor)
             raise ConfigError.of(
                 f"port {port} of {host} is in use",
                 where="--port",
-                hint=f"{bound} is free now: --port {bound}; --port 0 takes any",
+                hint=f"{free_port} is free now: --port {free_port}; --port 0 takes any",
             ) from error
-    return Address(descriptor, host, bound, token)
+    return Address(descriptor, host, free_port, token)
 
 
 def serve_dashboard(folder: Path, address: Address, make_fleets: MakeFleets | None = None) -> None:
-    """Serves `folder` until SIGINT or SIGTERM; open streams are ended, not waited for."""
+    """Serve `folder` until SIGINT or SIGTERM; open streams are ended, not waited for."""
     ending = Ending()
-    with socket.socket(fileno=address.descriptor) as bound:
-        Server(server_config(folder, address, ending, make_fleets), ending).run(sockets=[bound])
+    with socket.socket(fileno=address.descriptor) as server_socket:
+        Server(server_config(folder, address, ending, make_fleets), ending).run(
+            sockets=[server_socket]
+        )
 
 
 def server_config(
     folder: Path, address: Address, ending: Ending, make_fleets: MakeFleets | None = None
 ) -> uvicorn.Config:
-    """Returns uvicorn's config for the guarded app."""
+    """Return uvicorn's config for the guarded app."""
     app = Guard(
         dashboard_app(folder, ending, make_fleets),
         own_names(address.host),

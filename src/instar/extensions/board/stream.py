@@ -106,7 +106,7 @@ class PageUpdates:
         return "|".join([f"{self._boot}.{self._version}", offsets, *ends])
 
     def poll(self) -> list[bytes]:
-        """Returns new messages, as whole server-sent events; the last one carries the id."""
+        """Return new messages, as whole server-sent events; the last one carries the id."""
         messages = [
             *self._list(),
             *self._points(),
@@ -129,9 +129,12 @@ class PageUpdates:
         if (boot, version) == (self._boot, self._version):
             return
         reset = boot != self._boot
-        rows, removed = self._catalog.since(0 if reset else self._version)
+        rows, removed_runs = self._catalog.since(0 if reset else self._version)
         self._boot, self._version = boot, version
-        yield "runs", {"seen": f"{boot}.{version}", "all": reset, "rows": rows, "gone": removed}
+        yield (
+            "runs",
+            {"seen": f"{boot}.{version}", "all": reset, "rows": rows, "gone": removed_runs},
+        )
 
     def _points(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for view in self._shown:
@@ -167,7 +170,7 @@ class PageUpdates:
         return None if path is None else ShownLog("fleet_log", about, path, offset)
 
     def _of_fleets(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the list of fleets and the fleet that the page shows, if they have changed."""
+        """Yield the list of fleets and the fleet that the page shows, if they have changed."""
         if self._fleets is None:
             return
         messages: dict[str, dict[str, Any]] = {"fleets": {"rows": self._fleets.rows()}}
@@ -183,10 +186,10 @@ class PageUpdates:
 def _lines(log: ShownLog | None) -> Iterator[tuple[str, dict[str, Any]]]:
     if log is None:
         return
-    text, offset, skipped = log_after(log.path, log.offset)
+    text, offset, is_cut = log_after(log.path, log.offset)
     if offset != log.offset:
         log.offset = offset
-        yield log.event, log.about | {"offset": offset, "text": text, "skipped": skipped}
+        yield log.event, log.about | {"offset": offset, "text": text, "skipped": is_cut}
 
 
 @dataclass
@@ -200,22 +203,22 @@ class EventStream:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         headers.append((b"x-accel-buffering", b"no"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         loop = asyncio.get_running_loop()
         last_sent = loop.time()
         parts = [b"retry: 1000\n: here\n\n"]
         try:
-            while not (self.is_ending() or disconnected.done()):
+            while not (self.is_ending() or disconnect.done()):
                 if not parts and loop.time() - last_sent > HEARTBEAT_S:
                     parts = [b"event: beat\ndata: {}\n\n"]
                 for part in parts:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                     last_sent = loop.time()
-                await asyncio.wait({disconnected}, timeout=POLL_S)
+                await asyncio.wait({disconnect}, timeout=POLL_S)
                 parts = await asyncio.to_thread(self.news.poll)
             await send({"type": "http.response.body", "body": b""})
         finally:
-            disconnected.cancel()
+            disconnect.cancel()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -231,7 +234,7 @@ def _branches(run: RunDir, events: list[Event]) -> bool:
 
 
 def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
-    """Returns whole lines of a log after `offset`, where they end, and whether some were skipped.
+    """Return whole lines of a log after `offset`, where they end, and whether some were skipped.
 
     At most the last `LOG_BYTES`; a log that has become shorter is read from its beginning.
     """
@@ -239,8 +242,8 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
         size = path.stat().st_size
         if size < offset:
             offset = 0
-        skipped = size - offset > LOG_BYTES
-        if skipped:
+        is_cut = size - offset > LOG_BYTES
+        if is_cut:
             offset = size - LOG_BYTES
         with open_regular(path) as file:
             file.seek(offset)
@@ -248,8 +251,8 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
     except OSError:
         return "", offset, False
     lines = block[: block.rfind(b"\n") + 1]
-    text = lines.partition(b"\n")[2] if skipped else lines
-    return redacted(text.decode("utf-8", "replace")), offset + len(lines), skipped
+    text = lines.partition(b"\n")[2] if is_cut else lines
+    return redacted(text.decode("utf-8", "replace")), offset + len(lines), is_cut
 
 
 def page_stream(
@@ -259,7 +262,7 @@ def page_stream(
     is_ending: Callable[[], bool],
     fleets: Fleets | None = None,
 ) -> EventStream:
-    """Returns the stream that a page requests, from the beginning or from a previous stream's end.
+    """Return the stream that a page requests, from the beginning or from a previous stream's end.
 
     Raises:
         ConfigError: too many runs.
@@ -284,7 +287,7 @@ ALL_POINTS = sys.maxsize
 def stream_messages(
     run: RunDir, events: Iterable[Event], metrics: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields the events as messages, in order.
+    """Yield the events as messages, in order.
 
     `{points: {metric: {segment, x: {axis: […]}, value: […]}}, names, marks}` for a stretch within one
     segment; `{rewind: {step, segment}}` where a segment starts. `told` is true if there are events
@@ -318,18 +321,18 @@ def revives_steps(run: RunDir, events: Iterable[Event]) -> bool:
     if not began or max(began) <= 2:
         return False
     lineage = SegmentTree()
-    for logged in read_record(run).events:
-        lineage.take(logged.event)
+    for entry in read_record(run).events:
+        lineage.take(entry.event)
     return any(lineage.parents.get(segment, segment - 1) < segment - 1 for segment in began)
 
 
 def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict[str, Any]:
-    """Returns curve_points message with the events of a stretch within curve_points segment."""
-    measured = [event for event in events if is_measured(type(event))]
+    """Return curve_points message with the events of a stretch within curve_points segment."""
+    measurements = [event for event in events if is_measured(type(event))]
     events_only = [RecordedEvent(event) for event in events if not is_measured(type(event))]
     series = {
         name: curve_points
-        for part in tables_of(measured).values()
+        for part in tables_of(measurements).values()
         for name, curve_points in _series(part)
     }
     return {
@@ -345,10 +348,10 @@ def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict
 
 
 def _series(events: Any) -> Iterator[tuple[str, Series]]:
-    """Yields the metrics of measurements of one kind."""
+    """Yield the metrics of measurements of one kind."""
     builder = TableBuilder()
     builder.add(events)
     table = builder.table()
     for name, value in table.metrics.items():
-        everything = Series(name, value, table.axes, np.ones(len(value), np.bool_))
-        yield name, everything.take(present(value))
+        all_values = Series(name, value, table.axes, np.ones(len(value), np.bool_))
+        yield name, all_values.take(present(value))

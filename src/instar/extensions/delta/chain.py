@@ -49,7 +49,7 @@ def append(
     values: Values = "steps",
     missing: tuple[int, int] | None = None,
 ) -> Link:
-    """Saves the next state of a chain; when this returns, it is on disk.
+    """Save the next state of a chain; when this returns, it is on disk.
 
     It is saved as a difference from `base`, or whole, as an anchor, if `anchor` is set, if there is
     no base, if the chain is new, or if names, dtypes, shapes or ties differ from those of the base.
@@ -67,8 +67,8 @@ def append(
         CheckpointError: `base` is not the last state of the chain, the chain is damaged, another
             process writes it, or the disk is full. The chain is as it was before.
     """
-    kept, names = without_aliases(tensors, aliases or {})
-    new = {name: to_bits(tensor) for name, tensor in kept.items()}
+    unique_tensors, names = without_aliases(tensors, aliases or {})
+    new = {name: to_bits(tensor) for name, tensor in unique_tensors.items()}
     try:
         atomic.make_folder(folder)
         with locked(folder):
@@ -101,8 +101,8 @@ def _append(
     # tensors that were tied are saved once, and those that are tied now were each saved
     if base is not None and last is not None and last.aliases == aliases:
         old = {name: to_bits(tensor) for name, tensor in base.items() if name not in aliases}
-    whole = anchor or last is None or old is None or outline(old) != entries
-    kind: Kind = "anchor" if whole else "delta"
+    is_anchor = anchor or last is None or old is None or outline(old) != entries
+    kind: Kind = "anchor" if is_anchor else "delta"
     path = link_path(folder, kind, number)
     head = msgspec.structs.replace(
         head_of(entries, base=last.result_hash if last else "", result=""),
@@ -114,7 +114,7 @@ def _append(
     )
     try:
         with atomic.atomic_file(path) as temporary:
-            if whole or old is None or last is None:
+            if is_anchor or old is None or last is None:
                 head = msgspec.structs.replace(head, result=state_hash(new))
                 write_anchor(temporary, new, head)
             else:
@@ -124,12 +124,12 @@ def _append(
     except BaseException:
         _withdraw(path, index)
         raise
-    changed = head.changed if isinstance(head, Footer) else head.elements
-    return to_link(path, kind, head, size_bytes, changed)
+    n_changed = head.changed if isinstance(head, Footer) else head.elements
+    return to_link(path, kind, head, size_bytes, n_changed)
 
 
 def _withdraw(path: Path, index: Index) -> None:
-    """Removes a file that was not acknowledged, so that the caller's base is the last state still."""
+    """Remove a file that was not acknowledged, so that the caller's base is the last state still."""
     with suppress(OSError):
         if read_chain_index(path.parent) != index:
             write_chain_index(path.parent, index)
@@ -152,34 +152,34 @@ def _write_link(
 
 
 def _last(folder: Path, index: Index) -> Link | None:
-    """Returns the last link of a chain; it may not be acknowledged, after a crash."""
-    found = files(folder)
-    newest = max(found, default=None)
+    """Return the last link of a chain; it may not be acknowledged, after a crash."""
+    paths = files(folder)
+    newest = max(paths, default=None)
     if newest is None or (index.latest is not None and newest < index.latest):
         if index.latest is not None:
             raise CheckpointError(f"{folder}: number {index.latest}, the last one, is missing")
         return None
-    last = open_link(found[newest])
+    last = open_link(paths[newest])
     if newest == index.latest and last.result_hash != index.result:
         raise CheckpointError(f"{last.file}: is not the one that was saved")
     return last
 
 
 def load_state(folder: Path, number: int | None = None) -> dict[str, Tensor]:
-    """Returns the tensors of a state under all their names; by default of the last state.
+    """Return the tensors of a state under all their names; by default of the last state.
 
     Raises:
         CheckpointError: there is no such state, or a file that leads to it is damaged.
     """
     end, replay = replay_to(folder, number)
-    found = {}
+    tensors = {}
     with replay.progress(f"reading {folder}") as advance:
         for name, entry in replay.outline.items():
-            found[name] = empty(entry)
-            words = to_bits(found[name]).words
+            tensors[name] = empty(entry)
+            words = to_bits(tensors[name]).words
             at = 0
             for block in replay.blocks(name, advance):
                 words[at : at + block.size] = block
                 at += block.size
     replay.check()
-    return found | {alias: found[name] for alias, name in end.aliases.items()}
+    return tensors | {alias: tensors[name] for alias, name in end.aliases.items()}

@@ -244,8 +244,10 @@ def gc(where: str, number: int | None, rebuild_index: bool) -> None:
     folder = chain_at(where)
     if rebuild_index:
         upkeep.rebuild_index(folder)
-    removed = upkeep.remove_states(folder, number)
-    click.echo(f"{folder}: removed {len(removed):,} file{'' if len(removed) == 1 else 's'}")
+    removed_files = upkeep.remove_states(folder, number)
+    click.echo(
+        f"{folder}: removed {len(removed_files):,} file{'' if len(removed_files) == 1 else 's'}"
+    )
 
 
 @delta.command("export")

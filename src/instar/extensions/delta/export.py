@@ -19,7 +19,7 @@ _NAMED = 3
 
 
 def export_state(chain: Path, number: int | None, like: Path, folder: Path) -> list[str]:
-    """Writes a state as a folder that transformers loads, with the config and tokenizer of another model of the
+    """Write a state as a folder that transformers loads, with the config and tokenizer of another model of the
     same kind. The folder is published atomically.
 
     Returns:
@@ -39,15 +39,15 @@ def export_state(chain: Path, number: int | None, like: Path, folder: Path) -> l
         check_same_tensors(where, replay.outline, end.aliases, expected, str(like))
     try:
         # the config is what will load the tensors, whatever lies beside it
-        described = _described_by(like)
+        described_outline = _described_by(like)
     except CheckpointError as error:
         if not expected:
             raise
         notes.append(f"the tensors were compared with the weights of {like} alone: {error}")
     else:
         about = f"the config of {like}" if expected else str(like)
-        check_same_tensors(where, replay.outline, end.aliases, described, about)
-        expected = expected or described
+        check_same_tensors(where, replay.outline, end.aliases, described_outline, about)
+        expected = expected or described_outline
     with atomic.atomic_dir(folder) as temporary:
         replay.write(temporary / f"model{SUFFIX}")
         for path in sorted(like.iterdir()):
@@ -58,18 +58,19 @@ def export_state(chain: Path, number: int | None, like: Path, folder: Path) -> l
                     raise CheckpointError(f"{path}: {error.strerror}") from error
                 atomic.write_synced(temporary / path.name, content)
     kinds = [
-        sorted({entry.dtype for entry in each.values()}) for each in (replay.outline, expected)
+        sorted({entry.dtype for entry in outline.values()})
+        for outline in (replay.outline, expected)
     ]
     if kinds[0] != kinds[1]:
-        ours, theirs = map(", ".join, kinds)
+        our_dtypes, their_dtypes = map(", ".join, kinds)
         notes.append(
-            f"the tensors are {ours}, those of {like} are {theirs}: config.json names the latter"
+            f"the tensors are {our_dtypes}, those of {like} are {their_dtypes}: config.json names the latter"
         )
     return notes
 
 
 def _described_by(like: Path) -> dict[str, TensorEntry]:
-    """Returns the tensors of the model that the config of a folder of transformers describes.
+    """Return the tensors of the model that the config of a folder of transformers describes.
 
     Raises:
         CheckpointError: transformers is not installed, or cannot build the model.
@@ -94,11 +95,17 @@ def _described_by(like: Path) -> dict[str, TensorEntry]:
             f"{like}: the model of its config cannot be built: {error}"
         ) from error
     names = {dtype: word for word, dtype in DTYPES.items()}
-    saved = {id(each): name for name, each in reversed(model.state_dict(keep_vars=True).items())}
-    tensors = {saved[id(each)]: each for each in model.state_dict(keep_vars=True).values()}
+    names_by_id = {
+        id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())
+    }
+    tensors = {
+        names_by_id[id(tensor)]: tensor for tensor in model.state_dict(keep_vars=True).values()
+    }
     return {
-        name: TensorEntry(names[each.dtype], tuple(each.shape), each.numel() * each.itemsize)
-        for name, each in tensors.items()
+        name: TensorEntry(
+            names[tensor.dtype], tuple(tensor.shape), tensor.numel() * tensor.itemsize
+        )
+        for name, tensor in tensors.items()
     }
 
 
@@ -109,7 +116,7 @@ def check_same_tensors(
     expected: Mapping[str, TensorEntry],
     like: str,
 ) -> None:
-    """Checks that a state has the tensors of a model, no more and no less.
+    """Check that a state has the tensors of a model, no more and no less.
 
     Args:
         where: the state, for the error.
@@ -128,8 +135,8 @@ def check_same_tensors(
             problems.append(f"{name} is tied to {target}, and separate in {like}")
         elif state[target].shape != entry.shape:
             problems.append(f"{name} has the shape {state[target].shape}, not {entry.shape}")
-    known = {aliases.get(name, name) for name in expected}
-    problems += [f"{name} is not in {like}" for name in state if name not in known]
+    expected_names = {aliases.get(name, name) for name in expected}
+    problems += [f"{name} is not in {like}" for name in state if name not in expected_names]
     if problems:
         more = f", and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise CheckpointError(

@@ -26,7 +26,7 @@ _TICKS = 8
 def deltas_picture(
     links: Sequence[LinkStatistics], title: str, kind: Literal["png", "svg", "pdf"]
 ) -> bytes:
-    """Returns a file with three panels over the links of a chain, at even distances: density,
+    """Return a file with three panels over the links of a chain, at even distances: density,
     overlap, and the density of each layer.
 
     Raises:
@@ -72,6 +72,6 @@ def _map(
     style: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "viridis"}
     image = axes.imshow(density, vmin=0.0, **style)
     axes.grid(visible=False)
-    labelled = range(0, len(layers), -(-len(layers) // int(_LARGEST / _ROW)))
-    axes.set_yticks(list(labelled), [layers[row] for row in labelled])
+    label_rows = range(0, len(layers), -(-len(layers) // int(_LARGEST / _ROW)))
+    axes.set_yticks(list(label_rows), [layers[row] for row in label_rows])
     figure.colorbar(image, ax=axes, label="share changed", pad=0.01)

@@ -57,23 +57,23 @@ class Replay:
             link.check_fits(self.outline)
         self._base, self._links, self._name = base, links, name
         self._expected = expected
-        hashed = links if every else links[-1:]
+        checked_links = links if every else links[-1:]
         self._base_hash = StateHash(self.outline)
-        self._hashes = [(link, StateHash(self.outline)) for link in hashed]
+        self._hashes = [(link, StateHash(self.outline)) for link in checked_links]
 
     def progress(self, doing: str) -> AbstractContextManager[Advance]:
-        """Shows how much of the state is rebuilt."""
+        """Show how much of the state is rebuilt."""
         return progress(doing, sum(entry.size_bytes for entry in self.outline.values()))
 
     def blocks(self, name: str, advance: Advance = lambda _: None) -> Iterator[Words]:
-        """Yields the blocks of a tensor in the result, as views or copies; `advance` counts bytes."""
+        """Yield the blocks of a tensor in the result, as views or copies; `advance` counts bytes."""
         hashes = {id(link): digest for link, digest in self._hashes}
         for number, words in enumerate(self._base[name].blocks()):
             self._base_hash.update(name, words)
-            mapped = words  # read-only
+            file_words = words  # read-only
             for link in self._links:
                 if (difference := link.difference(name, number)) is not None:
-                    words = words.copy() if words is mapped else words
+                    words = words.copy() if words is file_words else words
                     link.apply(name, difference, words)
                 if id(link) in hashes:
                     hashes[id(link)].update(name, words)
@@ -81,15 +81,15 @@ class Replay:
             advance(words.nbytes)
 
     def check(self) -> None:
-        """Compares the hashes, after all blocks of all tensors have been taken.
+        """Compare the hashes, after all blocks of all tensors have been taken.
 
         Raises:
             CheckpointError: the base or the result of a link is not that which was saved.
         """
-        found = self._base_hash.hexdigest()
-        if self._expected not in (found, None):
+        base_digest = self._base_hash.hexdigest()
+        if self._expected not in (base_digest, None):
             raise CheckpointError(
-                f"{self._name}: has the hash {found}, but {self._expected} is needed: it is not the "
+                f"{self._name}: has the hash {base_digest}, but {self._expected} is needed: it is not the "
                 "state that was saved"
             )
         for link, digest in self._hashes:
@@ -99,7 +99,7 @@ class Replay:
                 )
 
     def run(self) -> None:
-        """Rebuilds and checks the state without keeping it."""
+        """Rebuild and check the state without keeping it."""
         with self.progress(f"verifying the states of {self._name}") as advance:
             for name in self.outline:
                 for _ in self.blocks(name, advance):
@@ -107,7 +107,7 @@ class Replay:
         self.check()
 
     def write(self, target: Path) -> None:
-        """Writes the state into a safetensors file, which appears once it is checked.
+        """Write the state into a safetensors file, which appears once it is checked.
 
         Raises:
             CheckpointError: a hash differs, or the file cannot be written.
@@ -125,7 +125,7 @@ class Replay:
 
 
 def check_out_state(folder: Path, number: int | None, target: Path) -> Link:
-    """Writes a state into a safetensors file; by default the last state.
+    """Write a state into a safetensors file; by default the last state.
 
     Tied tensors are in it once, as in the files of transformers.
 
@@ -139,7 +139,7 @@ def check_out_state(folder: Path, number: int | None, target: Path) -> Link:
 
 
 def replay_to(folder: Path, number: int | None) -> tuple[Link, Replay]:
-    """Opens the files that lead to a state; by default to the last.
+    """Open the files that lead to a state; by default to the last.
 
     Raises:
         CheckpointError: there is no such state, or a link is damaged.
@@ -150,7 +150,7 @@ def replay_to(folder: Path, number: int | None) -> tuple[Link, Replay]:
 
 
 def replay_of(segment: Segment, *, every: bool = False) -> Replay:
-    """Opens the files of a segment.
+    """Open the files of a segment.
 
     Raises:
         CheckpointError: a link is damaged.
@@ -165,7 +165,7 @@ def replay_of(segment: Segment, *, every: bool = False) -> Replay:
 
 
 def verify_chain(folder: Path) -> list[Link]:
-    """Reads every byte of a chain, rebuilds every state, and compares all hashes.
+    """Read every byte of a chain, rebuild every state, and compare all hashes.
 
     Raises:
         CheckpointError: a line for every file that is missing, damaged or from elsewhere.

@@ -28,7 +28,7 @@ from instar.record import atomic
 
 
 def squash_links(folder: Path, first: int, last: int) -> Link:
-    """Replaces the links `first` to `last` by one with the same result, and returns it.
+    """Replace the links `first` to `last` by one with the same result, and return it.
 
     The states between them are given up; all others, and the numbers, stay. After a crash the chain
     has the links or their replacement.
@@ -53,12 +53,12 @@ def _squash(folder: Path, first: int, last: int) -> Link:
             f"{segment.anchor.number} lead to {last}"
         )
     at = segment.links.index(begin)
-    squashed = [read_link(link.file) for link in segment.links[at:]]
-    absolute = all(file.footer.values == "absolute" for file in squashed)
+    link_files = [read_link(link.file) for link in segment.links[at:]]
+    absolute = all(file.footer.values == "absolute" for file in link_files)
     values: Values = "absolute" if absolute else "steps"
     before = replay_of(Segment(segment.anchor, segment.links[:at]))
     after = replay_of(segment)
-    head = squashed[-1].footer
+    head = link_files[-1].footer
     with (
         atomic.atomic_file(end.file) as temporary,
         temporary.open("wb") as file,
@@ -73,8 +73,8 @@ def _squash(folder: Path, first: int, last: int) -> Link:
         before.check()
         after.check()
         fields = {name: getattr(head, name) for name in Head.__struct_fields__}
-        whole = Head(**fields | {"first": begin.first, "base": begin.base_hash})
-        footer = writer.finish(whole)
+        head_of_all = Head(**fields | {"first": begin.first, "base": begin.base_hash})
+        footer = writer.finish(head_of_all)
         size_bytes = temporary.stat().st_size
     for link in segment.links[at:-1]:
         atomic.remove_tree(link.file)
@@ -88,7 +88,7 @@ def _squash(folder: Path, first: int, last: int) -> Link:
 
 
 def remove_states(folder: Path, number: int | None = None) -> list[Path]:
-    """Removes what is not needed for the states from `number` on; returns the removed files.
+    """Remove what is not needed for the states from `number` on; return the removed files.
 
     Those before the last anchor at or before `number` are removed; without a number only what crashes
     left behind.
@@ -105,17 +105,17 @@ def remove_states(folder: Path, number: int | None = None) -> list[Path]:
                 begin = segment_of(chain, find_link(chain, number)).anchor.number
                 write_chain_index(folder, msgspec.structs.replace(index, first=begin))
                 chain = [link for link in chain if link.number >= begin]
-            kept = {link.file for link in chain}
-            removed = [path for path in files(folder).values() if path not in kept]
-            for path in removed:
+            needed_files = {link.file for link in chain}
+            unneeded_files = [path for path in files(folder).values() if path not in needed_files]
+            for path in unneeded_files:
                 path.unlink()
     except OSError as error:
         raise CheckpointError(f"cannot clean {folder}: {error.strerror}") from error
-    return removed
+    return unneeded_files
 
 
 def rebuild_index(folder: Path) -> list[Link]:
-    """Writes a damaged or missing index anew from the files there are, and returns their chain.
+    """Write a damaged or missing index anew from the files there are, and return their chain.
 
     What was removed from its end is not noticed any more.
 
@@ -124,11 +124,13 @@ def rebuild_index(folder: Path) -> list[Link]:
     """
     try:
         with locked(folder):
-            found = [open_link(path) for path in files(folder).values()]
-            anchors = [link.number for link in found if link.kind == "anchor"]
+            all_links = [open_link(path) for path in files(folder).values()]
+            anchors = [link.number for link in all_links if link.kind == "anchor"]
             if not anchors:
                 raise CheckpointError(f"{folder}: there is no anchor of a chain here")
-            write_chain_index(folder, Index(anchors[0], found[-1].number, found[-1].result_hash))
+            write_chain_index(
+                folder, Index(anchors[0], all_links[-1].number, all_links[-1].result_hash)
+            )
     except OSError as error:
         raise CheckpointError(f"cannot write in {folder}: {error.strerror}") from error
     return links(folder)

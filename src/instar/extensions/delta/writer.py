@@ -50,17 +50,19 @@ class Written:
     """None for an anchor"""
 
     def event(self, **place: Any) -> Delta:
-        """Returns the event of the record; `place`: where in the run, see `Placed`."""
-        found = self.statistics
+        """Return the event of the record; `place`: where in the run, see `Placed`."""
+        statistics = self.statistics
         return Delta(
             number=self.link.number,
-            anchor=found is None,
+            anchor=statistics is None,
             size_bytes=self.link.size_bytes,
             seconds=self.seconds,
             stall_s=self.stall_s,
-            density=None if found is None else found.whole.density,
-            overlap=None if found is None else found.whole.overlap,
-            layers={} if found is None else {n: s.density for n, s in found.layers.items()},
+            density=None if statistics is None else statistics.whole.density,
+            overlap=None if statistics is None else statistics.whole.overlap,
+            layers={}
+            if statistics is None
+            else {n: s.density for n, s in statistics.layers.items()},
             **place,
         )
 
@@ -135,26 +137,26 @@ class DeltaWriter:
         Args:
             tensors: by name; they may change after this returns. Tied tensors are saved once.
         """
-        begun = time.perf_counter()
+        began = time.perf_counter()
         if not self._room.acquire(timeout=self.limit_s):
             self.failure = self._late()
             return
-        kept, aliases = without_aliases(tensors, {})
-        copies = {name: _copy(tensor, self.dtype) for name, tensor in kept.items()}
+        unique_tensors, aliases = without_aliases(tensors, {})
+        copies = {name: _copy(tensor, self.dtype) for name, tensor in unique_tensors.items()}
         device = next((copy.device for copy in copies.values() if copy.is_cuda), None)
-        copied = None if device is None else recorded_event(device)
+        copy_event = None if device is None else recorded_event(device)
         self._step = step
-        stall_s = time.perf_counter() - begun
-        self._copies.put(_Copy(step, copies, aliases, copied, begun, stall_s))
+        stall_s = time.perf_counter() - began
+        self._copies.put(_Copy(step, copies, aliases, copy_event, began, stall_s))
 
     def written(self) -> list[Written]:
         """Return the links that were acknowledged since the last call."""
-        found = []
+        links = []
         while True:
             try:
-                found.append(self._written.get_nowait())
+                links.append(self._written.get_nowait())
             except Empty:
-                return found
+                return links
 
     def flush(self) -> None:
         """Wait until every link is on disk.
@@ -169,11 +171,11 @@ class DeltaWriter:
     def barrier(self) -> Callable[[], None]:
         """Return a function that waits, in any thread, until the links saved up to now are on disk or
         have failed."""
-        done = threading.Event()
-        self._copies.put(done)
+        is_empty = threading.Event()
+        self._copies.put(is_empty)
 
         def wait() -> None:
-            if not done.wait(self.limit_s):
+            if not is_empty.wait(self.limit_s):
                 self.failure = self.failure or self._late()
 
         return wait
@@ -198,8 +200,8 @@ class DeltaWriter:
                 if self.failure is None:
                     self._write(copy)
             except Exception as error:
-                known = isinstance(error, InstarError)
-                what = str(error) if known else f"{type(error).__name__}: {error}"
+                is_expected = isinstance(error, InstarError)
+                what = str(error) if is_expected else f"{type(error).__name__}: {error}"
                 begins = f"cannot save step {copy.step:,}"
                 self.failure = what if begins in what else f"{begins} in {self.folder}: {what}"
             self._room.release()
@@ -257,12 +259,14 @@ def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _on_host(tensors: Mapping[str, Tensor], copied: torch.cuda.Event | None) -> dict[str, Tensor]:
+def _on_host(
+    tensors: Mapping[str, Tensor], copy_event: torch.cuda.Event | None
+) -> dict[str, Tensor]:
     """Return the tensors on the CPU; a GPU trains on while they are transferred."""
-    if copied is None:
+    if copy_event is None:
         return dict(tensors)
     device = next(tensor.device for tensor in tensors.values() if tensor.is_cuda)
-    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(beside):
-        beside.wait_event(copied)
+    side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side_stream):
+        side_stream.wait_event(copy_event)
         return {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -65,8 +65,8 @@ def make_plan(
         message = f"{len(combinations):,} instances, more than {MOST_INSTANCES:,}"
         raise ConfigError(*problems, loaded_config.problem(("matrix",), message))
     problems += _variable_problems(loaded_config, combinations)
-    parallel, refused = _parallel(loaded_config, machine, len(combinations))
-    problems += refused
+    parallel, more_problems = _parallel(loaded_config, machine, len(combinations))
+    problems += more_problems
     if problems:
         raise ConfigError(*problems)
     plan = FleetPlan(spec, tuple(instances_from(spec, combinations)), parallel)
@@ -187,8 +187,8 @@ def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
 def _combinations(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
     spec = loaded_config.spec
     keys_in_use = {*spec.matrix, *(key for combination in spec.include for key in combination)}
-    for number, excluded in enumerate(spec.exclude):
-        for key in excluded.keys() - keys_in_use:
+    for number, excluded_values in enumerate(spec.exclude):
+        for key in excluded_values.keys() - keys_in_use:
             similar = nearest(key, keys_in_use)
             hint = (
                 f"did you mean '{similar}'?"
@@ -198,8 +198,8 @@ def _combinations(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
             path = ("exclude", number, key)
             yield loaded_config.problem(path, f"'{key}' is no key of the matrix", hint)
     every = set(spec.matrix) or keys_in_use
-    for number, included in enumerate(spec.include):
-        if included.keys() != every:
+    for number, included_values in enumerate(spec.include):
+        if included_values.keys() != every:
             hint = f"give it {', '.join(sorted(every))}"
             yield loaded_config.problem(("include", number), "not the keys of the others", hint)
     keys_in_use |= {*(spec.search.space if spec.search else ())}
@@ -325,9 +325,9 @@ def _collisions(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[ConfigP
             value = value.absolute() if isinstance(value, Path) else value
             other = first.setdefault(value, instance)
             if other is not instance:
-                varied = next((k for k in plan.spec.matrix), "index")
+                first_key = next((k for k in plan.spec.matrix), "index")
                 message = f"instances {other.index} and {instance.index} have the same {key}"
-                hint = f"use e.g. ${{{varied}}} in it"
+                hint = f"use e.g. ${{{first_key}}} in it"
                 yield loaded_config.problem((key,), f"{message}: {getattr(instance, key)}", hint)
                 break
     for instance in plan.instances:
@@ -345,7 +345,7 @@ def _run_problems(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[Confi
     used, instances = _used(spec), plan.instances
     if search is not None:
         instances = tuple(instances_from(spec, extremes(search)))
-    varied = {key: None for instance in instances for key in instance.values}
+    matrix_keys = {key: None for instance in instances for key in instance.values}
     for name, job in runs.items():
         path: KeyPath = ("jobs", name, "run")
         file = str(resolve_beside(loaded_config, path, str(job.run)))
@@ -360,32 +360,32 @@ def _run_problems(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[Confi
         root = plain_root_of(config.task)
         if search is not None:
             yield from run_problems(loaded_config, search, config)
-        unknown = [key for key in varied if key not in schema_keys(root)]
+        unknown = [key for key in matrix_keys if key not in schema_keys(root)]
         for key in unknown:
             if key not in used:
                 similar = suggest_key(root, key) or nearest(key, schema_keys(root)) or ""
                 hint = f"did you mean '{similar}'?" if similar else "use it as ${…} somewhere"
                 message = f"'{key}' is no key of {file}, and no text uses it"
                 yield loaded_config.problem((*_varied_in(spec), key), message, hint)
-        checked: set[tuple[str, Scalar]] = set()
-        reported: dict[str, ConfigProblem] = {}
+        checked_pairs: set[tuple[str, Scalar]] = set()
+        reports: dict[str, ConfigProblem] = {}
         for instance in instances:
             pairs = set(instance.values.items())
-            if instance.index and pairs <= checked:
+            if instance.index and pairs <= checked_pairs:
                 continue
-            checked |= pairs
+            checked_pairs |= pairs
             variables = variables_of(instance, schema_keys(root))
             try:
                 load_config(file, sets_of(job, variables), import_task=False)
             except ConfigError as error:
                 for problem in error.problems:
-                    if problem.key in varied:
+                    if problem.key in matrix_keys:
                         place = loaded_config.place((*_varied_in(spec), problem.key))
                         problem = replace(problem, place=place)
-                    reported.setdefault(str(problem), problem)
+                    reports.setdefault(str(problem), problem)
                 if search is None:
                     break
-        yield from reported.values()
+        yield from reports.values()
 
 
 def _has_data(config: RunConfig) -> bool:

@@ -104,17 +104,19 @@ def _disk(plan: FleetPlan) -> Iterator[Finding]:
     for folders in disks.values():
         free = shutil.disk_usage(folders[0]).free
         enough = free >= _LITTLE_DISK_BYTES or folders == [locks_folder()]
-        closed = [str(folder) for folder in folders if not os.access(folder, os.W_OK)]
-        text = f"{free / 1e9:.1f} GB free" + (f", not writable: {', '.join(closed)}" * bool(closed))
-        yield Finding(f"disk of {folders[0]}", enough and not closed, text)
+        read_only = [str(folder) for folder in folders if not os.access(folder, os.W_OK)]
+        text = f"{free / 1e9:.1f} GB free" + (
+            f", not writable: {', '.join(read_only)}" * bool(read_only)
+        )
+        yield Finding(f"disk of {folders[0]}", enough and not read_only, text)
 
 
 def _limits(plan: FleetPlan) -> Iterator[Finding]:
     processes = plan.parallel * len(plan.spec.processes)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + _FILES_PER_PROCESS * processes
-    enough = files == resource.RLIM_INFINITY or files >= needed
-    yield Finding("open files", enough, f"{_limit(files)} allowed, about {needed} needed")
+    n_files = 64 + _FILES_PER_PROCESS * processes
+    enough = files == resource.RLIM_INFINITY or files >= n_files
+    yield Finding("open files", enough, f"{_limit(files)} allowed, about {n_files} needed")
     _, tasks = resource.getrlimit(resource.RLIMIT_NPROC)
     enough = tasks == resource.RLIM_INFINITY or tasks >= 4 * processes
     yield Finding("processes", enough, f"{_limit(tasks)} allowed, at least {2 * processes} needed")

@@ -75,14 +75,14 @@ def as_test(loaded_config: LoadedFleet, max_steps: int) -> LoadedFleet:
     }
     mark = "test" if number == 1 else f"test{number}"
     has_own_output = "${run_name}" in spec.output_dir
-    changed = {
+    changes = {
         "name": name,
         "vars": {**spec.vars, "max_steps": max_steps},
         "run_name": f"{mark}_{spec.run_name}",
         "output_dir": spec.output_dir if has_own_output else f"{spec.output_dir}-{mark}",
         "jobs": jobs,
     }
-    return replace(loaded_config, spec=spec.model_copy(update=changed))
+    return replace(loaded_config, spec=spec.model_copy(update=changes))
 
 
 def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFolder:
@@ -110,14 +110,14 @@ def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFo
                 _check_run_trusted(file)
                 configs[name] = _copy_of(path, name)
                 copyfile(file, configs[name])
-        saved = _Kept(
+        saved_fleet = _Kept(
             FORMAT,
             spec.model_dump(mode="json"),
             configs,
             gpus,
             str(Path.cwd()),
         )
-        replace_file(path / _FILE, json.dumps(msgspec.to_builtins(saved), indent=2).encode())
+        replace_file(path / _FILE, json.dumps(msgspec.to_builtins(saved_fleet), indent=2).encode())
     except OSError as error:
         raise ConfigError.of(f"cannot be written: {error.strerror}", where=str(path)) from None
     return FleetFolder(path, loaded_config, configs, gpus, Path.cwd())
@@ -149,11 +149,11 @@ def reopen_fleet(path: Path) -> FleetFolder:
     Raises:
         ConfigError: the file is damaged, or the folder belongs to another user: it names commands.
     """
-    saved, spec = _read(path)
+    saved_fleet, spec = _read(path)
     file = path / _FILE
     check_own(path)
     location = SourceLocation(str(file))
-    cwd = _cwd_of(path, saved)
+    cwd = _cwd_of(path, saved_fleet)
     if cwd != Path.cwd():
         path = path.absolute()
     # what was copied is run, and so it is what is checked
@@ -163,8 +163,8 @@ def reopen_fleet(path: Path) -> FleetFolder:
         for name, job in spec.jobs.items()
     }
     spec = spec.model_copy(update={"jobs": jobs})
-    loaded_config = LoadedFleet(spec, (Document(saved.spec, {(): (location, location)}),))
-    return FleetFolder(path, loaded_config, configs, saved.gpus, cwd)
+    loaded_config = LoadedFleet(spec, (Document(saved_fleet.spec, {(): (location, location)}),))
+    return FleetFolder(path, loaded_config, configs, saved_fleet.gpus, cwd)
 
 
 def _copy_of(path: Path, job: str) -> str:
@@ -172,12 +172,12 @@ def _copy_of(path: Path, job: str) -> str:
     return str((path / "configs" / f"{job}.yaml").absolute())
 
 
-def _cwd_of(path: Path, saved: _Kept) -> Path:
+def _cwd_of(path: Path, saved_fleet: _Kept) -> Path:
     """Return the folder in which a fleet's relative paths begin: where it was started, wherever that is now."""
-    recorded = Path(saved.cwd)
+    saved_cwd = Path(saved_fleet.cwd)
     with suppress(OSError):
-        if (recorded / FLEETS / path.name).samefile(path):
-            return recorded
+        if (saved_cwd / FLEETS / path.name).samefile(path):
+            return saved_cwd
     return path.absolute().parent.parent  # the project was moved or copied
 
 
@@ -219,15 +219,15 @@ def describe_fleet(path: Path) -> tuple[FleetSpec, Path]:
     Raises:
         ConfigError: the file is damaged.
     """
-    saved, spec = _read(path)
-    return spec, _cwd_of(path, saved)
+    saved_fleet, spec = _read(path)
+    return spec, _cwd_of(path, saved_fleet)
 
 
 def _read(path: Path) -> tuple[_Kept, FleetSpec]:
     file = path / _FILE
     try:
-        saved = msgspec.json.decode(of_bounded_depth(read_regular(file)), type=_Kept)
-        return saved, FleetSpec.model_validate_json(json.dumps(saved.spec))
+        saved_fleet = msgspec.json.decode(of_bounded_depth(read_regular(file)), type=_Kept)
+        return saved_fleet, FleetSpec.model_validate_json(json.dumps(saved_fleet.spec))
     except (OSError, ValueError, msgspec.MsgspecError, ValidationError) as error:
         raise ConfigError.of(f"not a fleet that was started: {error}", where=str(file)) from None
 

@@ -70,9 +70,9 @@ class Checker:
     async def _complete(self) -> None:
         """Ask an OpenAI-style server for one token."""
         if not self._model:
-            listed = await self._request("GET", "/v1/models")
+            response = await self._request("GET", "/v1/models")
             try:
-                self._model = str(listed["data"][0]["id"])
+                self._model = str(response["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
                 raise Unhealthy("/v1/models lists no model; name it in healthcheck.model") from None
         limits = {"model": self._model, "max_tokens": 1}

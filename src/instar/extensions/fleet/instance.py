@@ -122,8 +122,8 @@ class InstanceRunner:
             # a fleet without jobs serves until it is stopped
             tasks = jobs or ([] if spec.jobs else services)
             if tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                for task in done:
+                ended_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+                for task in ended_tasks:
                     task.result()
         finally:
             await _cancelled(jobs)
@@ -148,16 +148,18 @@ class InstanceRunner:
         while True:
             await self._dependencies(name, service)
             await self.context.pause("services")
-            reason, failed = await self._watch(name, service, state)
+            reason, has_failed = await self._watch(name, service, state)
             state.started = state.healthy = False
             state.loss = reason
             policy = service.restart.policy
-            paired = any(
+            restarts_with_other = any(
                 job.on_dependency_failure == "restart_pair" and name in job.depends_on
                 for job in self.context.plan.spec.jobs.values()
             )
-            again = policy == "always" or ((policy == "on-failure" or paired) and failed)
-            state.failed = not again or restarts >= service.restart.max
+            is_restarted = policy == "always" or (
+                (policy == "on-failure" or restarts_with_other) and has_failed
+            )
+            state.failed = not is_restarted or restarts >= service.restart.max
             self._notify()
             if state.failed:
                 raise InstanceFailed(name, f"{name} {reason}")
@@ -334,8 +336,8 @@ class InstanceRunner:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        change_event, self._changed = self._changed, asyncio.Event()
+        change_event.set()
 
     def _start(self, name: str, process: Process) -> RunningProcess:
         self.attempts[name] = attempt = self.attempts.get(name, 0) + 1
@@ -362,9 +364,9 @@ class InstanceRunner:
         self._write(name, "starting")
         locks = [lock.fileno() for lock in self.lease.locks(name)]
         tree = around.spawner.start(command, [around.trees, *locks])
-        started = RunningProcess(tree, lambda pid: self._write(name, "running", pid=pid))
-        self.running[name] = started
-        return started
+        running = RunningProcess(tree, lambda pid: self._write(name, "running", pid=pid))
+        self.running[name] = running
+        return running
 
     async def _stop(self, name: str, process: Process, running: RunningProcess) -> None:
         if not running.gone.done() and not running.exited.done():

@@ -141,16 +141,16 @@ def seen_launcher(folder: Path) -> int | None:
     if pid is not None or not lock.exists() or os.access(lock, os.R_OK):
         return pid
     status = fold_events(read_fleet_events(folder))
-    started = status.started
-    if started is None or status.ended is not None:
+    start = status.started
+    if start is None or status.ended is not None:
         return None
-    if started.host != socket.gethostname():
+    if start.host != socket.gethostname():
         age_s = time.time() - (folder / STATE_FILE).stat().st_mtime
         return 0 if age_s < _QUIET_S else None
     with suppress(psutil.Error, ValueError, OverflowError):
-        began = psutil.Process(started.pid).create_time()
-        if started.boot == boot_id() and began < started.time + SAME_PROCESS_S:
-            return started.pid
+        began = psutil.Process(start.pid).create_time()
+        if start.boot == boot_id() and began < start.time + SAME_PROCESS_S:
+            return start.pid
     return None
 
 

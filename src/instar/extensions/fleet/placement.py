@@ -186,14 +186,14 @@ def find_gpus(text: str | None, environ: Mapping[str, str] | None = None) -> tup
     return tuple(visible[number] for number in indices)
 
 
-def given_gpus(environ: Mapping[str, str], selected: str | None) -> tuple[Gpu, ...]:
+def given_gpus(environ: Mapping[str, str], selection: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that a scheduler gave to this process.
 
     Args:
-        selected: see `find_gpus`; the engine has then asked its scheduler for none.
+        selection: see `find_gpus`; the engine has then asked its scheduler for none.
     """
-    if selected is not None:
-        return find_gpus(selected)
+    if selection is not None:
+        return find_gpus(selection)
     return _visible(_real_gpus(), environ)
 
 
@@ -269,10 +269,10 @@ def lock_gpus(
     Raises:
         Taken: fewer are free; nothing is held then.
     """
-    preferred = [gpu for gpu in gpus if gpu.index in first]
+    first_gpus = [gpu for gpu in gpus if gpu.index in first]
     locks: list[tuple[Gpu, Lock]] = []
     holders: list[str] = []
-    for gpu in [*preferred, *(gpu for gpu in gpus if gpu not in preferred)]:
+    for gpu in [*first_gpus, *(gpu for gpu in gpus if gpu not in first_gpus)]:
         if len(locks) == count:
             break
         if gpu.processes:

@@ -195,9 +195,9 @@ def _of_set(value: object, variables: Mapping[str, Any]) -> str:
     if it were written with their values."""
     if not isinstance(value, str):
         return text_of(value)
-    alone = re.fullmatch(r"\$\{([^{}$]*)\}", value)
-    if alone and alone[1].strip() in variables:
-        return option_text(variables[alone[1].strip()])
+    match = re.fullmatch(r"\$\{([^{}$]*)\}", value)
+    if match and match[1].strip() in variables:
+        return option_text(variables[match[1].strip()])
     return expand(value, variables) if "$" in value else option_text(value)
 
 
@@ -247,7 +247,9 @@ def combinations_of(spec: FleetSpec) -> Iterator[dict[str, Scalar]]:
     keys = list(spec.matrix)
     for values in itertools.product(*spec.matrix.values()):
         combination = dict(zip(keys, values, strict=True))
-        if not any(excluded.items() <= combination.items() for excluded in spec.exclude):
+        if not any(
+            excluded_values.items() <= combination.items() for excluded_values in spec.exclude
+        ):
             yield combination
     yield from map(dict, spec.include)
 

@@ -338,11 +338,11 @@ class Pruner(Section):
 
     @model_validator(mode="after")
     def _own_settings(self) -> Self:
-        allowed = _PRUNER_SETTINGS[self.name]
+        setting_names = _PRUNER_SETTINGS[self.name]
         for setting in self.settings:
-            if setting not in allowed:
+            if setting not in setting_names:
                 raise ValueError(
-                    f"{self.name} has no {setting}, only {', '.join(allowed) or 'a name'}"
+                    f"{self.name} has no {setting}, only {', '.join(setting_names) or 'a name'}"
                 )
         if self.max_resource is not None and self.max_resource < (self.min_resource or 1):
             raise ValueError("max_resource is smaller than min_resource")

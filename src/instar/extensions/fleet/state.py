@@ -151,14 +151,14 @@ class FleetStatus:
 def fold_events(events: Iterable[FleetEvent]) -> FleetStatus:
     """Return what the events add up to."""
     instances: dict[int, InstanceStatus] = {}
-    started: Started | None = None
-    ended: Ended | None = None
+    start: Started | None = None
+    end: Ended | None = None
     for event in events:
         match event:
             case Started():
-                started, ended = event, None
+                start, end = event, None
             case Ended():
-                ended = event
+                end = event
             case InstanceChanged():
                 before = instances.get(event.instance, InstanceStatus())
                 began = event.time if event.phase == "starting" else before.began
@@ -196,7 +196,7 @@ def fold_events(events: Iterable[FleetEvent]) -> FleetStatus:
                 instances[event.instance] = replace(
                     before, processes={**before.processes, event.process: status}
                 )
-    return FleetStatus(instances, started, ended)
+    return FleetStatus(instances, start, end)
 
 
 def part_name(name: str, part: int | None) -> str:

@@ -64,7 +64,7 @@ class GraphNetwork(nn.Module):
         graph_GF: Tensor | None = None,
         edges_EF: Tensor | None = None,
     ) -> Tensor:
-        """Returns the concatenated outputs of all heads: (G, outputs), or (N, outputs) per node.
+        """Return the concatenated outputs of all heads: (G, outputs), or (N, outputs) per node.
 
         Args:
             edges_E2: pairs of node indices in the batch, int64; may be empty.
@@ -100,7 +100,7 @@ class GraphNetwork(nn.Module):
         return torch.cat(outputs, dim=-1)
 
     def init_weights(self, seed: int) -> None:
-        """Initializes every parameter (see `set_parameters`)."""
+        """Initialize every parameter (see `set_parameters`)."""
         set_parameters(self, self.shape.parameters(), seed)
 
 
@@ -143,16 +143,16 @@ class _Aggregation(nn.Module):
 
     def forward(self, h_ND: Tensor, edges: _Edges) -> Tensor:
         if self.heads:
-            aggregated = self._attended(h_ND, edges)
+            sums_ND = self._attended(h_ND, edges)
         elif edges.features is None:
-            aggregated = edges.sum(h_ND)
+            sums_ND = edges.sum(h_ND)
         else:
             sent_ED = self.activation(
                 h_ND.index_select(0, edges.sender) + self.edge(edges.features)
             )
-            aggregated = edges.sum_of(at_least_float32(sent_ED), len(h_ND))
-        heard: Tensor = self.heard(aggregated)
-        return heard
+            sums_ND = edges.sum_of(at_least_float32(sent_ED), len(h_ND))
+        messages: Tensor = self.heard(sums_ND)
+        return messages
 
     def _attended(self, h_ND: Tensor, edges: _Edges) -> Tensor:
         """GATv2 (arXiv 2105.14491, equation 7): Σ_j α_ij s_j, where α is the softmax over the
@@ -192,13 +192,13 @@ class _Edges:
             )
 
     def sum(self, h_ND: Tensor) -> Tensor:
-        """Sums over the senders of each node, weighted by the layer type."""
+        """Sum over the senders of each node, weighted by the layer type."""
         with torch.autocast(h_ND.device.type, enabled=False):
-            summed: Tensor = _SparseProduct.apply(h_ND, self.of_receivers, self.of_senders)  # type: ignore[no-untyped-call]
-        return summed
+            sums: Tensor = _SparseProduct.apply(h_ND, self.of_receivers, self.of_senders)  # type: ignore[no-untyped-call]
+        return sums
 
     def sum_of(self, sent_ED: Tensor, nodes: int) -> Tensor:
-        """Sums what is sent along the edges to each node, weighted by the layer type."""
+        """Sum what is sent along the edges to each node, weighted by the layer type."""
         weighted_ED = sent_ED * self.weight_E[:, None]
         return _sum_by_node(weighted_ED, self.receiver, nodes)
 
@@ -228,7 +228,7 @@ class _SortedEdges:
         return _Rows(self.begins, self.columns, weight_E[self.order])
 
     def degrees(self, dtype: torch.dtype) -> Tensor:
-        """Returns the degree of each edge's end, (E,)."""
+        """Return the degree of each edge's end, (E,)."""
         degrees: Tensor = self.begins.diff().to(dtype)[self.ends]
         return degrees
 
@@ -236,7 +236,7 @@ class _SortedEdges:
 def _weights(
     by_receiver: _SortedEdges, by_sender: _SortedEdges, layer: Layer, dtype: torch.dtype
 ) -> Tensor:
-    """Returns the weight of each edge (E,): 1 for a sum (GIN), 1 / degree of the receiver for a
+    """Return the weight of each edge (E,): 1 for a sum (GIN), 1 / degree of the receiver for a
     mean (SAGE), 1 / √(product of both degrees) for a GCN (arXiv 1609.02907; both directions as in
     arXiv 2305.10498)."""
     if layer == "gin":
@@ -254,8 +254,8 @@ class _SparseProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: _Rows, transposed: _Rows) -> Tensor:
-        ctx.transposed = transposed
+    def forward(ctx: Any, x: Tensor, matrix: _Rows, transpose: _Rows) -> Tensor:
+        ctx.transposed = transpose
         return _product(matrix, x)
 
     @staticmethod
@@ -276,9 +276,9 @@ def _product(matrix: _Rows, x: Tensor) -> Tensor:
 
 
 def _sum_by_node(messages: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
-    """Sums what arrives at each node: (E, …) → (N, …)."""
-    summed = messages.new_zeros(nodes, *messages.shape[1:])
-    return summed.scatter_add(0, _like_rows(receiver_E, messages), messages)
+    """Sum what arrives at each node: (E, …) → (N, …)."""
+    sums = messages.new_zeros(nodes, *messages.shape[1:])
+    return sums.scatter_add(0, _like_rows(receiver_E, messages), messages)
 
 
 def _softmax_by_node(score: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
@@ -299,9 +299,9 @@ def _like_rows(index_E: Tensor, rows: Tensor) -> Tensor:
 def reduce_by_graph(
     rows: Tensor, offsets: Tensor, reduction: Literal["sum", "mean", "max"]
 ) -> Tensor:
-    """Reduces the rows offsets[g] … offsets[g + 1] - 1 of each graph, at least one: (N, …) → (G, …)."""
-    reduced: Tensor = torch.segment_reduce(rows, reduction, offsets=offsets)
-    return reduced
+    """Reduce the rows offsets[g] … offsets[g + 1] - 1 of each graph, at least one: (N, …) → (G, …)."""
+    values: Tensor = torch.segment_reduce(rows, reduction, offsets=offsets)
+    return values
 
 
 class _Pool(nn.Module):
@@ -315,13 +315,13 @@ class _Pool(nn.Module):
 
     def forward(self, x_ND: Tensor, offsets: Tensor) -> Tensor:
         with torch.autocast(x_ND.device.type, enabled=False):
-            pooled = [
+            pools = [
                 self.attention(x_ND, offsets)
                 if pooling == "attention"
                 else reduce_by_graph(x_ND, offsets, pooling)
                 for pooling in self.poolings
             ]
-        return torch.cat(pooled, dim=-1)
+        return torch.cat(pools, dim=-1)
 
 
 class _AttentionPool(nn.Module):

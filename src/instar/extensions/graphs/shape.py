@@ -95,9 +95,9 @@ class GraphShape(Shape):
     streams: ClassVar[tuple[str, ...]] = ("width",)
 
     def __post_init__(self) -> None:
-        needed = ["features", "width", "mlp", "layers", "readout"]
-        needed += ["heads", "channels"] if self.layer == "gat" else []
-        problems = size_problems(self, needed, MOST)
+        sizes_needed = ["features", "width", "mlp", "layers", "readout"]
+        sizes_needed += ["heads", "channels"] if self.layer == "gat" else []
+        problems = size_problems(self, sizes_needed, MOST)
         if problems:
             raise ArchitectureError(*problems)
 
@@ -163,7 +163,7 @@ class GraphShape(Shape):
 def resolve_graph(
     model: GraphModelConfig, features: int, graph_features: int = 0, edge_features: int = 0
 ) -> GraphShape:
-    """Returns the shape that a config describes.
+    """Return the shape that a config describes.
 
     Args:
         features: number of features of a node.
@@ -194,7 +194,7 @@ def resolve_graph(
 
 
 def sizes_of(shape: GraphShape) -> dict[str, Any]:
-    """Returns the keys of `GraphModelConfig` that growth changes, for a shape."""
+    """Return the keys of `GraphModelConfig` that growth changes, for a shape."""
     of_heads = {"n_head": shape.heads} if shape.layer == "gat" else {}
     return {
         "n_layer": shape.layers,
@@ -208,7 +208,7 @@ def sizes_of(shape: GraphShape) -> dict[str, Any]:
 
 
 def flops_per_graph(shape: GraphShape, nodes: float, edges: float) -> float:
-    """Returns floating-point operations per graph of a forward and backward pass, for matrix
+    """Return floating-point operations per graph of a forward and backward pass, for matrix
     products and sums over neighbours.
 
     It counts 6 per matrix weight and node (or edge, or graph) that it is applied to, 6 per edge,
@@ -225,5 +225,5 @@ def flops_per_graph(shape: GraphShape, nodes: float, edges: float) -> float:
             if name.endswith(".edge.weight"):
                 times = edges * n_flows / len(shape.flows)
             products += times * axis_size(sizes, "*".join(entry.axes))
-    summed = shape.layers * n_flows * edges * axis_size(sizes, shape.aggregation_axis)
-    return 6.0 * (products + summed * (2 if shape.layer == "gat" else 1))
+    sum_products = shape.layers * n_flows * edges * axis_size(sizes, shape.aggregation_axis)
+    return 6.0 * (products + sum_products * (2 if shape.layer == "gat" else 1))

@@ -126,10 +126,10 @@ class GraphSpec(SampleSetSpec):
             f"no data in {_folder(config)} yet; a run would generate them: {len(source)} "
             f"{config.data.source} stand in for them"
         )
-        everything = {"train": np.arange(len(source))}
-        survey = survey_graphs(source, {"val": everything["train"]}, config.model)
+        all_indices = {"train": np.arange(len(source))}
+        survey = survey_graphs(source, {"val": all_indices["train"]}, config.model)
         shape = _shape(config, survey)
-        return cls(config, shape, SampleSet(source, everything, config.data), survey)
+        return cls(config, shape, SampleSet(source, all_indices, config.data), survey)
 
     @classmethod
     def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:

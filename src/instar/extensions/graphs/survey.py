@@ -131,9 +131,9 @@ class _Faults:
         for (column, message), samples in self.samples.items():
             text = message.replace("{}", self.details.get((column, message), ""))
             more = len(samples) - 1
-            alike = f" ({more:,} more sample{'s' * (more > 1)} alike)" if more else ""
+            more_text = f" ({more:,} more sample{'s' * (more > 1)} alike)" if more else ""
             yield ConfigProblem(
-                (), f"sample {samples[0]}: {column} {text}{alike}", place="data.source"
+                (), f"sample {samples[0]}: {column} {text}{more_text}", place="data.source"
             )
 
 
@@ -151,10 +151,12 @@ class _Wanted:
     def fits(self, column: Column) -> bool:
         if isinstance(column, Mapping):
             return False
-        ragged = isinstance(column, Ragged)
+        is_ragged = isinstance(column, Ragged)
         values = column.values if isinstance(column, Ragged) else column
         pairs = self.column != "edges" or values.shape[-1] == 2
-        return values.ndim - (not ragged) == self.axes and values.dtype.kind in self.kinds and pairs
+        return (
+            values.ndim - (not is_ragged) == self.axes and values.dtype.kind in self.kinds and pairs
+        )
 
 
 def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
@@ -177,17 +179,19 @@ def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
 
 def _missing(columns: Columns, model: GraphModelConfig) -> Iterator[ConfigProblem]:
     """Yield a problem per required column that is missing or malformed; any samples will do."""
-    for required in _wanted(model):
-        column = columns.get(required.column)
+    for requirement in _wanted(model):
+        column = columns.get(requirement.column)
         if column is None:
             hint = f"there are {', '.join(columns) or 'none'}"
-            message = f"samples have no column {required.column!r}; it should hold {required.form}"
-        elif not required.fits(column):
+            message = (
+                f"samples have no column {requirement.column!r}; it should hold {requirement.form}"
+            )
+        elif not requirement.fits(column):
             hint = ""
-            message = f"column {required.column!r} does not hold {required.form}"
+            message = f"column {requirement.column!r} does not hold {requirement.form}"
         else:
             continue
-        yield ConfigProblem((required.key,), message, hint, place=required.key)
+        yield ConfigProblem((requirement.key,), message, hint, place=requirement.key)
 
 
 def _check_graphs(

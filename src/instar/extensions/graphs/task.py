@@ -75,20 +75,20 @@ class GraphTask(Task):
         for head, of_head, target in self._heads(outputs, batch):
             loss = _loss(head, of_head, target)
             total += head.weight * loss
-            counted = everywhere
+            is_counted = everywhere
             if head.kind == "classification":
                 has_class = target != NO_CLASS
-                counted = has_class.float()
+                is_counted = has_class.float()
                 right = (of_head.argmax(-1) == target).float()
-                values[f"{head.name}/loss"] = loss, counted
-                values[f"{head.name}/accuracy"] = right * counted, counted
-                compared = of_head[has_class].softmax(-1), target[has_class].long()
+                values[f"{head.name}/loss"] = loss, is_counted
+                values[f"{head.name}/accuracy"] = right * is_counted, is_counted
+                pair = of_head[has_class].softmax(-1), target[has_class].long()
             else:
-                predicted, actual = of_head.squeeze(-1), target.to(outputs.dtype)
-                values[f"{head.name}/mae"] = (predicted - actual).abs(), counted
-                values[f"{head.name}/mse"] = loss, counted
-                compared = (predicted, actual) if mask is None else (predicted[mask], actual[mask])
-            inputs |= {f"{head.name}/{metric}": compared for metric in head.metrics}
+                predictions, actual = of_head.squeeze(-1), target.to(outputs.dtype)
+                values[f"{head.name}/mae"] = (predictions - actual).abs(), is_counted
+                values[f"{head.name}/mse"] = loss, is_counted
+                pair = (predictions, actual) if mask is None else (predictions[mask], actual[mask])
+            inputs |= {f"{head.name}/{metric}": pair for metric in head.metrics}
         if self.architecture.level == "node":
             values = {
                 name: (reduce_by_graph(v, offsets, "sum"), reduce_by_graph(w, offsets, "sum"))

@@ -32,8 +32,8 @@ def final_answer(text: str) -> str | None:
     The first of these that occurs, and of several the last: `\boxed{…}`, `#### …`, "the answer is …", a
     number.
     """
-    if (boxed := _boxed(text)) is not None:
-        return boxed
+    if (box := _boxed(text)) is not None:
+        return box
     for pattern in (_MARKED, _STATED):
         if answers := [match[1].strip() for match in pattern.finditer(text)]:
             return answers[-1] or None
@@ -49,9 +49,9 @@ def is_correct(completion: str, expected: str) -> bool:
 
 def final_answer_of_solution(solution: str) -> str:
     r"""Return the answer that a reference solution marks by `\boxed` or `####`, or all of it."""
-    marked = _MARKED.findall(solution)
-    boxed = _boxed(solution)
-    return boxed if boxed is not None else marked[-1].strip() if marked else solution.strip()
+    marks = _MARKED.findall(solution)
+    box = _boxed(solution)
+    return box if box is not None else marks[-1].strip() if marks else solution.strip()
 
 
 def same_answer(answer: str, expected: str) -> bool:
@@ -61,8 +61,10 @@ def same_answer(answer: str, expected: str) -> bool:
         return bool(texts[0])
     if max(map(len, texts)) > MOST_CHARACTERS:
         return False
-    joined = (_THOUSANDS.sub("", texts[0]), _THOUSANDS.sub("", texts[1]))
-    return _same(joined[0], joined[1]) or (texts != joined and _same(texts[0], texts[1]))
+    plain_texts = (_THOUSANDS.sub("", texts[0]), _THOUSANDS.sub("", texts[1]))
+    return _same(plain_texts[0], plain_texts[1]) or (
+        texts != plain_texts and _same(texts[0], texts[1])
+    )
 
 
 def _boxed(text: str) -> str | None:
@@ -156,8 +158,8 @@ def _value(text: str) -> object:
 
 
 def _unordered(texts: list[str]) -> tuple[object, ...]:
-    counted = Counter(map(_value, texts))
-    return (frozenset(counted.items()),)
+    counts = Counter(map(_value, texts))
+    return (frozenset(counts.items()),)
 
 
 def _split(text: str, separator: str) -> Iterator[str]:

@@ -121,5 +121,5 @@ class RunCallback(TrainerCallback):
         began = time.perf_counter()
         pass_rates = self._evaluate(step)
         self._record.evaluated(step, pass_rates, time.perf_counter() - began)
-        reached = "  ".join(f"pass@{k} {value:.3f}" for k, value in pass_rates.pass_at.items())
-        logger.info("%6d  %s  val loss %.4f", step, reached, pass_rates.loss)
+        rates_text = "  ".join(f"pass@{k} {value:.3f}" for k, value in pass_rates.pass_at.items())
+        logger.info("%6d  %s  val loss %.4f", step, rates_text, pass_rates.loss)

@@ -89,14 +89,14 @@ def _from_hub(name: str) -> Questions:
 
     path, config = _ON_THE_HUB[name]
     try:
-        loaded = load_dataset(path, config)
+        splits = load_dataset(path, config)
     except Exception as error:  # its errors share no class: the hub's, requests', its own
         raise ConfigError.of(
             f"{path} cannot be loaded: {type(error).__name__}: {str(error).splitlines()[0][:200]}",
             where=f"--dataset {name}",
             hint="check the connection to the Hugging Face hub, or give the path of a file with its rows",
         ) from error
-    train, test = (_questions(loaded[split], f"{path}/{split}") for split in ("train", "test"))
+    train, test = (_questions(splits[split], f"{path}/{split}") for split in ("train", "test"))
     return Questions(train, test)
 
 

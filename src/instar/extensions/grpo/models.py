@@ -57,17 +57,17 @@ def load_policy(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, 
         _try_tokenizer(Path(model), [*texts(load_questions(dataset))])
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
     except (OSError, ValueError) as error:
         raise ConfigError.of(
             f"{model} cannot be loaded: {str(error).splitlines()[0][:300]}",
             where="--model",
             hint=f"write {TINY}, a folder, or a name on the Hugging Face hub",
         ) from error
-    _agree_on_end(loaded, tokenizer, model)
+    _agree_on_end(policy, tokenizer, model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return loaded, tokenizer
+    return policy, tokenizer
 
 
 def _try_tokenizer(folder: Path, questions: list[str]) -> None:
@@ -107,15 +107,15 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        saved = tokenizer.backend_tokenizer.to_str()
-        content = json.loads(saved)
+        text = tokenizer.backend_tokenizer.to_str()
+        content = json.loads(text)
         self._before, self._after = added_to_text(content["post_processor"])
-        self._engine = engine_of(saved, content)
+        self._engine = engine_of(text, content)
 
     def __call__(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text. Raises ConfigError if the library fails."""
-        parsed = self._engine.parse(texts)
-        return [[*self._before, *ids.tolist(), *self._after] for ids, _ in parsed]
+        pieces = self._engine.parse(texts)
+        return [[*self._before, *ids.tolist(), *self._after] for ids, _ in pieces]
 
 
 def _agree_on_end(model: Any, tokenizer: Any, name: str) -> None:

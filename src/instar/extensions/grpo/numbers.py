@@ -144,9 +144,9 @@ class _Parser:
         if isinstance(token, Fraction):
             self._at += 1
             return token
-        if opened := self._take("(", "{"):
+        if bracket := self._take("(", "{"):
             value = self._sum()
-            self._close(opened)
+            self._close(bracket)
             return value
         if self._take(r"\frac"):
             numerator = self._argument()
@@ -166,8 +166,8 @@ class _Parser:
             return Decimal("Infinity")
         raise NotANumber(str(token))
 
-    def _close(self, opened: str) -> None:
-        if not self._take({"(": ")", "{": "}", "[": "]"}[opened]):
+    def _close(self, bracket: str) -> None:
+        if not self._take({"(": ")", "{": "}", "[": "]"}[bracket]):
             raise NotANumber("a bracket is not closed")
 
     def _argument(self) -> Value:

@@ -134,8 +134,8 @@ class VllmSampler:
             vllm.sync_weights()
             self._trainer._last_loaded_step = step
         vllm.generation_kwargs["seed"] = seed
-        repeated = [list(ids) for ids in prompts for _ in range(n)]
-        _, ids, log_probs, _ = vllm.generate(prompts=repeated, images=None, num_generations=n)
+        copies = [list(ids) for ids in prompts for _ in range(n)]
+        _, ids, log_probs, _ = vllm.generate(prompts=copies, images=None, num_generations=n)
         return Drawn(ids, [[token[0] for token in tokens] for tokens in log_probs])
 
 
@@ -155,15 +155,15 @@ def find_server(generation: str, port: int, model: str) -> CompletionServer:
         ConfigError: none answers there, it has another model, or takes no weights.
     """
     address = f"http://127.0.0.1:{port}"
-    listed = _listed(generation, address)
-    names = [str(entry.get("id")) for entry in listed]
+    models = _listed(generation, address)
+    names = [str(entry.get("id")) for entry in models]
     if model not in names:
         raise ConfigError.of(
             f"the server at {address} has {', '.join(names) or 'no model'}, not {model}",
             where="--model",
             hint="start it with the model that is trained",
         )
-    dtype = listed[names.index(model)].get("dtype")
+    dtype = models[names.index(model)].get("dtype")
     if generation == "server" and dtype not in ("bfloat16", "float32"):
         raise ConfigError.of(
             f"the server at {address} takes no weights",
@@ -180,8 +180,8 @@ def _listed(generation: str, address: str) -> list[dict[str, Any]]:
     try:
         with sampler_client(address, _CHECK_S) as client:
             client.get("/health").raise_for_status()
-            listed = client.get("/v1/models").raise_for_status().json()["data"]
-            return [dict(entry) for entry in listed]
+            models = client.get("/v1/models").raise_for_status().json()["data"]
+            return [dict(entry) for entry in models]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ConfigError.of(
             f"no server answers at {address}: {str(error) or type(error).__name__}",

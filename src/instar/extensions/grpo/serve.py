@@ -89,8 +89,13 @@ class ModelService:
 
     async def _models(self, _: Request) -> Response:
         dtype = str(self._model.dtype).removeprefix("torch.")
-        listed = {"id": self._name, "object": "model", "dtype": dtype, "weights": self._weights}
-        return _answer({"object": "list", "data": [listed]})
+        description = {
+            "id": self._name,
+            "object": "model",
+            "dtype": dtype,
+            "weights": self._weights,
+        }
+        return _answer({"object": "list", "data": [description]})
 
     async def _completions(self, request: Request) -> Response:
         body = await _body(request, _REQUEST_BYTES)
@@ -175,11 +180,11 @@ class ModelService:
         return TextEncoder(self._tokenizer)
 
     def _choice(self, index: int, prompt: Ids, ids: Ids, limit: int) -> dict[str, Any]:
-        ended = bool(ids) and ids[-1] in end_ids(self._model)
+        is_ended = bool(ids) and ids[-1] in end_ids(self._model)
         return {
             "index": index,
             "text": self._tokenizer.decode(ids, skip_special_tokens=True),
-            "finish_reason": "stop" if ended or len(ids) < limit else "length",
+            "finish_reason": "stop" if is_ended or len(ids) < limit else "length",
             "logprobs": None,
             "prompt_token_ids": prompt,
             "token_ids": ids,

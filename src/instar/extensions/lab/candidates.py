@@ -53,12 +53,14 @@ class GrowthCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def steps(self, final_steps: int) -> int:
         """Return the steps with the FLOPs of so many of the final size."""
-        spent = final_steps * self.stages[-1].flops_per_token
+        total_flops = final_steps * self.stages[-1].flops_per_token
         shares = [*(stage.share for stage in self.stages), 1.0]
         costs = (stage.flops_per_token for stage in self.stages)
         mean = sum(c * (end - at) for c, (at, end) in zip(costs, pairwise(shares), strict=True))
-        near = round(spent / mean)
-        return min(range(max(near - 2, 1), near + 3), key=lambda n: abs(self.flops(n) - spent))
+        near = round(total_flops / mean)
+        return min(
+            range(max(near - 2, 1), near + 3), key=lambda n: abs(self.flops(n) - total_flops)
+        )
 
     def moments(self, steps: int) -> tuple[int, ...]:
         """Return the step of each growth in a run of so many."""
@@ -150,11 +152,11 @@ def proposals(final: Architecture, decay: float) -> Iterator[GrowthProposal]:
         yield deeper((layers // factor, layers), _MOMENTS[1:2], "rewarm", _REWARM)
     if layers > 2:  # a single layer has only copies, which stacking makes too
         yield deeper((layers - layers // 2, layers), _MOMENTS[1:2], "insert")
-    halved = ("embed", "heads", "kv_heads", "mlp")
-    sizes = [getattr(final, AXES[axis]) for axis in halved]
+    axes_to_halve = ("embed", "heads", "kv_heads", "mlp")
+    sizes = [getattr(final, AXES[axis]) for axis in axes_to_halve]
     if all(size % 2 == 0 for size in sizes):
         share = round(stable * _MOMENTS[1], 2)
-        half = {axis: size // 2 for axis, size in zip(halved, sizes, strict=True)}
+        half = {axis: size // 2 for axis, size in zip(axes_to_halve, sizes, strict=True)}
         shape = final.resized(**half)
         wider = (
             {"name": "widen_hidden", "value": "x2"},

@@ -261,9 +261,9 @@ def _print_pilot(pilot: Pilot) -> None:
             if growth is None
             else [f"{growth['token_worth']:.3f}", f"{growth['missing_loss']:+.4f}"]
         )
-        grown = f"{run.case.grown_at[-1]:,}" if run.case.grown_at else ""
+        grown_at = f"{run.case.grown_at[-1]:,}" if run.case.grown_at else ""
         steps, tokens = f"{run.case.steps:,}", si(round(run.tokens))
-        rows.append([run.case.name, steps, grown, tokens, f"{run.loss:.4f}", *worth])
+        rows.append([run.case.name, steps, grown_at, tokens, f"{run.loss:.4f}", *worth])
     headers = ["run", "steps", "grown at", "tokens", "loss", "γ", "δ"]
     print_table(headers, rows, right=headers[1:])
     click.echo(

@@ -68,8 +68,8 @@ def expected_saving(
     """
     schedule = loaded_config.places.get(f"{SCHEDULE}[0]")
     sources = [source for source in (schedule and schedule.source, path) if source]
-    nearby = (pilot_path(source) for source in sources if Path(source).is_file())
-    pilot_file = file or next((candidate for candidate in nearby if candidate.exists()), None)
+    source_files = (pilot_path(source) for source in sources if Path(source).is_file())
+    pilot_file = file or next((candidate for candidate in source_files if candidate.exists()), None)
     if pilot_file is None:
         return typical(forecast)
     pilot = read_pilot(pilot_file)
@@ -88,34 +88,34 @@ def expected_saving(
         raise ConfigError.of(f"predicts nothing here: {error}", str(pilot_file), hint) from None
     saving = replace(saving, family=family_saving(forecast, exponents))
     if different_keys := pilot.differing(loaded_config.config):
-        beyond = (
+        extrapolations = (
             *saving.extrapolates,
             f"measured with other settings of {', '.join(different_keys)}",
         )
-        saving = replace(saving, extrapolates=beyond)
+        saving = replace(saving, extrapolates=extrapolations)
     return saving
 
 
 def saving_values(saving: ExpectedSaving | TypicalSaving | None) -> dict[str, Any]:
     """Return JSON values: `saving`, which was measured, or `typical_saving`, which was not."""
-    measured = isinstance(saving, ExpectedSaving)
+    is_measured = isinstance(saving, ExpectedSaving)
     values = None if saving is None else asdict(saving)
     return {
-        "saving": values if measured else None,
-        "typical_saving": None if measured else values,
+        "saving": values if is_measured else None,
+        "typical_saving": None if is_measured else values,
     }
 
 
 def typical(forecast: Forecast) -> TypicalSaving | None:
     """Return what a schedule of copies may save; None if it grows otherwise, or not at all."""
-    grown = [s.operation.split()[0] for s in forecast.stages[1:] if not s.skipped]
-    operations = {name for name in grown if is_growth(name)}
+    operation_names = [s.operation.split()[0] for s in forecast.stages[1:] if not s.skipped]
+    operations = {name for name in operation_names if is_growth(name)}
     if operations != {_COPIES} or forecast.unit != "token":
         return None
-    spent = spending(forecast)
-    if why := _unknown(forecast, spent):
+    costs = spending(forecast)
+    if why := _unknown(forecast, costs):
         return TypicalSaving(why)
-    low, middle, high = (saved([spent], _flops(spent), theta) for theta in reversed(EXPONENTS))
+    low, middle, high = (saved([costs], _flops(costs), theta) for theta in reversed(EXPONENTS))
     return TypicalSaving("", (low, middle, high), family_saving(forecast, EXPONENTS))
 
 
@@ -146,23 +146,23 @@ def family_saving(forecast: Forecast, exponents: Sequence[float]) -> Shares | No
     return shares[round(0.025 * count)], median(shares), shares[round(0.975 * count) - 1]
 
 
-def _flops(spent: Sequence[Spent]) -> float:
-    return sum(stage.flops_per_token * stage.tokens for stage in spent)
+def _flops(costs: Sequence[Spent]) -> float:
+    return sum(stage.flops_per_token * stage.tokens for stage in costs)
 
 
-def _unknown(forecast: Forecast, spent: Sequence[Spent]) -> str:
+def _unknown(forecast: Forecast, costs: Sequence[Spent]) -> str:
     """Return why the runs that were measured say nothing of this one; empty if they do."""
-    if not spent or forecast.early != forecast.late:
+    if not costs or forecast.early != forecast.late:
         return "when it grows or ends is not known"
     final = forecast.stages[-1]
     begin, end = forecast.stages[0].architecture, final.architecture
     if not (isinstance(begin, Architecture) and isinstance(end, Architecture)):
         return "only GPTs have been measured"
     factor = end.n_layer / max(begin.n_layer, 1)
-    tokens = sum(stage.tokens for stage in spent)
+    tokens = sum(stage.tokens for stage in costs)
     ratio = tokens / final.parameters.total
     last = final.flops_per_token
-    before = sum(s.tokens for s in spent if s.flops_per_token != last) / tokens
+    before = sum(s.tokens for s in costs if s.flops_per_token != last) / tokens
     low, high = TOKENS_PER_PARAMETER
     if not low <= ratio <= high:
         return f"the run has {ratio:.2g} tokens per parameter, and those that were measured {low:g} to {high:g}"

@@ -58,8 +58,8 @@ class PilotCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def name(self) -> str:
         """The end of its folder's name."""
-        grown = f"-at-{self.grown_at[-1]}" if self.grown_at else ""
-        return f"{self.arm}-{self.steps}{grown}-s{self.seed}"
+        growth_mark = f"-at-{self.grown_at[-1]}" if self.grown_at else ""
+        return f"{self.arm}-{self.steps}{growth_mark}-s{self.seed}"
 
 
 class PilotRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,8 +127,8 @@ class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def missing(self) -> tuple[PilotCase, ...]:
         """The cases that have not been run."""
-        done = {run.case for run in self.runs}
-        return tuple(case for case in self.cases if case not in done)
+        finished_cases = {run.case for run in self.runs}
+        return tuple(case for case in self.cases if case not in finished_cases)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

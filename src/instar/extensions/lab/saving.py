@@ -73,37 +73,37 @@ def spending(
     if totals is None:
         return ()
     begins = [(s, s.latest_step if late else s.first_step) for s in forecast.stages]
-    reached = [
+    stages = [
         (stage, begin)
         for stage, begin in begins
         if begin is not None and (end is None or begin < end)
     ]
-    ends = [*(begin for _, begin in reached[1:]), totals.steps if end is None else end]
+    ends = [*(begin for _, begin in stages[1:]), totals.steps if end is None else end]
     return tuple(
         Spent(stage.flops_per_token, (end - begin) * stage.settings.global_batch * stage.weight)
-        for (stage, begin), end in zip(reached, ends, strict=True)
+        for (stage, begin), end in zip(stages, ends, strict=True)
     )
 
 
-def worth(spent: Sequence[Spent], exponent: float) -> float:
+def worth(costs: Sequence[Spent], exponent: float) -> float:
     """Return the tokens of the last stage's size that all stages are worth."""
-    final = spent[-1].flops_per_token
-    return sum(math.pow(stage.flops_per_token / final, exponent) * stage.tokens for stage in spent)
+    final = costs[-1].flops_per_token
+    return sum(math.pow(stage.flops_per_token / final, exponent) * stage.tokens for stage in costs)
 
 
-def exponent_of(spent: Sequence[Spent], tokens: float) -> float:
+def exponent_of(costs: Sequence[Spent], tokens: float) -> float:
     """Return the θ with which the stages are worth `tokens`; the nearest end of its range if none is."""
     low, high = _EXPONENTS
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if worth(spent, middle) > tokens else (low, middle)
+        low, high = (middle, high) if worth(costs, middle) > tokens else (low, middle)
     return (low + high) / 2
 
 
-def before_growth(spent: Sequence[Spent]) -> float:
+def before_growth(costs: Sequence[Spent]) -> float:
     """Return the tokens before the last stage's size."""
     return sum(
-        stage.tokens for stage in spent if stage.flops_per_token != spent[-1].flops_per_token
+        stage.tokens for stage in costs if stage.flops_per_token != costs[-1].flops_per_token
     )
 
 
@@ -156,9 +156,9 @@ class PilotFindings:
         for run in (run for runs in self._seeds for run in runs):
             case = run.case
             by_case.setdefault((case.arm, case.steps, case.grown_at), []).append(run.loss)
-        several = [stdev(losses) for losses in by_case.values() if len(losses) > 1]
+        deviations = [stdev(losses) for losses in by_case.values() if len(losses) > 1]
         scatter = [_scatter(_stable(self.pilot, _longest(runs, "final"))) for runs in self._seeds]
-        return fmean(several) if several else max(_NOISE, fmean(scatter))
+        return fmean(deviations) if deviations else max(_NOISE, fmean(scatter))
 
     @cached_property
     def trend(self) -> tuple[float, float]:
@@ -170,19 +170,19 @@ class PilotFindings:
         mean = sum(w * b for w, (b, _) in zip(weights, every, strict=True)) / sum(weights)
         return mean, sum(weights) ** -0.5
 
-    def b(self, spent: Sequence[Spent]) -> float:
+    def b(self, costs: Sequence[Spent]) -> float:
         """Return b between the growth of the pilot and that of a run."""
-        middle = (_logs(spent)[0] + self._at[0]) / 2
+        middle = (_logs(costs)[0] + self._at[0]) / 2
         return _usual_trend(self.pilot, middle) + self.trend[0]
 
-    def exponents(self, spent: Sequence[Spent]) -> list[float]:
+    def exponents(self, costs: Sequence[Spent]) -> list[float]:
         """Return θ of a run, in `DRAWS` draws: of seeds with replacement, of losses with their noise,
         of b and of m."""
-        random, samples, b = Random(0), [], self.b(spent)
-        longer, mixed = (x - at for x, at in zip(_logs(spent), self._at, strict=True))
+        random, samples, b = Random(0), [], self.b(costs)
+        longer, difference = (x - at for x, at in zip(_logs(costs), self._at, strict=True))
         cost = self.pilot.small.flops_per_token / self.pilot.final.flops_per_token
         for _ in range(DRAWS):
-            shift = random.gauss(b, self.trend[1]) * longer + random.gauss(*_MIXING) * mixed
+            shift = random.gauss(b, self.trend[1]) * longer + random.gauss(*_MIXING) * difference
             seeds = random.choices(self._seeds, k=len(self._seeds))
             noisy = [run for runs in seeds for run in _grown(runs, random, self.noise)]
             # the mean of the runs lies at the middle of their logarithms
@@ -237,11 +237,11 @@ def pilot_summary(pilot: Pilot) -> dict[str, Any]:
     }
 
 
-def _logs(spent: Sequence[Spent]) -> tuple[float, float]:
+def _logs(costs: Sequence[Spent]) -> tuple[float, float]:
     """Return the logarithms of the tokens before the last stage's size, and of those of it relative to
     them."""
-    before = max(before_growth(spent), 1.0)
-    after = sum(s.tokens for s in spent if s.flops_per_token == spent[-1].flops_per_token)
+    before = max(before_growth(costs), 1.0)
+    after = sum(s.tokens for s in costs if s.flops_per_token == costs[-1].flops_per_token)
     return math.log(before), math.log(max(after, 1.0) / before)
 
 
@@ -261,14 +261,14 @@ def _grown(
     ]
     # between two budgets the loss falls by about as much with every doubling
     fall = max((short[1] - long[1]) / math.log(long[0] / short[0]), _LEAST_FALL)
-    found = []
+    cases = []
     for run in runs:
         if run.case.grown_at:
             loss = losses[run.case]
             equal = long[0] * math.exp((long[1] - loss) / fall)
             missing = loss - long[1] + fall * math.log(run.tokens / long[0])
-            found.append(GrownCase(run, equal, exponent_of(run.spent, equal), missing))
-    return found
+            cases.append(GrownCase(run, equal, exponent_of(run.spent, equal), missing))
+    return cases
 
 
 def _longest(runs: Sequence[PilotRun], arm: str) -> PilotRun:
@@ -365,14 +365,14 @@ def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Expecte
     Raises:
         ValueError: see `PilotFindings`; or the run does not grow.
     """
-    if not runs or not all(before_growth(spent) for spent in runs):
+    if not runs or not all(before_growth(costs) for costs in runs):
         raise ValueError("the run does not grow before its end")
     findings = PilotFindings(pilot)
     middles, lows, highs = [], [], []
-    for spent in runs:
-        tokens = [worth(spent, exponent) for exponent in findings.exponents(spent)]
-        flops = sum(stage.flops_per_token * stage.tokens for stage in spent)
-        seconds = sum(_seconds(pilot, stage.flops_per_token) * stage.tokens for stage in spent)
+    for run_costs in runs:
+        tokens = [worth(run_costs, exponent) for exponent in findings.exponents(run_costs)]
+        flops = sum(stage.flops_per_token * stage.tokens for stage in run_costs)
+        seconds = sum(_seconds(pilot, stage.flops_per_token) * stage.tokens for stage in run_costs)
         final = pilot.final.flops_per_token
         shares = sorted(1 - flops / (final * worth_of_tokens) for worth_of_tokens in tokens)
         middle = median(tokens)
@@ -381,8 +381,10 @@ def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Expecte
         lows.append(shares[round(0.025 * DRAWS)])
         highs.append(shares[round(0.975 * DRAWS) - 1])
     share, of_time, tokens_worth = (fmean(column) for column in zip(*middles, strict=True))
-    beyond = _beyond(findings, runs)
-    return ExpectedSaving(share, min(lows), max(highs), of_time, tokens_worth, beyond, source)
+    extrapolations = _beyond(findings, runs)
+    return ExpectedSaving(
+        share, min(lows), max(highs), of_time, tokens_worth, extrapolations, source
+    )
 
 
 def _seconds(pilot: Pilot, flops_per_token: float) -> float:
@@ -394,32 +396,37 @@ def _seconds(pilot: Pilot, flops_per_token: float) -> float:
     return step / pilot.tokens_per_step
 
 
-def _beyond(found: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
+def _beyond(findings: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
     """Return where runs are beyond what a pilot measured."""
-    pilot_runs = [(before_growth(run.run.spent), run.run.tokens) for run in found.grown]
-    mine = [(before_growth(spent), sum(stage.tokens for stage in spent)) for spent in runs]
+    pilot_runs = [(before_growth(run.run.spent), run.run.tokens) for run in findings.grown]
+    new_runs = [(before_growth(costs), sum(stage.tokens for stage in costs)) for costs in runs]
     warnings = []
-    latest, most_tokens = max(before for before, _ in pilot_runs), max(before for before, _ in mine)
+    latest, most_tokens = (
+        max(before for before, _ in pilot_runs),
+        max(before for before, _ in new_runs),
+    )
     if most_tokens > 1.01 * latest:
         warnings.append(
             f"the model grows after {si(round(most_tokens))} tokens, {most_tokens / latest:.3g} times as many as the "
             "pilot measured"
         )
-    shares, own = ([before / whole for before, whole in pairs] for pairs in (pilot_runs, mine))
-    theirs = fmean(shares)
-    furthest = max(own, key=lambda share: abs(share - theirs))
-    if abs(furthest - theirs) > _SAME_SHARE:
+    shares, new_shares = (
+        [before / tokens for before, tokens in pairs] for pairs in (pilot_runs, new_runs)
+    )
+    pilot_share = fmean(shares)
+    furthest = max(new_shares, key=lambda share: abs(share - pilot_share))
+    if abs(furthest - pilot_share) > _SAME_SHARE:
         warnings.append(
             f"{100 * furthest:.0f} % of the tokens come before the final size, in the pilot "
-            f"{100 * theirs:.0f} %"
+            f"{100 * pilot_share:.0f} %"
         )
-    lead = fmean(run.token_worth for run in found.grown)
+    lead = fmean(run.token_worth for run in findings.grown)
     if lead > _AHEAD:
         warnings.append(
             f"in the pilot's few steps a token of the small model was worth {lead:.2f} of the final "
             "size, as in no long run: a longer pilot predicts better"
         )
-    small = found.pilot.small.flops_per_token
-    if any(abs(spent[0].flops_per_token / small - 1) > 0.01 for spent in runs):
+    small = findings.pilot.small.flops_per_token
+    if any(abs(costs[0].flops_per_token / small - 1) > 0.01 for costs in runs):
         warnings.append("the run begins with another size than the pilot's")
     return tuple(warnings)

@@ -87,12 +87,12 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def loss(self, candidate: GrowthCandidate, rung: int) -> float | None:
         """Return the mean loss of a candidate's trials of a rung, infinite if one is not finite; None: trials
         are missing."""
-        done = {
+        losses = {
             t.seed: t.loss for t in self.trials if (t.candidate, t.rung) == (candidate.name, rung)
         }
-        if any(seed not in done for seed in self.seeds):
+        if any(seed not in losses for seed in self.seeds):
             return None
-        return fmean(math.inf if (loss := done[seed]) is None else loss for seed in self.seeds)
+        return fmean(math.inf if (loss := losses[seed]) is None else loss for seed in self.seeds)
 
     def branch(self, candidate: GrowthCandidate, rung: int) -> dict[str, Any]:
         """Return the branch of a trunk that is a trial, as an entry of its schedule."""
@@ -139,10 +139,10 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def missing(self) -> tuple[GrowthCandidate, int, int] | None:
         """The next trial: candidate, rung and seed; None: the search is complete."""
-        done = {(trial.candidate, trial.rung, trial.seed) for trial in self.trials}
+        finished_trials = {(trial.candidate, trial.rung, trial.seed) for trial in self.trials}
         for rung in range(len(self.rungs)):
             for candidate, seed in self.planned(rung):
-                if (candidate.name, rung, seed) not in done:
+                if (candidate.name, rung, seed) not in finished_trials:
                     return candidate, rung, seed
         return None
 
@@ -178,8 +178,10 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 steps = candidate.steps(final_steps)
                 first = cost(candidate.stages[0].flops_per_token)
                 shared = candidate.branches_at(steps, self.decay) * first
-                whole = sum(s.tokens * cost(s.flops_per_token) for s in candidate.spent(steps))
-                work.append(whole - shared)
+                candidate_cost = sum(
+                    s.tokens * cost(s.flops_per_token) for s in candidate.spent(steps)
+                )
+                work.append(candidate_cost - shared)
                 trunks[candidate.trunk] = max(trunks.get(candidate.trunk, 0.0), shared)
             total += work[0] + sum(sorted(work[1:])[-size:])
             count += 1 + size
@@ -233,8 +235,8 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         else:
             moments = winner.moments(trial.steps)
             case, candidate = PilotCase("grown", trial.seed, trial.steps, moments), winner
-        spent = candidate.spent(trial.steps, self.tokens_per_step)
-        return PilotRun(case, trial.loss, spent, trial.evaluations)
+        costs = candidate.spent(trial.steps, self.tokens_per_step)
+        return PilotRun(case, trial.loss, costs, trial.evaluations)
 
 
 def read_search(path: Path) -> ScheduleSearch:

@@ -71,8 +71,8 @@ class MeasuredConfig:
 
         time = step_time(self.load(settings), say)
         # ranks of one CPU share its cores
-        several = self.ranks if self.config.device.startswith("cuda") else 1
-        return time.step / several, time.evaluation / several
+        n_parallel = self.ranks if self.config.device.startswith("cuda") else 1
+        return time.step / n_parallel, time.evaluation / n_parallel
 
 
 def prepare_measurement(
@@ -116,7 +116,7 @@ def options(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def shape_of_stage(asked: MeasuredConfig, stage: int) -> Architecture:
+def shape_of_stage(measurement: MeasuredConfig, stage: int) -> Architecture:
     """Return the shape of a stage as a new model has it.
 
     Raises:
@@ -124,11 +124,11 @@ def shape_of_stage(asked: MeasuredConfig, stage: int) -> Architecture:
     """
     from instar.models.architecture import Architecture
 
-    begin, end = (asked.forecast.stages[n].architecture for n in (0, stage))
+    begin, end = (measurement.forecast.stages[n].architecture for n in (0, stage))
     assert isinstance(begin, Architecture)
     assert isinstance(end, Architecture)
     if end.lora or end.mask:
-        raise refused(asked.loaded, "schedule", "ends with adapters or a mask")
+        raise refused(measurement.loaded, "schedule", "ends with adapters or a mask")
     # widening and longer contexts adjust these of a trained model, not of a new one
     return end.changed(norm_eps=begin.norm_eps, rope_base=begin.rope_base)
 
@@ -178,7 +178,7 @@ def run_values(config: RunConfig, kind: str, folder: Path, steps: int, seed: int
 
 
 def train_or_resume(
-    asked: MeasuredConfig, path: str | None, given: Sequence[str], kind: str
+    measurement: MeasuredConfig, path: str | None, overrides: Sequence[str], kind: str
 ) -> Path:
     """Train a run, or go on with it, and return its folder.
 
@@ -189,9 +189,9 @@ def train_or_resume(
     from instar.distributed.failure import Interrupted
 
     try:
-        if asked.ranks == 1 and asked.devices is None:
-            return train(path, given)
-        return launch(path, given, world_size=asked.ranks, devices=asked.devices)
+        if measurement.ranks == 1 and measurement.devices is None:
+            return train(path, overrides)
+        return launch(path, overrides, world_size=measurement.ranks, devices=measurement.devices)
     except Interrupted:
         raise Interrupted(f"the {kind} was interrupted; the same command goes on with it") from None
 

@@ -54,17 +54,17 @@ def collect_tensors(
 ) -> dict[str, Tensor]:
     """Return tensors that are gathered from old ones, each laid out as the parameter of its shape. A collective of
     the peers."""
-    collected: dict[str, Tensor] = {}
+    tensors_here: dict[str, Tensor] = {}
 
     def collect() -> Iterator[None]:
         for name, tensor in tensors:
             parameter = like(name)
             fits = tensor.shape == parameter.shape
-            collected[name] = laid_out(tensor, parameter) if fits else tensor
+            tensors_here[name] = laid_out(tensor, parameter) if fits else tensor
             yield
 
     run_in_step(peers, collect(), gathers=any(map(is_sharded, old.values())))
-    return collected
+    return tensors_here
 
 
 def fill_buffers(plan: GrowthPlan, old: Module, new: Module) -> None:

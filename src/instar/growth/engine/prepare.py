@@ -108,7 +108,7 @@ def prepare_candidate(
             lambda: subject.outputs(candidate),
             subject.dtypes(candidate),
             tensors=subject.tensors(candidate),
-            doubled=lambda: subject.doubled(candidate),
+            in_double=lambda: subject.doubled(candidate),
             name=subject.name,
             peers=peers.at("comparing the models before and after growth"),
         )

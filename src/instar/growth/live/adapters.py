@@ -89,11 +89,11 @@ class AdaptedShape(PretrainedShape):
         return {**super().refusals(), "upcycle": reason}
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
-        """Returns a copy in which adapters move with their blocks; a drawn block has those of the one below."""
+        """Return a copy in which adapters move with their blocks; a drawn block has those of the one below."""
         layers: list[int] = []
         for source in sources:
             layers.append(source if source is not None else layers[-1] if layers else 0)
-        renamed = {
+        adapters_inside = {
             in_block(name, at): adapter
             for at, source in enumerate(layers)
             for name, adapter in self.adapters.items()
@@ -102,7 +102,7 @@ class AdaptedShape(PretrainedShape):
         outside = {
             name: adapter for name, adapter in self.adapters.items() if layer_of(name) is None
         }
-        return replace(super().deeper(sources), adapters={**outside, **renamed})
+        return replace(super().deeper(sources), adapters={**outside, **adapters_inside})
 
     def module_name(self, name: str) -> str:
         return _PREFIX + super().module_name(name)
@@ -116,7 +116,7 @@ def is_of_peft(module: Module) -> bool:
 
 
 def adapted_shape(model: Any, shape: PretrainedShape) -> AdaptedShape:
-    """Returns the shape of a `PeftModel`, of which `shape` is that of its base.
+    """Return the shape of a `PeftModel`, of which `shape` is that of its base.
 
     Raises:
         GrowthError: it has other adapters than plain LoRA, or they are merged.
@@ -150,20 +150,20 @@ class Adapted:
 
     def __call__(self, shape: AdaptedShape) -> Module:
         configs = {name: copy.deepcopy(config) for name, config in self.model.peft_config.items()}
-        grown = self._around(shape, configs)
-        if _adapters(shape, grown) != shape.adapters:
+        larger_model = self._around(shape, configs)
+        if _adapters(shape, larger_model) != shape.adapters:
             # patterns and indices of layers do not say the same of a deeper model
             for name, config in configs.items():
                 _name_modules(config, name, shape)
-            grown = self._around(shape, configs)
+            larger_model = self._around(shape, configs)
         for layer, adapters in shape.adapters.items():
-            module = grown.get_submodule(shape.module_name(layer))
+            module = larger_model.get_submodule(shape.module_name(layer))
             for name, adapter in adapters.items():
                 if adapter.rank:
                     module.scaling[name] = adapter.scale
-        grown.base_model.set_adapter(self.model.active_adapters)
-        grown.active_adapter = self.model.active_adapter
-        larger_module: Module = grown
+        larger_model.base_model.set_adapter(self.model.active_adapters)
+        larger_model.active_adapter = self.model.active_adapter
+        larger_module: Module = larger_model
         return larger_module
 
     def _around(self, shape: AdaptedShape, configs: Mapping[str, Any]) -> Any:
@@ -172,9 +172,11 @@ class Adapted:
             config.init_lora_weights = True  # others compute values from the weights, or from data
             config.base_model_name_or_path = ""  # the model of that name is smaller
         (first, config), *more = configs.items()
-        grown = type(self.model)(self.build(shape), config, first, autocast_adapter_dtype=False)
+        larger_model = type(self.model)(
+            self.build(shape), config, first, autocast_adapter_dtype=False
+        )
         for name, config in more:
-            grown.add_adapter(name, config)
+            larger_model.add_adapter(name, config)
         for name, config in configs.items():
             if inits[name] in _LEAVES_THE_BASE:
                 config.init_lora_weights = inits[name]
@@ -191,11 +193,11 @@ class Adapted:
                 name,
                 inits[name],
             )
-        return grown
+        return larger_model
 
 
 def _adapters(shape: AdaptedShape, model: Any) -> Adapters:
-    """Returns the adapters of a model by the names of a shape of its family."""
+    """Return the adapters of a model by the names of a shape of its family."""
     adapters: dict[str, dict[str, Adapter]] = {}
     for path, module in model.named_modules():
         if hasattr(module, "lora_A"):
@@ -207,7 +209,7 @@ def _adapters(shape: AdaptedShape, model: Any) -> Adapters:
 
 
 def _name_modules(config: Any, adapter: str, shape: AdaptedShape) -> None:
-    """Makes the config of an adapter name every module with its rank and scale."""
+    """Make the config of an adapter name every module with its rank and scale."""
     modules = {
         shape.module_name(layer).removeprefix(_PREFIX): adapters[adapter]
         for layer, adapters in shape.adapters.items()

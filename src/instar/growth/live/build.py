@@ -34,12 +34,12 @@ def build_whole(subject: Subject, larger: Growable, step: GrowthStep) -> Module:
     plan = step.plan
     module, parameters_of_shape = _empty(subject, larger, plan)
     old = subject.parameters()
-    detached = {name: parameter.detach() for name, parameter in old.items()}
+    old_tensors = {name: parameter.detach() for name, parameter in old.items()}
     home = homes(plan, old)
     parameters = {}
-    for name, tensor in applied(plan, detached, Role.PARAMETER, step.key):
+    for name, tensor in applied(plan, old_tensors, Role.PARAMETER, step.key):
         source = old[home[name]]
-        if tensor is detached[home[name]]:
+        if tensor is old_tensors[home[name]]:
             parameters[name] = source
             continue
         check_shape(name, tensor, parameters_of_shape[name])

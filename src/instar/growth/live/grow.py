@@ -129,16 +129,16 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
     with peers.phase():
         growing = live_growth(model, request, peers)
     name, step = request.operation.name, growing.step
-    prepared = engine.prepare_candidate(
+    growth = engine.prepare_candidate(
         growing,
         step.plan,
         peers,
         compares=growing.batch is not None,
         allow_inexact=request.allow_inexact,
     )
-    module = prepared.candidate
-    if prepared.proof is not None:
-        logger.info("%s: %s", name, prepared.proof)
+    module = growth.candidate
+    if growth.proof is not None:
+        logger.info("%s: %s", name, growth.proof)
 
     def commit() -> Module:
         if type(module) is not type(growing.old.module):
@@ -146,13 +146,13 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
                 f"{name}: a {type(growing.old.module).__name__} cannot become a {type(module).__name__} in place; "
                 f"prepare(model, {name!r}, …).model is a new one, for a new optimizer"
             )
-        prepared.commit()
+        growth.commit()
         if request.wrap is None:
             renew(model)
         return model if request.wrap is None else module
 
     return PreparedGrowth(
-        request.operation, growing.new.shape, step.plan, prepared.proof, module, commit
+        request.operation, growing.new.shape, step.plan, growth.proof, module, commit
     )
 
 

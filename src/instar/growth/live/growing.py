@@ -83,7 +83,7 @@ def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrow
 
 
 def home_of(model: Any) -> Path | None:
-    """Returns the folder that a model was loaded from, where its tokenizer may be."""
+    """Return the folder that a model was loaded from, where its tokenizer may be."""
     name = getattr(model, "name_or_path", "")
     return Path(name) if isinstance(name, str) and name else None
 
@@ -190,15 +190,15 @@ class LiveGrowth:
         verify_parameters(step.plan, old, new, step.key, peers)
         with peers.phase():
             buffers = persistent_buffers(self.old.module)
-            planned = grow_buffers(step.plan, buffers, candidate)
-            verify_rounded(step.plan, persistent_buffers(candidate), planned)
+            planned_buffers = grow_buffers(step.plan, buffers, candidate)
+            verify_rounded(step.plan, persistent_buffers(candidate), planned_buffers)
 
     def _take_over(self, candidate: Module) -> None:
         for parameter in (*self.old.module.parameters(), *candidate.parameters()):
             parameter.grad = None
-        wrapped = self.request.wrap is not None
-        _set_special_ids(candidate if wrapped else self.old.module, self.exact)
-        if not wrapped:
+        has_wrapper = self.request.wrap is not None
+        _set_special_ids(candidate if has_wrapper else self.old.module, self.exact)
+        if not has_wrapper:
             take_over(self.old.module, candidate)
 
     def _average_module(self, ema: Module) -> GrownPart:
@@ -226,21 +226,21 @@ class LiveGrowth:
             old = {self.old.name(name): tensor for name, tensor in ema.items()}
             if odd := old.keys() ^ self.old.parameters().keys():
                 raise GrowthError(f"the moving average has other names than the model: {min(odd)}")
-        grown = grow_average(step, old, parameters, self.peers)
+        averages = grow_average(step, old, parameters, self.peers)
 
         def commit() -> None:
             ema.clear()
-            ema.update({self.old.module_name(name): tensor for name, tensor in grown.items()})
+            ema.update({self.old.module_name(name): tensor for name, tensor in averages.items()})
 
         return GrownPart(
-            lambda peers: verify_parameters(step.plan, old, grown, step.key, peers), commit
+            lambda peers: verify_parameters(step.plan, old, averages, step.key, peers), commit
         )
 
 
 def _warn_if_frozen(
     operation: str, larger: Growable, growth_plan: GrowthPlan, parameters: Mapping[str, Parameter]
 ) -> None:
-    """Warns if all tensors that read what is new, or add it to a residual stream, are zero there and frozen."""
+    """Warn if all tensors that read what is new, or add it to a residual stream, are zero there and frozen."""
     table, streams = larger.parameters(), streams_of(larger)
     zeros = [
         name
@@ -267,7 +267,7 @@ def _warn_if_frozen(
 
 
 def _set_special_ids(module: Module, operation: Operation) -> None:
-    """Gives the settings of generation the ids of a new tokenizer."""
+    """Give the settings of generation the ids of a new tokenizer."""
     settings: Any = getattr(module, "generation_config", None)
     if isinstance(operation.value, VocabularyMap) and settings is not None:
         for key, value in operation.value.special_ids(settings.to_dict()).items():

@@ -36,7 +36,7 @@ def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: boo
     """
     old = dict(subject.module.named_modules())
     device = next(subject.module.parameters()).device
-    continued: set[Module] = set()
+    modules_done: set[Module] = set()
     for path, new in module.named_modules():
         origin, is_new = _origin(subject, path, plan)
         source = old.get(origin)
@@ -50,10 +50,10 @@ def carry_over(subject: Subject, module: Module, plan: GrowthPlan, *, hooks: boo
                 if name in _KEPT or (hooks and (_is_kept(name) or name not in vars(new))):
                     # handles of hooks remove them from the dict of the first module that continues the old one
                     vars(new)[name] = _of(
-                        new, source, value, shared=not is_new and source not in continued
+                        new, source, value, shared=not is_new and source not in modules_done
                     )
             if not is_new:
-                continued.add(source)
+                modules_done.add(source)
 
 
 def take_over(old: Module, new: Module) -> None:
@@ -103,8 +103,8 @@ def renew(model: Module) -> None:
             }
             if not wrapper.bucket_bytes_cap_default:
                 settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / 2**20
-            renewed = type(wrapper)(wrapper.module, **settings)
+            new_wrapper = type(wrapper)(wrapper.module, **settings)
             for hook, state in wrapper._comm_hooks:
-                renewed.register_comm_hook(state, hook)
+                new_wrapper.register_comm_hook(state, hook)
             # the old reducer ends here, and with it its hooks on the parameters that both have
-            take_over(wrapper, renewed)
+            take_over(wrapper, new_wrapper)

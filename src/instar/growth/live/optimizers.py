@@ -112,13 +112,13 @@ def _refilled_groups(
         labels = dict(zip(group["params"], group.get("param_names", ()), strict=False))
         members = {names[parameter] for parameter in group["params"] if parameter in names}
         foreign = [parameter for parameter in group["params"] if parameter not in names]
-        grown = [name for name in new if home[name] in members]
-        called: list[str] = []
+        member_names = [name for name in new if home[name] in members]
+        labels_of_group: list[str] = []
         if labels:
             prefix = _prefix({name: labels[old[name]] for name in members}, old_names)
-            called = [labels[parameter] for parameter in foreign]
-            called += [prefix + new_names.get(name, name) for name in grown]
-        groups.append(([*foreign, *(new[name] for name in grown)], called))
+            labels_of_group = [labels[parameter] for parameter in foreign]
+            labels_of_group += [prefix + new_names.get(name, name) for name in member_names]
+        groups.append(([*foreign, *(new[name] for name in member_names)], labels_of_group))
     return groups
 
 
@@ -137,19 +137,19 @@ def _verify(
         values = {source: before[source][field] for source in sources}
         return _grown_factor(step, name, values, parameters[sources[0]])
 
-    for factored in (False, True):
-        old, new = (_tensors(states, factored=factored) for states in (before, after))
-        grown = factor if factored else None
-        verify_states(step.plan, old, new, step.key, step.mode, peers, grown=grown)
+    for is_factor in (False, True):
+        old, new = (_tensors(states, is_factor=is_factor) for states in (before, after))
+        grow_factor = factor if is_factor else None
+        verify_states(step.plan, old, new, step.key, step.mode, peers, grow_other=grow_factor)
 
 
-def _tensors(states: Mapping[str, Mapping[str, Any]], *, factored: bool) -> dict[str, Tensor]:
+def _tensors(states: Mapping[str, Mapping[str, Any]], *, is_factor: bool) -> dict[str, Tensor]:
     """Return the states that are tensors, as ``<parameter>/<state>``: means over one dimension, or all others."""
     return {
         f"{name}/{field}": value
         for name, state in states.items()
         for field, value in state.items()
-        if isinstance(value, Tensor) and (field in _FACTORS and value.ndim > 0) is factored
+        if isinstance(value, Tensor) and (field in _FACTORS and value.ndim > 0) is is_factor
     }
 
 
@@ -190,14 +190,14 @@ def _grown(
     if isinstance(value, Tensor) and value.is_floating_point():
         if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
             whole_of = {source: full_tensor(state) for source, state in values.items()}
-            grown = grow_state(
+            new_state = grow_state(
                 step.plan,
                 name,
                 lambda state: whole_of[state.rpartition("/")[0]],
                 step.key,
                 step.mode,
             )
-            return laid_out(grown, new) if value.ndim else grown
+            return laid_out(new_state, new) if value.ndim else new_state
         if not value.ndim:
             return value.clone()
         if field in _FACTORS and not is_sharded(value):
@@ -207,9 +207,11 @@ def _grown(
         if isinstance(value, Tensor)
         else type(value).__name__
     )
-    quantised = isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int8)
+    is_quantised = isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int8)
     hint = (
-        "use an optimizer with states of full precision" if quantised else "choose moments: reset"
+        "use an optimizer with states of full precision"
+        if is_quantised
+        else "choose moments: reset"
     )
     raise GrowthError(
         f"cannot grow the optimizer state {name} ({kind}): it is not known what it is; {hint}"
@@ -228,11 +230,11 @@ def _grown_factor(
         f"{source}/exp_avg_sq": (mean if keeps_dim else mean.unsqueeze(dim)).expand(parameter.shape)
         for source, mean in values.items()
     }
-    grown = grow_state(
+    full_state = grow_state(
         step.plan, f"{parameter_name}/exp_avg_sq", full.__getitem__, step.key, step.mode
     )
     return (
         value
-        if any(grown is square for square in full.values())
-        else grown.mean(dim, keepdim=keeps_dim)
+        if any(full_state is square for square in full.values())
+        else full_state.mean(dim, keepdim=keeps_dim)
     )

@@ -36,10 +36,10 @@ class GroupPeers:
             yield
         except Exception as error:
             own_error = error
-        agreed = self.agreed(own_error is None)
+        is_agreed = self.agreed(own_error is None)
         if own_error is not None:
             raise own_error
-        if not agreed:
+        if not is_agreed:
             raise GrowthError(
                 "another process could not grow the model; its own error says why. The model is as before"
             )
@@ -70,10 +70,10 @@ def peers_of(model: Module) -> Alone | GroupPeers:
     for wrapper in wrappers(model):
         if isinstance(wrapper, DistributedDataParallel):
             return GroupPeers([wrapper.process_group], next(wrapper.parameters()).device)
-    sharded = next(filter(is_sharded, model.parameters()), None)
-    if sharded is None:
+    sharded_parameter = next(filter(is_sharded, model.parameters()), None)
+    if sharded_parameter is None:
         return Alone()
-    mesh = sharded.device_mesh
+    mesh = sharded_parameter.device_mesh
     kind = mesh.device_type
     device = (
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

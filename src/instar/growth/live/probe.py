@@ -26,8 +26,8 @@ def drawn(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
     vocab, context = (min(shape.sizes()[axis] for shape in shapes) for axis in ("vocab", "context"))
     size = (2, min(PROBE_TOKENS, context))
     ids = torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(0))
-    routed = all(_ROUTERS in shape.config for shape in shapes)
-    return {"input_ids": ids, "labels": ids} | ({_ROUTERS: False} if routed else {})
+    has_routers = all(_ROUTERS in shape.config for shape in shapes)
+    return {"input_ids": ids, "labels": ids} | ({_ROUTERS: False} if has_routers else {})
 
 
 def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

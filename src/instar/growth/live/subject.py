@@ -79,8 +79,8 @@ def subject_of(model: Module, shape: Growable | None = None, build: Build | None
 def _of_transformers(module: Any, shape: PretrainedShape) -> Subject:
     if not any(map(is_of_peft, module.modules())):
         return Subject(module, shape, _Pretrained(module))
-    adapted = adapted_shape(module, shape)
-    return Subject(module, adapted, Adapted(module, _Pretrained(module.get_base_model())))
+    adapter_shape = adapted_shape(module, shape)
+    return Subject(module, adapter_shape, Adapted(module, _Pretrained(module.get_base_model())))
 
 
 def shape_of(config: Any) -> PretrainedShape:
@@ -147,11 +147,11 @@ def _mismatches(subject: Subject) -> list[str]:
     shapes = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
     if isinstance(subject.shape, PretrainedShape):
         return subject.shape.mismatches(shapes)
-    planned = {name: entry.shape for name, entry in subject.shape.parameters().items()}
+    planned_shapes = {name: entry.shape for name, entry in subject.shape.parameters().items()}
     return [
-        f"{name}: {shapes.get(name, 'not there')} in the model, {planned.get(name, 'not there')} in the table"
-        for name in {**shapes, **planned}
-        if shapes.get(name) != planned.get(name)
+        f"{name}: {shapes.get(name, 'not there')} in the model, {planned_shapes.get(name, 'not there')} in the table"
+        for name in {**shapes, **planned_shapes}
+        if shapes.get(name) != planned_shapes.get(name)
     ]
 
 

@@ -28,7 +28,7 @@ _SPARE_IDS = 1024
 
 
 def with_vocabulary(operation: Operation, home: Path | None) -> Operation:
-    """Returns the operation with the map of its new tokenizer, if it names one.
+    """Return the operation with the map of its new tokenizer, if it names one.
 
     Args:
         home: folder of the old tokenizer, unless the operation says `from`.
@@ -53,7 +53,7 @@ def with_vocabulary(operation: Operation, home: Path | None) -> Operation:
 
 
 def map_vocabulary(old: Path, new: Path, rows: int | None = None) -> VocabularyMap:
-    """Compares the tokenizers of two folders.
+    """Compare the tokenizers of two folders.
 
     A token of the new one that the old one does not have is the mean of the pieces that the old one makes of its
     text; special tokens, and what has no pieces, are the mean of all rows.
@@ -70,18 +70,18 @@ def map_vocabulary(old: Path, new: Path, rows: int | None = None) -> VocabularyM
             f"{new / TOKENIZER_FILE}: {other.size:,} tokens do not fit into {rows:,} rows"
         )
     sources: list[tuple[int, ...]] = [()] * (rows or other.size)
-    unchanged: set[int] = set()
+    same_rows: set[int] = set()
     open_rows: dict[int, bytes] = {}
     for number, key in other.keys.items():
         if (source := old_vocabulary.ids.get(key)) is not None:
             sources[number] = (source,)
-            unchanged.add(number)
+            same_rows.add(number)
         elif isinstance(key, bytes):
             open_rows[number] = key
     pieces = old_vocabulary.pieces(list(open_rows.values()))
     for number, ids in zip(open_rows, pieces, strict=True):
         sources[number] = ids
-    return VocabularyMap(tuple(sources), frozenset(unchanged), other.special_ids())
+    return VocabularyMap(tuple(sources), frozenset(same_rows), other.special_ids())
 
 
 class _Vocabulary:
@@ -100,9 +100,9 @@ class _Vocabulary:
             raise CheckpointError(
                 f"{folder / TOKENIZER_FILE}: {len(tokens):,} tokens with ids up to {self.size - 1:,}"
             )
-        added = {token["content"] for token in self.content.get("added_tokens") or ()}
+        added_tokens = {token["content"] for token in self.content.get("added_tokens") or ()}
         self.keys: dict[int, str | bytes] = {
-            number: token if token in added else self._bytes(token)
+            number: token if token in added_tokens else self._bytes(token)
             for token, number in sorted(tokens.items(), key=lambda item: item[1])
         }
         self.ids: dict[str | bytes, int] = {}
@@ -128,11 +128,11 @@ class _Vocabulary:
         return token.encode()
 
     def pieces(self, texts: Sequence[bytes]) -> list[tuple[int, ...]]:
-        """Returns the ids of the pieces of each text; of one that is no text, those of its bytes."""
+        """Return the ids of the pieces of each text; of one that is no text, those of its bytes."""
         strings = [text.decode(errors="replace") for text in texts]
         unknown = self._unknown()
         try:
-            parsed = self.engine.parse(strings)
+            pieces_of_texts = self.engine.parse(strings)
         except Exception as error:  # e.g. of an unknown token, where there is no token for it
             raise CheckpointError(
                 f"{self.folder / TOKENIZER_FILE}: cannot encode: {error}"
@@ -141,7 +141,7 @@ class _Vocabulary:
             tuple(number for number in ids.tolist() if number != unknown)
             if "\ufffd" not in string
             else tuple(self.ids[key] for key in (bytes([b]) for b in text) if key in self.ids)
-            for text, string, (ids, _) in zip(texts, strings, parsed, strict=True)
+            for text, string, (ids, _) in zip(texts, strings, pieces_of_texts, strict=True)
         ]
 
     def _unknown(self) -> int | None:
@@ -155,7 +155,7 @@ class _Vocabulary:
         return number if isinstance(number, int) else None
 
     def special_ids(self) -> dict[str, int]:
-        """Returns the ids of the special tokens that `tokenizer_config.json` names."""
+        """Return the ids of the special tokens that `tokenizer_config.json` names."""
         about = self.folder / TOKENIZER_CONFIG
         special = read_json(about, follow=True) if about.is_file() else {}
         ids_by_key = {}
@@ -169,7 +169,7 @@ class _Vocabulary:
 
 
 def _types(part: Any) -> Iterator[str]:
-    """Yields the types of a part of a tokenizer and of those in it."""
+    """Yield the types of a part of a tokenizer and of those in it."""
     if isinstance(part, dict):
         if isinstance(part.get("type"), str):
             yield part["type"]

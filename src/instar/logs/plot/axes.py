@@ -20,7 +20,7 @@ _LABELS = {
 
 
 def axis_label(axis: str, units: Sequence[str], high: float) -> str:
-    """Returns the label of an axis that ends at `high`; `units`: the runs' token units, e.g. `graph`."""
+    """Return the label of an axis that ends at `high`; `units`: the runs' token units, e.g. `graph`."""
     if axis == "flops" and power_of(high) and math.isfinite(high):
         return f"training compute ({ten_to(power_of(high))} FLOPs)"
     if axis == "tokens":
@@ -29,7 +29,7 @@ def axis_label(axis: str, units: Sequence[str], high: float) -> str:
 
 
 def check_axis(axis: str, records: Sequence[RunRecord]) -> None:
-    """Checks that every run has values on this axis.
+    """Check that every run has values on this axis.
 
     Raises:
         ConfigError: a run has none; lists the axes that it has.
@@ -61,7 +61,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def round_places(low: float, high: float, count: int, base: float = 1.0) -> list[float]:
-    """Returns at most `count` (at least 2) places in [low, high]: multiples of 1, 2 or 5 times a power
+    """Return at most `count` (at least 2) places in [low, high]: multiples of 1, 2 or 5 times a power
     of ten of `base`; `[low]` for a nearly empty range."""
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-290):
         return [low]
@@ -77,7 +77,7 @@ def round_places(low: float, high: float, count: int, base: float = 1.0) -> list
 
 
 def decades(low: float, high: float, count: int) -> list[float]:
-    """Returns at most `count` powers of ten (or of 100, 1000, …) in [low, high]; round places if
+    """Return at most `count` powers of ten (or of 100, 1000, …) in [low, high]; round places if
     there are fewer than two."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     if last - first < 1:
@@ -87,30 +87,30 @@ def decades(low: float, high: float, count: int) -> list[float]:
 
 
 def axis_base(axis: str, high: float) -> float:
-    """Returns the unit of an axis of durations or bytes, e.g. 60 if it ends at some minutes."""
+    """Return the unit of an axis of durations or bytes, e.g. 60 if it ends at some minutes."""
     scales = _BYTES if axis.endswith("_bytes") else _CLOCK if axis in _SECONDS else ()
     return next((size for size, _ in scales if high >= 2 * size), 1.0)
 
 
 def power_of(high: float) -> int:
-    """Returns the power of ten, a multiple of three, that scales an axis up to `high`."""
+    """Return the power of ten, a multiple of three, that scales an axis up to `high`."""
     return 3 * math.floor(math.log10(high) / 3 + 1e-9) if high > 0 else 0
 
 
 def ten_to(power: int) -> str:
-    """Returns `10¹²` for 12."""
+    """Return `10¹²` for 12."""
     return f"10{str(power).translate(_SUPERSCRIPT)}"
 
 
 def power_text(place: float) -> str:
-    """Returns a place on a logarithmic axis as `10¹²` or `5·10¹²`."""
+    """Return a place on a logarithmic axis as `10¹²` or `5·10¹²`."""
     power = math.floor(math.log10(place) + 1e-9)
     factor = f"{place / 10.0**power:.3g}"
     return ten_to(power) if factor == "1" else f"{factor}·{ten_to(power)}"
 
 
 def tick_texts(axis: str, places: Sequence[float]) -> list[str]:
-    """Formats places along an axis with one unit: 0, 20M, 40M; 0, 10 min, 20 min; 0.001, 0.01."""
+    """Format places along an axis with one unit: 0, 20M, 40M; 0, 10 min, 20 min; 0.001, 0.01."""
     high = max(map(abs, places), default=0.0)
     if axis in _SECONDS or axis.endswith("_bytes"):
         base = axis_base(axis, high)

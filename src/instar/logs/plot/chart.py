@@ -113,7 +113,7 @@ class Chart:
         return low - room, high + room
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the chart as JSON-ready data."""
+        """Return the chart as JSON-ready data."""
         as_json: dict[str, Any] = to_words(
             {
                 "title": self.title,
@@ -172,7 +172,7 @@ _SEPARATOR = re.compile(r"(?<!\d[eE])[-_/ ]")
 
 
 def short_names(names: Sequence[str], max_length: int = 40) -> list[str]:
-    """Returns names without the words that all begin with, the middle of long ones left out; in full if
+    """Return names without the words that all begin with, the middle of long ones left out; in full if
     two would become equal. `shortNames` of web/charts/texts.js does the same."""
     shared = names[0] if len(names) > 1 else ""
     while not all(name.startswith(shared) for name in names):
@@ -188,7 +188,7 @@ def short_names(names: Sequence[str], max_length: int = 40) -> list[str]:
 
 
 def panel_label(metrics: Sequence[str], units: Sequence[str]) -> str:
-    """Returns the label of a y axis with its unit: `loss (nats per token)`."""
+    """Return the label of a y axis with its unit: `loss (nats per token)`."""
     different = list(dict.fromkeys(metrics))
     if len(different) == 1:
         return _with_unit(metric_text(different[0]), different[0], units)
@@ -199,7 +199,7 @@ def panel_label(metrics: Sequence[str], units: Sequence[str]) -> str:
 
 
 def metric_text(metric: str) -> str:
-    """Returns `validation loss` for `val/loss`."""
+    """Return `validation loss` for `val/loss`."""
     split, _, name_in_split = metric.partition("/")
     if split in _SPLITS and name_in_split:
         return f"{_SPLITS[split]} {name_in_split.replace('/', ' ')}"
@@ -209,7 +209,7 @@ def metric_text(metric: str) -> str:
 
 
 def curve_text(metric: str) -> str:
-    """Returns `metric_text`, with `training` where no split is named: `training loss`."""
+    """Return `metric_text`, with `training` where no split is named: `training loss`."""
     return (
         metric_text(metric)
         if "/" in metric or metric in _NAMES or metric in metric_names()
@@ -218,7 +218,7 @@ def curve_text(metric: str) -> str:
 
 
 def subtitle(records: Sequence[RunRecord]) -> str:
-    """Returns the models: `2L/128d, 803k → 4L/128d, 1.33M parameters`; empty if runs differ."""
+    """Return the models: `2L/128d, 803k → 4L/128d, 1.33M parameters`; empty if runs differ."""
     shapes = list(dict.fromkeys(filter(None, map(_shapes, records))))
     return shapes[0] if len(shapes) == 1 else ""
 

@@ -70,7 +70,7 @@ class ChartRequest:
 
 
 def compose(records: Sequence[RunRecord], request: ChartRequest) -> Chart:
-    """Returns the chart of these runs.
+    """Return the chart of these runs.
 
     Raises:
         ConfigError: no run has a metric, a run lacks the axis, or nothing is left to draw.
@@ -121,7 +121,7 @@ def compose(records: Sequence[RunRecord], request: ChartRequest) -> Chart:
 
 
 def _empty_note(request: ChartRequest, panels: Sequence[Panel]) -> Iterator[str]:
-    """Yields which metrics have no curve, if there are any."""
+    """Yield which metrics have no curve, if there are any."""
     pairs = zip(request.panels, panels, strict=True)
     if empty := [metric for metrics, panel in pairs if not panel.curves for metric in metrics]:
         yield f"nothing to draw of {', '.join(empty)}"
@@ -130,13 +130,13 @@ def _empty_note(request: ChartRequest, panels: Sequence[Panel]) -> Iterator[str]
 def _check_metrics(records: Sequence[RunRecord], request: ChartRequest) -> None:
     available = list(dict.fromkeys(name for record in records for name in record.metrics))
     where = str(records[0].run.path) if len(records) == 1 else f"these {len(records)} runs"
-    requested = [metric for metrics in request.panels for metric in metrics]
+    metrics_asked_for = [metric for metrics in request.panels for metric in metrics]
     missing = [
         unknown_metric(metric, available, where).problems[0]
-        for metric in (*requested, *(["lr"] if request.lr else []))
+        for metric in (*metrics_asked_for, *(["lr"] if request.lr else []))
         if not any(metric in record for record in records)
     ]
-    if missing and (request.panels != LOSS_CURVES or len(missing) == len(requested)):
+    if missing and (request.panels != LOSS_CURVES or len(missing) == len(metrics_asked_for)):
         raise ConfigError(*missing)
 
 
@@ -164,8 +164,8 @@ def _panel(
     left_out = sum(curve.left_out for curve in drawn_curves)
     notes = [f"{left_out} point{'' if left_out == 1 else 's'} cannot be drawn"] if left_out else []
     limits = None
-    if request.clip is not None and (clipped := _clip(drawn_curves, request.clip)) is not None:
-        limits, cut = clipped
+    if request.clip is not None and (clip_result := _clip(drawn_curves, request.clip)) is not None:
+        limits, cut = clip_result
         notes = [*cut, *notes]
     units = _units([record for group in members for record in group])
     return Panel(
@@ -181,9 +181,9 @@ def _panel(
 def _curve(
     metric: str, run: int, records: Sequence[RunRecord], request: ChartRequest
 ) -> Curve | None:
-    """Returns a metric of one run, or the mean of several; None if nothing can be drawn."""
-    everything = [_within(record.series(metric), request) for record in records]
-    current = [s if s.kept.all() else s.current() for s in everything]
+    """Return a metric of one run, or the mean of several; None if nothing can be drawn."""
+    all_series = [_within(record.series(metric), request) for record in records]
+    current = [s if s.kept.all() else s.current() for s in all_series]
     drawable = [_drawable(series, request) for series in current]
     left_out = sum(int((~mask).sum()) for mask in drawable)
     if not any(mask.any() for mask in drawable):
@@ -216,7 +216,7 @@ def _curve(
         raw=_line(series, values, request) if weight else None,
         superseded=tuple(
             _line(part, np.where(_drawable(part, request), part.value, np.nan), request)
-            for part in _superseded(everything[0])
+            for part in _superseded(all_series[0])
         ),
         best=_best(series, mask, request) if held_out else None,
         held_out=held_out,
@@ -242,7 +242,7 @@ def _drawable(series: Series, request: ChartRequest) -> npt.NDArray[np.bool_]:
 
 
 def _line(series: Series, values: Floats, request: ChartRequest) -> Polyline:
-    """Returns the thinned line, on a logarithmic axis thinned per decade; on time axes, the line is
+    """Return the thinned line, on a logarithmic axis thinned per decade; on time axes, the line is
     broken between segments."""
     places = series.axis(request.axis)
     if request.log_x and len(places) > request.points:
@@ -259,7 +259,7 @@ def _line(series: Series, values: Floats, request: ChartRequest) -> Polyline:
 
 
 def _superseded(series: Series) -> Iterator[Series]:
-    """Yields the superseded part of each segment, starting at the last point that was not."""
+    """Yield the superseded part of each segment, starting at the last point that was not."""
     for segment in np.unique(series.segment[~series.kept]):
         part = series.take(series.segment == segment)
         first = int(part.kept.argmin())
@@ -276,7 +276,7 @@ def _best(
 def _clip(
     curves: Sequence[Curve], percentile: float
 ) -> tuple[tuple[float, float], list[str]] | None:
-    """Returns the y range between the percentiles, 5 % wider at each end, and notes of points outside."""
+    """Return the y range between the percentiles, 5 % wider at each end, and notes of points outside."""
     values = np.concatenate([(curve.raw or curve.line).y for curve in curves] or [np.zeros(0)])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -337,8 +337,8 @@ def _why_nothing(records: Sequence[RunRecord], request: ChartRequest) -> str:
 
 
 def _units(records: Sequence[RunRecord]) -> list[str]:
-    starts = [started for record in records for started in record.of(RunStarted)[:1]]
-    return [started.event.unit for started in starts] or ["token"]
+    starts = [start_entry for record in records for start_entry in record.of(RunStarted)[:1]]
+    return [start_entry.event.unit for start_entry in starts] or ["token"]
 
 
 _LONGEST = 36
@@ -347,7 +347,7 @@ _LONGEST = 36
 def annotate(
     members: Sequence[Sequence[RunRecord]], axis: str, limits: tuple[float, float]
 ) -> tuple[Annotation, ...]:
-    """Returns operations, checkpoints, resumes, alerts and failures that are not superseded, within
+    """Return operations, checkpoints, resumes, alerts and failures that are not superseded, within
     the limits, in order. Overrides are left out: the resume that set them is annotated."""
     annotations = [
         Annotation(
@@ -371,7 +371,7 @@ def annotate(
 
 
 def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], best_rate: float) -> Chart:
-    """Returns a chart of the final losses of short trainings over their learning rates: a curve per round, and a
+    """Return a chart of the final losses of short trainings over their learning rates: a curve per round, and a
     mark at the chosen rate.
 
     Args:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def number_ticks(axis: Any, name: str) -> None:
-    """Sets round ticks with one unit; durations are round in minutes, hours or days."""
+    """Set round ticks with one unit; durations are round in minutes, hours or days."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -63,7 +63,7 @@ def number_ticks(axis: Any, name: str) -> None:
 
 
 def decades_ticks(axis: Any, name: str) -> None:
-    """Sets powers of ten as ticks of a logarithmic axis; round numbers if there are fewer than two."""
+    """Set powers of ten as ticks of a logarithmic axis; round numbers if there are fewer than two."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
@@ -112,18 +112,18 @@ class Label:
 
 
 def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) -> None:
-    """Draws lines through all panels, labels above the first, checkpoints at the bottom of the last."""
-    several = len(chart.runs) > 1
+    """Draw lines through all panels, labels above the first, checkpoints at the bottom of the last."""
+    has_several_runs = len(chart.runs) > 1
     shade = _shade_of_mark(chart)
     for axes in panels:
         for mark in chart.marks:
             if mark.kind != "checkpoint":
                 style = SIGN_STYLES[mark.sign]
                 axes.axvline(mark.x, color=shade(mark), lw=0.7, ls=style, alpha=0.55, zorder=1)
-    saved = [mark.x for mark in chart.marks if mark.kind == "checkpoint"]
-    if saved and not several:
+    checkpoint_places = [mark.x for mark in chart.marks if mark.kind == "checkpoint"]
+    if checkpoint_places and not has_several_runs:
         panels[-1].plot(
-            saved, [0.012] * len(saved), transform=panels[-1].get_xaxis_transform(), ls="",
+            checkpoint_places, [0.012] * len(checkpoint_places), transform=panels[-1].get_xaxis_transform(), ls="",
             marker="^", ms=3.5, color=FAINT, alpha=0.8, markeredgewidth=0, zorder=4,
         )  # fmt: skip
     for label in labels:
@@ -131,7 +131,7 @@ def draw_marks(panels: Sequence[Axes], chart: Chart, labels: Sequence[Label]) ->
 
 
 def _shade_of_mark(chart: Chart) -> Callable[[Annotation], Any]:
-    """Returns a function from mark to colour: of its run if there are several; of danger for alerts."""
+    """Return a function from mark to colour: of its run if there are several; of danger for alerts."""
     shades = colours(len(chart.runs)) if len(chart.runs) > 1 else [INK]
     return lambda mark: ALARM if mark.kind in ("alert", "failed") else shades[mark.run]
 
@@ -148,16 +148,16 @@ def place_labels(chart: Chart) -> list[Label]:
     for mark in chart.marks:
         if mark.kind != "checkpoint":
             first.setdefault((mark.name, mark.x if is_single else mark.run), mark)
-    placed: list[tuple[float, Label]] = []
+    labels_placed: list[tuple[float, Label]] = []
     for mark in sorted(first.values(), key=lambda mark: -mark.x):
         at = wide * _share(mark.x, *chart.view, log=chart.log_x)
         length = 4.1 * len(mark.name) + 10
         to_left = at + length > wide + 24
         begin = at - length if to_left else at
-        covered = [label.row for x, label in placed if begin <= x <= begin + length]
-        if (row := max(covered, default=-1) + 1) < _ROWS:
-            placed.append((at, Label(mark, row, to_left)))
-    return [label for _, label in placed]
+        rows_in_use = [label.row for x, label in labels_placed if begin <= x <= begin + length]
+        if (row := max(rows_in_use, default=-1) + 1) < _ROWS:
+            labels_placed.append((at, Label(mark, row, to_left)))
+    return [label for _, label in labels_placed]
 
 
 def _label(axes: Axes, mark: Annotation, row: int, shade: Any, *, to_left: bool) -> None:
@@ -194,12 +194,12 @@ _NO_DATE: dict[str, dict[str, None]] = {
 
 
 def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
-    """Returns the chart as the content of a file; raises as `rendered` does."""
+    """Return the chart as the content of a file; raises as `rendered` does."""
     return rendered(lambda: draw(chart), kind)
 
 
 def rendered(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> bytes:
-    """Returns the figure that `make` draws, in the style of all plots, as the content of a file.
+    """Return the figure that `make` draws, in the style of all plots, as the content of a file.
 
     Raises:
         ConfigError: matplotlib is not installed; names the extra.
@@ -219,7 +219,7 @@ def rendered(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> 
 
 
 def draw(chart: Chart) -> Figure:
-    """Returns the chart as a figure in the style of the caller's `rc_context`."""
+    """Return the chart as a figure in the style of the caller's `rc_context`."""
     from matplotlib.figure import Figure
 
     labels = place_labels(chart)
@@ -265,15 +265,15 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
 
 
 def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
-    few = curve.held_out and len(curve.line) <= 60
+    has_few_points = curve.held_out and len(curve.line) <= 60
     for line in curve.superseded:
-        marker = "." if few or len(line) < 2 else None
+        marker = "." if has_few_points or len(line) < 2 else None
         axes.plot(line.x, line.y, color=colour, alpha=0.3, lw=0.9, ls=DOTTED, marker=marker, ms=3)
     if curve.raw is not None:
         axes.plot(curve.raw.x, curve.raw.y, color=colour, alpha=0.22, lw=0.8)
     if curve.band is not None:
         axes.fill_between(curve.line.x, *curve.band, color=colour, alpha=0.17, lw=0)
-    marker = "o" if few else None
+    marker = "o" if has_few_points else None
     axes.plot(
         curve.line.x, curve.line.y, color=colour, marker=marker, ms=3.2, lw=0.7 if dense else None,
         ls=DASHED if curve.held_out else "-", alpha=0.8 if dense else 1,
@@ -286,7 +286,7 @@ def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
 
 
 def _label_ends(axes: Axes, chart: Chart, panel: Panel) -> None:
-    """Writes each run's name above the end of its first curve, in its colour, apart from the others."""
+    """Write each run's name above the end of its first curve, in its colour, apart from the others."""
     from matplotlib.patheffects import withStroke
 
     colour, names = colour_of(chart, panel), short_names(chart.runs, 20)
@@ -308,7 +308,7 @@ def _label_ends(axes: Axes, chart: Chart, panel: Panel) -> None:
 
 
 def _single_value_limits(panel: Panel) -> tuple[float, float] | None:
-    """Returns limits around curves with a single value on a logarithmic axis, else None."""
+    """Return limits around curves with a single value on a logarithmic axis, else None."""
     values = np.concatenate([curve.line.y for curve in panel.curves])
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     return (low / 1.1, low * 1.1) if panel.log and high <= low * (1 + 1e-6) else None

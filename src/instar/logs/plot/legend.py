@@ -41,7 +41,7 @@ _MEANINGS = {
 
 
 def colour_of(chart: Chart, panel: Panel) -> Callable[[Curve], Any]:
-    """Returns a function from curve to colour: by run if there are several, else by metric."""
+    """Return a function from curve to colour: by run if there are several, else by metric."""
     if len(chart.runs) > 1:
         shades = colours(len(chart.runs))
         return lambda curve: shades[curve.run]
@@ -55,12 +55,12 @@ def crowded(panel: Panel) -> bool:
 
 
 def height_below(chart: Chart, panel: Panel) -> int:
-    """Returns the height of the legend and the notes of a panel in points."""
+    """Return the height of the legend and the notes of a panel in points."""
     return _legend_height(chart, panel) + _NOTE_ROW * len(_notes(panel))
 
 
 def add_legend(axes: Axes, chart: Chart, panel: Panel) -> None:
-    """Adds the legend of a panel and its notes below it, unless they would be empty."""
+    """Add the legend of a panel and its notes below it, unless they would be empty."""
     from matplotlib.transforms import ScaledTranslation
 
     down = _BELOW_AXIS if panel is chart.panels[-1] else _BELOW_PANEL
@@ -92,47 +92,47 @@ def _legend_height(chart: Chart, panel: Panel) -> int:
 
 
 def _columns(texts: list[str]) -> int:
-    """Returns how many columns of a legend fit side by side, with about 5 points a character."""
+    """Return how many columns of a legend fit side by side, with about 5 points a character."""
     widest = 42 + 5 * max(map(len, texts))
     return max(1, min(len(texts), int((WIDTH - 1) * 72 / widest)))
 
 
 def legend_entries(chart: Chart, panel: Panel) -> list[Entry]:
-    """Returns the entries of a panel's legend: runs by colour and metrics by line style, if there are
+    """Return the entries of a panel's legend: runs by colour and metrics by line style, if there are
     several; those common to all panels are in the first."""
     colour = colour_of(chart, panel)
-    several, first = len(chart.runs) > 1, panel is chart.panels[0]
-    handles = [*_runs(chart, panel, colour)] if several and first else []
+    has_several_runs, first = len(chart.runs) > 1, panel is chart.panels[0]
+    handles = [*_runs(chart, panel, colour)] if has_several_runs and first else []
     if len(panel.metrics) > 1:
         for metric in panel.metrics:
             curve = next(curve for curve in panel.curves if curve.metric == metric)
-            shade = FAINT if several else colour(curve)
+            shade = FAINT if has_several_runs else colour(curve)
             look = {"ls": DASHED, "marker": "o", "ms": 3.2} if curve.held_out else {}
             handles.append((curve_text(metric), {"color": shade, **look}))
     if panel.right:
         handles.append((metric_text("lr"), {"color": FAINT, "lw": 0.9, "ls": ":"}))
     best = [curve for curve in panel.curves if curve.best is not None and not crowded(panel)]
-    if best and (first or not several):
-        shade = FAINT if several else colour(best[0])
-        has_one_best = len(best) == 1 and not several and best[0].best
+    if best and (first or not has_several_runs):
+        shade = FAINT if has_several_runs else colour(best[0])
+        has_one_best = len(best) == 1 and not has_several_runs and best[0].best
         label = f"best, {has_one_best[1]:.4g}" if has_one_best else "best"
         handles.append((label, {"ls": "", **ring(shade)}))
     return [*handles, *_shared(chart)] if first else handles
 
 
 def _runs(chart: Chart, panel: Panel, colour: Callable[[Curve], Any]) -> Iterator[Entry]:
-    """Yields an entry per run; of many runs, an even choice."""
+    """Yield an entry per run; of many runs, an even choice."""
     shades = {curve.run: colour(curve) for curve in panel.curves}
     runs = list(shades)
-    omitted = 0
+    n_omitted = 0
     if len(runs) > _MAX_LABELLED:
-        omitted = len(runs) - _FROM_MANY
+        n_omitted = len(runs) - _FROM_MANY
         runs = [runs[n * (len(runs) - 1) // (_FROM_MANY - 1)] for n in range(_FROM_MANY)]
     names = short_names(chart.runs)
     for run in runs:
         yield names[run], {"color": shades[run]}
-    if omitted:
-        yield f"and {omitted} more", {"ls": ""}
+    if n_omitted:
+        yield f"and {n_omitted} more", {"ls": ""}
 
 
 def _shared(chart: Chart) -> Iterator[Entry]:
@@ -143,19 +143,19 @@ def _shared(chart: Chart) -> Iterator[Entry]:
         yield "before smoothing", {"color": FAINT, "alpha": 0.4, "lw": 0.8}
     if any(curve.superseded for curve in curves):
         yield "superseded", {"color": FAINT, "alpha": 0.6, "lw": 0.9, "ls": DOTTED}
-    several = len(chart.runs) > 1
+    has_several_runs = len(chart.runs) > 1
     signs = {mark.sign for mark in chart.marks}
     for sign, meaning in _MEANINGS.items():
         if sign in signs:
-            shade = ALARM if sign in ("alert", "failed") else FAINT if several else INK
+            shade = ALARM if sign in ("alert", "failed") else FAINT if has_several_runs else INK
             yield meaning, {"color": shade, "lw": 0.8, "ls": SIGN_STYLES[sign]}
-    if not several and "checkpoint" in signs:
+    if not has_several_runs and "checkpoint" in signs:
         look = {"ls": "", "marker": "^", "ms": 3.5, "color": FAINT, "markeredgewidth": 0}
         yield "checkpoint", look
 
 
 def _sample(text: str, **look: Any) -> Line2D:
-    """Returns a legend entry."""
+    """Return a legend entry."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=text, **look)

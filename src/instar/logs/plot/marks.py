@@ -27,33 +27,33 @@ WHOLE_AXES = ("step", "samples", "tokens")
 
 
 def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]:
-    """Returns the marked events: `{kind, sign, name, x: {axis: number}, title, text, superseded}`.
+    """Return the marked events: `{kind, sign, name, x: {axis: number}, title, text, superseded}`.
 
     `sign` tells the growth of a model from a change of settings; `name` is short, and empty for kinds
     whose sign says it all.
     """
-    marked = []
-    for logged in record.events:
-        mark = _mark(logged.event)
+    all_marks = []
+    for entry in record.events:
+        mark = _mark(entry.event)
         if mark is not None:
             kind, name, title, lines = mark
-            place = _place(record, logged)
-            marked.append(
+            place = _place(record, entry)
+            all_marks.append(
                 {
                     "kind": kind,
-                    "sign": _sign(logged.event) or kind,
+                    "sign": _sign(entry.event) or kind,
                     "name": shortened(encodable(name), 40),
                     "x": {axis: _coordinate(axis, place[axis]) for axis in axes},
                     "title": shortened(encodable(title), 200),
                     "text": shortened(encodable("\n".join(filter(None, lines)))),
-                    "superseded": not logged.kept,
+                    "superseded": not entry.kept,
                 }
             )
-    return marked
+    return all_marks
 
 
 def proof_text(operation: OperationEvent) -> str:
-    """Returns `exact, max |Δlogit| 2.1e-06, Δloss -1.2e-08`; empty without a proof."""
+    """Return `exact, max |Δlogit| 2.1e-06, Δloss -1.2e-08`; empty without a proof."""
     proof = operation.proof
     parts = [operation.preserves]
     if "max_logit_diff" in proof:
@@ -64,7 +64,7 @@ def proof_text(operation: OperationEvent) -> str:
 
 
 def _mark(event: Event) -> tuple[str, str, str, list[str]] | None:
-    """Returns kind, short name, title and lines of a marked event; None for other events."""
+    """Return kind, short name, title and lines of a marked event; None for other events."""
     match event:
         case OperationEvent():
             took = f"took {event.seconds:.2g} s" if (event.seconds or 0) > 0.01 else ""
@@ -96,9 +96,9 @@ def _sign(event: Event) -> str:
     return "growth" if event.architecture or event.verb == "GROW" else "setting"
 
 
-def _place(record: RunRecord, logged: RecordedEvent[Event]) -> dict[str, float]:
-    """Returns the place of an event on all axes: its own, or its step's place at its own time."""
-    event = logged.event
+def _place(record: RunRecord, entry: RecordedEvent[Event]) -> dict[str, float]:
+    """Return the place of an event on all axes: its own, or its step's place at its own time."""
+    event = entry.event
     if isinstance(event, Placed):
         return event_place(event)
     loss = record.series("loss") if "loss" in record else None

@@ -60,7 +60,7 @@ RC: Any = {
 
 
 def colours(count: int) -> list[Any]:
-    """Returns `count` distinct colours, or a scale from dark to light for many."""
+    """Return `count` distinct colours, or a scale from dark to light for many."""
     if count <= len(COLOURS):
         return list(COLOURS[:count])
     from matplotlib import colormaps
@@ -70,6 +70,6 @@ def colours(count: int) -> list[Any]:
 
 
 def ring(colour: Any) -> dict[str, Any]:
-    """Returns the style of a best point."""
+    """Return the style of a best point."""
     edge = {"markeredgecolor": colour, "markeredgewidth": 1.4}
     return {"marker": "o", "ms": 6, "color": "white", **edge}

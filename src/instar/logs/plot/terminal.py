@@ -66,7 +66,7 @@ class _Look:
 
 
 def terminal(chart: Chart, size: TerminalSize) -> str:
-    """Returns the chart in lines of at most the terminal's width.
+    """Return the chart in lines of at most the terminal's width.
 
     Raises:
         ConfigError: plotext is not installed; names the extra.
@@ -102,7 +102,7 @@ def terminal(chart: Chart, size: TerminalSize) -> str:
 
 
 def _panels(chart: Chart) -> Iterator[Panel]:
-    """Yields the panels; curves on a second axis become their own panel."""
+    """Yield the panels; curves on a second axis become their own panel."""
     for panel in chart.panels:
         yield replace(panel, right=())
         if panel.right:
@@ -153,18 +153,20 @@ def _draw_panel(
 
 
 def _looks(panel: Panel, size: TerminalSize) -> list[_Look]:
-    """Returns a colour per curve, or a sign per curve without colours; the first is a dotted line."""
+    """Return a colour per curve, or a sign per curve without colours; the first is a dotted line."""
     signs = _ASCII_SIGNS if size.ascii else _SIGNS
     dots = "." if size.ascii else "braille"
-    several = len({curve.run for curve in panel.curves}) > 1
+    has_several_runs = len({curve.run for curve in panel.curves}) > 1
     looks = []
     for number, curve in enumerate(panel.curves[:_MAX_CURVES]):
-        shade = curve.run if several else number
+        shade = curve.run if has_several_runs else number
         colour = _COLOURS[shade % len(_COLOURS)] if size.colour else None
-        few = len(curve.line) < 2 or (curve.held_out and len(curve.line) <= size.width // 3)
-        if few or (number and colour is None):
+        has_few_points = len(curve.line) < 2 or (
+            curve.held_out and len(curve.line) <= size.width // 3
+        )
+        if has_few_points or (number and colour is None):
             sign = signs[number % len(signs)] if colour is None or size.ascii else "•"
-            looks.append(_Look(sign, sign, colour, joined=not few and number == 0))
+            looks.append(_Look(sign, sign, colour, joined=not has_few_points and number == 0))
         else:
             looks.append(_Look(dots, "." if size.ascii else "⠤", colour, joined=True))
     return looks
@@ -173,7 +175,7 @@ def _looks(panel: Panel, size: TerminalSize) -> list[_Look]:
 def _legend(
     chart: Chart, panel: Panel, looks: Sequence[_Look], size: TerminalSize
 ) -> Iterator[str]:
-    """Yields the y axis's label and the signs of the curves, wrapped to the width."""
+    """Yield the y axis's label and the signs of the curves, wrapped to the width."""
     yield _words(panel.label + "".join(f"  [{note}]" for note in panel.notes), size)
     if len(panel.curves) == 1 and len(chart.runs) == 1:
         return
@@ -182,7 +184,7 @@ def _legend(
         words = [names[curve.run]] if len(chart.runs) > 1 else []
         words += [curve_text(curve.metric)] if len(panel.metrics) > 1 else []
         entries.append((look, _words(" ".join(words), size, size.width - 4)))
-    omitted = len(panel.curves) - len(looks)
+    n_omitted = len(panel.curves) - len(looks)
     line, used = "", 0
     for look, text in entries:
         length = len(text) + 4
@@ -192,8 +194,8 @@ def _legend(
         line += f"  {_tinted(look.key, look.colour)} {text}"
         used += length
     yield line
-    if omitted:
-        yield f"  and {omitted} more"
+    if n_omitted:
+        yield f"  and {n_omitted} more"
 
 
 def _y_range(panel: Panel) -> tuple[float, float]:
@@ -241,14 +243,14 @@ def _x_ticks(chart: Chart, width: int) -> tuple[list[float], list[str]]:
 
 
 def _lines_marked(chart: Chart) -> list[Annotation]:
-    """Returns the marks that get a vertical line; none if there are many runs."""
+    """Return the marks that get a vertical line; none if there are many runs."""
     if len(chart.runs) > _MAX_MARKED_RUNS:
         return []
     return [mark for mark in chart.marks if mark.kind != "checkpoint"]
 
 
 def _mark_lines(chart: Chart, marks: Sequence[Annotation], size: TerminalSize) -> list[str]:
-    """Returns lines that explain the vertical lines, in order."""
+    """Return lines that explain the vertical lines, in order."""
     first: dict[tuple[str, int], Annotation] = {}
     for mark in marks:
         first.setdefault((mark.text, mark.run), mark)
@@ -262,12 +264,12 @@ def _mark_lines(chart: Chart, marks: Sequence[Annotation], size: TerminalSize) -
         text = _words(f"{mark.text}{of_run}", size, size.width - label_width - 3)
         bar = _tinted("│", _bar_colour(chart, mark, size))
         lines.append(f"{at.rjust(label_width)} {bar} {text}")
-    omitted = len(first) - len(first_marks)
-    return [*lines, f"{'':label_width}   and {omitted} more"] if omitted else lines
+    n_omitted = len(first) - len(first_marks)
+    return [*lines, f"{'':label_width}   and {n_omitted} more"] if n_omitted else lines
 
 
 def _bar_colour(chart: Chart, mark: Annotation, size: TerminalSize) -> str | None:
-    """Returns the colour of a mark: of its run's curves if there are several runs."""
+    """Return the colour of a mark: of its run's curves if there are several runs."""
     if not size.colour:
         return None
     return _COLOURS[mark.run % len(_COLOURS)] if len(chart.runs) > 1 else "gray"
@@ -293,7 +295,7 @@ def _tinted(text: str, colour: str | None) -> str:
 
 
 def _parts(line: Polyline) -> Iterator[Polyline]:
-    """Yields the parts of a line between its gaps."""
+    """Yield the parts of a line between its gaps."""
     mask = np.isfinite(line.y)
     edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
     for piece in np.split(np.arange(len(line)), edges):
@@ -302,12 +304,12 @@ def _parts(line: Polyline) -> Iterator[Polyline]:
 
 
 def _on(values: Any, *, log: bool) -> Any:
-    """Returns places on a linear or logarithmic axis."""
+    """Return places on a linear or logarithmic axis."""
     return np.log10(np.asarray(values)) if log else np.asarray(values, np.float64)
 
 
 def _words(text: str, size: TerminalSize, width: int | None = None) -> str:
-    """Returns `text` in characters that the terminal can show, at most `width` or its width long."""
+    """Return `text` in characters that the terminal can show, at most `width` or its width long."""
     text = visible(text)
     if size.ascii:
         text = encodable_as(_POWER.sub(_exponent, text), "ascii")
@@ -316,5 +318,5 @@ def _words(text: str, size: TerminalSize, width: int | None = None) -> str:
 
 
 def _exponent(power: re.Match[str]) -> str:
-    """Returns `5e-4` for `5·10⁻⁴`."""
+    """Return `5e-4` for `5·10⁻⁴`."""
     return f"{power[1] or 1}e{power[2].translate(_FROM_SUPERSCRIPT)}"

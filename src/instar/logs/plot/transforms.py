@@ -17,7 +17,7 @@ _BLOCK = 64
 
 
 def smooth(values: npt.ArrayLike, weight: float) -> Floats:
-    """Returns the bias-corrected exponential moving average of `values`.
+    """Return the bias-corrected exponential moving average of `values`.
 
     With the finite values v₁, v₂, … and aₖ = weight · aₖ₋₁ + (1 − weight) · vₖ, a₀ = 0, the k-th
     becomes aₖ / (1 − weightᵏ) (the correction of Adam, arXiv 1412.6980, section 3). Non-finite values
@@ -28,18 +28,18 @@ def smooth(values: npt.ArrayLike, weight: float) -> Floats:
     """
     if not 0 <= weight < 1:
         raise ValueError(f"weight is out of range [0, 1): {weight}")
-    smoothed = np.array(values, np.float64)
+    averages = np.array(values, np.float64)
     if weight == 0:
-        return smoothed
-    finite = np.isfinite(smoothed)
-    last_value = smoothed[finite]
+        return averages
+    finite = np.isfinite(averages)
+    last_value = averages[finite]
     bias = -np.expm1(np.arange(1, len(last_value) + 1) * np.log(weight))
-    smoothed[finite] = _decaying_sum((1 - weight) * last_value, weight) / bias
-    return smoothed
+    averages[finite] = _decaying_sum((1 - weight) * last_value, weight) / bias
+    return averages
 
 
 def _decaying_sum(values: Floats, decay: float) -> Floats:
-    """Computes sₖ = decay · sₖ₋₁ + vₖ in blocks: a triangular matrix product within blocks, and the
+    """Compute sₖ = decay · sₖ₋₁ + vₖ in blocks: a triangular matrix product within blocks, and the
     same recurrence over their last values."""
     full = len(values) - len(values) % _BLOCK
     age = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
@@ -48,10 +48,10 @@ def _decaying_sum(values: Floats, decay: float) -> Floats:
     carry = 0.0
     if full:
         blocks = values[:full].reshape(-1, _BLOCK) @ within.T
-        carried = _decaying_sum(blocks[:, -1], decay**_BLOCK)
-        blocks[1:] += np.multiply.outer(carried[:-1], decay ** np.arange(1, _BLOCK + 1))
+        block_sums = _decaying_sum(blocks[:, -1], decay**_BLOCK)
+        blocks[1:] += np.multiply.outer(block_sums[:-1], decay ** np.arange(1, _BLOCK + 1))
         sums[:full] = blocks.ravel()
-        carry = carried[-1]
+        carry = block_sums[-1]
     remainder = len(values) - full
     sums[full:] = within[:remainder, :remainder] @ values[full:] + carry * decay ** np.arange(
         1, remainder + 1
@@ -60,7 +60,7 @@ def _decaying_sum(values: Floats, decay: float) -> Floats:
 
 
 def thin(values: npt.ArrayLike, points: int) -> Ints:
-    """Returns ascending indices of the values to draw, at most `max(points, 5)`.
+    """Return ascending indices of the values to draw, at most `max(points, 5)`.
 
     The first and last values are included. Of each of the buckets of equal length, the smallest and
     largest finite value are kept, and the first non-finite value, so that gaps stay visible.
@@ -77,7 +77,7 @@ def thin(values: npt.ArrayLike, points: int) -> Ints:
 
 
 def _buckets(column: Floats, count: int) -> list[Floats]:
-    """Returns `column` as rows of equal length, and the remainder as another array of one row."""
+    """Return `column` as rows of equal length, and the remainder as another array of one row."""
     length = -(-len(column) // count)
     full = len(column) - len(column) % length
     parts = [column[:full].reshape(-1, length), column[full:].reshape(1, -1)]
@@ -85,7 +85,7 @@ def _buckets(column: Floats, count: int) -> list[Floats]:
 
 
 def _extremes(column: Floats, count: int) -> tuple[Ints, Ints]:
-    """Returns the indices of each bucket's minimum and maximum, or of a NaN if it has one."""
+    """Return the indices of each bucket's minimum and maximum, or of a NaN if it has one."""
     low: list[Ints] = []
     high: list[Ints] = []
     start = 0
@@ -98,7 +98,7 @@ def _extremes(column: Floats, count: int) -> tuple[Ints, Ints]:
 
 
 def _finite_extremes(column: Floats, count: int) -> tuple[Ints, Ints, Ints]:
-    """Returns `_extremes` of the finite values, and the index of each bucket's first non-finite one."""
+    """Return `_extremes` of the finite values, and the index of each bucket's first non-finite one."""
     finite = np.isfinite(column)
     low, _ = _extremes(np.where(finite, column, np.inf), count)
     _, high = _extremes(np.where(finite, column, -np.inf), count)
@@ -117,7 +117,7 @@ class Band:
 
 
 def band(curves: Sequence[tuple[Floats, Floats]]) -> Band | None:
-    """Returns the mean of curves (x ascending, y) over their common range, or None without one.
+    """Return the mean of curves (x ascending, y) over their common range, or None without one.
 
     Curves are interpolated at the places of the one with the fewest points. Non-finite points are
     left out.

@@ -57,7 +57,7 @@ class AxisValue:
     amount: float
 
     def text(self, unit: str = "token") -> str:
-        """Returns the place as text: `step 1,000`, `1.50B tok`, `1.0e15 FLOPs`, `10m00 active`."""
+        """Return the place as text: `step 1,000`, `1.50B tok`, `1.0e15 FLOPs`, `10m00 active`."""
         match self.axis:
             case "step":
                 return f"step {self.amount:,.0f}"
@@ -73,7 +73,7 @@ class AxisValue:
 
 
 def axis_named(text: str, axes: Sequence[str] = PLACED_BY, where: str = "") -> str:
-    """Returns one of `axes` by its name or an alias; `where`: the option, for the error.
+    """Return one of `axes` by its name or an alias; `where`: the option, for the error.
 
     Raises:
         ConfigError: the axis is unknown; suggests one.
@@ -89,7 +89,7 @@ def axis_named(text: str, axes: Sequence[str] = PLACED_BY, where: str = "") -> s
 
 
 def place_on(axis: str, text: str, option: str) -> float:
-    """Parses a place such as `2000`, `20M`, `1.5e18`, `10min` or `2026-01-31T12:00` on an axis.
+    """Parse a place such as `2000`, `20M`, `1.5e18`, `10min` or `2026-01-31T12:00` on an axis.
 
     Raises:
         ConfigError: the text is not a place on that axis; shows valid forms.
@@ -116,7 +116,7 @@ def _amount(axis: str, text: str) -> float | None:
 
 
 def parse_place(text: str) -> AxisValue:
-    """Parses a place such as `step=1000`, `tokens=1.5B`, `wall=10min`, or a budget (`50Mtok`).
+    """Parse a place such as `step=1000`, `tokens=1.5B`, `wall=10min`, or a budget (`50Mtok`).
 
     Raises:
         ConfigError: the text is not a place; shows valid forms.
@@ -138,7 +138,7 @@ def parse_place(text: str) -> AxisValue:
 
 
 def even_places(axis: str, furthest: float) -> list[AxisValue]:
-    """Returns five evenly spaced places up to `furthest`; steps, samples and tokens are whole."""
+    """Return five evenly spaced places up to `furthest`; steps, samples and tokens are whole."""
     amounts = [*(furthest * number / 5 for number in range(1, 5)), furthest]
     if axis in ("step", "samples", "tokens"):
         amounts = [float(math.floor(amount)) for amount in amounts]
@@ -146,30 +146,30 @@ def even_places(axis: str, furthest: float) -> list[AxisValue]:
 
 
 def values_at(x: Floats, values: Floats, places: Floats) -> Floats:
-    """Interpolates a curve linearly at the places `places`.
+    """Interpolate a curve linearly at the places `places`.
 
     NaN outside the curve, or next to a NaN. Of several points at one place the last counts. Shapes:
     x and values [n], places [m], result [m].
     """
     x, values = unique(x, values)
-    interpolated = np.full(len(places), np.nan)
+    values_there = np.full(len(places), np.nan)
     if not len(x):
-        return interpolated
+        return values_there
     right = np.searchsorted(x, places, side="left")
     inside = right < len(x)
     exact = inside.copy()
     exact[inside] = x[right[inside]] == places[inside]
-    interpolated[exact] = values[right[exact]]
+    values_there[exact] = values[right[exact]]
     between = inside & ~exact & (right > 0)
     after = right[between]
     share = (places[between] - x[after - 1]) / (x[after] - x[after - 1])
     with np.errstate(invalid="ignore"):
-        interpolated[between] = values[after - 1] + share * (values[after] - values[after - 1])
-    return interpolated
+        values_there[between] = values[after - 1] + share * (values[after] - values[after - 1])
+    return values_there
 
 
 def unique(x: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Sorts the curve by `x`; of several points at one place keeps the last."""
+    """Sort the curve by `x`; of several points at one place keeps the last."""
     if len(x) > 1 and not (np.diff(x) > 0).all():
         order = np.argsort(x, kind="stable")
         x, values = x[order], values[order]
@@ -212,17 +212,17 @@ class Saving:
 
 
 def at_loss(series: Series, target: float) -> LossReached | None:
-    """Returns where `series` first reaches `target`, or None; superseded points are ignored.
+    """Return where `series` first reaches `target`, or None; superseded points are ignored.
 
     A loss falls to the target, an accuracy rises to it.
     """
     curve = series.current()
     curve = curve.take(np.isfinite(curve.value))
     good = curve.value >= target if curve.better == "max" else curve.value <= target
-    reached = np.flatnonzero(good)
-    if not len(reached):
+    good_rows = np.flatnonzero(good)
+    if not len(good_rows):
         return None
-    first = int(reached[0])
+    first = int(good_rows[0])
     after = np.flatnonzero(~good[first:])
     share = 1.0
     if first > 0:
@@ -246,7 +246,7 @@ _AT_THE_END = 0.02
 
 
 def decays_after(lr: Series, step: float) -> float:
-    """Returns the share of a run's steps after `step`, if its learning rate is falling there; else 0."""
+    """Return the share of a run's steps after `step`, if its learning rate is falling there; else 0."""
     curve = lr.current()
     before = curve.value[curve.step <= step]
     if (
@@ -262,7 +262,7 @@ def decays_after(lr: Series, step: float) -> float:
 def saving(
     base: Mapping[object, LossReached | None], other: Mapping[object, LossReached | None], axis: str
 ) -> Saving | None:
-    """Returns what `other` saves relative to `base` along `axis`, over the keys (seeds) of both.
+    """Return what `other` saves relative to `base` along `axis`, over the keys (seeds) of both.
 
     The share is 1 minus the geometric mean of the ratios; None: no pair reaches the value.
     """
@@ -285,27 +285,31 @@ def saving(
 
 def _logs(group: Mapping[object, LossReached | None], axis: str) -> dict[object, float]:
     return {
-        key: math.log(reached.at[axis])
-        for key, reached in group.items()
-        if reached is not None and reached.at[axis] > 0
+        key: math.log(loss_reached.at[axis])
+        for key, loss_reached in group.items()
+        if loss_reached is not None and loss_reached.at[axis] > 0
     }
 
 
 def _unpaired(
     other: Mapping[object, float], base: Mapping[object, float], runs: int
 ) -> Saving | None:
-    """Compares geometric means; the spread is that of a ratio of independent runs, to first order."""
+    """Compare geometric means; the spread is that of a ratio of independent runs, to first order."""
     sides = [np.array(list(side.values())) for side in (other, base)]
     if not all(map(len, sides)):
         return None
     ratio = math.exp(sides[0].mean() - sides[1].mean())
-    several = [side for side in sides if len(side) > 1]
-    spread = ratio * math.sqrt(sum(side.var(ddof=1) for side in several)) if several else None
+    repeated_sides = [side for side in sides if len(side) > 1]
+    spread = (
+        ratio * math.sqrt(sum(side.var(ddof=1) for side in repeated_sides))
+        if repeated_sides
+        else None
+    )
     return Saving(1 - ratio, spread, 0, runs - sum(map(len, sides)))
 
 
 def saving_text(savings_share: Saving, what: str) -> str:
-    """Returns a saving as text: `31% fewer FLOPs`, `5% ±3% more tokens`, `as many steps`."""
+    """Return a saving as text: `31% fewer FLOPs`, `5% ±3% more tokens`, `as many steps`."""
     share = savings_share.share
     spread = "" if savings_share.spread is None else f" ±{savings_share.spread:.0%}"
     seconds = "time" in what

@@ -25,7 +25,7 @@ class _State(msgspec.Struct):
 
 
 def recorded_basis(run: RunDir) -> Basis:
-    """Returns what the last evaluation before a run's latest checkpoint was made on; empty if there is none."""
+    """Return what the last evaluation before a run's latest checkpoint was made on; empty if there is none."""
     try:
         name = read_regular(run.checkpoints / "latest").decode().strip()
         if not _CHECKPOINT.fullmatch(name):
@@ -47,19 +47,19 @@ class Comparability:
 
 
 def comparability(groups: Sequence[RunGroup]) -> Comparability:
-    """Compares what the runs of groups were evaluated on with the run of the first group that has the same seed,
+    """Compare what the runs of groups were evaluated on with the run of the first group that has the same seed,
     else with its first run. That runs of several seeds hold out other samples is left to the notes on groups."""
     bases = {run: recorded_basis(run) for group in groups for run in group.runs}
     first = groups[0]
     partners = dict(zip(first.keys, first.runs, strict=True))
-    several = any(len(group.runs) > 1 for group in groups)
+    has_several_runs = any(len(group.runs) > 1 for group in groups)
     is_known = all(bases.values())
     lines: dict[tuple[str, ...], tuple[str, list[str]]] = {}
     for group in groups:
         for run, key in zip(group.runs, group.keys, strict=True):
             partner = first.runs[0] if group is first else partners.get(key, first.runs[0])
             before, after = bases[partner], bases[run]
-            if several and (group is first or key not in partners) and run != partner:
+            if has_several_runs and (group is first or key not in partners) and run != partner:
                 before, after = without_seed(before), without_seed(after)
                 is_known = is_known and group is first
             if before and after and (reasons := incomparable(before, after)):
@@ -73,7 +73,7 @@ def comparability(groups: Sequence[RunGroup]) -> Comparability:
 
 
 def notes_on_bases(bases: Mapping[str, Basis]) -> list[str]:
-    """Returns one line for each basis in a list of runs but the first; runs without one are left out.
+    """Return one line for each basis in a list of runs but the first; runs without one are left out.
 
     Args:
         bases: by the name of the run.

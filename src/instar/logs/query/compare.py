@@ -106,7 +106,7 @@ def compare_groups(
     target: float | None = None,
     target_metric: str = "val/loss",
 ) -> Comparison:
-    """Compares two or more groups of runs.
+    """Compare two or more groups of runs.
 
     Args:
         records: the records of all runs of the groups.
@@ -161,7 +161,7 @@ def compare_groups(
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns the comparison as JSON-ready data, groups by name."""
+    """Return the comparison as JSON-ready data, groups by name."""
     names = [group.name for group in comparison.groups]
     data: dict[str, Any] = {
         "arms": [
@@ -198,7 +198,7 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
 def _check_metrics(
     patterns: Iterable[str], groups: Sequence[RunGroup], by_run: Mapping[RunDir, RunRecord]
 ) -> None:
-    """Raises ConfigError if no run has a metric that matches a pattern."""
+    """Raise ConfigError if no run has a metric that matches a pattern."""
     available = dict.fromkeys(
         metric for group in groups for run in group.runs for metric in by_run[run].metrics
     )
@@ -213,7 +213,7 @@ def _check_goal(
     configs: Sequence[Mapping[str, Any]],
     new_bases: Sequence[str],
 ) -> None:
-    """Raises ConfigError if it means nothing to compare where the runs reach a value of a metric."""
+    """Raise ConfigError if it means nothing to compare where the runs reach a value of a metric."""
     is_held_out = goal.startswith("val/")
     if is_held_out and evaluations.differing:
         raise ConfigError.of(evaluations.differing[0], where="--at-loss", hint=SAME_DATA)
@@ -245,7 +245,7 @@ def _curves(
 
 
 def _anew(record: RunRecord) -> str:
-    """Returns since when a run's evaluations are comparable with its last one; empty: from the start."""
+    """Return since when a run's evaluations are comparable with its last one; empty: from the start."""
     events = [logged.event for logged in record.of(BeginsAnew) if logged.kept]
     if not events:
         return ""
@@ -264,7 +264,7 @@ def _reached(record: RunRecord, goal: str, target: float) -> LossReached | None:
 
 
 def _furthest(runs: Sequence[_Curves], axis: str) -> float:
-    """Returns the furthest place that every run has reached with all of its metrics."""
+    """Return the furthest place that every run has reached with all of its metrics."""
     ends = [
         float(by_axis[axis][0].max())
         for run in runs

@@ -29,17 +29,17 @@ MAX_BYTES = 1 << 20
 
 
 def config_lines(run: RunDir) -> list[ConfigLine]:
-    """Returns the lines of the config in force at a run's latest checkpoint, secrets redacted; empty
+    """Return the lines of the config in force at a run's latest checkpoint, secrets redacted; empty
     if run.yaml cannot be read."""
     try:
         with open_regular(run.config) as file:
             text = file.read(MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return []
-    changed = set_at_resumes(run)
+    changes = set_at_resumes(run)
     lines = [
-        _changed(line, *changed[line.key])
-        if line.key in changed and not line.text.lstrip().startswith("- ")
+        _changed(line, *changes[line.key])
+        if line.key in changes and not line.text.lstrip().startswith("- ")
         else line
         for line in lines_of(text)
     ]
@@ -53,7 +53,7 @@ def _changed(line: ConfigLine, value: Any, step: int) -> ConfigLine:
 
 
 def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
-    """Returns the keys that resumes have set: value at the latest checkpoint, and step of the change."""
+    """Return the keys that resumes have set: value at the latest checkpoint, and step of the change."""
     changes: dict[str, tuple[Any, int]] = {}
     try:
         name = read_regular(run.checkpoints / "latest", 64).decode().strip()
@@ -72,30 +72,34 @@ def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
 
 
 def derived_keys(configs: Sequence[Sequence[ConfigLine]]) -> set[str]:
-    """Returns the keys whose values follow from others: derived in some configs, given in none."""
+    """Return the keys whose values follow from others: derived in some configs, given in none."""
     every = [line for lines in configs for line in lines if line.key]
-    derived = {line.key for line in every if line.origin == DERIVED}
-    return derived - {line.key for line in every if line.origin != DERIVED}
+    keys = {line.key for line in every if line.origin == DERIVED}
+    return keys - {line.key for line in every if line.origin != DERIVED}
 
 
 def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns keys and values of each run, defaults included and derived keys excluded, and faults.
+    """Return keys and values of each run, defaults included and derived keys excluded, and faults.
 
     A run whose config cannot be read has no keys. Data and machine are not checked.
     """
-    derived = derived_keys([config_lines(run) for run in runs])
+    keys_left_out = derived_keys([config_lines(run) for run in runs])
     configs, faults = list[dict[str, Any]](), list[str]()
     for run in runs:
         try:
             check_regular(run.config)
             loaded_config = load_config(str(run.config), checks=(), import_task=False)
             config = loaded_config.config
-            if changed := {key: value for key, (value, _) in set_at_resumes(run).items()}:
+            if new_values := {key: value for key, (value, _) in set_at_resumes(run).items()}:
                 with suppress(ValueError):  # a key of a task that is not imported
-                    config = with_values(config, changed)
+                    config = with_values(config, new_values)
             every = values(config)
             configs.append(
-                {k: redacted_value(k, value) for k, value in every.items() if k not in derived}
+                {
+                    k: redacted_value(k, value)
+                    for k, value in every.items()
+                    if k not in keys_left_out
+                }
             )
         except ConfigError as error:
             configs.append({})

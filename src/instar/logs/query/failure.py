@@ -33,7 +33,7 @@ class RunFailure:
 
 
 def run_failure(record: RunRecord) -> RunFailure | None:
-    """Returns what ended a run; None unless it has crashed."""
+    """Return what ended a run; None unless it has crashed."""
     summary = summarize(record)
     if summary.state != "crashed":
         return None
@@ -41,9 +41,9 @@ def run_failure(record: RunRecord) -> RunFailure | None:
     if match := _SENTENCE.fullmatch(summary.reason):
         rank, message = int(match[1]), match[3]
         step = int(match[2].replace(",", "")) if match[2] else None
-    failed = record.of(Failed)
-    if failed and failed[-1].event.segment == summary.segments:
-        rank, step = failed[-1].event.rank, failed[-1].event.step
+    failures = record.of(Failed)
+    if failures and failures[-1].event.segment == summary.segments:
+        rank, step = failures[-1].event.rank, failures[-1].event.step
     kind = ""
     if match := _TYPE.match(message):
         kind, message = match[1] or match[2], message[match.end() :]

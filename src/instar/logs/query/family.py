@@ -37,7 +37,7 @@ class RunTreeMember:
 
 
 def branched(summary: CachedSummary) -> Branched | None:
-    """Returns how a run began if it is a branch, and its folder has the name of one."""
+    """Return how a run began if it is a branch, and its folder has the name of one."""
     first = next((event for event in summary.events if isinstance(event, Branched)), None)
     if (
         first is None
@@ -49,7 +49,7 @@ def branched(summary: CachedSummary) -> Branched | None:
 
 
 def in_trees(items: Sequence[T], summary_of: Callable[[T], CachedSummary]) -> list[tuple[int, T]]:
-    """Returns runs with their depths: branches follow their trunk, in the order of their steps; a family is at
+    """Return runs with their depths: branches follow their trunk, in the order of their steps; a family is at
     the place of its last member."""
     by_path = {summary_of(item).run.path.absolute(): item for item in items}
     children: dict[Path, list[tuple[int, Path]]] = {}
@@ -79,7 +79,7 @@ def _root(path: Path, by_path: dict[Path, T], summary_of: Callable[[T], CachedSu
 
 
 def run_tree(run: RunDir) -> tuple[RunTreeMember, ...]:
-    """Returns the trunk of a run and all branches, in the order of a tree; empty without any."""
+    """Return the trunk of a run and all branches, in the order of a tree; empty without any."""
     trunk = run
     while (above := branched(cached_summary(trunk))) is not None:
         parent = RunDir(trunk.path.absolute().with_name(above.parent))

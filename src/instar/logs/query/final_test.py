@@ -75,7 +75,7 @@ class FinalTest:
 
 
 def read_final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
-    """Returns the final test of `run`, or None; `points`: maximum number of pairs of a scatter."""
+    """Return the final test of `run`, or None; `points`: maximum number of pairs of a scatter."""
     folder = run.path / "test"
     try:
         content = read_regular(folder / "result.json")
@@ -100,17 +100,17 @@ def read_final_test(run: RunDir, points: int = 3000) -> FinalTest | None:
 
 
 def _stale(run: RunDir, result: _Result) -> Iterator[str]:
-    """Yields why a result is not of the run as it is now."""
-    if (tested := result.checkpoint) is None:
+    """Yield why a result is not of the run as it is now."""
+    if (checkpoint := result.checkpoint) is None:
         return
-    path = run.checkpoints / tested.name
+    path = run.checkpoints / checkpoint.name
     try:
-        if identify(path) != tested:
-            yield f"The test is of an earlier {tested.name}; another checkpoint has that name now."
+        if identify(path) != checkpoint:
+            yield f"The test is of an earlier {checkpoint.name}; another checkpoint has that name now."
         elif (step := superseded_at(read_manifest(path), line_of(run.path))) is not None:
-            yield f"The test is of {tested.name}, which lies on a branch that the run left at step {step:,}."
+            yield f"The test is of {checkpoint.name}, which lies on a branch that the run left at step {step:,}."
     except CheckpointError:
-        yield f"{tested.name}, of which the test is, is no longer on disk."
+        yield f"{checkpoint.name}, of which the test is, is no longer on disk."
 
 
 def _scatters(
@@ -128,7 +128,7 @@ def _scatters(
         if checksum is not None and file_entry(file, "").xxh3_128 != checksum:
             notes.append("test/predictions.parquet is not of the test of test/result.json.")
             return ()
-        with open_regular(file) as opened, pq.ParquetFile(opened) as table:
+        with open_regular(file) as stream, pq.ParquetFile(stream) as table:
             names = [name for name in table.schema_arrow.names if name.endswith(_PREDICTED)]
             scatters = [_scatter(table, name.removesuffix(_PREDICTED), points) for name in names]
     except (OSError, pa.ArrowException) as error:
@@ -138,7 +138,7 @@ def _scatters(
 
 
 def _scatter(table: Any, target: str, points: int) -> Scatter | None:
-    """Samples pairs of a target evenly from the whole file, read in batches."""
+    """Sample pairs of a target evenly from the whole file, read in batches."""
     import pyarrow as pa
 
     schema, names = table.schema_arrow, [target, target + _PREDICTED]

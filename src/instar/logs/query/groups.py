@@ -36,7 +36,7 @@ class RunGroup:
         return tuple((seed, seeds[:number].count(seed)) for number, seed in enumerate(seeds))
 
     def config(self) -> dict[str, Any]:
-        """Returns the values that all runs share, and for other keys a list with one value per run.
+        """Return the values that all runs share, and for other keys a list with one value per run.
 
         Runs whose config cannot be read are left out; empty if all are.
         """
@@ -53,7 +53,7 @@ class RunGroup:
 def group_runs(
     runs: Sequence[RunDir], by: By = "run", group_names: Mapping[RunDir, str] | None = None
 ) -> tuple[list[RunGroup], list[str]]:
-    """Returns the groups of `grouped` with the configs of their runs, and the faults of these."""
+    """Return the groups of `grouped` with the configs of their runs, and the faults of these."""
     configs, faults = config_values(runs)
     groups = grouped(runs, by, group_names, folder_labels if by == "run" else None)
     return [
@@ -77,7 +77,7 @@ def run_labels(
     without: Collection[str] = (),
     values: Sequence[Given] | None = None,
 ) -> list[str]:
-    """Returns a unique label per run: its name; else name and differing keys, as `demo seed=2`, other
+    """Return a unique label per run: its name; else name and differing keys, as `demo seed=2`, other
     than those in `without`; else the folder's name. `values`: `given_values` of the runs, if known."""
     short = [printable_text(run.name) for run in runs]
     if len(set(short)) == len(runs):
@@ -94,7 +94,7 @@ def run_labels(
 
 
 def folder_labels(runs: Sequence[RunDir]) -> list[str]:
-    """Returns the name of each run's folder; where it is not unique, the path."""
+    """Return the name of each run's folder; where it is not unique, the path."""
     short = [run.path.name for run in runs]
     return [
         printable_text(str(run.path) if short.count(name) > 1 else name)
@@ -109,7 +109,7 @@ def grouped(
     label: Callable[[Sequence[RunDir]], list[str]] | None = None,
     values: Sequence[Given] | None = None,
 ) -> dict[str, list[int]]:
-    """Returns the indices of the runs of each group by the group's unique name, in the order of first
+    """Return the indices of the runs of each group by the group's unique name, in the order of first
     runs.
 
     Args:
@@ -121,29 +121,29 @@ def grouped(
         values: `given_values` of the runs, if known.
     """
     groups: dict[str, list[int]] = {}
-    unnamed: dict[object, list[int]] = {}
-    ungrouped = [n for n, run in enumerate(runs) if not (group_names or {}).get(run)]
-    values = values or (given_values(runs) if by == "seed" and ungrouped else None)
-    keys = {n: _key(n, runs[n], by, values[n] if values else {}) for n in ungrouped}
+    numbers_by_key: dict[object, list[int]] = {}
+    numbers_left = [n for n, run in enumerate(runs) if not (group_names or {}).get(run)]
+    values = values or (given_values(runs) if by == "seed" and numbers_left else None)
+    keys = {n: _key(n, runs[n], by, values[n] if values else {}) for n in numbers_left}
     for n, run in enumerate(runs):
         if n in keys:
-            unnamed.setdefault(keys[n], []).append(n)
+            numbers_by_key.setdefault(keys[n], []).append(n)
         else:
             groups.setdefault((group_names or {})[run], []).append(n)
-    numbers = [group[0] for group in unnamed.values()]
+    numbers = [group[0] for group in numbers_by_key.values()]
     firsts = [runs[n] for n in numbers]
     if label:
         labels = label(firsts)
     else:
-        ignored = ("seed",) if by == "seed" else ()
-        labels = run_labels(firsts, ignored, [values[n] for n in numbers] if values else None)
-    for name, group in zip(labels, unnamed.values(), strict=True):
+        ignored_keys = ("seed",) if by == "seed" else ()
+        labels = run_labels(firsts, ignored_keys, [values[n] for n in numbers] if values else None)
+    for name, group in zip(labels, numbers_by_key.values(), strict=True):
         groups[str(runs[group[0]].path) if name in groups else name] = group
     return dict(sorted(groups.items(), key=lambda entry: entry[1][0]))
 
 
 def _key(number: int, run: RunDir, by: By, values: Given) -> object:
-    """Returns what is equal for the runs of a group."""
+    """Return what is equal for the runs of a group."""
     if by == "run":
         return number
     if by == "name":
@@ -152,7 +152,7 @@ def _key(number: int, run: RunDir, by: By, values: Given) -> object:
 
 
 def notes_on_data(groups: Mapping[str, Sequence[RunDir]]) -> list[str]:
-    """Returns notes on groups whose runs were evaluated on different held-out samples."""
+    """Return notes on groups whose runs were evaluated on different held-out samples."""
     return [
         f"{name}: its {len(runs)} runs also differ in their data, because data.seed follows seed; "
         "set data.seed to vary only order and initialization"
@@ -162,7 +162,7 @@ def notes_on_data(groups: Mapping[str, Sequence[RunDir]]) -> list[str]:
 
 
 def _data_of(lines: Sequence[ConfigLine]) -> str:
-    """Returns what decides which samples a run holds out, according to its config; "" if empty."""
+    """Return what decides which samples a run holds out, according to its config; "" if empty."""
     values = {line.key: line.value for line in lines}
     task, path, part = (values.get(k) for k in ("task", "data.path", "eval.eval_iters"))
     unset = (None, "", "null")
@@ -173,14 +173,14 @@ def _data_of(lines: Sequence[ConfigLine]) -> str:
 
 
 def given_values(runs: Sequence[RunDir]) -> list[Given]:
-    """Returns the underived values of each run; empty if its config cannot be read."""
+    """Return the underived values of each run; empty if its config cannot be read."""
     every = [config_lines(run) for run in runs]
-    derived = derived_keys(every)
+    keys_left_out = derived_keys(every)
     all_values: list[Given] = []
     for lines in every:
         values: Given = {}
         for line in lines:
-            if not line.key or line.key in derived or line.key.partition(".")[0] in _KEPT:
+            if not line.key or line.key in keys_left_out or line.key.partition(".")[0] in _KEPT:
                 continue
             values[line.key] = f"{values.get(line.key, '')} {_unquoted(line.value)}".strip()
         all_values.append(values)
@@ -188,7 +188,7 @@ def given_values(runs: Sequence[RunDir]) -> list[Given]:
 
 
 def _unquoted(text: str) -> str:
-    """Returns a value of a config's line as a table shows it."""
+    """Return a value of a config's line as a table shows it."""
     if not text.startswith('"'):
         return text
     document, faults = parse(text, "")
@@ -201,7 +201,7 @@ def _label(name: str, values: Given, keys: Sequence[str]) -> str:
 
 
 def _short(value: str) -> str:
-    """Returns a value short enough for a legend: for a list of operations, their number."""
+    """Return a value short enough for a legend: for a list of operations, their number."""
     items = value.count("- {") if len(value) > _LONGEST else 0
     return _counted(items) if items else shortened(value, _LONGEST)
 
@@ -211,7 +211,7 @@ def _counted(operations: int) -> str:
 
 
 def short_values(key: str, values: Sequence[object], texts: Sequence[str]) -> list[str]:
-    """Returns the values of one key for the cells of a table; `texts`: their full texts.
+    """Return the values of one key for the cells of a table; `texts`: their full texts.
 
     A text that is too long is shortened to the number of operations of a schedule, or else to its
     beginning. `differs` is appended where an earlier, different value has the same short form.
@@ -253,7 +253,7 @@ SAME_DATA = "compare runs on the same data and tokenizer, or leave --at-loss out
 
 
 def check_same_data(configs: Sequence[Config], metric: str) -> None:
-    """Raises ConfigError unless the metric is measured on the same data and tokens in all runs."""
+    """Raise ConfigError unless the metric is measured on the same data and tokens in all runs."""
     if keys := _differing(configs, held_out=metric.startswith("val/")):
         raise ConfigError.of(
             f"the runs differ in {', '.join(keys)}: {metric} is measured on different data or tokens",
@@ -263,7 +263,7 @@ def check_same_data(configs: Sequence[Config], metric: str) -> None:
 
 
 def warnings_on_data(configs: Sequence[Config], *, held_out: bool = True) -> tuple[str, ...]:
-    """Returns one line if the losses of the runs are not comparable according to their configs, else nothing.
+    """Return one line if the losses of the runs are not comparable according to their configs, else nothing.
 
     Args:
         held_out: also those on held-out data, of which no basis is recorded.
@@ -278,15 +278,15 @@ def warnings_on_data(configs: Sequence[Config], *, held_out: bool = True) -> tup
 
 
 def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
-    """Returns the differing keys that make losses incomparable; `held_out`: losses on held-out data."""
+    """Return the differing keys that make losses incomparable; `held_out`: losses on held-out data."""
     readable = [config for config in configs if config]
     tokenizers = {config.get("data.tokenizer") for config in readable}
     # one val_source for all holds out the same text, but a bpe tokenizer is trained on the source
     same_held_out = (
         all(config.get("data.val_source") for config in readable) and "bpe" not in tokenizers
     )
-    generated = {f"data.{config.get('data.source')}" for config in readable}
-    data_keys = _ALWAYS if held_out and same_held_out else (*_ALWAYS, *_READ, *generated)
+    source_key = {f"data.{config.get('data.source')}" for config in readable}
+    data_keys = _ALWAYS if held_out and same_held_out else (*_ALWAYS, *_READ, *source_key)
     if "bpe" in tokenizers:
         data_keys = (*data_keys, "data.vocab_size")
     keys = dict.fromkeys(key for config in readable for key in config)

@@ -40,12 +40,12 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def labels_file(folder: Path) -> Path:
-    """Returns the file with the labels of the runs in a folder."""
+    """Return the file with the labels of the runs in a folder."""
     return folder / ".instar" / "labels.json"
 
 
 def read_labels(folder: Path) -> dict[str, RunLabels]:
-    """Returns the labels of the runs in a folder by the names of their folders; empty if the file is
+    """Return the labels of the runs in a folder by the names of their folders; empty if the file is
     missing or cannot be read."""
     try:
         return _read(labels_file(folder))
@@ -54,7 +54,7 @@ def read_labels(folder: Path) -> dict[str, RunLabels]:
 
 
 def labels_of(runs: Iterable[RunDir]) -> list[RunLabels]:
-    """Returns the labels of each run."""
+    """Return the labels of each run."""
     by_folder: dict[Path, dict[str, RunLabels]] = {}
     labels = []
     for run in runs:
@@ -66,7 +66,7 @@ def labels_of(runs: Iterable[RunDir]) -> list[RunLabels]:
 
 
 def change_labels(runs: Iterable[RunDir], change: Callable[[RunLabels], RunLabels]) -> None:
-    """Changes the labels of runs; of two commands at a time, one waits for the other.
+    """Change the labels of runs; of two commands at a time, one waits for the other.
 
     Raises:
         ConfigError: a tag or note is invalid, or the file cannot be read or written.
@@ -95,8 +95,8 @@ def _change(path: Path, names: Iterable[str], change: Callable[[RunLabels], RunL
         by_name = _read(path) if path.exists() else {}
         for name in names:
             by_name[name] = _checked(change(by_name.get(name, NONE)))
-        changed = {name: labels for name, labels in sorted(by_name.items()) if labels != NONE}
-        content = msgspec.json.format(msgspec.json.encode(_File(runs=changed)), indent=1)
+        new_labels = {name: labels for name, labels in sorted(by_name.items()) if labels != NONE}
+        content = msgspec.json.format(msgspec.json.encode(_File(runs=new_labels)), indent=1)
         replace_file(path, content + b"\n")
 
 

@@ -56,12 +56,12 @@ class ProgressReader:
 
 
 def progress_of(summary: CachedSummary, budgets: Sequence[Budget]) -> RunProgress:
-    """Returns the progress of a run that ends when the first of its budgets is used up."""
+    """Return the progress of a run that ends when the first of its budgets is used up."""
     return RunProgress(summary.step, summary.loss, summary.operations, _ends_at(summary, budgets))
 
 
 def budgets_of(run: RunDir) -> Iterator[Budget]:
-    """Yields the budgets of a run's config (`train.until`), as far as they can be read."""
+    """Yield the budgets of a run's config (`train.until`), as far as they can be read."""
     text = " ".join(line.value for line in config_lines(run) if line.key == "train.until")
     for word in _BUDGET.findall(text):
         with suppress(ValueError):

@@ -27,7 +27,7 @@ _LATEST = "latest"
 
 
 def find_runs(texts: Sequence[str], out_dir: Path = Path("runs")) -> list[RunDir]:
-    """Returns the runs that `texts` name, each once, in the order of the texts.
+    """Return the runs that `texts` name, each once, in the order of the texts.
 
     A text is a run's folder, a file in one, a folder of runs, an id, a name (all runs of that name),
     `latest`, or a pattern of any of these (`runs/sharded_*/events.jsonl`, `demo-*`). Patterns and
@@ -50,8 +50,8 @@ def _resolve(text: str, out_dir: Path) -> list[RunDir]:
     if text and path.is_dir() and (inside := runs_in(path)):
         return inside
     if glob.has_magic(text):
-        if matched := list(_matching(text, out_dir)):
-            return matched
+        if matching_runs := list(_matching(text, out_dir)):
+            return matching_runs
         raise ConfigError.of(f"no run matches {text!r}", hint=_latest_hint(out_dir))
     runs = runs_in(out_dir)
     if text == _LATEST and runs:
@@ -63,7 +63,7 @@ def _resolve(text: str, out_dir: Path) -> list[RunDir]:
 
 
 def _run_containing(path: Path) -> RunDir | None:
-    """Returns the run whose folder is `path` or contains it."""
+    """Return the run whose folder is `path` or contains it."""
     if path.is_file():
         return next((run for run in map(RunDir, path.parents) if run.holds_run()), None)
     return RunDir(path) if path.name and RunDir(path).holds_run() else None
@@ -135,12 +135,12 @@ class Row:
     @property
     def time_s(self) -> float | None:
         """Seconds from the first start to the last line."""
-        started, last_seen = self.summary.started, self.summary.seen
-        return None if started is None or last_seen is None else last_seen - started
+        began, last_seen = self.summary.started, self.summary.seen
+        return None if began is None or last_seen is None else last_seen - began
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
-    """Returns a row as JSON-ready data; unknown values are null."""
+    """Return a row as JSON-ready data; unknown values are null."""
     summary, status = row.summary, row.status
     fixed: dict[str, Any] = {
         "path": str(summary.run.path),
@@ -163,7 +163,7 @@ def row_to_json(row: Row) -> dict[str, Any]:
 
 
 def runs_of(folders: Sequence[str], out_dir: Path) -> list[RunDir]:
-    """Returns the runs in these folders, or in `out_dir` by default; a run's own folder is allowed.
+    """Return the runs in these folders, or in `out_dir` by default; a run's own folder is allowed.
 
     Raises:
         ConfigError: no such folder or run exists, or a pattern matches none.
@@ -188,7 +188,7 @@ def list_rows(
     archived: bool = False,
     last: int | None = None,
 ) -> list[Row]:
-    """Returns rows of the runs that match `state`, `name` and `tag`, at most the `last` ones.
+    """Return rows of the runs that match `state`, `name` and `tag`, at most the `last` ones.
 
     Args:
         name: a run's name, folder or id, or a pattern of these.
@@ -213,27 +213,27 @@ def list_rows(
 
 
 def row_faults(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields why runs cannot be read."""
+    """Yield why runs cannot be read."""
     return (row.summary.fault for row in rows if row.summary.fault)
 
 
 def row_notes(rows: Sequence[Row]) -> list[str]:
-    """Returns which best values of a list cannot be compared with the first one."""
+    """Return which best values of a list cannot be compared with the first one."""
     return notes_on_bases({row.summary.run.path.name: row.basis for row in rows})
 
 
 def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
-    """Reads many runs in threads if they wait for the disk; others would only take turns."""
+    """Read many runs in threads if they wait for the disk; others would only take turns."""
     first, later_runs = runs[:FEW], runs[FEW:]
-    began, computed = time.perf_counter(), time.thread_time()
+    began, cpu_s = time.perf_counter(), time.thread_time()
     rows = [_row(*pair) for pair in first]
-    computed = time.thread_time() - computed
-    waited = time.perf_counter() - began - computed
+    cpu_s = time.thread_time() - cpu_s
+    wait_s = time.perf_counter() - began - cpu_s
     if not later_runs:
         return rows
     with ExitStack() as stack:
         more: Iterator[Row] = (_row(*pair) for pair in later_runs)
-        if waited > computed:
+        if wait_s > cpu_s:
             pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
             more = pool.map(lambda pair: _row(*pair), later_runs)
         return rows + list(tracked(more, "reading records", "runs", len(later_runs)))
@@ -250,6 +250,6 @@ def _matches(run: RunDir, name: str) -> bool:
 
 
 def _state_hint(state: str) -> str:
-    completed = next((name for name in STATES if name.startswith(state.lower())), None)
-    near = completed or nearest(state, STATES)
+    full_name = next((name for name in STATES if name.startswith(state.lower())), None)
+    near = full_name or nearest(state, STATES)
     return f"did you mean {near!r}?" if near else f"expected one of {', '.join(STATES)}"

@@ -46,12 +46,12 @@ class RunStage:
 
 
 def stages(record: RunRecord) -> list[RunStage]:
-    """Returns the stages of a run, superseded steps excluded; empty if the run has not started."""
+    """Return the stages of a run, superseded steps excluded; empty if the run has not started."""
     starts = record.of(RunStarted)
     if not starts:
         return []
     first = starts[0].event
-    operations = [logged.event for logged in record.of(OperationEvent) if logged.kept]
+    operations = [entry.event for entry in record.of(OperationEvent) if entry.kept]
     growths = [operation for operation in operations if operation.architecture]
     places = [place_at(record, first.step), *map(event_place, growths), last_place(record)]
     model, parameters, architecture = first.model, first.parameters or None, first.architecture
@@ -84,13 +84,13 @@ def stages(record: RunRecord) -> list[RunStage]:
 
 
 def operation_text(operation: OperationEvent) -> str:
-    """Returns name and change, e.g. `widen_mlp 192→352`."""
+    """Return name and change, e.g. `widen_mlp 192→352`."""
     change = operation.change or ("" if operation.value is None else str(operation.value))
     return f"{operation.name} {change}".strip()
 
 
 def architecture_text(architecture: Mapping[str, Any]) -> str:
-    """Returns layers and width, e.g. `12L/768d`; empty for an architecture without these."""
+    """Return layers and width, e.g. `12L/768d`; empty for an architecture without these."""
     layers, width = ("n_layer", "layers", "num_hidden_layers"), ("n_embd", "width", "hidden_size")
     parts = [
         (next((architecture[name] for name in names if name in architecture), None), unit)
@@ -100,12 +100,12 @@ def architecture_text(architecture: Mapping[str, Any]) -> str:
 
 
 def event_place(event: Placed) -> Place:
-    """Returns the place of an event on all axes."""
+    """Return the place of an event on all axes."""
     return {axis: float(getattr(event, axis)) for axis in AXES}
 
 
 def place_at(record: RunRecord, step: int) -> Place:
-    """Returns the place of a step on all axes, interpolated between measurements; 0 is the start."""
+    """Return the place of a step on all axes, interpolated between measurements; 0 is the start."""
     ruler = _ruler(record)
     if ruler is None or not len(ruler):
         return dict.fromkeys(AXES, 0.0) | {"step": float(step), "time": _began(record)}
@@ -119,9 +119,9 @@ def place_at(record: RunRecord, step: int) -> Place:
 
 
 def last_place(record: RunRecord) -> Place:
-    """Returns the last place that is not superseded."""
+    """Return the last place that is not superseded."""
     events = [
-        logged.event for logged in record.events if logged.kept and isinstance(logged.event, Placed)
+        entry.event for entry in record.events if entry.kept and isinstance(entry.event, Placed)
     ]
     places = [event_place(event) for event in events]
     ruler = _ruler(record)

@@ -55,7 +55,7 @@ class RunStatus:
 def run_status(
     run: RunDir, events: Sequence[Event], last_seen: float, now: float | None = None
 ) -> RunStatus:
-    """Returns the state of `run`.
+    """Return the state of `run`.
 
     The end event is the last line that a run writes, after its last save and its final test. It
     counts as soon as it is written, even if the process has not exited yet. A process that locked the
@@ -67,29 +67,29 @@ def run_status(
         now: Unix seconds.
     """
     process = lock_owner(run.lock)
-    started = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
+    last_start = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
     ends = [
         event
         for event in events
         if isinstance(event, Stop | RunFinished | Failed)
-        and (started is None or event.segment >= started.segment)
+        and (last_start is None or event.segment >= last_start.segment)
     ]
     resumable = _whole_latest(run)
-    if process is None and started is None and any(isinstance(e, Branched) for e in events):
+    if process is None and last_start is None and any(isinstance(e, Branched) for e in events):
         return RunStatus("stopped", "a branch that has not begun", resumable, _resume(run), None)
     if process is None and run.awaits_start():
         return RunStatus("stopped", "nothing trained in it yet", resumable, _resume(run), None)
     state, reason = _recorded_state(ends)
     is_quiet = abs((time.time() if now is None else now) - last_seen) >= QUIET_S
-    if process is None and not ends and not _lock_is_reliable(run, started):
+    if process is None and not ends and not _lock_is_reliable(run, last_start):
         # the lock may belong to another user, whose processes may be hidden too
-        process = running_process(started.machine) if started is not None else None
+        process = running_process(last_start.machine) if last_start is not None else None
         if process is None and not is_quiet:
             return RunStatus("running", "", resumable, "", None)
     if process is not None and not (ends and _locked_since(run) < ends[-1].time):
         return RunStatus("running", "", resumable, "", process)
     if state == "crashed" and not reason:
-        reason = last_error(run, started.time if started else 0.0) or NO_REASON
+        reason = last_error(run, last_start.time if last_start else 0.0) or NO_REASON
     # a run of which nothing was saved begins again in its folder
     can_begin = resumable or (run.config.exists() and not any(run.checkpoints.glob("step-*")))
     can_resume = can_begin and state in ("stopped", "crashed")
@@ -97,7 +97,7 @@ def run_status(
 
 
 def last_error(run: RunDir, since: float = 0.0) -> str:
-    """Returns the error at the end of the ranks' logs, of the first rank to fail; else "".
+    """Return the error at the end of the ranks' logs, of the first rank to fail; else "".
 
     Errors caused by another rank's failure count only if there is no other. `since`: Unix seconds;
     earlier errors are ignored.
@@ -112,7 +112,7 @@ def last_error(run: RunDir, since: float = 0.0) -> str:
 
 
 def _recorded_state(ends: Sequence[Event]) -> tuple[State, str]:
-    """Returns the state and the reason according to the record."""
+    """Return the state and the reason according to the record."""
     last = ends[-1] if ends else None
     if isinstance(last, Failed):
         at = "" if last.step is None else f" at step {last.step:,}"
@@ -125,16 +125,19 @@ def _recorded_state(ends: Sequence[Event]) -> tuple[State, str]:
 
 
 def _locked_since(run: RunDir) -> float:
-    """Returns when the lock was taken, in Unix seconds."""
+    """Return when the lock was taken, in Unix seconds."""
     try:
         return run.lock.stat().st_mtime
     except OSError:
         return math.inf
 
 
-def _lock_is_reliable(run: RunDir, started: RunStarted | None) -> bool:
+def _lock_is_reliable(run: RunDir, last_start: RunStarted | None) -> bool:
     """Whether a free lock means that no process trains in the folder."""
-    if started is not None and started.machine.get("host", platform.node()) != platform.node():
+    if (
+        last_start is not None
+        and last_start.machine.get("host", platform.node()) != platform.node()
+    ):
         return False
     return lock_readable(run.lock)
 

@@ -111,16 +111,16 @@ class Summary:
 
 
 def summary_to_json(summary: Summary) -> dict[str, Any]:
-    """Returns a summary as JSON-ready data."""
+    """Return a summary as JSON-ready data."""
     as_json: dict[str, Any] = to_words(msgspec.to_builtins(summary))
     return as_json
 
 
 def summarize(record: RunRecord, now: float | None = None) -> Summary:
-    """Summarizes `record`; `now`: Unix seconds, to judge whether a run on another machine is alive."""
+    """Summarize `record`; `now`: Unix seconds, to judge whether a run on another machine is alive."""
     run = record.run
-    events: list[Event] = [logged.event for logged in record.events]
-    current_events = [logged.event for logged in record.events if logged.kept]
+    events: list[Event] = [entry.event for entry in record.events]
+    current_events = [entry.event for entry in record.events if entry.kept]
     starts = [event for event in events if isinstance(event, RunStarted)]
     first, current = (starts[0], starts[-1]) if starts else (None, None)
     operations = tuple(event for event in current_events if isinstance(event, OperationEvent))
@@ -171,7 +171,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
 
 
 def _last_time(events: Sequence[Event], curves: Mapping[str, Series]) -> float:
-    """Returns when the last line was written, in Unix seconds; 0: there is none."""
+    """Return when the last line was written, in Unix seconds; 0: there is none."""
     times = [event.time for event in events]
     return max(times + [float(s.time.max()) for s in curves.values() if len(s)], default=0.0)
 
@@ -179,7 +179,7 @@ def _last_time(events: Sequence[Event], curves: Mapping[str, Series]) -> float:
 def _messages(
     events: Sequence[Event], kind: type[Warn] | type[Alert] | type[BeginsAnew]
 ) -> Iterator[str]:
-    """Yields the events of one kind as text."""
+    """Yield the events of one kind as text."""
     for event in events:
         if not isinstance(event, kind):
             continue
@@ -223,7 +223,7 @@ def _value(curves: dict[str, Series], name: str, index: int) -> MetricValue:
 
 
 def _furthest(events: list[Event], curves: dict[str, Series], ends: dict[str, int]) -> Placed:
-    """Returns the last place of the run, ignoring the final test, which may be of an earlier step."""
+    """Return the last place of the run, ignoring the final test, which may be of an earlier step."""
     places = [event for event in events if isinstance(event, Placed)]
     for name, end in ends.items():
         if not name.startswith("test/"):
@@ -243,15 +243,15 @@ def _furthest(events: list[Event], curves: dict[str, Series], ends: dict[str, in
 
 
 def _shape(current: RunStarted | None, operations: tuple[OperationEvent, ...]) -> tuple[str, int]:
-    """Returns the model's short form and parameter count, including growth since the last start."""
+    """Return the model's short form and parameter count, including growth since the last start."""
     if current is None:
         return "", 0
-    grown = [o for o in operations if o.segment >= current.segment and o.architecture]
-    sizes = [o.proof.get("parameters_after", nan) for o in grown]
+    growths = [o for o in operations if o.segment >= current.segment and o.architecture]
+    sizes = [o.proof.get("parameters_after", nan) for o in growths]
     parameters = next((int(size) for size in reversed(sizes) if isfinite(size)), current.parameters)
-    if not grown:
+    if not growths:
         return current.model, parameters
-    return architecture_text(grown[-1].architecture) or current.model, parameters
+    return architecture_text(growths[-1].architecture) or current.model, parameters
 
 
 def _peak(memory: Series | None) -> int | None:
@@ -261,7 +261,7 @@ def _peak(memory: Series | None) -> int | None:
 
 
 def _checkpoints(folder: Path) -> Iterator[CheckpointEntry]:
-    """Yields the published checkpoints by step; no tensor is read."""
+    """Yield the published checkpoints by step; no tensor is read."""
     pointers: dict[str, list[str]] = {}
     for path in sorted([*folder.glob("latest"), *folder.glob("best*")], reverse=True):
         try:

@@ -37,7 +37,7 @@ class LineFollower:
         self._inode: int | None = None
 
     def lines(self, most_bytes: int = -1, *, partial: bool = False) -> list[bytes]:
-        """Returns the lines added since the last call.
+        """Return the lines added since the last call.
 
         Args:
             most_bytes: bytes to read at most; a line that is longer is returned in pieces.
@@ -68,7 +68,7 @@ class Follower(LineFollower):
     """Reads the events appended to a record after an offset; lines that are not events are skipped."""
 
     def poll(self) -> list[Event]:
-        """Returns the events added since the last call, in order."""
+        """Return the events added since the last call, in order."""
         return [event for _, event in events_in(self.lines())]
 
 
@@ -78,7 +78,7 @@ MAX_TAIL_BYTES = 1 << 26
 
 
 def last_lines(path: Path, count: int, most_bytes: int = MAX_TAIL_BYTES) -> tuple[list[bytes], int]:
-    """Returns the last `count` whole lines of a file, and the offset after them; reads only these, and
+    """Return the last `count` whole lines of a file, and the offset after them; reads only these, and
     fewer if they are longer than about `most_bytes` together.
 
     Raises:
@@ -102,7 +102,7 @@ def last_lines(path: Path, count: int, most_bytes: int = MAX_TAIL_BYTES) -> tupl
 
 
 def last_events(path: Path, count: int) -> tuple[list[Event], int]:
-    """Returns the last `count` events of a record, and the byte where a `Follower` continues.
+    """Return the last `count` events of a record, and the byte where a `Follower` continues.
 
     Raises:
         OSError: it cannot be read.
@@ -117,7 +117,7 @@ def last_events(path: Path, count: int) -> tuple[list[Event], int]:
 
 
 def unit_of(path: Path) -> str:
-    """Returns the unit of a run's tokens, from the first line of its record."""
+    """Return the unit of a run's tokens, from the first line of its record."""
     try:
         with open_regular(path) as file:
             event = next((event for _, event in events_in([file.readline()])), None)
@@ -127,7 +127,7 @@ def unit_of(path: Path) -> str:
 
 
 def follow_record(run: RunDir, past_events: Sequence[Event], offset: int) -> Iterator[list[Event]]:
-    """Yields the events appended to a run's record after `offset`, until the run ends.
+    """Yield the events appended to a run's record after `offset`, until the run ends.
 
     `past_events`: events before `offset` that the caller has read.
     """
@@ -146,7 +146,7 @@ def follow_record(run: RunDir, past_events: Sequence[Event], offset: int) -> Ite
 
 
 def follow_log(run: RunDir, path: Path, offset: int) -> Iterator[list[bytes]]:
-    """Yields the lines appended to a rank's log after `offset`, until the run ends."""
+    """Yield the lines appended to a rank's log after `offset`, until the run ends."""
     last, at = last_events(run.events, 8) if run.events.exists() else ([], 0)
     log = LineFollower(path, offset)
     for _ in follow_record(run, last, at):
@@ -155,6 +155,6 @@ def follow_log(run: RunDir, path: Path, offset: int) -> Iterator[list[bytes]]:
 
 
 def _remember(lifecycle: deque[Event], events: Sequence[Event]) -> float:
-    """Collects events of a run's start and end; returns the time of the last event, or 0."""
+    """Collect events of a run's start and end; return the time of the last event, or 0."""
     lifecycle.extend(e for e in events if isinstance(e, RunStarted | Stop | RunFinished | Failed))
     return events[-1].time if events else 0.0

@@ -102,7 +102,7 @@ class _Index(msgspec.Struct):
 
 
 def read_content(run: RunDir, workers: int | None = None) -> Content:
-    """Reads a record from columns in the run's folder or the reader's cache, and scans the rest.
+    """Read a record from columns in the run's folder or the reader's cache, and scan the rest.
 
     A long rest is added to the cache. Columns are loaded lazily and raise `Damaged` on access if a
     checksum does not match. `workers`: see `pieces`.
@@ -120,43 +120,43 @@ def read_content(run: RunDir, workers: int | None = None) -> Content:
 def read_cached_content(
     run: RunDir, workers: int | None = None, until: int | None = None
 ) -> Content:
-    """Reads a record, up to the byte `until` if given, from the reader's own cache; the rest is
+    """Read a record, up to the byte `until` if given, from the reader's own cache; the rest is
     scanned. Columns in the run's folder are ignored.
 
     Raises:
         RecordError: the record cannot be read.
     """
     record, folder = run.events, cache_folder(run)
-    cached = added = last = load_columns(record, folder) if folder else None
-    begin = cached.end if cached else 0
+    cache_content = last_added = last = load_columns(record, folder) if folder else None
+    begin = cache_content.end if cache_content else 0
     size = _size(record) if until is None else until
     if begin > size:  # another reader has cached more
         return scan(record, until=until)
     adding = _min_new_bytes(begin) < size - begin and size <= MOST_BYTES
-    uncached: list[Content] = []
-    for more in pieces(record, cached, workers, until):
+    new_contents: list[Content] = []
+    for more in pieces(record, cache_content, workers, until):
         if last and last.inode != more.inode:
             return scan(record, until=until)
         if folder is None or not (adding and more.end > begin):
             adding = False
         else:
-            adding = _add(record, folder, added, more)
+            adding = _add(record, folder, last_added, more)
         if adding:
-            added, begin = more, more.end
+            last_added, begin = more, more.end
         else:
-            uncached.append(more)
+            new_contents.append(more)
         last = more
-    if folder and added is not cached:
+    if folder and last_added is not cache_content:
         evict_caches(folder)
-        cached = load_columns(record, folder)
-        if cached is None or cached.end != begin:  # another process has replaced it
+        cache_content = load_columns(record, folder)
+        if cache_content is None or cache_content.end != begin:  # another process has replaced it
             return scan(record, until=until)
-    return (cached or Content()).then(*uncached)
+    return (cache_content or Content()).then(*new_contents)
 
 
 @contextmanager
 def columns_written(run: RunDir, every_s: float = EVERY_S) -> Iterator[None]:
-    """Writes the columns of a run's record into its folder, in a thread, while the record grows.
+    """Write the columns of a run's record into its folder, in a thread, while the record grows.
 
     Only the process that writes the record may use this. The rest is written when the context is
     left, after the record has been closed.
@@ -183,7 +183,7 @@ def columns_written(run: RunDir, every_s: float = EVERY_S) -> Iterator[None]:
 def extend_columns(
     run: RunDir, leaving: threading.Event | None = None, *, finished: bool = False
 ) -> None:
-    """Appends new lines of the record to the columns in the run's folder, if they are enough.
+    """Append new lines of the record to the columns in the run's folder, if they are enough.
 
     Failures are ignored: the columns end earlier, and readers scan the rest.
 
@@ -211,12 +211,12 @@ def extend_columns(
 
 
 def _min_new_bytes(end: int) -> int:
-    """Returns the number of new bytes from which columns are extended."""
+    """Return the number of new bytes from which columns are extended."""
     return max(SMALL_BYTES, end // GROWN_SHARE)
 
 
 def load_columns(record: Path, folder: Path, *, portable: bool = False) -> Content | None:
-    """Loads the columns on disk if they match the record as it is now, else returns None.
+    """Load the columns on disk if they match the record as it is now, else returns None.
 
     `portable`: for the run's folder, which may be a copy and is not trusted.
     """
@@ -241,7 +241,7 @@ def load_columns(record: Path, folder: Path, *, portable: bool = False) -> Conte
 
 
 def _is_plausible(place: Path, index: _Index) -> bool:
-    """Checks, before allocating memory, that a record of its size can have such columns."""
+    """Check, before allocating memory, that a record of its size can have such columns."""
     end, tables = index.stamp.end, index.tables.values()
     if index.passed_over or index.faults or not stat.S_ISDIR(place.lstat().st_mode):
         return False
@@ -265,7 +265,7 @@ def _bytes_of(file: _File) -> int:
 
 
 def discard_columns(folder: Path) -> None:
-    """Deletes columns, index first: files that cannot be deleted are ignored without it."""
+    """Delete columns, index first: files that cannot be deleted are ignored without it."""
     with suppress(OSError):
         (folder / "columns.json").unlink()
     for place in folder.glob("columns-*"):
@@ -273,7 +273,7 @@ def discard_columns(folder: Path) -> None:
 
 
 def cached_bytes(record: Path, folder: Path) -> int:
-    """Returns how many bytes of a record are cached."""
+    """Return how many bytes of a record are cached."""
     try:
         index = _index(record, folder, portable=False)
     except (OSError, ValueError, msgspec.MsgspecError):
@@ -328,15 +328,15 @@ def _column(place: Path, file: _File, dtype: str, rows: int) -> Any:
 def _read(place: Path, file: _File, dtype: str) -> Any:
     size = _bytes_of(file)
     try:
-        with open_regular(place / file.name) as opened:
+        with open_regular(place / file.name) as stream:
             if (
                 min((length for length, _ in file.parts), default=0) < 0
-                or size > os.fstat(opened.fileno()).st_size
+                or size > os.fstat(stream.fileno()).st_size
             ):
                 raise Damaged(place / file.name)
             values = np.empty(size // np.dtype(dtype).itemsize, dtype)
             raw = values.view("u1").data
-            bytes_read = opened.readinto(raw)
+            bytes_read = stream.readinto(raw)
     except OSError as error:
         raise Damaged(place / file.name) from error
     if bytes_read != size:
@@ -352,7 +352,7 @@ def _read(place: Path, file: _File, dtype: str) -> Any:
 def _add(
     record: Path, folder: Path, columns: Content | None, more: Content, *, portable: bool = False
 ) -> bool:
-    """Appends `more`, which follows `columns`, to the columns; returns whether it was written."""
+    """Append `more`, which follows `columns`, to the columns; return whether it was written."""
     mode = 0o666 if portable else 0o600
     try:
         create_cache_folder(folder, 0o777 if portable else 0o700)
@@ -384,10 +384,12 @@ def _add(
 
 def _cells(index: _Index | None, more: Content) -> int:
     """The count of numbers after adding `more`."""
-    stored = index.tables if index else {}
+    cached_tables = index.tables if index else {}
     total = 0
-    for name in {*stored, *more.tables}:
-        parts = [part for part in (stored.get(name), more.tables.get(name)) if part is not None]
+    for name in {*cached_tables, *more.tables}:
+        parts = [
+            part for part in (cached_tables.get(name), more.tables.get(name)) if part is not None
+        ]
         metrics = {metric for part in parts for metric in part.metrics}
         total += len(metrics) * sum(part.rows for part in parts)
     return total
@@ -403,35 +405,35 @@ def _new_index(folder: Path, stamp: FileStamp) -> _Index:
 def _append(place: Path, index: _Index, more: Content, mode: int) -> None:
     _write(place, index.events, b"".join(line + b"\n" for line in more.events), mode)
     for name, table in more.tables.items():
-        stored = index.tables.setdefault(name, _Table(0, {}, {}, {}))
+        cached_table = index.tables.setdefault(name, _Table(0, {}, {}, {}))
         number = list(index.tables).index(name)
         for axis, values in table.axes.items():
-            file = stored.axes.setdefault(axis, _File(f"{number}-{axis}"))
+            file = cached_table.axes.setdefault(axis, _File(f"{number}-{axis}"))
             _write(place, file, values, mode)
-        for metric in {**stored.metrics, **dict.fromkeys(table.metrics)}:
-            if metric not in stored.metrics:
-                stored.metrics[metric] = _File(f"{number}-{len(stored.metrics)}")
-                _write(place, stored.metrics[metric], absent(stored.rows), mode)
+        for metric in {**cached_table.metrics, **dict.fromkeys(table.metrics)}:
+            if metric not in cached_table.metrics:
+                cached_table.metrics[metric] = _File(f"{number}-{len(cached_table.metrics)}")
+                _write(place, cached_table.metrics[metric], absent(cached_table.rows), mode)
             has_metric = metric in table.metrics
             values = table.metrics[metric] if has_metric else absent(table.rows)
-            _write(place, stored.metrics[metric], values, mode)
-        stored.rows += table.rows
-        stored.first_steps = {**table.first_steps, **stored.first_steps}
+            _write(place, cached_table.metrics[metric], values, mode)
+        cached_table.rows += table.rows
+        cached_table.first_steps = {**table.first_steps, **cached_table.first_steps}
 
 
 def _write(place: Path, file: _File, values: Any, mode: int) -> None:
     data = np.frombuffer(values, "u1") if len(values) else np.empty(0, "u1")
     start = _bytes_of(file)
-    with os.fdopen(own_regular(place / file.name, mode=mode), "r+b") as opened:
-        opened.seek(start)
-        opened.write(data.data)
+    with os.fdopen(own_regular(place / file.name, mode=mode), "r+b") as stream:
+        stream.seek(start)
+        stream.write(data.data)
     if data.nbytes:
         file.parts.append((data.nbytes, xxhash.xxh3_64_hexdigest(data.data)))
 
 
 @contextmanager
 def _locked(folder: Path, mode: int) -> Iterator[None]:
-    """Locks the columns for writing.
+    """Lock the columns for writing.
 
     Raises:
         BlockingIOError: another process writes them.
@@ -442,7 +444,7 @@ def _locked(folder: Path, mode: int) -> Iterator[None]:
 
 
 def fill_caches(runs: Sequence[RunDir]) -> None:
-    """Brings the caches of many runs up to date, with one process per core.
+    """Bring the caches of many runs up to date, with one process per core.
 
     Faults of a record are reported when it is read.
     """

@@ -62,7 +62,7 @@ class TableBuilder:
     first_steps: dict[int, int] = field(default_factory=dict)
 
     def add(self, events: Measured, max_cells: int = CELLS) -> None:
-        """Adds measurements.
+        """Add measurements.
 
         Raises:
             RecordError: the table would have more than `max_cells` cells.
@@ -117,7 +117,7 @@ def absent(rows: int) -> Column:
 
 
 def present(values: Column) -> Column:
-    """Returns a mask of the values that were written."""
+    """Return a mask of the values that were written."""
     mask: Column = values.view("<i8") != ABSENT_BITS
     return mask
 
@@ -128,7 +128,7 @@ def is_measured(kind: type[Event]) -> bool:
 
 
 def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
-    """Groups measurements by the name of their table; each held-out split has its own."""
+    """Group measurements by the name of their table; each held-out split has its own."""
     if events and set(map(type, events)) == {type(events[0])} and isinstance(events[0], Train):
         return {"train": cast("Sequence[Train]", events)}
     tables: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def tables_of(events: Sequence[Event]) -> dict[str, Measured]:
 
 
 def join_tables(tables: Sequence[MetricTable]) -> MetricTable:
-    """Concatenates tables; columns are joined lazily."""
+    """Concatenate tables; columns are joined lazily."""
     if len(tables) == 1:
         return tables[0]
 
@@ -186,7 +186,7 @@ class LazyColumns(Mapping[str, Any]):
         return self._made[name]
 
     def once(self, name: str) -> Any:
-        """Returns the value without caching it."""
+        """Return the value without caching it."""
         if name not in self._names:
             raise KeyError(name)
         return self._made[name] if name in self._made else self._make(name)
@@ -204,7 +204,7 @@ class LazyColumns(Mapping[str, Any]):
 def _columns(
     events: Measured, check: Callable[[Iterable[str]], None]
 ) -> tuple[Mapping[str, Column], dict[str, Column]]:
-    """Returns axes and metrics of measurements of one kind; calls `check` with the names first."""
+    """Return axes and metrics of measurements of one kind; calls `check` with the names first."""
     if isinstance(events[0], Train):
         table = table_of(cast("Sequence[Train]", events))
         axes = {name: table[name] for name in AXIS_TYPES}
@@ -267,13 +267,13 @@ _row = struct.Struct("@" + "".join(_form.values()) + "0q")
 
 
 def decode_measurements(block: bytes) -> list[Event]:
-    """Decodes whole lines like `record.events.decode_lines`, with `ABSENT` for missing train metrics."""
+    """Decode whole lines like `record.events.decode_lines`, with `ABSENT` for missing train metrics."""
     events: list[Event] = _decoder().decode_lines(block)
     return events
 
 
 def table_of(steps: Sequence[Train]) -> dict[str, npt.NDArray[Any]]:
-    """Returns each field of all steps as a column, `ABSENT` for None; for `extra`, whether any is set."""
+    """Return each field of all steps as a column, `ABSENT` for None; for `extra`, whether any is set."""
     try:
         rows = b"".join(starmap(_row.pack, map(astuple, steps)))
     except struct.error:  # a field is None

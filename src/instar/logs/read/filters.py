@@ -43,7 +43,7 @@ def filter_events(
     to_step: int | None = None,
     superseded: bool = False,
 ) -> Iterator[FilteredEvent]:
-    """Yields the events of these kinds (none: all) from `from_step` to `to_step`, both included.
+    """Yield the events of these kinds (none: all) from `from_step` to `to_step`, both included.
 
     Events without a step match only if neither bound is given. `superseded`: include superseded
     events.
@@ -65,19 +65,21 @@ def filter_events(
             continue
         if to_step is not None and (step is None or step > to_step):
             continue
-        placed = isinstance(event, Placed)
-        is_superseded = placed and step is not None and step > limits.get(event.segment, EVERYTHING)
+        has_place = isinstance(event, Placed)
+        is_superseded = (
+            has_place and step is not None and step > limits.get(event.segment, EVERYTHING)
+        )
         if superseded or not is_superseded:
             yield FilteredEvent(line, event, is_superseded)
 
 
 def event_kind(event: Event) -> str:
-    """Returns the kind's name, as `train` or `eval`, also for kinds that only a newer Instar knows."""
+    """Return the kind's name, as `train` or `eval`, also for kinds that only a newer Instar knows."""
     return event.name if isinstance(event, Unrecognised) else str(event.__struct_config__.tag)
 
 
 def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) -> None:
-    """Checks names of kinds; `recorded_kinds`: kinds of a newer Instar that occur in the record.
+    """Check names of kinds; `recorded_kinds`: kinds of a newer Instar that occur in the record.
 
     Raises:
         ConfigError: a kind is unknown; suggests one.
@@ -92,7 +94,7 @@ def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) ->
 
 
 def _events(run: RunDir, kinds: Collection[bytes]) -> Iterator[tuple[bytes, Event]]:
-    """Yields the lines that are events; skips other kinds where the line's prefix already shows it."""
+    """Yield the lines that are events; skips other kinds where the line's prefix already shows it."""
     try:
         with open_regular(run.events) as file:
             matches = ((line, _KIND.match(line)) for line in file)

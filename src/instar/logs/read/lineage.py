@@ -40,12 +40,12 @@ class SegmentTree(msgspec.Struct):
                 self.parents[event.segment] = parent
 
     def limits(self, first_steps: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Returns the last step of each segment that is not superseded; `NOTHING` if all are.
+        """Return the last step of each segment that is not superseded; `NOTHING` if all are.
 
         `first_steps`: the first measured step of each segment, for segments without a `run_started`.
         """
-        measured = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
-        began = measured | self.began
+        begins = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
+        began = begins | self.began
         segments = sorted(began)
         limits = dict.fromkeys(segments, NOTHING)
         limit = EVERYTHING

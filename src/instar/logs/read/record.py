@@ -125,16 +125,16 @@ class Series:
         return self._axes["time"]
 
     def axis(self, name: str) -> Floats:
-        """Returns one of `AXES` as floats."""
+        """Return one of `AXES` as floats."""
         return np.asarray(self._axes[name], np.float64)
 
-    def take(self, which: Ints | Bools) -> Series:
-        """Returns the series at these indices, or where the mask is true."""
-        axes = LazyColumns([*self._axes], lambda name: self._axes[name][which])
-        return Series(self.name, self.value[which], axes, self.kept[which], self.better, self.since)
+    def take(self, rows: Ints | Bools) -> Series:
+        """Return the series at these indices, or where the mask is true."""
+        axes = LazyColumns([*self._axes], lambda name: self._axes[name][rows])
+        return Series(self.name, self.value[rows], axes, self.kept[rows], self.better, self.since)
 
     def best(self, usable: Bools) -> int | None:
-        """Returns the index of the first best of the usable values that are comparable with the last one;
+        """Return the index of the first best of the usable values that are comparable with the last one;
         None: there is none, or no direction."""
         if math.isfinite(self.since):
             usable = usable & (self.time >= self.since)
@@ -144,7 +144,7 @@ class Series:
         return int(values.argmin() if self.better == "min" else values.argmax())
 
     def current(self) -> Series:
-        """Returns the series without superseded points; its steps never decrease."""
+        """Return the series without superseded points; its steps never decrease."""
         return self if self.kept.all() else self.take(self.kept)
 
 
@@ -189,7 +189,7 @@ class RunRecord:
         return ALIASES.get(str(metric), metric) in self._table
 
     def series(self, metric: str) -> Series:
-        """Returns a metric by its name or an alias, superseded points included.
+        """Return a metric by its name or an alias, superseded points included.
 
         Raises:
             ConfigError: the run has no such metric; suggests one.
@@ -200,11 +200,11 @@ class RunRecord:
         return self._table[name]
 
     def of(self, kind: type[K]) -> list[RecordedEvent[K]]:
-        """Returns the events of one kind."""
+        """Return the events of one kind."""
         return [
-            cast("RecordedEvent[K]", logged)
-            for logged in self.events
-            if isinstance(logged.event, kind)
+            cast("RecordedEvent[K]", entry)
+            for entry in self.events
+            if isinstance(entry.event, kind)
         ]
 
 
@@ -216,7 +216,7 @@ def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigErr
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """Reads a run's record, also while it is being written; a large one from its cached columns.
+    """Read a run's record, also while it is being written; a large one from its cached columns.
 
     Lines that are not events are skipped and listed in `faults`. An empty record has no events.
 
@@ -248,7 +248,7 @@ def _decoded(run: RunDir, content: Content, attempt: int) -> RunRecord:
     for event in events:
         lineage.take(event)
     last_steps = lineage.limits(_first_steps(content.tables))
-    logged = [
+    entries = [
         RecordedEvent(
             e, not isinstance(e, Placed) or e.step <= last_steps.get(e.segment, EVERYTHING)
         )
@@ -259,11 +259,11 @@ def _decoded(run: RunDir, content: Content, attempt: int) -> RunRecord:
         if isinstance(event, RunStarted):
             better |= {name: "max" if b == "max" else "min" for name, b in event.better.items()}
     changes = [
-        logged.event for logged in logged if logged.kept and isinstance(logged.event, BeginsAnew)
+        entry.event for entry in entries if entry.kept and isinstance(entry.event, BeginsAnew)
     ]
     since = changes[-1].time if changes else -math.inf
     table = _Metrics(run, content, last_steps, better, since, attempt)
-    return RunRecord(run, logged, table, _faults(run, content), content.end)
+    return RunRecord(run, entries, table, _faults(run, content), content.end)
 
 
 class _Metrics(Mapping[str, Series]):
@@ -327,9 +327,9 @@ class _Metrics(Mapping[str, Series]):
         axes = LazyColumns([*AXES, "segment"], lambda name: self._column(table, "axes", name))
         better = self._better.get(metric.partition("/")[2]) if "/" in metric else None
         since = self._since if metric.startswith("val/") else -math.inf
-        everything = Series(metric, value, axes, self._kept[table], better, since)
+        all_values = Series(metric, value, axes, self._kept[table], better, since)
         is_present = present(value)
-        return everything if is_present.all() else everything.take(is_present)
+        return all_values if is_present.all() else all_values.take(is_present)
 
 
 def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
@@ -342,7 +342,7 @@ def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
 
 
 def _reread(run: RunDir, content: Content, attempt: int) -> Content:
-    """Reads the same part of the record from another source, because columns are damaged.
+    """Read the same part of the record from another source, because columns are damaged.
 
     `attempt` 1: from the reader's own cache, created if missing, so that damaged columns in a run's
     folder cost one scan, not one per reading. 2: from the record alone.
@@ -373,7 +373,7 @@ _HIGH = re.compile(
 
 
 def direction(metric: str) -> Direction | None:
-    """Returns `min` for losses and errors, `max` for accuracies and scores, else None.
+    """Return `min` for losses and errors, `max` for accuracies and scores, else None.
 
     Any word in the last part of the name decides: `val/kind/accuracy`, `test/top5_acc`.
     """
@@ -387,7 +387,7 @@ def direction(metric: str) -> Direction | None:
 
 
 def read_records(runs: Sequence[RunDir]) -> list[RunRecord]:
-    """Reads many runs, in order; uncached records are parsed by one process per core.
+    """Read many runs, in order; uncached records are parsed by one process per core.
 
     Raises:
         RecordError: see `read`.

@@ -31,19 +31,19 @@ class Rows:
         return len(self.values["step"])
 
     def texts(self, name: str) -> list[str]:
-        """Returns a column as text: the shortest that reads back equal; empty where not measured."""
+        """Return a column as text: the shortest that reads back equal; empty where not measured."""
         values = self.values[name].tolist()
         if name not in self.measured:
             return [_text(value) for value in values]
-        measured = self.measured[name].tolist()
+        column_measured = self.measured[name].tolist()
         return [
             _text(value) if is_measured else ""
-            for value, is_measured in zip(values, measured, strict=True)
+            for value, is_measured in zip(values, column_measured, strict=True)
         ]
 
 
 def rows_of(series: Sequence[Series]) -> Rows:
-    """Returns one table of several metrics of one run, sorted by segment, then by step.
+    """Return one table of several metrics of one run, sorted by segment, then by step.
 
     A metric measured more than once at a step, as before and after an operation, adds rows for that
     step. The place of a row is that of its first metric.
@@ -63,22 +63,22 @@ def rows_of(series: Sequence[Series]) -> Rows:
         values[place] = np.zeros(len(all_keys), kind)
         for curve, rows in zip(reversed(series), reversed(positions), strict=True):
             values[place][rows] = getattr(curve, place)
-    measured: dict[str, npt.NDArray[np.bool_]] = {}
+    is_measured: dict[str, npt.NDArray[np.bool_]] = {}
     for curve, rows in zip(series, positions, strict=True):
         name = curve.name if curve.name not in PLACES else f"{curve.name} (measured)"
         values[name] = np.full(len(all_keys), np.nan)
         values[name][rows] = curve.value
-        measured[name] = np.zeros(len(all_keys), np.bool_)
-        measured[name][rows] = True
-    return Rows(values, measured)
+        is_measured[name] = np.zeros(len(all_keys), np.bool_)
+        is_measured[name][rows] = True
+    return Rows(values, is_measured)
 
 
 def _keys(series: Series) -> npt.NDArray[np.int64]:
-    """Returns sort keys: segment, step and count of earlier measurements there, packed in one int."""
+    """Return sort keys: segment, step and count of earlier measurements there, packed in one int."""
     place = (series.segment << _STEP_BITS) | series.step
     order = np.argsort(place, kind="stable")
-    ordered = place[order]
-    first = np.searchsorted(ordered, ordered)
+    ordered_places = place[order]
+    first = np.searchsorted(ordered_places, ordered_places)
     times = np.empty(len(place), np.int64)
     times[order] = np.minimum(np.arange(len(place)) - first, (1 << _TIMES_BITS) - 1)
     return (place << _TIMES_BITS) | times

@@ -46,7 +46,7 @@ _FIRST = b'{"v":%d,"kind":"' % VERSION
 def line_blocks(
     file: BinaryIO, place: int, until: int | None = None
 ) -> Iterator[tuple[bytes, int]]:
-    """Yields blocks of whole lines and the byte offset after each; truncates extremely long lines.
+    """Yield blocks of whole lines and the byte offset after each; truncates extremely long lines.
 
     `place`: the current offset of the file; nothing after `until` is read.
     """
@@ -64,7 +64,7 @@ def line_blocks(
 
 
 def describe_line(line: bytes, error: BaseException) -> str:
-    """Describes a line that is not an event."""
+    """Describe a line that is not an event."""
     if nuls := line.count(b"\0"):
         return f"{nuls} NUL byte{'s' if nuls > 1 else ''} from a lost write"
     try:
@@ -86,7 +86,7 @@ def describe_line(line: bytes, error: BaseException) -> str:
 
 
 def no_record(path: Path) -> str:
-    """Describes a file without any event: why it is not a record.
+    """Describe a file without any event: why it is not a record.
 
     Empty for a record that has no complete line yet.
     """
@@ -147,7 +147,7 @@ class Content:
     inode: int = 0
 
     def then(self, *more: Content) -> Content:
-        """Concatenates this content and the parts that follow it in the file."""
+        """Concatenate this content and the parts that follow it in the file."""
         parts = (self, *more)
         tables: dict[str, list[MetricTable]] = {}
         for part in parts:
@@ -171,7 +171,7 @@ def scan(
     until: int | None = None,
     advance: Advance = lambda _: None,
 ) -> Content:
-    """Reads about `most_bytes` of a record after `after`, and nothing past the byte `until`;
+    """Read about `most_bytes` of a record after `after`, and nothing past the byte `until`;
     `advance` counts the bytes.
 
     Raises:
@@ -212,7 +212,7 @@ class _Reading:
         self.passed_over = 0
 
     def take(self, block: bytes, max_cells: int) -> None:
-        """Adds whole lines, decoded together if all are valid, else one by one; `max_cells`: cells that a
+        """Add whole lines, decoded together if all are valid, else one by one; `max_cells`: cells that a
         table may have."""
         text = np.frombuffer(block, "u1")
         ends = np.flatnonzero(text == ord("\n"))
@@ -223,12 +223,12 @@ class _Reading:
         if len(events) == len(ends) and _each_holds_one(text, ends):
             if not all(map(is_measured, set(map(type, events)))):
                 starts = np.concatenate([[0], ends + 1])
-                unmeasured = [n for n, event in enumerate(events) if not is_measured(type(event))]
-                self.events += [block[starts[n] : ends[n]] for n in unmeasured]
+                other_rows = [n for n, event in enumerate(events) if not is_measured(type(event))]
+                self.events += [block[starts[n] : ends[n]] for n in other_rows]
         else:
             events = list(self._one_by_one(block))
-        for name, measured in tables_of(events).items():
-            self.tables.setdefault(name, TableBuilder()).add(measured, max_cells)
+        for name, measurements in tables_of(events).items():
+            self.tables.setdefault(name, TableBuilder()).add(measurements, max_cells)
         self.lines += len(ends)
 
     def _one_by_one(self, block: bytes) -> Iterator[Event]:
@@ -249,8 +249,8 @@ class _Reading:
 
 def _each_holds_one(text: Column, ends: Column) -> bool:
     """Whether each line holds exactly one object, given as many objects as lines."""
-    opened, closed = text[ends[:-1] + 1] == ord("{"), text[ends - 1] == ord("}")
-    return bool(opened.all() and closed.all())
+    begins_with_brace, ends_with_brace = text[ends[:-1] + 1] == ord("{"), text[ends - 1] == ord("}")
+    return bool(begins_with_brace.all() and ends_with_brace.all())
 
 
 WORTH_BYTES = 1 << 28
@@ -271,7 +271,7 @@ class LineRange:
         self.path = path
 
     def read(self, begin: int, end: int) -> Content:
-        """Reads the lines between two offsets at which lines begin; lines are numbered from 1."""
+        """Read the lines between two offsets at which lines begin; lines are numbered from 1."""
         return scan(self.path, Content(end=begin), until=end)
 
 
@@ -281,7 +281,7 @@ def pieces(
     workers: int | None = None,
     until: int | None = None,
 ) -> Iterator[Content]:
-    """Yields the record after `after` as consecutive contents, at least one.
+    """Yield the record after `after` as consecutive contents, at least one.
 
     Args:
         workers: maximum number of processes, by default one per core. Short records are read in
@@ -310,7 +310,7 @@ def pieces(
 
 
 def _spread(path: Path, after: Content, max_workers: int, until: int | None) -> Iterator[Content]:
-    """Yields what worker processes read; nothing for a short record, and less if one is lost."""
+    """Yield what worker processes read; nothing for a short record, and less if one is lost."""
     size = path.stat().st_size if until is None else until
     count = min(max_workers, MOST_WORKERS, (size - after.end) // PIECE_BYTES)
     if count < 2 or size - after.end < WORTH_BYTES:
@@ -336,7 +336,7 @@ def _spread(path: Path, after: Content, max_workers: int, until: int | None) -> 
 
 
 def _borders(path: Path, begin: int, size: int) -> Iterator[int]:
-    """Yields offsets after `begin` at which lines begin, about every `PIECE_BYTES`; last, `size`."""
+    """Yield offsets after `begin` at which lines begin, about every `PIECE_BYTES`; last, `size`."""
     with open_regular(path) as file:
         for place in range(begin + PIECE_BYTES, size, PIECE_BYTES):
             if place < begin:  # within a very long line

@@ -27,7 +27,7 @@ _WINDOW_BYTES = 4096
 
 
 def cache_folder(run: RunDir) -> Path | None:
-    """Returns the folder that caches a run's record, which may not exist yet; None: no caching."""
+    """Return the folder that caches a run's record, which may not exist yet; None: no caching."""
     home = cache_home("records")
     if home is None:
         return None
@@ -41,7 +41,7 @@ def cache_folder(run: RunDir) -> Path | None:
 
 
 def create_cache_folder(folder: Path, mode: int = 0o700) -> None:
-    """Creates a `cache_folder`.
+    """Create a `cache_folder`.
 
     Raises:
         OSError: it cannot be created.
@@ -50,13 +50,13 @@ def create_cache_folder(folder: Path, mode: int = 0o700) -> None:
 
 
 def mark_used(folder: Path) -> None:
-    """Marks a `cache_folder` as recently used."""
+    """Mark a `cache_folder` as recently used."""
     with suppress(OSError):
         os.utime(folder)
 
 
 def evict_caches(current_folder: Path) -> None:
-    """Deletes the least recently used caches until `MOST_BYTES` suffice; never `current_folder`."""
+    """Delete the least recently used caches until `MOST_BYTES` suffice; never `current_folder`."""
     with suppress(OSError):
         folders = [
             path
@@ -94,8 +94,8 @@ class FileStamp(msgspec.Struct, frozen=True):
         """
         status = record.stat()
         if written_ns is not None:
-            changed = status.st_size == self.end and status.st_mtime_ns > written_ns
-            if changed or not 0 < self.end <= status.st_size:
+            has_changed = status.st_size == self.end and status.st_mtime_ns > written_ns
+            if has_changed or not 0 < self.end <= status.st_size:
                 return False
             return _window(record, self.end) == self.window
         if status.st_ino != self.inode or status.st_size < self.size:
@@ -106,20 +106,20 @@ class FileStamp(msgspec.Struct, frozen=True):
 
 
 def stamp_record(record: Path, end: int) -> FileStamp:
-    """Returns the stamp of a record that was read up to `end`."""
+    """Return the stamp of a record that was read up to `end`."""
     status = record.stat()
     window = _window(record, end)
     return FileStamp(status.st_ino, status.st_size, status.st_mtime_ns, end, window)
 
 
 def write_checked(path: Path, text: bytes) -> None:
-    """Replaces a cache file atomically; its first line is the checksum of the rest."""
+    """Replace a cache file atomically; its first line is the checksum of the rest."""
     with atomic_file(path, durable=False) as temporary:
         temporary.write_bytes(xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text)
 
 
 def read_checked(path: Path) -> bytes:
-    """Reads what `write_checked` wrote.
+    """Read what `write_checked` wrote.
 
     Raises:
         OSError: it cannot be read.

@@ -125,55 +125,57 @@ class _CacheFile(msgspec.Struct):
 
 
 def cached_summary(run: RunDir) -> CachedSummary:
-    """Returns a run's summary for a list; never raises, whatever its folder contains.
+    """Return a run's summary for a list; never raises, whatever its folder contains.
 
     With a `cache_folder`, only the lines added since the last call are read.
     """
     fault = ""
     try:
-        seen = _scan(run)
-        fault = "" if seen.kind else no_record(run.events)
+        scan_state = _scan(run)
+        fault = "" if scan_state.kind else no_record(run.events)
     except OSError as error:
-        seen, fault = _ScanState(), f"cannot read {run.events}: {error.strerror}"
-    lines = [seen.branched, *seen.about]
+        scan_state, fault = _ScanState(), f"cannot read {run.events}: {error.strerror}"
+    lines = [scan_state.branched, *scan_state.about]
     events = tuple(decode_event(line.encode()) for line in lines if line)
     start = next((event for event in events if isinstance(event, RunStarted)), None)
-    limits = seen.lineage.limits()
-    anew = [n for segment, at, n in seen.anew if at <= limits.get(segment, EVERYTHING)]
+    limits = scan_state.lineage.limits()
+    new_starts = [n for segment, at, n in scan_state.anew if at <= limits.get(segment, EVERYTHING)]
     evals = [
         (number, loss, value, at)
-        for number, (segment, at, loss, value) in enumerate(seen.evals)
+        for number, (segment, at, loss, value) in enumerate(scan_state.evals)
         if at <= limits.get(segment, EVERYTHING)
     ]
     losses = [loss for _, loss, _, _ in evals if loss is not None]
-    sign = -1.0 if seen.better == "max" else 1.0
+    sign = -1.0 if scan_state.better == "max" else 1.0
     comparable = [
         (sign * value, at)
         for number, _, value, at in evals
-        if value is not None and number >= (anew[-1] if anew else 0)
+        if value is not None and number >= (new_starts[-1] if new_starts else 0)
     ]
     best, best_step = min(comparable, default=(None, None))
-    last = decode_event(seen.last.encode()) if seen.last else None
+    last = decode_event(scan_state.last.encode()) if scan_state.last else None
     return CachedSummary(
         run,
         id=run.id,
         name=run.name,
         model=start.model if start else "",
         unit=start.unit if start else "token",
-        started=seen.started,
-        segments=seen.segments,
-        step=seen.step,
-        tokens=seen.tokens,
-        loss=None if seen.loss is None else float(seen.loss),
+        started=scan_state.started,
+        segments=scan_state.segments,
+        step=scan_state.step,
+        tokens=scan_state.tokens,
+        loss=None if scan_state.loss is None else float(scan_state.loss),
         val=losses[-1] if losses else None,
         best=None if best is None else sign * best,
         best_step=best_step,
-        best_metric=seen.metric,
-        best_is_max=seen.better == "max",
-        kind=seen.kind,
-        seen=seen.time,
+        best_metric=scan_state.metric,
+        best_is_max=scan_state.better == "max",
+        kind=scan_state.kind,
+        seen=scan_state.time,
         last=last if isinstance(last, Placed) else None,
-        operations=sum(at <= limits.get(segment, EVERYTHING) for segment, at in seen.operations),
+        operations=sum(
+            at <= limits.get(segment, EVERYTHING) for segment, at in scan_state.operations
+        ),
         events=events,
         fault=fault,
     )
@@ -181,71 +183,86 @@ def cached_summary(run: RunDir) -> CachedSummary:
 
 def _scan(run: RunDir) -> _ScanState:
     folder = cache_folder(run) if run.events.stat().st_size >= SMALL_BYTES else None
-    seen, begin = _ScanState(), 0
+    scan_state, begin = _ScanState(), 0
     if folder is not None:
         with suppress(OSError, ValueError, msgspec.MsgspecError):
-            kept = msgspec.json.decode(read_checked(folder / _FILE), type=_CacheFile)
-            same = (kept.form, kept.instar) == (_FORM, instar.__version__)
-            if same and kept.stamp.fits(run.events):
-                seen, begin = kept.seen, kept.stamp.end
+            cache_file = msgspec.json.decode(read_checked(folder / _FILE), type=_CacheFile)
+            same = (cache_file.form, cache_file.instar) == (_FORM, instar.__version__)
+            if same and cache_file.stamp.fits(run.events):
+                scan_state, begin = cache_file.seen, cache_file.stamp.end
                 mark_used(folder)
     end = begin
     with open_regular(run.events) as file:
         file.seek(begin)
         for block, end in line_blocks(file, begin):  # noqa: B007
-            _take(seen, block)
+            _take(scan_state, block)
     if folder is not None and end - begin >= SMALL_BYTES:
-        _keep(folder, _CacheFile(_FORM, instar.__version__, stamp_record(run.events, end), seen))
-    return seen
+        _keep(
+            folder, _CacheFile(_FORM, instar.__version__, stamp_record(run.events, end), scan_state)
+        )
+    return scan_state
 
 
-def _keep(folder: Path, kept: _CacheFile) -> None:
+def _keep(folder: Path, cache_file: _CacheFile) -> None:
     with suppress(OSError):
         create_cache_folder(folder)
-        write_checked(folder / _FILE, msgspec.json.encode(kept))
+        write_checked(folder / _FILE, msgspec.json.encode(cache_file))
 
 
-def _take(seen: _ScanState, block: bytes) -> None:
+def _take(scan_state: _ScanState, block: bytes) -> None:
     lines = block.split(b"\n")
     for line, event in events_in(line for line in lines if not line.startswith(_MEASUREMENTS)):
-        seen.lineage.take(event)
-        if isinstance(event, Branched) and not seen.branched:
-            seen.branched = line.decode(errors="replace")
+        scan_state.lineage.take(event)
+        if isinstance(event, Branched) and not scan_state.branched:
+            scan_state.branched = line.decode(errors="replace")
         if isinstance(event, RunStarted):
-            seen.started = event.time if seen.started is None else seen.started
-            seen.segments += 1
-            seen.step, seen.tokens, seen.loss, seen.last = event.step, None, None, ""
-            seen.about = [line.decode(errors="replace")]
-            if event.best_metric != seen.metric:  # its value is not known of earlier evaluations
-                seen.evals = [(segment, at, loss, None) for segment, at, loss, _ in seen.evals]
-            seen.metric = event.best_metric
-            seen.better = event.better.get(event.best_metric, "min")
+            scan_state.started = event.time if scan_state.started is None else scan_state.started
+            scan_state.segments += 1
+            scan_state.step, scan_state.tokens, scan_state.loss, scan_state.last = (
+                event.step,
+                None,
+                None,
+                "",
+            )
+            scan_state.about = [line.decode(errors="replace")]
+            if (
+                event.best_metric != scan_state.metric
+            ):  # its value is not known of earlier evaluations
+                scan_state.evals = [
+                    (segment, at, loss, None) for segment, at, loss, _ in scan_state.evals
+                ]
+            scan_state.metric = event.best_metric
+            scan_state.better = event.better.get(event.best_metric, "min")
         elif isinstance(event, Stop | RunFinished | Failed):
-            seen.about.append(line.decode(errors="replace"))
+            scan_state.about.append(line.decode(errors="replace"))
         elif isinstance(event, BeginsAnew):
-            seen.anew.append((event.segment, event.step, len(seen.evals)))
+            scan_state.anew.append((event.segment, event.step, len(scan_state.evals)))
         elif isinstance(event, Eval) and event.split == "val":
-            value = event.loss if seen.metric == "loss" else event.extra.get(seen.metric)
-            seen.evals.append((event.segment, event.step, _finite(event.loss), _finite(value)))
+            value = (
+                event.loss if scan_state.metric == "loss" else event.extra.get(scan_state.metric)
+            )
+            scan_state.evals.append(
+                (event.segment, event.step, _finite(event.loss), _finite(value))
+            )
         elif isinstance(event, OperationEvent):
-            seen.operations.append((event.segment, event.step))
-    _take_last(seen, lines)
+            scan_state.operations.append((event.segment, event.step))
+    _take_last(scan_state, lines)
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _take_last(seen: _ScanState, lines: list[bytes]) -> None:
-    """Takes the last event, and the last events with a place and with a loss."""
+def _take_last(scan_state: _ScanState, lines: list[bytes]) -> None:
+    """Take the last event, and the last events with a place and with a loss."""
     has_last = has_place = False
     for line, event in events_in(reversed(lines)):
         if not has_last:
-            seen.kind, seen.time, has_last = event_kind(event), event.time, True
+            scan_state.kind, scan_state.time, has_last = event_kind(event), event.time, True
         if isinstance(event, Placed) and not has_place:
-            seen.step, seen.tokens, has_place = event.step, event.tokens, True
-            seen.last = line.decode(errors="replace")
+            scan_state.step, scan_state.tokens, has_place = event.step, event.tokens, True
+            scan_state.last = line.decode(errors="replace")
         if isinstance(event, Train):
-            seen.loss = to_words(event.loss)
+            scan_state.loss = to_words(event.loss)
         if isinstance(event, Train | RunStarted):
             return

@@ -30,7 +30,7 @@ class Block:
 
 
 def comparison_blocks(comparison: Comparison) -> Iterator[Block]:
-    """Yields the tables of a comparison in the order in which they are printed."""
+    """Yield the tables of a comparison in the order in which they are printed."""
     names = [group.name for group in comparison.groups]
     if comparison.warnings:
         yield Block("warning", notes=comparison.warnings)
@@ -52,7 +52,7 @@ def comparison_blocks(comparison: Comparison) -> Iterator[Block]:
 
 
 def comparison_text(comparison: Comparison, width: int | None = None) -> list[str]:
-    """Returns aligned lines of at most `width` columns where possible."""
+    """Return aligned lines of at most `width` columns where possible."""
     lines: list[str] = []
     for block in comparison_blocks(comparison):
         lines += ["", block.title] if lines else [block.title]
@@ -64,7 +64,7 @@ def comparison_text(comparison: Comparison, width: int | None = None) -> list[st
 
 
 def comparison_markdown(comparison: Comparison) -> list[str]:
-    """Returns Markdown sections and tables."""
+    """Return Markdown sections and tables."""
     lines = ["# Comparison"]
     for block in comparison_blocks(comparison):
         lines += ["", f"## {block.title}", ""]
@@ -77,7 +77,7 @@ def comparison_markdown(comparison: Comparison) -> list[str]:
 
 
 def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
-    """Yields e.g. `b reaches val/loss 3 with 31% fewer FLOPs, 12% fewer tokens than a`."""
+    """Yield e.g. `b reaches val/loss 3 with 31% fewer FLOPs, 12% fewer tokens than a`."""
     base = names[0]
     axes = (
         ("flops", "FLOPs"),
@@ -85,7 +85,9 @@ def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
         ("step", "steps"),
         ("active_s", "active time"),
     )
-    for name, by_axis, reached in zip(names[1:], goal.savings, goal.reached[1:], strict=True):
+    for name, by_axis, losses_reached in zip(
+        names[1:], goal.savings, goal.reached[1:], strict=True
+    ):
         savings = [(share, what) for axis, what in axes if (share := by_axis[axis]) is not None]
         if savings:
             words = ", ".join(saving_text(share, what) for share, what in savings)
@@ -96,14 +98,14 @@ def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
         else:
             missing = [
                 label
-                for label, reached in ((base, goal.reached[0]), (name, reached))
-                if not any(reached)
+                for label, side_reached in ((base, goal.reached[0]), (name, losses_reached))
+                if not any(side_reached)
             ]
-            who = " and ".join(missing)
+            runs_missing = " and ".join(missing)
             verb = "does" if len(missing) == 1 else "do"
             why = (
-                f"{who} {verb} not reach it"
-                if who
+                f"{runs_missing} {verb} not reach it"
+                if runs_missing
                 else "no pair of runs with equal seed reaches it"
             )
             yield f"{name} and {base} cannot be compared: {why}"
@@ -113,9 +115,9 @@ def _pairing_note(share: Saving) -> str:
     parts = [f"{share.pairs} pairs of equal seed"] if share.pairs > 1 else []
     parts += [] if share.pairs else ["no seed in common: means"]
     if share.left_out:
-        several, what = share.left_out > 1, "pair" if share.pairs else "run"
+        is_plural, what = share.left_out > 1, "pair" if share.pairs else "run"
         parts.append(
-            f"{share.left_out} {f'{what}s do' if several else f'{what} does'} not reach it"
+            f"{share.left_out} {f'{what}s do' if is_plural else f'{what} does'} not reach it"
         )
     return f" ({'; '.join(parts)})" if parts else ""
 
@@ -138,15 +140,15 @@ def _cell(metric: str, cell: Cell, runs: int) -> str:
     if cell.mean is None:
         return "nan" if cell.not_finite else NONE
     deviation = "" if cell.deviation is None else f" ±{metric_value_text(metric, cell.deviation)}"
-    few = f" n={cell.runs}" if cell.runs < runs else ""
-    return f"{metric_value_text(metric, cell.mean)}{deviation}{few}"
+    count_note = f" n={cell.runs}" if cell.runs < runs else ""
+    return f"{metric_value_text(metric, cell.mean)}{deviation}{count_note}"
 
 
 def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Block:
     unit = unit_text(comparison.unit)
     rows, notes = [], []
-    for name, group, reached in zip(names, comparison.groups, goal.reached, strict=True):
-        for run, run_reached in zip(group.runs, reached, strict=True):
+    for name, group, losses_reached in zip(names, comparison.groups, goal.reached, strict=True):
+        for run, run_reached in zip(group.runs, losses_reached, strict=True):
             label = name if len(group.runs) == 1 else f"{name}: {run.path.name}"
             rows.append((label, *_reached(run_reached)))
             if run_reached is not None and run_reached.left_at_step is not None:
@@ -163,10 +165,10 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
     return Block(f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), tuple(notes))
 
 
-def _reached(reached: LossReached | None) -> tuple[str, ...]:
-    if reached is None:
+def _reached(loss_reached: LossReached | None) -> tuple[str, ...]:
+    if loss_reached is None:
         return ("not reached", NONE, NONE, NONE, NONE)
-    at = reached.at
+    at = loss_reached.at
     return (
         f"{at['step']:,.0f}",
         si(round(at["tokens"])),

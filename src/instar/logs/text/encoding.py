@@ -98,5 +98,5 @@ class _Encoder(codecs.IncrementalEncoder):
 
 
 def encodable(text: str) -> str:
-    """Returns `text` encodable as UTF-8, which file names need not be."""
+    """Return `text` encodable as UTF-8, which file names need not be."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

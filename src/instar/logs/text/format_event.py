@@ -62,7 +62,7 @@ class EventFormatter:
         self._stopped = ""
 
     def lines(self, event: Event) -> list[str]:
-        """Returns the console's lines for one event; empty for kinds that the console omits."""
+        """Return the console's lines for one event; empty for kinds that the console omits."""
         match event:
             case RunStarted():
                 self._unit = unit_text(event.unit)
@@ -86,7 +86,7 @@ class EventFormatter:
         return self._rare(event)
 
     def every(self, event: Event) -> list[str]:
-        """Returns `lines`, or one line for a kind that the console omits."""
+        """Return `lines`, or one line for a kind that the console omits."""
         match event:
             case Stop():
                 self.lines(event)

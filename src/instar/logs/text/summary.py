@@ -30,7 +30,7 @@ NONE = "-"
 
 
 def metric_value_text(name: str, value: float | None) -> str:
-    """Formats a metric's value in the unit of the metric: `3.9865`, `3.0e-4`, `1.02M`, `647 MiB`, `41%`."""
+    """Format a metric's value in the unit of the metric: `3.9865`, `3.0e-4`, `1.02M`, `647 MiB`, `41%`."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -49,7 +49,7 @@ def metric_value_text(name: str, value: float | None) -> str:
 
 
 def best_text(metric: str, value: float | None) -> str:
-    """Formats a best value; metrics other than the loss are named: `4.2071`, `0.9312 accuracy`."""
+    """Format a best value; metrics other than the loss are named: `4.2071`, `0.9312 accuracy`."""
     text = metric_value_text(f"val/{metric}", value)
     return text if metric == "loss" or value is None else f"{text} {metric}"
 
@@ -60,7 +60,7 @@ def with_error(name: str, value: MetricValue) -> str:
 
 
 def date(seconds: float) -> str:
-    """Returns local time, to the second; `-` for none."""
+    """Return local time, to the second; `-` for none."""
     if seconds <= 0:
         return NONE
     try:
@@ -74,12 +74,12 @@ def state_text(summary: Summary) -> str:
 
 
 def folder(summary: Summary) -> str:
-    """Returns the name of a run's folder, which is unique among the runs beside it."""
+    """Return the name of a run's folder, which is unique among the runs beside it."""
     return Path(summary.path).name or summary.path
 
 
 def best_held_out(summary: Summary) -> tuple[str, MetricValue] | None:
-    """Returns the best value of the metric that `checkpoints/best` follows, else of the first
+    """Return the best value of the metric that `checkpoints/best` follows, else of the first
     held-out metric."""
     held_out = [name for name in summary.best if name.startswith("val/")]
     name = summary.best_metric if summary.best_metric in held_out else next(iter(held_out), None)
@@ -87,7 +87,7 @@ def best_held_out(summary: Summary) -> tuple[str, MetricValue] | None:
 
 
 def page(summary: Summary, width: int) -> list[str]:
-    """Returns a summary as lines of at most `width` columns; words are not split."""
+    """Return a summary as lines of at most `width` columns; words are not split."""
     lines = [folder(summary)]
     for label, parts in facts(summary):
         lines += _laid_out(label, parts, width)
@@ -117,7 +117,7 @@ def page(summary: Summary, width: int) -> list[str]:
 
 
 def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
-    """Yields everything but the metrics: a label and the parts of its line."""
+    """Yield everything but the metrics: a label and the parts of its line."""
     unit = unit_text(summary.unit)
     ranks = [f"{summary.world_size} ranks"] if summary.world_size > 1 else []
     size = f" {si(summary.parameters)}" if summary.parameters else ""
@@ -144,8 +144,8 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
     )
     rate = summary.tokens_per_s
     pace = [] if rate is None else [f"{si(rate)} {unit}/s"]
-    spent = [f"{duration(summary.active_s)} active", f"{duration(summary.wall_s)} wall"]
-    yield "time", [*spent, *pace]
+    times = [f"{duration(summary.active_s)} active", f"{duration(summary.wall_s)} wall"]
+    yield "time", [*times, *pace]
     if summary.memory_peak_bytes is not None:
         yield "peak memory", [bytes_text(summary.memory_peak_bytes)]
     if summary.anew:
@@ -168,7 +168,7 @@ FAMILY_HEADS = ("run", "branch at", "state", "step", "best val")
 
 
 def family_rows(summary: Summary) -> list[tuple[str, ...]]:
-    """Returns a row for each run of a family, as a tree."""
+    """Return a row for each run of a family, as a tree."""
     return [
         (
             indented(member.name, member.depth),
@@ -182,7 +182,7 @@ def family_rows(summary: Summary) -> list[tuple[str, ...]]:
 
 
 def metric_rows(summary: Summary) -> Iterator[tuple[str, str, str, str, str]]:
-    """Yields metric, last value, its step, best value, its step."""
+    """Yield metric, last value, its step, best value, its step."""
     for name, last in summary.last.items():
         if name.startswith((*_GROUPS, *layer_titles())):
             continue
@@ -197,7 +197,7 @@ def metric_rows(summary: Summary) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def one_lines(summaries: Sequence[Summary]) -> list[str]:
-    """Returns one line for each run, with the same fields in the same order; `-` for no value.
+    """Return one line for each run, with the same fields in the same order; `-` for no value.
 
     `finished  demo-e5s6m  step 200  486k tok  loss 3.801  best val 4.2071 at 200  20.9k tok/s
     23.2s active  2 operations`, and the reason if the run was stopped or crashed.
@@ -227,7 +227,7 @@ def _line_cells(summary: Summary) -> list[str]:
 
 
 def summary_markdown(summaries: Sequence[Summary]) -> list[str]:
-    """Returns Markdown: one table for several runs, a page with sections for one."""
+    """Return Markdown: one table for several runs, a page with sections for one."""
     if len(summaries) != 1:
         return _markdown_of_many(summaries)
     (summary,) = summaries
@@ -255,7 +255,7 @@ def summary_markdown(summaries: Sequence[Summary]) -> list[str]:
 def markdown_table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
 ) -> list[str]:
-    """Returns a table in Markdown; `right`: right-aligned columns, from 0."""
+    """Return a table in Markdown; `right`: right-aligned columns, from 0."""
     rule = ["---:" if number in right else "---" for number in range(len(headers))]
     return [f"| {' | '.join(cells)} |" for cells in (headers, rule, *rows)]
 
@@ -304,7 +304,7 @@ def _md(text: str) -> str:
 
 
 def _laid_out(label: str, parts: Sequence[str], width: int) -> list[str]:
-    """Returns lines `label        part, part,`, wrapped at `width` between parts."""
+    """Return lines `label        part, part,`, wrapped at `width` between parts."""
     lines, line = [], label.ljust(_LABEL)
     for number, part in enumerate(parts):
         more = part + ("," if number + 1 < len(parts) else "")

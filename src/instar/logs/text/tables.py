@@ -11,7 +11,7 @@ _GAP = "  "
 def aligned(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
 ) -> list[str]:
-    """Returns lines of aligned cells; the columns `right`, from 0, are right-aligned.
+    """Return lines of aligned cells; the columns `right`, from 0, are right-aligned.
 
     Columns beyond `width` follow in further tables, each of which repeats the first column.
     """
@@ -31,7 +31,7 @@ def aligned(
 def columns_that_fit(
     headers: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
 ) -> list[int]:
-    """Returns the indices of the columns of a table that is at most `width` wide, as far as leaving
+    """Return the indices of the columns of a table that is at most `width` wide, as far as leaving
     out optional ones, named in this order, makes it so."""
     widths = {n: max(map(len, column)) for n, column in enumerate(zip(headers, *rows, strict=True))}
     for header in optional:
@@ -42,12 +42,12 @@ def columns_that_fit(
 
 
 def indented(text: str, depth: int) -> str:
-    """Returns the name of a branch of a tree: `└ name`."""
+    """Return the name of a branch of a tree: `└ name`."""
     return f"{'  ' * (depth - 1)}└ {text}" if depth else text
 
 
 def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
-    """Wraps a line at `width`; words are not split."""
+    """Wrap a line at `width`; words are not split."""
     if width is None or len(line) <= width:
         return [line]
     return textwrap.wrap(
@@ -61,7 +61,7 @@ def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
 
 
 def _that_fit(widths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
-    """Yields the indices of the columns of each table."""
+    """Yield the indices of the columns of each table."""
     columns, used = [0], widths[0]
     for number, width in enumerate(widths[1:], 1):
         if limit is not None and used + len(_GAP) + width > limit and len(columns) > 1:

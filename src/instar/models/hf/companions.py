@@ -23,7 +23,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def companion_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
-    """Returns the files of a folder that belong to its tokenizer or model, the tokenizer's included.
+    """Return the files of a folder that belong to its tokenizer or model, the tokenizer's included.
 
     Args:
         follow: whether they may be symbolic links.
@@ -33,7 +33,7 @@ def companion_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
 
 
 def imported(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the files that a run keeps of a folder of transformers beside the tokenizer's, for its exports."""
+    """Return the files that a run keeps of a folder of transformers beside the tokenizer's, for its exports."""
     files = companion_files(folder, follow=True)
     files.pop(TOKENIZER_FILE, None)
     return {
@@ -43,7 +43,7 @@ def imported(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def exported(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Returns the files of a run for its export, and the ids of special tokens for its config, as they came with an
+    """Return the files of a run for its export, and the ids of special tokens for its config, as they came with an
     imported model; nothing for any other run."""
     if not (run / SPECIAL_IDS).is_file():
         return {}, {}
@@ -52,7 +52,7 @@ def exported(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 
 def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
-    """Returns the files of an export; of a run that was trained on conversations with the chat template, and
+    """Return the files of an export; of a run that was trained on conversations with the chat template, and
     with the token that ends an answer among those that end a generation.
 
     Raises:

@@ -77,7 +77,7 @@ _SHARED = (
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config of a known family as transformers reads it, with its defaults.
+    """Return a config of a known family as transformers reads it, with its defaults.
 
     Raises:
         CheckpointError: transformers refuses it or is not installed, a number is out of all bounds, or it has
@@ -101,7 +101,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(config: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the keys that say what a model of this family computes."""
+    """Return the keys that say what a model of this family computes."""
     config_type = config_class(config)
 
     from transformers import PreTrainedConfig
@@ -113,7 +113,7 @@ def keys_of(config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def explicit_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `config.json` must say for a model of a completed config: all values, so that none is derived anew
+    """Return what `config.json` must say for a model of a completed config: all values, so that none is derived anew
     from one that changed."""
     keys = keys_of(config) - LEGACY.keys()
     identity = {key: config[key] for key in ("model_type", "architectures") if config.get(key)}
@@ -121,7 +121,7 @@ def explicit_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_class(config: Mapping[str, Any]) -> Any:
-    """Returns the class of a config, of transformers itself."""
+    """Return the class of a config, of transformers itself."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
@@ -147,7 +147,7 @@ def _not_understood(config: Mapping[str, Any], config_type: Any) -> Iterator[str
 
 @cache
 def _names_read(module: str) -> frozenset[str]:
-    """Returns the keys that the code of a family reads, beside those that its class declares."""
+    """Return the keys that the code of a family reads, beside those that its class declares."""
     modules = (
         module,
         module.replace(".configuration_", ".modeling_"),

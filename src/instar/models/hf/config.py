@@ -51,7 +51,7 @@ _KEYS: dict[Style, dict[str, tuple[str, Any]]] = {
 
 
 def style_of(arch: Architecture) -> Style:
-    """Returns the model family that computes the same function as `arch`.
+    """Return the model family that computes the same function as `arch`.
 
     Adapters are ignored: `to_tensors` merges them.
 
@@ -104,7 +104,7 @@ def style_of(arch: Architecture) -> Style:
 
 
 def to_config(arch: Architecture, *, end_id: int | None = None) -> dict[str, Any]:
-    """Returns the `config.json` of `arch`; `end_id` is the token that ends a document.
+    """Return the `config.json` of `arch`; `end_id` is the token that ends a document.
 
     Raises:
         CheckpointError: see `style_of`.
@@ -152,7 +152,7 @@ def is_bounded(value: object) -> bool:
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """Returns the architecture that a `config.json` describes; defaults are those of transformers.
+    """Return the architecture that a `config.json` describes; defaults are those of transformers.
 
     Raises:
         CheckpointError: lists every entry without a counterpart here.
@@ -163,7 +163,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     problems: list[str] = []
 
     def take(key: str, default: Any) -> Any:
-        """Returns the value of a key if it has the type of the default."""
+        """Return the value of a key if it has the type of the default."""
         value = config.get(key)
         if not is_bounded(value):
             problems.append(f"{key}: {value!r:.60} is out of all bounds")

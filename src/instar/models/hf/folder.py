@@ -60,7 +60,7 @@ def export_folder(
     weights: Mapping[str, Tensor] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Architecture | PretrainedShape:
-    """Writes the model of a checkpoint, or the moving average of its weights, as a folder that
+    """Write the model of a checkpoint, or the moving average of its weights, as a folder that
     `from_pretrained` loads. The folder is published atomically. One tensor at a time is in memory.
 
     Args:
@@ -138,15 +138,15 @@ class _Parts(Protocol):
     def arch(self) -> Architecture | PretrainedShape: ...
 
     def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
-        """Returns the tensors of the files, for those of the checkpoint."""
+        """Return the tensors of the files, for those of the checkpoint."""
         ...
 
     def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
-        """Returns what makes each tensor of the files."""
+        """Return what makes each tensor of the files."""
         ...
 
     def files(self) -> Mapping[str, bytes]:
-        """Returns all other files: the config and the tokenizer's."""
+        """Return all other files: the config and the tokenizer's."""
         ...
 
 
@@ -192,7 +192,7 @@ def _gpt_of(checkpoint: Checkpoint) -> Architecture:
 
 
 def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) -> Path:
-    """Creates a run with one checkpoint, at step 0, from a folder that transformers saved.
+    """Create a run with one checkpoint, at step 0, from a folder that transformers saved.
 
     Args:
         tokenizer: of a folder that has none: ``byte``, or the path of one.
@@ -281,7 +281,7 @@ def _read_tokenizer(folder: Path, arch: Architecture, tokenizer_name: str | None
 
 
 def _data_section(tokenizer: Tokenizer, run_dir: Path) -> DataConfig:
-    """Returns the data section with the run's own tokenizer."""
+    """Return the data section with the run's own tokenizer."""
     if tokenizer.kind == "byte":
         return DataConfig()
     return DataConfig(tokenizer=str(run_dir / TOKENIZER_FILE))

@@ -14,7 +14,7 @@ from instar.checkpoint.manifest import CheckpointError
 
 
 def load_published(folder: Path) -> Module:
-    """Returns the model that `from_pretrained` makes of a folder alone, in float32 and evaluation mode.
+    """Return the model that `from_pretrained` makes of a folder alone, in float32 and evaluation mode.
 
     The folder must be one that `open_folder` accepts: no code of it is run, and nothing is downloaded.
 

@@ -53,7 +53,7 @@ class LoraShape(PretrainedShape):
         return {**config, LORA: [asdict(adapter) for adapter in self.lora]} if self.lora else config
 
     def adaptable(self) -> dict[str, tuple[int, ...]]:
-        """Returns shapes of the weights that may have an adapter, by name without ``.weight``."""
+        """Return shapes of the weights that may have an adapter, by name without ``.weight``."""
         return {
             name.removesuffix(".weight"): entry.shape
             for name, entry in super().parameters().items()

@@ -47,7 +47,7 @@ class PretrainedModel(nn.Module):
         per_sample: bool = False,
         cache: PretrainedCache | None = None,
     ) -> Tensor:
-        """Computes logits or the loss; arguments and results are those of `GPT`."""
+        """Compute logits or the loss; arguments and results are those of `GPT`."""
         # what a family of one's own makes of its last states (a scale, say) only its class knows
         custom = self.arch.config["model_type"] not in BUILT_IN
         read = (self.inner if custom else self.inner.base_model)(
@@ -92,7 +92,7 @@ class PretrainedModel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields all modules by their names in the shape, from which those of parameters follow."""
+        """Yield all modules by their names in the shape, from which those of parameters follow."""
         outer = f"{prefix}." if prefix else ""
         yield prefix, self
         for name, module in self.inner.named_modules(memo, remove_duplicate=remove_duplicate):
@@ -113,7 +113,7 @@ class PretrainedCache:
 
 
 def class_name(shape: PretrainedShape) -> str:
-    """Returns the class of transformers that the model has."""
+    """Return the class of transformers that the model has."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.config["model_type"]])
@@ -138,7 +138,7 @@ def _built(shape: PretrainedShape, seed: int | None) -> Any:
 
 
 def _adapt(inner: Any, shape: LoraShape) -> None:
-    """Gives the linear maps of a model their adapters; B is 0, so that nothing changes."""
+    """Give the linear maps of a model their adapters; B is 0, so that nothing changes."""
     table = shape.parameters() if shape.lora else {}
     for name in shape.adaptable() if shape.lora else ():
         if (adapter := adapter_of(shape.lora, name)) is None:

@@ -145,7 +145,7 @@ class PretrainedShape:
         return refusals
 
     def resized(self, **sizes: int) -> Self:
-        """Returns a copy with other sizes of some axes.
+        """Return a copy with other sizes of some axes.
 
         Raises:
             ArchitectureError: the config has no key for one, or for one that would change with it.
@@ -178,7 +178,7 @@ class PretrainedShape:
         return replace(self, config=config)
 
     def with_scaled_rope(self, kind: str, context: int) -> Self:
-        """Returns a copy whose RoPE is scaled from its context to a longer one, of the layers with full attention.
+        """Return a copy whose RoPE is scaled from its context to a longer one, of the layers with full attention.
 
         Args:
             kind: ``linear``, ``dynamic`` or ``yarn``, as transformers names them.
@@ -193,7 +193,7 @@ class PretrainedShape:
         return replace(shape, config={**shape.config, "rope_parameters": rope})
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
-        """Returns a copy whose block j has the kind of the old block ``sources[j]``, or of the one below."""
+        """Return a copy whose block j has the kind of the old block ``sources[j]``, or of the one below."""
         shape = self.resized(layers=len(sources))
         lists = {
             key: value
@@ -210,7 +210,7 @@ class PretrainedShape:
         )
 
     def with_experts(self, number: int, per_token: int, balance: float) -> PretrainedShape:
-        """Returns the shape of the same model with `number` experts in place of each MLP.
+        """Return the shape of the same model with `number` experts in place of each MLP.
 
         Raises:
             ArchitectureError: no family is the same with experts.
@@ -240,7 +240,7 @@ class PretrainedShape:
         return shape
 
     def parameters(self) -> dict[str, Parameter]:
-        """Returns every parameter by its name with the prefix ``blocks.``, in the module's order."""
+        """Return every parameter by its name with the prefix ``blocks.``, in the module's order."""
         family, sizes = self.family, self.sizes()
         head = () if self.tied else (TableEntry("lm_head", "head", ("vocab", "embed")),)
         first = [entry for entry in family.outside if entry.kind == "embedding"]
@@ -275,13 +275,13 @@ class PretrainedShape:
             )
 
     def module_name(self, name: str) -> str:
-        """Returns the module's name of a parameter or buffer of this shape."""
+        """Return the module's name of a parameter or buffer of this shape."""
         return (
             name if not name.startswith("blocks.") else self.family.blocks + name[len("blocks.") :]
         )
 
     def name(self, module_name: str) -> str:
-        """Returns the name in this shape of a parameter or buffer of the module."""
+        """Return the name in this shape of a parameter or buffer of the module."""
         prefix = self.family.blocks
         return (
             f"blocks.{module_name[len(prefix) :]}"
@@ -290,7 +290,7 @@ class PretrainedShape:
         )
 
     def mismatches(self, module: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Returns how the parameters of a module, by its names, differ from the table; empty: they do not."""
+        """Return how the parameters of a module, by its names, differ from the table; empty: they do not."""
         expected = {
             self.module_name(name): entry.shape for name, entry in self.parameters().items()
         }
@@ -306,7 +306,7 @@ class PretrainedShape:
 
 
 def _kept_sources(sources: Sequence[int | None]) -> list[int]:
-    """Returns the block that each new one is like: its source, or that of the block below."""
+    """Return the block that each new one is like: its source, or that of the block below."""
     blocks: list[int] = []
     for source in sources:
         blocks.append(source if source is not None else blocks[-1] if blocks else 0)

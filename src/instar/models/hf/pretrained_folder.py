@@ -68,7 +68,7 @@ class PretrainedFolder:
         }
 
     def config_of(self, shape: PretrainedShape) -> dict[str, Any]:
-        """Returns the `config.json` of a model of another shape, with this one's other entries."""
+        """Return the `config.json` of a model of another shape, with this one's other entries."""
         shape_keys = keys_of(self.shape.config) | keys_of(shape.config)
         other_entries = {key: value for key, value in self.config.items() if key not in shape_keys}
         return {**other_entries, **explicit_config(shape.config)}
@@ -101,7 +101,7 @@ class PretrainedFolder:
 
 
 def open_folder(path: Path | str) -> PretrainedFolder:
-    """Opens a folder that `save_pretrained` wrote. Reads the headers of its files, no tensor but a tied head.
+    """Open a folder that `save_pretrained` wrote. Reads the headers of its files, no tensor but a tied head.
 
     Raises:
         CheckpointError: no known family; weights that are quantised, only pickled, or not those of the config,
@@ -139,7 +139,7 @@ def open_folder(path: Path | str) -> PretrainedFolder:
 
 
 def _check_counts(where: Path, config: Mapping[str, Any], family: Family, tensors: int) -> None:
-    """Checks counts before anything is made as often as they say: each layer has tensors of its own."""
+    """Check counts before anything is made as often as they say: each layer has tensors of its own."""
     layers = config.get(family.axes["layers"], 0)
     if type(layers) is not int or layers > tensors:
         raise CheckpointError(
@@ -156,7 +156,7 @@ def _shape(where: Path, config: Mapping[str, Any]) -> PretrainedShape:
 
 
 def _stored(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str]:
-    """Returns the names in the files by full names; raises CheckpointError unless they are the model's."""
+    """Return the names in the files by full names; raises CheckpointError unless they are the model's."""
     sizes = shape.sizes()
     single = has_single_experts(layout.entries)
     count = sizes["layers"] * (sizes.get("experts", 1) if single else 1)
@@ -204,7 +204,7 @@ def _mismatches(parts: Mapping[str, FilePart], entries: Mapping[str, TensorEntry
 def _problems_of_head(
     shape: PretrainedShape, layout: Layout, stored_names: dict[str, str]
 ) -> Iterable[str]:
-    """Removes a repeated tied head; returns a problem if it differs from the table of tokens."""
+    """Remove a repeated tied head; return a problem if it differs from the table of tokens."""
     head = stored_names.pop(_HEAD)
     table = next(n for n, entry in shape.parameters().items() if entry.kind == "embedding")
     tokens = stored_names.get(table)
@@ -249,7 +249,7 @@ def has_single_experts(names: Iterable[str]) -> bool:
 
 
 def file_parts(shape: PretrainedShape, *, single_experts: bool) -> dict[str, FilePart]:
-    """Returns every tensor of the files of a model, by its name there, in the model's order.
+    """Return every tensor of the files of a model, by its name there, in the model's order.
 
     Args:
         single_experts: each expert has tensors of its own; else, they are joined as in memory.

@@ -12,14 +12,14 @@ FULL = "full_attention"
 
 
 def base_of(config: Mapping[str, Any]) -> float:
-    """Returns the base of plain RoPE; NaN if a head is rotated in parts, or by scaled frequencies."""
+    """Return the base of plain RoPE; NaN if a head is rotated in parts, or by scaled frequencies."""
     rope = config.get("rope_parameters") or {}
     plain = rope.get("rope_type") == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
     return float(rope["rope_theta"]) if plain else math.nan
 
 
 def pinned(config: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """Returns a config whose scaled RoPE stays as it is under another `max_position_embeddings`.
+    """Return a config whose scaled RoPE stays as it is under another `max_position_embeddings`.
 
     A factor that is left out is the ratio of that to the original size.
     """
@@ -43,7 +43,7 @@ def _pinned(rope: Any, context: int) -> Any:
 def scaled(
     config: Mapping[str, Any], kind: str, context: int, now: int, possible: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Returns `rope_parameters` that are scaled from a context to a longer one, of the layers with full attention.
+    """Return `rope_parameters` that are scaled from a context to a longer one, of the layers with full attention.
 
     Raises:
         ArchitectureError: RoPE is scaled already, or not in a possible way.
@@ -69,7 +69,7 @@ def scaled(
 
 
 def problems_of(config: Mapping[str, Any], head_dim: int, validated_head_dim: int) -> Iterator[str]:
-    """Yields why transformers would compute no RoPE of these heads.
+    """Yield why transformers would compute no RoPE of these heads.
 
     Args:
         validated_head_dim: for which transformers counts the factors of ``longrope``.
@@ -97,7 +97,7 @@ def problems_of(config: Mapping[str, Any], head_dim: int, validated_head_dim: in
 
 
 def with_pairs(config: Mapping[str, Any], head_dim: int, smaller: int) -> dict[str, Any]:
-    """Returns `rope_parameters` for smaller heads, with the first of the factors that each pair of channels has."""
+    """Return `rope_parameters` for smaller heads, with the first of the factors that each pair of channels has."""
 
     def shortened(value: Any, partial: float) -> Any:
         if isinstance(value, Mapping):

@@ -27,7 +27,7 @@ from instar.models.shape import ArchitectureError
 
 
 def load_language_model(path: Path, device: str = "cpu") -> GPT | PretrainedModel:
-    """Returns the model of a checkpoint in evaluation mode; its moving average if there is one.
+    """Return the model of a checkpoint in evaluation mode; its moving average if there is one.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or no language model that is known here.
@@ -51,7 +51,7 @@ def is_of_transformers(architecture: Mapping[str, Any]) -> bool:
 
 
 def pretrained_shape(checkpoint: Checkpoint, component: str) -> LoraShape:
-    """Returns the shape of a checkpoint of a model of transformers.
+    """Return the shape of a checkpoint of a model of transformers.
 
     Raises:
         CheckpointError: it is unknown, or not that of the tensors.
@@ -76,14 +76,14 @@ class PretrainedExport:
     run: Path
 
     def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
-        """Returns the tensors of the files, for those of the checkpoint."""
+        """Return the tensors of the files, for those of the checkpoint."""
         return {
             name: Outline(file_outlines[slot.parameter].dtype, slot.shape)
             for name, slot in self._slots()
         }
 
     def conversions(self, weights: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
-        """Returns what makes each tensor of the files; adapters are merged into their weights."""
+        """Return what makes each tensor of the files; adapters are merged into their weights."""
 
         def part(slot: FilePart) -> Tensor:
             return merged_weight(self.arch, weights, slot.parameter)[slot.index].contiguous()
@@ -91,7 +91,7 @@ class PretrainedExport:
         return {name: partial(part, slot) for name, slot in self._slots()}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the config, and the files of the run that belong to the model."""
+        """Return the config, and the files of the run that belong to the model."""
         config = {
             **self.arch.without_adapters().to_dict(),
             "architectures": [class_name(self.arch)],

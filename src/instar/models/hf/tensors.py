@@ -61,7 +61,7 @@ BUFFERS = re.compile(r"h\.\d+\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 
 
 def to_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a model's tensors under the names and in the layouts of transformers.
+    """Return a model's tensors under the names and in the layouts of transformers.
 
     A tied head is not repeated, and adapters are merged into their weights. GPT-2 always has
     biases: they are 0 if `arch` has none.
@@ -75,7 +75,7 @@ def to_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, T
 def conversions(
     arch: Architecture, tensors: Mapping[str, Tensor]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Returns a function for each tensor of `to_tensors` that makes it of those of `tensors` that it
+    """Return a function for each tensor of `to_tensors` that makes it of those of `tensors` that it
     needs."""
     style = style_of(arch)
     _refuse(
@@ -135,7 +135,7 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def merge_adapters(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the parameters of a model without adapters, which are merged into their weights."""
+    """Return the parameters of a model without adapters, which are merged into their weights."""
     return {
         name: merged_weight(arch, tensors, name) for name in replace(arch, lora=()).parameters()
     }
@@ -144,7 +144,7 @@ def merge_adapters(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[st
 def merged_weight(
     arch: Architecture | LoraShape, tensors: Mapping[str, Tensor], name: str
 ) -> Tensor:
-    """Returns a parameter, with its adapter added if it has one."""
+    """Return a parameter, with its adapter added if it has one."""
     layer = name.removesuffix(".weight")
     if layer not in arch.adaptable() or (adapter := adapter_of(arch.lora, layer)) is None:
         return tensors[name]
@@ -160,7 +160,7 @@ def _refuse(problems: list[str], what: str) -> None:
 
 
 def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:
-    """Returns each tensor name of transformers with the names of ours that it concatenates."""
+    """Return each tensor name of transformers with the names of ours that it concatenates."""
     sources_of: dict[str, list[str]] = {}
     for name in arch.parameters():
         part, _, last = name.rpartition(".")
@@ -181,7 +181,7 @@ def _is_transposed(entry: Parameter, style: Style) -> bool:
 def _under_full_names(
     tensors: Mapping[str, Tensor], names: Mapping[str, object], prefix: str
 ) -> dict[str, Tensor]:
-    """Drops buffers, and adds the prefix that a model saved without its head lacks."""
+    """Drop buffers, and add the prefix that a model saved without its head lacks."""
     by_full_name = {}
     for name, tensor in tensors.items():
         if not BUFFERS.fullmatch(name.removeprefix(prefix)):
@@ -192,7 +192,7 @@ def _under_full_names(
 def _problems_of_head(
     arch: Architecture, sources_of: Mapping[str, list[str]], tensors: dict[str, Tensor]
 ) -> list[str]:
-    """Removes a repeated tied head from `tensors`; returns a problem if it differs from the table."""
+    """Remove a repeated tied head from `tensors`; return a problem if it differs from the table."""
     if not arch.tied or "lm_head.weight" not in tensors:
         return []
     head = tensors.pop("lm_head.weight")

@@ -34,7 +34,7 @@ COMPANIONS = (
 
 
 def to_fast(tokenizer: Tokenizer) -> str:
-    """Returns the equivalent tokenizer in the JSON of the tokenizers library."""
+    """Return the equivalent tokenizer in the JSON of the tokenizers library."""
     if isinstance(tokenizer, ByteTokenizer):
         fast = Fast(models.BPE({letter(byte): byte for byte in range(256)}, []))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -73,7 +73,7 @@ def same_vocabulary(first: Tokenizer, second: Tokenizer) -> bool:
 
 
 def letter(byte: int) -> str:
-    """Returns the character of a byte in byte-level tokenizers, as in GPT-2: itself if it is
+    """Return the character of a byte in byte-level tokenizers, as in GPT-2: itself if it is
     printable, else one from code point 256 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [code for code in range(256) if code not in visible]

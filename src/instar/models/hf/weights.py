@@ -27,7 +27,7 @@ _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
 
 def weights_layout(folder: Path) -> Layout:
-    """Returns where each tensor of a folder is, from the headers of its files and its index.
+    """Return where each tensor of a folder is, from the headers of its files and its index.
 
     Raises:
         CheckpointError: there are no safetensors, a shard is missing or cut off, or the index is not that of the
@@ -67,7 +67,7 @@ def _without_weights(folder: Path) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a folder; raises CheckpointError as `weights_layout`."""
+    """Return all tensors of a folder; raises CheckpointError as `weights_layout`."""
     layout = weights_layout(folder)
     with open_reader(layout) as read:
         return {name: read(name) for name in layout.entries}
@@ -79,7 +79,7 @@ def write_weights(
     make: Mapping[str, Callable[[], Tensor]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes tensors in as many files as needed, in the order of `outlines`, and their index.
+    """Write tensors in as many files as needed, in the order of `outlines`, and their index.
 
     While one tensor is written, a thread makes the next.
     """
@@ -119,5 +119,5 @@ def write_weights(
 
 
 def encode_json_file(value: Mapping[str, Any]) -> bytes:
-    """Returns a JSON object as transformers' files have it."""
+    """Return a JSON object as transformers' files have it."""
     return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

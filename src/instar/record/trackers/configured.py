@@ -24,7 +24,7 @@ def configured_trackers(config: TrackersConfig) -> list[Tracker]:
 
 
 def missing_libraries(config: RecordConfig) -> list[ConfigProblem]:
-    """Returns problems of `record.trackers` and `record.alerts`: missing packages and programs."""
+    """Return problems of `record.trackers` and `record.alerts`: missing packages and programs."""
     return [*_missing_trackers(config.trackers), *_missing_alerts(config.alerts)]
 
 

@@ -109,7 +109,7 @@ class Mlflow:
         return str(experiment.experiment_id)
 
     def _set(self, run: TrackedRun) -> None:
-        """Logs the config as parameters; one with another value already as a tag."""
+        """Log the config as parameters; one with another value already as a tag."""
         from mlflow.entities import Param
 
         logged = self._client.get_run(self._run_id).data.params
@@ -163,7 +163,7 @@ class Mlflow:
 
 
 def store_uri(setting: str | None, folder: Path) -> str:
-    """Returns the URI of the store for a run in `folder`."""
+    """Return the URI of the store for a run in `folder`."""
     setting = setting or os.environ.get(URI) or str(folder.absolute().parent / "mlruns")
     return setting if ":" in setting else Path(setting).absolute().as_uri()
 
@@ -174,7 +174,7 @@ def is_folder(uri: str) -> bool:
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """Keeps other runs from creating the same folder and experiment, which MLflow does unlocked.
+    """Keep other runs from creating the same folder and experiment, which MLflow does unlocked.
 
     The folder's parent is locked: MLflow creates its default experiment only with a new folder.
     """
@@ -193,5 +193,5 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def _name(text: str) -> str:
-    """Returns a name with the characters that MLflow allows."""
+    """Return a name with the characters that MLflow allows."""
     return re.sub(r"[^\w. /:-]", "_", text)[:MAX_NAME]

@@ -81,7 +81,7 @@ class TrackerSink:
         self._sink.sync()
 
     def close(self) -> None:
-        """Waits for the trackers, reports those that lack events, and closes the other sink."""
+        """Wait for the trackers, report those that lack events, and close the other sink."""
         try:
             if self._queues:
                 self._sink.sync()
@@ -131,7 +131,7 @@ class TrackerQueue:
         self._thread = threading.Thread(target=self._work, name=f"to {tracker.name}", daemon=True)
 
     def put(self, event: Event) -> None:
-        """Queues an event; drops it if the queue is full."""
+        """Queue an event; drops it if the queue is full."""
         self._offered += 1
         if self._offered == 1:
             self._attempt("starting", self._thread.start)
@@ -149,13 +149,13 @@ class TrackerQueue:
             self._thread.join(max(0.0, seconds))
 
     def pending(self) -> str:
-        """Returns what a tracker that has not ended still has to do; "" if it has."""
+        """Return what a tracker that has not ended still has to do; "" if it has."""
         if not self._thread.is_alive():
             return ""
         return f"{self._tracker.name} has taken {self._taken:,} of {self._offered:,} events"
 
     def shortage(self) -> str:
-        """Returns a warning if the tracker lacks events and has not been reported before."""
+        """Return a warning if the tracker lacks events and has not been reported before."""
         missing = self._offered - self._taken
         if self._reported or not (missing or self._thread.is_alive()):
             return ""
@@ -179,7 +179,7 @@ class TrackerQueue:
             self._attempt("ending", lambda: self._tracker.finish(self._outcome))
 
     def _take_next(self) -> bool:
-        """Takes the next event if one comes in time; returns False at the end."""
+        """Take the next event if one comes in time; return False at the end."""
         try:
             event = self._queue.get(timeout=0 if self._ending.is_set() else FLUSH_EVERY_S)
         except queue.Empty:
@@ -191,7 +191,7 @@ class TrackerQueue:
         return True
 
     def _attempt(self, doing: str, call: Callable[[], None]) -> bool:
-        """Calls the tracker; returns whether it succeeded, and reports the first failure."""
+        """Call the tracker; return whether it succeeded, and report the first failure."""
         try:
             call()
             return True
@@ -216,7 +216,7 @@ class TrackerFailed(InstarError):  # noqa: N818
 
 
 def current_lines(record: Path, last_steps: Mapping[int, int]) -> Iterator[tuple[Event, bytes]]:
-    """Yields events of a record with their lines, except superseded ones and invalid lines.
+    """Yield events of a record with their lines, except superseded ones and invalid lines.
 
     Args:
         last_steps: the last step of each segment that is not superseded.
@@ -234,7 +234,7 @@ def current_lines(record: Path, last_steps: Mapping[int, int]) -> Iterator[tuple
 def replay_record(
     tracker: Tracker, run: TrackedRun, record: Path, last_steps: Mapping[int, int]
 ) -> int:
-    """Sends all events of a run that are not superseded to a tracker; returns their number.
+    """Send all events of a run that are not superseded to a tracker; return their number.
 
     Raises:
         TrackerFailed: the tracker failed, or the record cannot be read.

@@ -39,7 +39,7 @@ Outcome = Literal["finished", "stopped", "crashed"]
 
 
 def outcome(before: Outcome, event: Event) -> Outcome:
-    """Returns the outcome of a run whose last event is `event`."""
+    """Return the outcome of a run whose last event is `event`."""
     if isinstance(event, RunStarted):
         return "crashed"
     if isinstance(event, Stop) and event.resumable:
@@ -65,15 +65,15 @@ class Tracker(Protocol):
     """addresses that its errors may repeat"""
 
     def start(self, run: TrackedRun) -> None:
-        """Opens a new run of the tool, or the one of this run before it was resumed."""
+        """Open a new run of the tool, or the one of this run before it was resumed."""
         ...
 
     def take(self, event: Event) -> None:
-        """Takes one event, with its time."""
+        """Take one event, with its time."""
         ...
 
     def flush(self) -> None:
-        """Writes the events taken so far, so that they survive this process."""
+        """Write the events taken so far, so that they survive this process."""
         ...
 
     def finish(self, outcome: Outcome) -> None: ...
@@ -90,7 +90,7 @@ class Ids:
         self._lock = threading.Lock()
 
     def get(self, tool: str, where: str) -> str | None:
-        """Returns the id in the tool's project or store `where`; None if it is unknown."""
+        """Return the id in the tool's project or store `where`; None if it is unknown."""
         entry = self._read().get(tool)
         if isinstance(entry, dict) and entry.get("where") == where:
             return str(entry["id"]) if entry.get("id") else None
@@ -127,17 +127,17 @@ class TrackedRun:
 
     @classmethod
     def live(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
-        """Returns a run that is training; `config` is nested."""
+        """Return a run that is training; `config` is nested."""
         return cls(folder, flat_config(config), Ids(folder / "trackers.json"))
 
     @classmethod
     def replayed(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
-        """Returns a run that is read from its record."""
+        """Return a run that is read from its record."""
         return cls(folder, flat_config(config), Ids(None))
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Returns a nested config with dotted keys, lists as JSON, without `WITHHELD` and secrets."""
+    """Return a nested config with dotted keys, lists as JSON, without `WITHHELD` and secrets."""
     return {
         key: redacted_value(key, value)
         for key, value in _flat(config, "")
@@ -174,7 +174,7 @@ class Note:
 
 
 def measured(event: Event) -> dict[str, float]:
-    """Returns the metrics of an event and its axes other than the step (`at/tokens`, …), for tools
+    """Return the metrics of an event and its axes other than the step (`at/tokens`, …), for tools
     whose only axis is the step; empty if it has no metrics."""
     if not (isinstance(event, Placed) and (values := metrics(event))):
         return {}
@@ -182,18 +182,18 @@ def measured(event: Event) -> dict[str, float]:
 
 
 def totals(event: RunFinished) -> dict[str, float]:
-    """Returns the final values of a run."""
+    """Return the final values of a run."""
     values = ((name, getattr(event, name)) for name in _TOTALS)
     return {name: value for name, value in values if value is not None}
 
 
 def media_key(event: ImageEvent | TableEvent) -> str:
-    """Returns the name of an image or a table; tools make paths of it, so it has no dots."""
+    """Return the name of an image or a table; tools make paths of it, so it has no dots."""
     return re.sub(r"[^\w/-]", "_", f"{event.split}/{event.name}").strip("/")
 
 
 def event_note(event: Event) -> Note | None:
-    """Returns the note of an event; None if it has none."""
+    """Return the note of an event; None if it has none."""
     match event:
         case RunStarted(resumed_from=str(name), step=step):
             return Note("resume", step, "resume", f"resumed from {name}, step {step:,}")

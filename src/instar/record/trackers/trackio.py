@@ -53,7 +53,7 @@ class Trackio:
         run.ids.keep(self.name, where, run_id)
 
     def _choose_folder(self) -> str:
-        """Sets trackio's folder, which it reads when it is imported."""
+        """Set trackio's folder, which it reads when it is imported."""
         if (setting := self._config.dir) is not None:
             folder = Path(setting).absolute()
             if (imported := sys.modules.get("trackio.utils")) and folder != imported.TRACKIO_DIR:

@@ -123,7 +123,7 @@ class Wandb:
         self._run.log(row | {"step": step, "_timestamp": event.time})
 
     def flush(self) -> None:
-        """Does nothing: `wandb` writes in a separate process, which outlives this one."""
+        """Do nothing: `wandb` writes in a separate process, which outlives this one."""
 
     def finish(self, outcome: Outcome) -> None:
         self._run.summary["outcome"] = outcome

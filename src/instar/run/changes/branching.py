@@ -56,8 +56,8 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
     if agree(world, exists):
         return folder
     parts.stepper.share_buffers()
-    saved = _first_checkpoint(state, parts, branch, history)
-    saved.check_replicas(world)
+    first_snapshot = _first_checkpoint(state, parts, branch, history)
+    first_snapshot.check_replicas(world)
     try:
         with ExitStack() as publishing:
             temporary = ""
@@ -69,11 +69,11 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
             first = publish_checkpoint(
                 root,
                 state.step,
-                saved.components,
-                saved.state,
-                architecture=saved.architecture,
-                history=saved.history,
-                facts=saved.facts,
+                first_snapshot.components,
+                first_snapshot.state,
+                architecture=first_snapshot.architecture,
+                history=first_snapshot.history,
+                facts=first_snapshot.facts,
                 world=world,
             )
             with raise_on_all_ranks(world, "publishing the branch"):
@@ -100,8 +100,8 @@ def _first_checkpoint(
         judged_at=-1,
         evaluation_checked_at=state.step,
     )
-    saved = snapshot(began, parts, f"branch {branch.name}")
-    return replace(saved, facts=msgspec.structs.replace(saved.facts, line=[]))
+    first_snapshot = snapshot(began, parts, f"branch {branch.name}")
+    return replace(first_snapshot, facts=msgspec.structs.replace(first_snapshot.facts, line=[]))
 
 
 def _fill(
@@ -165,24 +165,24 @@ def unfinished_branches(
     Raises:
         ConfigError, PeerError: the config of one cannot be read.
     """
-    found: list[str] = []
+    unfinished: list[str] = []
     with raise_on_all_ranks(parts.world, "looking for branches"):
         if parts.world.is_main:
-            made = [
+            published = [
                 read_branch(change.operation)
                 for change in state.history
                 if change.operation.name == BRANCH and not change.skipped
             ]
-            begun = [branch.name for branch in made]
+            branch_names = [branch.name for branch in published]
             for entry in parts.entries:
-                if entry.operation.name == BRANCH and entry.operation.value not in begun:
+                if entry.operation.name == BRANCH and entry.operation.value not in branch_names:
                     parts.logger.console.warn(f"the branch {entry.operation.value} never began")
-            found = [
+            unfinished = [
                 branch.name
-                for branch in made
+                for branch in published
                 if branch.train and _is_left(branch.name, root, parts)
             ]
-    names = cast("list[str]", agree(parts.world, list(found)))
+    names = cast("list[str]", agree(parts.world, list(unfinished)))
     branches = []
     with raise_on_all_ranks(parts.world, "reading the configs of branches"):
         for name in names:

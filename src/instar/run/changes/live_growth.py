@@ -80,11 +80,11 @@ class ProbeSamples:
     weight: float
 
     def in_double(self) -> ProbeSamples:
-        doubled = {
+        samples_in_double = {
             name: tensor.double() if tensor.is_floating_point() else tensor
             for name, tensor in self.batch.items()
         }
-        return ProbeSamples(doubled, self.weight)
+        return ProbeSamples(samples_in_double, self.weight)
 
 
 @dataclass(frozen=True)
@@ -153,20 +153,20 @@ class RunGrowth:
             if step.mode != "reset":
                 check_states(shapes_of(states), shapes_of(stepper.parameters))
             buffers = persistent_buffers(stepper.unwrapped_model)
-            planned = grow_buffers(step.plan, buffers, model.bare)
-            copies = {name: buffer.clone() for name, buffer in planned.items()}
+            planned_buffers = grow_buffers(step.plan, buffers, model.bare)
+            copies = {name: buffer.clone() for name, buffer in planned_buffers.items()}
             samples = probe_samples(parts.validation, parts.world.device)
         fill_parameters(step, stepper.parameters, model.parameters, self.peers)
         load_buffers(model.bare, copies)
         average = None
         if stepper.ema is not None:
             average = grow_average(step, stepper.ema, model.parameters, self.peers)
-        grown = (
+        grown_model = (
             (name, grow_state(step.plan, name, Wholes(states).__getitem__, step.key, step.mode))
             for name in grown_states(step.plan, states, step.mode)
         )
         memory = collect_tensors(
-            grown, states, lambda name: model.parameters[parameter_of(name)], self.peers
+            grown_model, states, lambda name: model.parameters[parameter_of(name)], self.peers
         )
         return Candidate(task, model, copies, memory, average, samples, stays_equal)
 

@@ -55,7 +55,7 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
     if mask is not None and state.step >= mask.end:
         state = carry_out(state, parts, FOLD, reason=f"open since step {mask.end:,}")
     state = lower_lr_if_due(state, parts)
-    loss, reevaluated = state.loss, False
+    loss, is_new_loss = state.loss, False
     while due_now := next_due(
         parts.entries, state.history, partial(reason_due, state, parts, loss)
     ):
@@ -64,19 +64,19 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
         if loss is not None and not is_comparable(state, parts):
             loss = None  # the next entry's trigger is not about what was measured before
         if entry.reevaluate:
-            state = evaluate_validation(state, parts, judged=False)
-            loss, reevaluated = state.loss, True
-    return state, reevaluated
+            state = evaluate_validation(state, parts, counts=False)
+            loss, is_new_loss = state.loss, True
+    return state, is_new_loss
 
 
 def lower_lr_if_due(state: RunState, parts: Components) -> RunState:
     """Lower the learning rate if the metric of `learning_rate.plateau` does not improve."""
     reason = parts.tracker.plateau_reason(state.metrics)
-    metrics, lowered = parts.tracker.lower_lr(state.metrics, state.settings.lr)
+    metrics, new_lr = parts.tracker.lower_lr(state.metrics, state.settings.lr)
     if metrics == state.metrics:
         return state
     # metrics are the same on all ranks; still, rank 0 decides
-    agreed_lr = agree(parts.world, lowered)
+    agreed_lr = agree(parts.world, new_lr)
     state = replace(state, metrics=metrics)
     if agreed_lr is None:
         return state
@@ -105,15 +105,15 @@ def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
     yield stage
     for entry in remaining(parts.entries, state.history):
         try:
-            folded = when_due(stage, entry.operation)
-            after = carried_out(folded, entry.operation, state.step)
+            folded_stage = when_due(stage, entry.operation)
+            after = carried_out(folded_stage, entry.operation, state.step)
         except ValueError as error:
             raise ConfigError.of(str(error), where=entry.place) from error
-        if folded is not stage:
-            yield folded
-        skipped = entry.on_failure == "skip" and too_large(entry, after.architecture)
-        stage = folded if skipped else after
-        if not skipped:
+        if folded_stage is not stage:
+            yield folded_stage
+        is_skipped = entry.on_failure == "skip" and too_large(entry, after.architecture)
+        stage = folded_stage if is_skipped else after
+        if not is_skipped:
             yield stage
     if (mask := mask_of(stage.architecture)) is not None:
         yield carried_out(stage, FOLD, mask.end)
@@ -127,8 +127,8 @@ def reason_due(state: RunState, parts: Components, loss: float | None, entry: En
     # between evaluations the reason depends only on counts, which are the same on every rank
     if loss is None and reason is None:
         return None
-    agreed = agree(parts.world, reason)
-    return None if agreed is None else str(agreed)
+    agreed_reason = agree(parts.world, reason)
+    return None if agreed_reason is None else str(agreed_reason)
 
 
 def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
@@ -178,7 +178,7 @@ def carry_out(
     start = time.perf_counter()
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
-    change, carried = attempt_change(
+    change, candidate = attempt_change(
         change,
         entry,
         partial(_carry_out, state, parts, change, entry),
@@ -186,17 +186,19 @@ def carry_out(
         # all ranks get here: either all failed alike, or a collective raised on all of them
         failures=(*FAILURES, PeerError, CheckpointError),
     )
-    if carried is None:
+    if candidate is None:
         what = _failed(change, change.skipped)
         parts.logger.warn(f"{what}; skipped, the run is unchanged", step)
         return state.changed(change, before)
-    growth = carried.growth
+    growth = candidate.growth
     if growth is not None:
         state = _put_in_use(state, parts, operation.name, growth)
-    after = carried.after
-    state = _apply_settings(state.changed(change, after), parts, before, grown=growth is not None)
+    after = candidate.after
+    state = _apply_settings(
+        state.changed(change, after), parts, before, has_grown=growth is not None
+    )
     if growth is not None:
-        parts.logger.flush_interval(state.progress, grown=True)
+        parts.logger.flush_interval(state.progress, has_grown=True)
     parts.logger.log_operation(
         state.progress,
         change,
@@ -205,7 +207,7 @@ def carry_out(
         proof=growth.proof if growth else None,
         seconds=time.perf_counter() - start,
         loss=loss,
-        folder=carried.folder,
+        folder=candidate.folder,
     )
     if growth is not None and growth.candidate.stays_equal:
         parts.logger.warn(
@@ -250,7 +252,7 @@ def _put_in_use(
     if plan.label != "exact":
         state = _discard_evaluation(state, parts)
     growth.commit()
-    if parts.stepper.strategy.together:
+    if parts.stepper.strategy.forward_is_collective:
         gc.collect()  # a sharded module is in cycles of references, and would keep its weights
     if plan.makes_new and not plan.waits:
         table = parts.task.architecture.parameters()
@@ -265,7 +267,9 @@ def _discard_evaluation(state: RunState, parts: Components) -> RunState:
     return replace(state, evaluated_at=-1, judged_at=-1)
 
 
-def _apply_settings(state: RunState, parts: Components, before: State, *, grown: bool) -> RunState:
+def _apply_settings(
+    state: RunState, parts: Components, before: State, *, has_grown: bool
+) -> RunState:
     """Update the components that store a setting; the others read the settings at every step."""
     was, after = before.settings, state.in_force
     now = after.settings
@@ -276,14 +280,14 @@ def _apply_settings(state: RunState, parts: Components, before: State, *, grown:
         parts.read(phase)
         state = replace(state, phase=phase)
     # a grown model is built with its parameters frozen
-    if now.frozen != was.frozen and not grown:
+    if now.frozen != was.frozen and not has_grown:
         freeze_parameters(parts.stepper, now.frozen)
         module_frozen = after.facts(after.architecture).frozen
-        thawed = [
+        thawed_names = [
             n for n in sorted(module_frozen) if is_frozen(was.frozen, n) > is_frozen(now.frozen, n)
         ]
-        if thawed:
-            patterns = ", ".join(patterns_of(thawed, after.architecture.parameters()))
+        if thawed_names:
+            patterns = ", ".join(patterns_of(thawed_names, after.architecture.parameters()))
             parts.logger.warn(
                 f"{patterns} is trained from now on, although the task's module froze it",
                 state.step,

@@ -62,7 +62,7 @@ def _with_best(root: Path, metric: str, best: RuleState, line: Sequence[RunStart
     for path in reversed(list_checkpoints(root)):
         with suppress(CheckpointError):
             manifest = read_manifest(path)
-            evaluated = (manifest.step, manifest.metrics.get(metric))
-            if evaluated == (best.best_step, best.best) and is_on_line(manifest, line):
+            evaluation = (manifest.step, manifest.metrics.get(metric))
+            if evaluation == (best.best_step, best.best) and is_on_line(manifest, line):
                 return path
     return None

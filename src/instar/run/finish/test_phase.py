@@ -63,7 +63,7 @@ def run_final_test(
     """
     world, folder = parts.world, run / FOLDER
     parts.sync.begin("the final test", state.step)
-    with _weights(state, parts, run, weights) as (task, model, step, checkpoint, name, together):
+    with _weights(state, parts, run, weights) as (task, model, step, checkpoint, name, collective):
         source = task.held_out("test")
         basis = basis_of(parts.config, task, source)
         with raise_on_all_ranks(world, "making the test's folder"):
@@ -78,29 +78,29 @@ def run_final_test(
             parts.config.eval.batch_size or state.settings.batch_size,
             parts.config.seed,
             autocast=parts.stepper.autocast,
-            forward_is_collective=together,
+            forward_is_collective=collective,
         )
         on_predictions = predictions.add if predictions else None
         result = evaluate_source(task, model, source, options, parts.sync, on_predictions)
     if result is None:
         return None
-    tested = TestResult(step, name, result, checkpoint, basis)
+    test_result = TestResult(step, name, result, checkpoint, basis)
     file = predictions.finish() if predictions else None
     confusions: dict[str, list[list[int]]] = {}
     with raise_on_all_ranks(world, "writing the test's result"):
         if world.is_main:
             confusions = confusion(file) if file else {}
-            predicted = predictions.samples if predictions else 0
+            n_predicted = predictions.samples if predictions else 0
             checksum = file_entry(file, "").xxh3_128 if file else ""
-            content = tested.to_dict(confusions, predicted, checksum)
+            content = test_result.to_dict(confusions, n_predicted, checksum)
             replace_file(folder / RESULT, encode_json(content))
-            if file and predicted != result.samples:
+            if file and n_predicted != result.samples:
                 parts.logger.warn(
-                    f"{file} has predictions of {predicted:,} of {result.samples:,} test samples",
+                    f"{file} has predictions of {n_predicted:,} of {result.samples:,} test samples",
                     state.step,
                 )
-    parts.logger.log_test(state.progress, tested, confusions, folder)
-    return tested
+    parts.logger.log_test(state.progress, test_result, confusions, folder)
+    return test_result
 
 
 def is_tested(parts: Components, run: Path) -> bool:
@@ -157,8 +157,8 @@ def _weights(
             if best is not None:
                 load_checkpoint(best)  # reads every byte
             chosen_json = [best is not None, identity.name, identity.manifest]
-    is_best, *identified = cast("tuple[bool, str, str]", agree(parts.world, chosen_json))
-    identity = CheckpointId(*identified)
+    is_best, *id_parts = cast("tuple[bool, str, str]", agree(parts.world, chosen_json))
+    identity = CheckpointId(*id_parts)
     if is_best:
         with raise_on_all_ranks(parts.world, "reading the best checkpoint"):
             checkpoint = load_checkpoint(run / "checkpoints" / identity.name, check=False)
@@ -166,14 +166,14 @@ def _weights(
         set_model_step(strategy.bare, checkpoint.manifest.step)
         with strategy.evaluating(None):
             step = checkpoint.manifest.step
-            yield task, strategy.bare, step, identity, "best", strategy.together
+            yield task, strategy.bare, step, identity, "best", strategy.forward_is_collective
         return
     set_model_step(parts.stepper.unwrapped_model, state.step)
     parts.stepper.share_buffers()
     with parts.stepper.evaluating():
         name = "last" if weights == "best" else weights
-        together = parts.stepper.strategy.together
-        yield parts.task, parts.stepper.unwrapped_model, state.step, identity, name, together
+        collective = parts.stepper.strategy.forward_is_collective
+        yield parts.task, parts.stepper.unwrapped_model, state.step, identity, name, collective
 
 
 def _task_at(parts: Components, checkpoint: Checkpoint) -> Task:
@@ -221,7 +221,7 @@ class Predictions:
         for file in (folder / FILE, *folder.glob(".part-*")):
             file.unlink(missing_ok=True)
 
-    def add(self, places: Int64Array, predicted: Columns) -> None:
+    def add(self, places: Int64Array, predictions: Columns) -> None:
         """Add the predictions of samples of this rank.
 
         Args:
@@ -231,7 +231,7 @@ class Predictions:
 
         numbers = places if self._numbers is None else self._numbers[places]
         columns = {SAMPLE: pa.array(numbers)}
-        columns |= {name: _array(name, column) for name, column in leaves(predicted)}
+        columns |= {name: _array(name, column) for name, column in leaves(predictions)}
         self._tables.append(pa.table(columns))
 
     def finish(self) -> Path | None:
@@ -291,13 +291,13 @@ def confusion(file: Path) -> dict[str, list[list[int]]]:
         of_target, of_name = _flat(table[target]), _flat(table[name])
         if not pa.types.is_integer(of_name.type):
             continue
-        true, classified = of_target.to_numpy(), of_name.to_numpy()
-        counted = true >= 0
-        classes = int(max(true.max(initial=-1), classified.max(initial=-1))) + 1
-        if not 0 < classes <= MAX_CLASSES or classified.min(initial=0) < 0:
+        true, predictions = of_target.to_numpy(), of_name.to_numpy()
+        has_target = true >= 0
+        classes = int(max(true.max(initial=-1), predictions.max(initial=-1))) + 1
+        if not 0 < classes <= MAX_CLASSES or predictions.min(initial=0) < 0:
             continue
         matrix = np.zeros((classes, classes), dtype=np.int64)
-        np.add.at(matrix, (true[counted], classified[counted]), 1)
+        np.add.at(matrix, (true[has_target], predictions[has_target]), 1)
         matrices[target] = matrix.tolist()
     return matrices
 

@@ -51,7 +51,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
         components["ema"] = stepper.ema
     if "rng" not in without:
         components["rng"] = generator_states(parts.world.device)
-    evaluated = state.evaluated_at == progress.step
+    is_evaluated = state.evaluated_at == progress.step
     return Snapshot(
         progress=progress,
         components={
@@ -64,8 +64,8 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
         facts=Facts(
             **parts.task.spec.fingerprints,
             progress=dataclasses.asdict(progress),
-            loss=state.evaluated["loss"] if evaluated else None,
-            metrics=dict(state.evaluated) if evaluated else {},
+            loss=state.evaluated["loss"] if is_evaluated else None,
+            metrics=dict(state.evaluated) if is_evaluated else {},
             basis=digest(state.basis),
             better=dict(parts.config.metrics),
             reason=reason,

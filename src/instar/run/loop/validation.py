@@ -47,12 +47,12 @@ def is_comparable(state: RunState, parts: Components) -> bool:
 
 
 def evaluate_validation(
-    state: RunState, parts: Components, *, judged: bool = True, at_end: bool = False
+    state: RunState, parts: Components, *, counts: bool = True, at_end: bool = False
 ) -> RunState:
     """Evaluate the weights, or their moving average if there is one. A collective.
 
     Args:
-        judged: the result counts for the best value, for early stopping and for the plateau.
+        counts: the result counts for the best value, for early stopping and for the plateau.
         at_end: the run ends between two evaluations. The result counts for the best value only: a run
             that is continued later stops and changes where an uninterrupted one does.
 
@@ -71,7 +71,7 @@ def evaluate_validation(
             config.data_seed,
             limit,
             stepper.autocast,
-            stepper.strategy.together,
+            stepper.strategy.forward_is_collective,
         )
         result = evaluate_source(
             parts.task, stepper.unwrapped_model, parts.validation, options, parts.sync
@@ -81,12 +81,12 @@ def evaluate_validation(
     state, reasons = state.on_basis(basis_of(config, parts.task, parts.validation, limit))
     if reasons:
         parts.logger.log_new_basis(state.progress, reasons)
-    needed = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
-    losses = state.losses if at_end else (*state.losses, (state.step, result.loss))[-needed:]
+    n_losses = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
+    losses = state.losses if at_end else (*state.losses, (state.step, result.loss))[-n_losses:]
     state = replace(state, evaluated=result.values(), evaluated_at=state.step, losses=losses)
-    if judged:
+    if counts:
         metrics = parts.tracker.update(state.metrics, result.values(), state.step, only_best=at_end)
         state = replace(state, metrics=metrics, judged_at=state.step)
-    parts.logger.log_eval(state.progress, result, best=best_is_now(state, parts) if judged else ())
+    parts.logger.log_eval(state.progress, result, best=best_is_now(state, parts) if counts else ())
     parts.hooks.call("on_evaluate_end", state, stepper, metrics=result.values())
     return state

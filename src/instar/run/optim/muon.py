@@ -97,11 +97,11 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updated = 0
+        n_updated = 0
         for group in self.param_groups:
             for parameters in self._by_shape(group["params"]):
-                self._update(parameters, group, updated)
-                updated += len(parameters)
+                self._update(parameters, group, n_updated)
+                n_updated += len(parameters)
         return loss
 
     def _by_shape(self, parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
@@ -125,8 +125,8 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         lerp(buffers, gradients, (1.0 - group["momentum"]) * factor)
         nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
         updates = [update.to(self.dtype) for update in nesterov]
-        if sharded := [parameter for parameter in parameters if is_sharded(parameter)]:
-            updates = on_owners(sharded, updates, self._orthogonalised, first_owner)
+        if sharded_params := [parameter for parameter in parameters if is_sharded(parameter)]:
+            updates = on_owners(sharded_params, updates, self._orthogonalised, first_owner)
         else:
             updates = self._orthogonalised(updates)
         rows = [own(parameter) for parameter in parameters]
@@ -151,29 +151,31 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         wide = [update.mT if t else update for update, t in zip(updates, tall, strict=True)]
         batch = torch.stack(wide)
         orthogonal = orthogonalise(batch.flatten(0, -3), self.coefficients, self.safety)
-        found = orthogonal.view_as(batch).unbind()
-        return [update.mT if t else update for update, t in zip(found, tall, strict=True)]
+        matrices = orthogonal.view_as(batch).unbind()
+        return [update.mT if t else update for update, t in zip(matrices, tall, strict=True)]
 
 
-def lerp(into: Sequence[Tensor], ends: Sequence[Tensor], weight: Tensor | float) -> None:
+def lerp(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: Tensor | float) -> None:
     """Move tensors towards others in place: by 0 not at all, by 1 all the way.
 
     Args:
         weight: a number, also on the device.
     """
     if isinstance(weight, Tensor):
-        weights = {dtype: weight.to(dtype) for dtype in {tensor.dtype for tensor in into}}
-        torch._foreach_lerp_(list(into), list(ends), [weights[tensor.dtype] for tensor in into])
+        weights = {dtype: weight.to(dtype) for dtype in {tensor.dtype for tensor in targets}}
+        torch._foreach_lerp_(
+            list(targets), list(ends), [weights[tensor.dtype] for tensor in targets]
+        )
     else:
-        torch._foreach_lerp_(list(into), list(ends), weight)
+        torch._foreach_lerp_(list(targets), list(ends), weight)
 
 
 def step_coefficients(iteration: Iteration, steps: int) -> tuple[Coefficients, ...]:
     """Return the polynomial of each step."""
     if iteration == "quintic":
         return (QUINTIC,) * steps
-    repeated = (POLAR_EXPRESS[-1],) * (steps - len(POLAR_EXPRESS))
-    return POLAR_EXPRESS[:steps] + repeated
+    last_ones = (POLAR_EXPRESS[-1],) * (steps - len(POLAR_EXPRESS))
+    return POLAR_EXPRESS[:steps] + last_ones
 
 
 def orthogonalise(x_NAB: Tensor, coefficients: Iterable[Coefficients], safety: float) -> Tensor:

@@ -99,9 +99,9 @@ def build_optimizers(
     shapes = {name: p.ndim - (name in experts) for name, p in parameters.items()}
     by_update: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for group in group_parameters(shapes, config):
-        fused = {name: _may_fuse(parameters[name], elastic=elastic) for name in group.names}
-        for kernel in sorted({*fused.values()}, reverse=True):
-            members = [parameters[name] for name in group.names if fused[name] is kernel]
+        kernels = {name: _may_fuse(parameters[name], elastic=elastic) for name in group.names}
+        for kernel in sorted({*kernels.values()}, reverse=True):
+            members = [parameters[name] for name in group.names if kernels[name] is kernel]
             by_update.setdefault((group.update, kernel or group.update != "adamw"), []).append(
                 {
                     "params": members,
@@ -110,8 +110,8 @@ def build_optimizers(
                 }
             )
     return [
-        _optimizer(update, groups, config, fused=fused, precision=precision)
-        for (update, fused), groups in by_update.items()
+        _optimizer(update, groups, config, may_fuse=may_fuse, precision=precision)
+        for (update, may_fuse), groups in by_update.items()
     ]
 
 
@@ -130,7 +130,7 @@ def _optimizer(
     groups: list[dict[str, Any]],
     config: OptimizerConfig,
     *,
-    fused: bool = True,
+    may_fuse: bool = True,
     precision: str = "fp32",
 ) -> torch.optim.Optimizer:
     if update == "muon":
@@ -158,7 +158,7 @@ def _optimizer(
         eps=config.eps,
         weight_decay=config.weight_decay,
         # one kernel for all parameters: 3 to 7 times faster than foreach on a CPU
-        fused=fused,
+        fused=may_fuse,
     )
 
 
@@ -179,8 +179,8 @@ def task_optimizers(
         ValueError: a parameter that is to be trained has no optimizer, or several.
     """
     parameters = dict(model.named_parameters())
-    returned = task.optimizer(model)
-    if returned is None:
+    optimizer_or_several = task.optimizer(model)
+    if optimizer_or_several is None:
         return build_optimizers(
             parameters,
             config,
@@ -188,7 +188,11 @@ def task_optimizers(
             elastic=elastic,
             precision=precision,
         )
-    optimizers = list(returned) if isinstance(returned, Iterable) else [returned]
+    optimizers = (
+        list(optimizer_or_several)
+        if isinstance(optimizer_or_several, Iterable)
+        else [optimizer_or_several]
+    )
     if optimizers and all(isinstance(group, dict) for group in optimizers):
         if config.name == "muon":
             raise ValueError(
@@ -196,7 +200,7 @@ def task_optimizers(
             )
         groups = [{"lr": config.lr, **group} for group in optimizers]
         dense = all(is_dense(own(parameter)) for parameter in parameters.values())
-        optimizers = [_optimizer(config.name, groups, config, fused=dense)]
+        optimizers = [_optimizer(config.name, groups, config, may_fuse=dense)]
     elif not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ValueError(
             "optimizer() must return an optimizer of torch, several, or parameter groups, not "
@@ -264,11 +268,11 @@ def split_groups(
         factor_of = factors(_update_of(optimizer))
         groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
-            alike: dict[tuple[NewParamWarmup | None, float], list[Parameter]] = {}
+            members_by_key: dict[tuple[NewParamWarmup | None, float], list[Parameter]] = {}
             for parameter in group["params"]:
                 key = warmup_of.get(names[parameter]), factor_of.get(names[parameter], 1.0)
-                alike.setdefault(key, []).append(parameter)
-            for (warmup, factor), members in alike.items():
+                members_by_key.setdefault(key, []).append(parameter)
+            for (warmup, factor), members in members_by_key.items():
                 ratio = group["lr_ratio"] * factor
                 groups.append({**group, "params": members, "birth": warmup, "lr_ratio": ratio})
         optimizer.param_groups[:] = groups
@@ -372,10 +376,10 @@ def check_states(
             )
 
 
-def check_names(into: Mapping[str, object], names: Mapping[str, object]) -> None:
+def check_names(targets: Mapping[str, object], names: Mapping[str, object]) -> None:
     """Raise ValueError unless both have the same keys."""
-    if into.keys() != names.keys():
-        raise ValueError(f"names differ: {sorted(into.keys() ^ names.keys())[:8]}")
+    if targets.keys() != names.keys():
+        raise ValueError(f"names differ: {sorted(targets.keys() ^ names.keys())[:8]}")
 
 
 def parameter_of(state: str) -> str:
@@ -383,15 +387,15 @@ def parameter_of(state: str) -> str:
     return state.rpartition("/")[0]
 
 
-def copy_tensors(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+def copy_tensors(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy whole tensors in place by name, of sharded ones this rank's rows.
 
     Raises:
         ValueError: names or shapes differ.
     """
-    check_names(into, tensors)
+    check_names(targets, tensors)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if into[name].shape != tensor.shape:
-                raise ValueError(f"{name}: {tuple(tensor.shape)}, not {tuple(into[name].shape)}")
-            own(into[name]).copy_(own_rows(tensor, into[name]))
+            if targets[name].shape != tensor.shape:
+                raise ValueError(f"{name}: {tuple(tensor.shape)}, not {tuple(targets[name].shape)}")
+            own(targets[name]).copy_(own_rows(tensor, targets[name]))

@@ -153,8 +153,8 @@ def _checkpoint(path: Path) -> Path:
 def brought(config_values: Mapping[str, Any]) -> Brought:
     """Return the config that comes with the weights of `model.from`, for the given values."""
     text, folder = config_values[KEY], config_values.get("record.run_dir")
-    resumed = config_values.get("resume") == "auto" and isinstance(folder, str)
-    if not isinstance(text, str) or (resumed and RunDir(Path(str(folder))).holds_run()):
+    is_resumed = config_values.get("resume") == "auto" and isinstance(folder, str)
+    if not isinstance(text, str) or (is_resumed and RunDir(Path(str(folder))).holds_run()):
         return {}, "", ()
     task = config_values.get("task", LANGUAGE)
     try:
@@ -277,14 +277,16 @@ def starting_weights(loaded_config: Loaded, spec: TaskSpec) -> Weights | None:
         for key, was, now in _differences(weights, spec)
     ]
     if isinstance(spec, TextSpec) and spec.dataset is not None:
-        source, named = weights.tokenizer(), spec.config.data.tokenizer
-        tokenizer_name = load_saved_tokenizer(spec.dataset.path) if named in TRAINED[1:] else None
+        source, tokenizer_text = weights.tokenizer(), spec.config.data.tokenizer
+        tokenizer_name = (
+            load_saved_tokenizer(spec.dataset.path) if tokenizer_text in TRAINED[1:] else None
+        )
         if (
             source is not None
             and tokenizer_name is not None
             and not same_vocabulary(source, tokenizer_name)
         ):
-            problems.append(_located(loaded_config, _other_tokenizer(named, weights)))
+            problems.append(_located(loaded_config, _other_tokenizer(tokenizer_text, weights)))
     if problems:
         raise ConfigError(*problems)
     return weights

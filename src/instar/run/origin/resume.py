@@ -104,18 +104,18 @@ class Continuation:
         after = {key: value for key, (_, value) in self.changed.items()}
         return override(after, self.origins) if after else None
 
-    def resolved(self, config: RunConfig, derived: Collection[str]) -> Continuation:
-        """Return the continuation with the values of `config` for the open keys `derived`."""
+    def resolved(self, config: RunConfig, derived_keys: Collection[str]) -> Continuation:
+        """Return the continuation with the values of `config` for the open keys `derived_keys`."""
         began, now = values(self.began), values(config)
-        filled = {key: now[key] for key in derived if began.get(key) in (None, "auto")}
-        changed, origins = dict(self.changed), dict(self.origins)
-        for key in derived:
-            if is_launch_only(key) or key in filled:
+        filled_values = {key: now[key] for key in derived_keys if began.get(key) in (None, "auto")}
+        changes, origins = dict(self.changed), dict(self.origins)
+        for key in derived_keys:
+            if is_launch_only(key) or key in filled_values:
                 continue
             if now[key] != (before := self._before(key)):
-                changed[key], origins[key] = (before, now[key]), DERIVED
+                changes[key], origins[key] = (before, now[key]), DERIVED
         return replace(
-            self, began=with_values(self.began, filled), changed=changed, origins=origins
+            self, began=with_values(self.began, filled_values), changed=changes, origins=origins
         )
 
     def _before(self, key: str) -> Any:
@@ -123,13 +123,13 @@ class Continuation:
         return getattr(settings, SETTING_OF[key]) if key in SETTING_OF else values(config)[key]
 
 
-def automatic(config: RunConfig, remembered: str | None = None) -> Resume | None:
+def automatic(config: RunConfig, last_folder: str | None = None) -> Resume | None:
     """Return the run that `resume: auto`, or a launcher that restarts its ranks, resumes, if any.
 
     Args:
-        remembered: folder of the run that the same launch started before.
+        last_folder: folder of the run that the same launch started before.
     """
-    folder = remembered
+    folder = last_folder
     if folder is None and config.resume == "auto":
         folder = config.record.run_dir
     if folder is None or not RunDir(Path(folder)).holds_run():
@@ -247,25 +247,25 @@ def continuation(
     if manifest is not None and not resume.has_user_config:
         check_complete(resume.run, loaded_config, manifest)
     past = _read_past(resume.run, loaded_config, checkpoint)
-    changed = _changes(resume, loaded_config, past)
+    changes = _changes(resume, loaded_config, past)
     # an imported checkpoint has no state of a run
-    untrained = checkpoint is not None and not checkpoint.state
-    refused = {
+    is_untrained = checkpoint is not None and not checkpoint.state
+    fixed_keys = {
         key: pair
-        for key, pair in changed.items()
-        if is_fixed(key, resume.allow, untrained=untrained)
+        for key, pair in changes.items()
+        if is_fixed(key, resume.allow, untrained=is_untrained)
     }
-    if refused:
-        raise _cannot_change(resume.run, refused)
+    if fixed_keys:
+        raise _cannot_change(resume.run, fixed_keys)
     current = {key: past.values[key] for key in past.keys_at_start}
-    current |= {key: after for key, (_, after) in changed.items()}
+    current |= {key: after for key, (_, after) in changes.items()}
     if CHANGED_SOURCES in past.values:  # the run goes on with the data that it began with
         current[CHANGED_SOURCES] = "keep"
     config = with_values(loaded_config.config, current)
-    origins = {key: loaded_config.origins.get(key, DEFAULT) for key in changed}
+    origins = {key: loaded_config.origins.get(key, DEFAULT) for key in changes}
     launch = _launch_values(loaded_config, manifest.config if manifest is not None else {})
     return Continuation(
-        replace(loaded_config, config=config), past.began, past.history, changed, origins, launch
+        replace(loaded_config, config=config), past.began, past.history, changes, origins, launch
     )
 
 
@@ -324,7 +324,7 @@ def _changes(resume: Resume, loaded_config: Loaded, past: _Past) -> dict[str, tu
     ):
         # the run has weights, whatever became of those
         new_values[STARTS_FROM] = past.values[STARTS_FROM]
-    changed: dict[str, tuple[Any, Any]] = {}
+    changes: dict[str, tuple[Any, Any]] = {}
     for key, value in new_values.items():
         if is_launch_only(key):
             continue
@@ -343,8 +343,8 @@ def _changes(resume: Resume, loaded_config: Loaded, past: _Past) -> dict[str, tu
             left_open = origin == DEFAULT or (value is None and (key == DERIVES or is_fixed(key)))
             is_new = not left_open and value not in (past.read_last[key], before)
         if is_new:
-            changed[key] = (before, value)
-    return changed
+            changes[key] = (before, value)
+    return changes
 
 
 def _launch_values(loaded_config: Loaded, config_at_start: Mapping[str, Any]) -> dict[str, Any]:
@@ -425,7 +425,7 @@ def _restore(run: RunDir) -> str:
     return f"restore it: instar checkpoint inspect {run.quoted} --config > {shlex.quote(str(run.config))}"
 
 
-def _cannot_change(run: RunDir, refused: Mapping[str, tuple[Any, Any]]) -> ConfigError:
+def _cannot_change(run: RunDir, fixed_keys: Mapping[str, tuple[Any, Any]]) -> ConfigError:
     return ConfigError(
         *(
             ConfigProblem(
@@ -434,6 +434,6 @@ def _cannot_change(run: RunDir, refused: Mapping[str, tuple[Any, Any]]) -> Confi
                 "start a new run for that",
                 place=str(run.config),
             )
-            for key, (was, new) in refused.items()
+            for key, (was, new) in fixed_keys.items()
         )
     )

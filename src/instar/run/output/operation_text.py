@@ -69,12 +69,12 @@ def changed_text(changes: Differences) -> str:
     if "model_type" in changes:
         changes = {"model_type": changes["model_type"]}
     axes = set(AXES.values()) & changes.keys()
-    shown = {
+    values_to_show = {
         name: pair
         for name, pair in changes.items()
         if (name in axes or name == "batch_size" if axes else name not in _UNTOLD)
     }
-    texts = {name: f"{_short(was)}→{_short(now)}" for name, (was, now) in shown.items()}
+    texts = {name: f"{_short(was)}→{_short(now)}" for name, (was, now) in values_to_show.items()}
     if len(texts) == 1:
         return next(iter(texts.values()))
     return ", ".join(f"{name} {text}" for name, text in texts.items())
@@ -97,11 +97,11 @@ def operation_event(
         folder: of a branch.
     """
     operation = change.operation
-    notes, measured = list[str](), dict[str, float]()
+    notes, proof_values = list[str](), dict[str, float]()
     if proof is not None:
         sizes = [count_parameters(state.architecture).total for state in (before, after)]
         notes = ["→".join(map(si, sizes)), _MEMORY[moments_mode(operation)]]
-        measured = {
+        proof_values = {
             "max_logit_diff": proof.max_logit_diff,
             "max_logit_diff_relative": proof.max_logit_diff_relative,
             "delta_loss": proof.delta_loss,
@@ -119,7 +119,7 @@ def operation_event(
         reason=change.reason,
         notes=tuple(notes),
         preserves=proof.label if proof else "",
-        proof=measured,
+        proof=proof_values,
         seconds=seconds,
         architecture=dict(after.architecture.to_dict()) if proof else {},
     )

@@ -51,9 +51,9 @@ class StepProfiler:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        with self._new() as measured:
+        with self._new() as profiler:
             yield
-        limit = MAX_EVENTS // max(1, len(measured.events() or ()))
+        limit = MAX_EVENTS // max(1, len(profiler.events() or ()))
         self._wanted = max(1, min(self.steps, limit))
 
     @contextmanager
@@ -82,15 +82,15 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
         return profile(activities=activities)
 
-    def _finish(self, traced: profile) -> None:
-        traced.stop()
+    def _finish(self, profiler: profile) -> None:
+        profiler.stop()
         self._profile, self._wanted = None, self._traced
         self.trace.parent.mkdir(exist_ok=True)
         # not atomic_file: torch compresses by the name's suffix
-        unfinished = self.trace.with_name(f"{TMP}{self.trace.name}")
-        traced.export_chrome_trace(str(unfinished))
-        rename(unfinished, self.trace)
-        for line in operator_table(traced.key_averages(), gpu=self.device.type == "cuda"):
+        temporary = self.trace.with_name(f"{TMP}{self.trace.name}")
+        profiler.export_chrome_trace(str(temporary))
+        rename(temporary, self.trace)
+        for line in operator_table(profiler.key_averages(), gpu=self.device.type == "cuda"):
             self.say(line)
         fewer = f" of {self.steps}" if self._traced < self.steps else ""
         self.say(

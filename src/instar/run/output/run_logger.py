@@ -152,13 +152,13 @@ class RunLogger:
         result: StepResult,
         lr: float,
         *,
-        together: bool = True,
+        on_all_ranks: bool = True,
     ) -> None:
         """Add a step; log the interval after the first step and after every `log_interval`-th, or after
         the round in which that is. A collective when an interval is logged.
 
         Args:
-            together: whether all ranks call this at this step.
+            on_all_ranks: whether all ranks call this at this step.
         """
         progress, total = state.progress, result.loss_sum
         before = self.loss_sum
@@ -178,7 +178,7 @@ class RunLogger:
         self.noise = {} if scale is None else {"noise_scale": scale}
         if scale is not None and context > 1:
             self.noise["noise_scale_tokens"] = scale * context
-        if not together or not self._ends_interval(state.before.step, progress.step):
+        if not on_all_ranks or not self._ends_interval(state.before.step, progress.step):
             if self.console.due:
                 weight = sum(micro.weight for micro in batch.micro_batches)
                 loss = total.item() / weight if weight else math.nan
@@ -190,11 +190,11 @@ class RunLogger:
         if self.peak is not None:
             self.peak.measure_again()
 
-    def flush_interval(self, progress: Counters, *, grown: bool = False) -> None:
+    def flush_interval(self, progress: Counters, *, has_grown: bool = False) -> None:
         """Log the steps of the current interval that are not logged yet. A collective.
 
         Args:
-            grown: start a new interval, because the next steps train another model.
+            has_grown: start a new interval, because the next steps train another model.
         """
         if self.loss_sum is None:
             return
@@ -214,7 +214,7 @@ class RunLogger:
             )
             self._media(progress, "train", self.logged.images, self.logged.tables)
             self.flushed = progress
-        if grown:
+        if has_grown:
             self._start_interval(progress)
 
     def _train_event(self, progress: Counters, loss: float, norm: GradNorm, lr: float) -> Train:
@@ -327,18 +327,20 @@ class RunLogger:
     def log_test(
         self,
         progress: Counters,
-        tested: TestResult,
+        test_result: TestResult,
         confusions: Mapping[str, list[list[int]]],
         where: Path,
     ) -> None:
         """Log the result of the final test."""
-        self.log_eval(progress, tested.evaluation, best=(), split="test")
+        self.log_eval(progress, test_result.evaluation, best=(), split="test")
         for target, matrix in confusions.items():
             if len(matrix) <= LARGEST_TABLE:
                 for line in confusion_lines(target, matrix):
                     self.console.say(line)
-        self.console.say(f"tested the weights of step {tested.step:,} ({tested.weights}) → {where}")
-        logger.info("tested the weights of step %d (%s)", tested.step, tested.weights)
+        self.console.say(
+            f"tested the weights of step {test_result.step:,} ({test_result.weights}) → {where}"
+        )
+        logger.info("tested the weights of step %d (%s)", test_result.step, test_result.weights)
 
     def log_save(self, save: SaveResult) -> None:
         """Log the result of a save, of this step or an earlier one."""
@@ -399,30 +401,30 @@ class RunLogger:
                 progress.step,
             )
         elif watch.is_over and (dead := watch.unreached):
-            some = ", ".join(f"{count} of {name}" for name, count in list(dead.items())[:3])
+            examples = ", ".join(f"{count} of {name}" for name, count in list(dead.items())[:3])
             self.warn(
                 f"some rows or columns that {watch.operation} added receive no gradient; they will "
-                f"never train: {some}{', …' if len(dead) > 3 else ''}",
+                f"never train: {examples}{', …' if len(dead) > 3 else ''}",
                 progress.step,
             )
 
-    def log_analysis(self, progress: Counters, found: WeightAnalysis, seconds: float) -> None:
+    def log_analysis(self, progress: Counters, analysis: WeightAnalysis, seconds: float) -> None:
         """Log the result of a weight analysis; `progress` is where it was started."""
         event = AnalysisEvent(
             step=progress.step,
-            findings=found.to_dict(),
-            suggestions=found.suggestions,
+            findings=analysis.to_dict(),
+            suggestions=analysis.suggestions,
             seconds=seconds,
         )
         self._write(progress, event)
-        for suggestion in found.suggestions:
+        for suggestion in analysis.suggestions:
             self.console.say(f"step {progress.step:,}: {suggestion}")
 
     def log_override(
-        self, progress: Counters, changed: Mapping[str, tuple[object, object]]
+        self, progress: Counters, changes: Mapping[str, tuple[object, object]]
     ) -> None:
         """Log the config keys that were changed at a resume, as (before, after)."""
-        for key, values in changed.items():
+        for key, values in changes.items():
             safe_values = [redacted_value(key, value) for value in values]
             before, after = map(in_yaml, safe_values)
             event = OperationEvent(
@@ -450,20 +452,20 @@ class RunLogger:
             Stop(step=progress.step, reason=decision.reason, resumable=decision.interrupted),
         )
         lowest = best.get("loss", RuleState())
-        followed = best.get(self.best_metric, RuleState())
+        best_state = best.get(self.best_metric, RuleState())
         event = RunFinished(
             step=progress.step,
             loss=self.last_loss,
             best_loss=lowest.best,
             best_step=lowest.best_step,
             best_metric=self.best_metric,
-            best_value=followed.best,
-            best_value_step=followed.best_step,
+            best_value=best_state.best,
+            best_value_step=best_state.best_step,
             tokens_per_s=progress.tokens / progress.active_s if progress.active_s else None,
         )
         event = self._write(progress, event)
-        stopped = "" if decision.is_budget else decision.reason
-        self.console.finished(event, where, stopped=stopped)
+        stop_reason = "" if decision.is_budget else decision.reason
+        self.console.finished(event, where, stopped=stop_reason)
 
     def state(self) -> dict[str, Any]:
         """Return the logger's state as JSON. A collective."""
@@ -496,8 +498,8 @@ class RunLogger:
         if (interval := state.get("interval")) is not None:
             sums = msgspec.convert(interval["loss_sums"], list[float])
             rank = self.world.rank
-            summed = math.fsum(sums) if rank == 0 else 0.0
-            loss_sum = sums[rank] if len(sums) == self.world.size else summed
+            total = math.fsum(sums) if rank == 0 else 0.0
+            loss_sum = sums[rank] if len(sums) == self.world.size else total
             self.loss_sum = torch.tensor(loss_sum, dtype=torch.float64, device=self.world.device)
             self.weight = msgspec.convert(interval["weight"], float)
             self.waited_s = msgspec.convert(interval["waited_s"], float)
@@ -510,7 +512,7 @@ class RunLogger:
 
     def _write(self, progress: Counters, event: P) -> P:
         """Write an event with the run's totals and return it as written."""
-        placed = msgspec.structs.replace(
+        placed_event = msgspec.structs.replace(
             event,
             samples=progress.samples,
             tokens=progress.tokens,
@@ -519,8 +521,8 @@ class RunLogger:
             wall_s=self.wall_s(),
             active_s=progress.active_s,
         )
-        self.sink.write(placed)
-        return placed
+        self.sink.write(placed_event)
+        return placed_event
 
     def _eta(self, progress: Counters) -> float | None:
         """Estimated seconds until the first budget is used up, at the pace so far (without pauses

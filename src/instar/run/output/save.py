@@ -92,18 +92,22 @@ def _copied(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedRows
 
     Rows that another rank saves are left out.
     """
-    tensors, into = tensors_to_write(part), tensors_to_write(spare)
-    if _outlines(into) != _outlines(tensors):
-        into = allocate(tensors)
+    tensors, targets = tensors_to_write(part), tensors_to_write(spare)
+    if _outlines(targets) != _outlines(tensors):
+        targets = allocate(tensors)
     for name, tensor in tensors.items():
-        into[name].copy_(tensor, non_blocking=True)
+        targets[name].copy_(tensor, non_blocking=True)
     copies: dict[str, torch.Tensor | SavedRows] = {}
     for name, source in part.items():
         if isinstance(source, SavedRows):
-            rows = into[name] if name in into else torch.empty_like(source.tensor[:0], device="cpu")
+            rows = (
+                targets[name]
+                if name in targets
+                else torch.empty_like(source.tensor[:0], device="cpu")
+            )
             copies[name] = replace(source, tensor=rows)
-        elif name in into:
-            copies[name] = into[name]
+        elif name in targets:
+            copies[name] = targets[name]
     return copies
 
 
@@ -203,12 +207,12 @@ class Saver:
             with raise_on_all_ranks(self.world, "copying what is saved"):
                 copy = snapshot.held(self.world.rank, spare)
             del spare  # what the new copy has not taken over is freed
-            copied = recorded_event(self.world.device)
+            copy_event = recorded_event(self.world.device)
             stall_s = time.monotonic() - start
 
             def write() -> SaveResult:
-                if copied is not None:
-                    copied.synchronize()
+                if copy_event is not None:
+                    copy_event.synchronize()
                 if after is not None:
                     after()
                 return self._write(copy, self.writers, start, stall_s)
@@ -217,19 +221,19 @@ class Saver:
             return
         if after is not None:
             after()
-        saved = self._write(snapshot, self.world, start)
-        self._over(saved)
-        if must and saved.error is not None:
-            raise saved.error
+        save_result = self._write(snapshot, self.world, start)
+        self._over(save_result)
+        if must and save_result.error is not None:
+            raise save_result.error
 
     def poll(self) -> None:
         """Report a background save that has succeeded; `finish` reports failures, on all ranks."""
         if self.pending is not None and self.pending.done() and self.pending.exception() is None:
-            saved = self.pending.result()
-            if saved.error is None:
+            save_result = self.pending.result()
+            if save_result.error is None:
                 self.pending = None
-                self.spare = saved.snapshot
-                self._over(saved)
+                self.spare = save_result.snapshot
+                self._over(save_result)
 
     def finish(self) -> None:
         """Wait for the background save, if there is one.
@@ -240,15 +244,15 @@ class Saver:
         if self.pending is not None:
             pending, self.pending = self.pending, None
             try:
-                saved = pending.result(self.limit_s)
+                save_result = pending.result(self.limit_s)
             except futures.TimeoutError as error:
                 raise RunFailed(
                     f"the last save has not ended within {self.limit_s:g} s; check that the disk of "
                     f"{self.root} responds"
                 ) from error
-            if saved.error is None:
-                self.spare = saved.snapshot
-            self._over(saved)
+            if save_result.error is None:
+                self.spare = save_result.snapshot
+            self._over(save_result)
 
     def free(self) -> None:
         """Free the copy that is kept for the next background save."""
@@ -259,14 +263,16 @@ class Saver:
         if self.pending is not None:
             futures.wait([self.pending], 1.0)
 
-    def _over(self, saved: SaveResult) -> None:
-        self.on_saved(saved)
-        self.failures = self.failures + 1 if saved.error is not None else 0
+    def _over(self, save_result: SaveResult) -> None:
+        self.on_saved(save_result)
+        self.failures = self.failures + 1 if save_result.error is not None else 0
         if self.failures >= MAX_FAILURES:
-            raise RunFailed(f"{self.failures} saves in a row have failed, the last: {saved.error}")
+            raise RunFailed(
+                f"{self.failures} saves in a row have failed, the last: {save_result.error}"
+            )
 
     def _write(
-        self, snapshot: Snapshot, world: World, begun: float, stall_s: float | None = None
+        self, snapshot: Snapshot, world: World, began: float, stall_s: float | None = None
     ) -> SaveResult:
         path: Path | None = None
         error: InstarError | None = None
@@ -292,7 +298,7 @@ class Saver:
             if failure.exit_code != CheckpointError.exit_code:
                 raise
             error = failure
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - began
         return SaveResult(snapshot, path, seconds, seconds if stall_s is None else stall_s, error)
 
 

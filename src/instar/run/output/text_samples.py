@@ -42,12 +42,12 @@ class TextSampler:
         due = last or (self._every is not None and self._every.due(0, step - state.sampled_at))
         if not due or step == state.sampled_at or state.evaluated_at != step:
             return state
-        together = stepper.strategy.together
-        if not (self._config.sample_tokens and (self._world.is_main or together)):
+        is_collective = stepper.strategy.forward_is_collective
+        if not (self._config.sample_tokens and (self._world.is_main or is_collective)):
             return state
         tokenizer = self._tokenizer() if isinstance(task, GeneratesText) else None
         # only rank 0's folder is certain to have the tokenizer, and all ranks compute or none
-        if together and not all(gather(self._world, tokenizer is not None)):
+        if is_collective and not all(gather(self._world, tokenizer is not None)):
             return state
         if not isinstance(task, GeneratesText) or tokenizer is None:
             return state

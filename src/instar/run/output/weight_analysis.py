@@ -61,19 +61,21 @@ class WeightAnalyzer:
         if self._pending is not None and self._pending.done():
             self.finish(state, run_logger)
         before, step = self._before, state.step
-        together = stepper.strategy.together
-        if not state.due(self._every) or not (self._world.is_main or together):
+        is_collective = stepper.strategy.forward_is_collective
+        if not state.due(self._every) or not (self._world.is_main or is_collective):
             return
         already_done = before is not None and before[0] == step
         begins = self._pending is None and not already_done
-        if together:
+        if is_collective:
             begins = bool(agree(self._world, begins))
         if not begins:
             return
         task = stepper.task
         model: torch.nn.Module | None = None
         with (
-            raise_on_all_ranks(self._world, "analyzing the weights") if together else nullcontext()
+            raise_on_all_ranks(self._world, "analyzing the weights")
+            if is_collective
+            else nullcontext()
         ):
             # what the others gather with it begins once rank 0 has the memory
             model = task.shell() if self._world.is_main else None

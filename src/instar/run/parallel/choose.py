@@ -64,18 +64,18 @@ def parallelize(
     if is_meta(bare):
         check_same_layout(world, bare)
         with raise_on_all_ranks(world, _WHAT):
-            placed = wrap_for_eval(config, world, bare)
+            evaluable = wrap_for_eval(config, world, bare)
         if values is not None:
-            _fill(world, placed.parameters, values)
+            _fill(world, evaluable.parameters, values)
     else:
         with raise_on_all_ranks(world, _WHAT):
             # a sharded model moves to the device one block at a time
             bare = bare if config.parallel.shards_of(world.size) > 1 else bare.to(world.device)
         copy_from_rank_0(world, bare)
         with raise_on_all_ranks(world, _WHAT):
-            placed = wrap_for_eval(config, world, bare)
+            evaluable = wrap_for_eval(config, world, bare)
     with raise_on_all_ranks(world, _WHAT):
-        return wrap_for_training(config, placed, frozen)
+        return wrap_for_training(config, evaluable, frozen)
 
 
 def _fill(world: World, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -83,9 +83,9 @@ def _fill(world: World, parameters: Mapping[str, Tensor], values: Mapping[str, T
     for name, parameter in parameters.items():
         with raise_on_all_ranks(world, "making the first weights"):
             tensors = {name: values[name].to(world.device)} if world.is_main else {}
-        received = broadcast_from_rank_0(world, tensors, "receiving the weights")
+        arrivals = broadcast_from_rank_0(world, tensors, "receiving the weights")
         with raise_on_all_ranks(world, "taking the first weights"):
-            copy_tensors({name: parameter}, received)
+            copy_tensors({name: parameter}, arrivals)
 
 
 def wrap_for_eval(config: RunConfig, world: World, bare: Module) -> Evaluable:
@@ -101,12 +101,14 @@ def wrap_for_eval(config: RunConfig, world: World, bare: Module) -> Evaluable:
     return Replicated(world, bare.to(world.device))
 
 
-def wrap_for_training(config: RunConfig, placed: Evaluable, frozen: Sequence[str] = ()) -> Strategy:
+def wrap_for_training(
+    config: RunConfig, evaluable: Evaluable, frozen: Sequence[str] = ()
+) -> Strategy:
     """Prepare a placed model for training. Does not communicate."""
-    freeze(placed.parameters, frozen)
-    if not isinstance(placed, Replicated):
-        return cast(Strategy, placed)
+    freeze(evaluable.parameters, frozen)
+    if not isinstance(evaluable, Replicated):
+        return cast(Strategy, evaluable)
     if config.reproducible == "elastic":
-        return VirtualRanks(placed.world, placed.bare, config.parallel.elastic.virtual_ranks)
+        return VirtualRanks(evaluable.world, evaluable.bare, config.parallel.elastic.virtual_ranks)
     strategy = DiLoCo if config.parallel.strategy == "diloco" else DataParallel
-    return strategy(config, placed.world, placed.bare)
+    return strategy(config, evaluable.world, evaluable.bare)

@@ -42,9 +42,9 @@ class TreeReduceScatter(_Allocates):
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
         """Set `output_tensor` to the sum over all ranks of this rank's piece of `input_tensor`."""
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(tree_sum(received.view(group.size(), -1)))
+        all_rows = torch.empty_like(input_tensor)
+        dist.all_to_all_single(all_rows, input_tensor, group=group)
+        output_tensor.copy_(tree_sum(all_rows.view(group.size(), -1)))
 
 
 class RoundedAllGather(_Allocates):
@@ -67,14 +67,16 @@ class RoundedAllGather(_Allocates):
         """Set `output_tensor` to the `input_tensor` of all ranks, one after the other."""
         rounds = self.rounds and output_tensor.dtype == torch.float32  # else they are bytes
         kind = torch.bfloat16 if rounds else output_tensor.dtype
-        received = torch.empty_like(output_tensor, dtype=kind)
-        sent = input_tensor.to(kind)
-        dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=group)
-        output_tensor.copy_(received)
+        output_bytes = torch.empty_like(output_tensor, dtype=kind)
+        input_bytes = input_tensor.to(kind)
+        dist.all_gather_into_tensor(
+            output_bytes.view(torch.uint8), input_bytes.view(torch.uint8), group=group
+        )
+        output_tensor.copy_(output_bytes)
 
 
 def mean_over_ranks(
-    world: World, tensors: Sequence[Tensor], sent: torch.dtype = torch.float32
+    world: World, tensors: Sequence[Tensor], wire_dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """Return the mean of each tensor over all ranks, in float32, the same bits on all. A collective.
 
@@ -82,7 +84,7 @@ def mean_over_ranks(
     ring takes 2 (W - 1): on a slow network, latency is what an exchange of a small model costs.
 
     Args:
-        sent: the type in which values travel.
+        wire_dtype: the type in which values travel.
     """
     if world.size == 1:
         return [tensor.float() for tensor in tensors]
@@ -90,22 +92,22 @@ def mean_over_ranks(
     bucket: list[Tensor] = []
     for number, tensor in enumerate(tensors, start=1):
         bucket.append(tensor)
-        if number == len(tensors) or sum(each.numel() for each in bucket) >= BUCKET:
-            flat = torch.cat([each.detach().flatten().to(torch.float32) for each in bucket])
-            pieces = torch.split(_mean(world, flat, sent), [each.numel() for each in bucket])
-            means += [piece.view_as(each) for piece, each in zip(pieces, bucket, strict=True)]
+        if number == len(tensors) or sum(part.numel() for part in bucket) >= BUCKET:
+            flat = torch.cat([part.detach().flatten().to(torch.float32) for part in bucket])
+            pieces = torch.split(_mean(world, flat, wire_dtype), [part.numel() for part in bucket])
+            means += [piece.view_as(part) for piece, part in zip(pieces, bucket, strict=True)]
             bucket = []
     return means
 
 
-def _mean(world: World, flat: Tensor, sent: torch.dtype) -> Tensor:
+def _mean(world: World, flat: Tensor, wire_dtype: torch.dtype) -> Tensor:
     piece = -(-len(flat) // world.size)
-    padded = torch.nn.functional.pad(flat, (0, piece * world.size - len(flat))).to(sent)
-    received, everyones = torch.empty_like(padded), torch.empty_like(padded)
+    padded_flat = torch.nn.functional.pad(flat, (0, piece * world.size - len(flat))).to(wire_dtype)
+    my_rows, everyones = torch.empty_like(padded_flat), torch.empty_like(padded_flat)
     with collective(world, "averaging the replicas"):
         # as bytes: backends do not send every type
-        dist.all_to_all_single(received.view(torch.uint8), padded.view(torch.uint8))
-        mean = tree_sum(received.view(world.size, piece).float()).div_(world.size).to(sent)
+        dist.all_to_all_single(my_rows.view(torch.uint8), padded_flat.view(torch.uint8))
+        mean = tree_sum(my_rows.view(world.size, piece).float()).div_(world.size).to(wire_dtype)
         pieces = everyones.view(torch.uint8).view(world.size, -1).unbind()
         dist.all_gather(list(pieces), mean.view(torch.uint8))
     return everyones[: len(flat)].float()

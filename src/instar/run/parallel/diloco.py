@@ -82,31 +82,33 @@ class DiLoCo(Replicated):
         return total
 
     @torch.no_grad()
-    def end(self, states: Mapping[str, Tensor], skipped: int, in_a_row: int) -> RoundEnd:
+    def end(self, states: Mapping[str, Tensor], n_skipped: int, in_a_row: int) -> RoundEnd:
         """See `Rounds`."""
         layout: Layout = {n: list(t.shape) if t.ndim else t.item() for n, t in states.items()}
         digest = xxhash.xxh3_64_hexdigest(json.dumps(layout, sort_keys=True).encode())
-        answers = cast(list[tuple[int, int, str]], gather(self.world, [skipped, in_a_row, digest]))
-        joined: dict[str, Tensor] | None = None
+        answers = cast(
+            list[tuple[int, int, str]], gather(self.world, [n_skipped, in_a_row, digest])
+        )
+        mean_states: dict[str, Tensor] | None = None
         if len({other for _, _, other in answers}) > 1:
-            joined = self._joined(states, cast(list[Layout], gather(self.world, layout)))
+            mean_states = self._joined(states, cast(list[Layout], gather(self.world, layout)))
         start, self._start = self._start, {}
-        moved = [before - self.parameters[name] for name, before in start.items()]
-        named = sorted((joined or states).items())
-        moments = [tensor for _, tensor in named if tensor.ndim]
-        means = mean_over_ranks(self.world, [*moved, *moments], self._sent)
+        movements = [before - self.parameters[name] for name, before in start.items()]
+        entries = sorted((mean_states or states).items())
+        moments = [tensor for _, tensor in entries if tensor.ndim]
+        means = mean_over_ranks(self.world, [*movements, *moments], self._sent)
         # nothing is trained while all parameters are frozen
         finite = not means or all(torch.stack([mean.isfinite().all() for mean in means]).tolist())
         if finite:
-            self._step(start, means[: len(moved)])
+            self._step(start, means[: len(movements)])
             if moments:
-                torch._foreach_copy_(moments, means[len(moved) :])
+                torch._foreach_copy_(moments, means[len(movements) :])
         else:
-            joined = {}  # they may not be finite either
+            mean_states = {}  # they may not be finite either
             for name, before in start.items():
                 self.parameters[name].copy_(before)
-        counts, last = [each for each, _, _ in answers], max(each for _, each, _ in answers)
-        return RoundEnd(counts, last, finite, joined)
+        counts, last = [n for n, _, _ in answers], max(n for _, n, _ in answers)
+        return RoundEnd(counts, last, finite, mean_states)
 
     def _step(self, start: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> None:
         """Take a step of the outer optimizer from the weights at the beginning of the round."""
@@ -120,16 +122,20 @@ class DiLoCo(Replicated):
                 step = gradient.add(momentum, alpha=self._decay)
             self.parameters[name].copy_(before.sub(step, alpha=self._lr))
 
-    def _joined(self, own: Mapping[str, Tensor], everyones: Sequence[Layout]) -> dict[str, Tensor]:
+    def _joined(
+        self, states: Mapping[str, Tensor], everyones: Sequence[Layout]
+    ) -> dict[str, Tensor]:
         """Return the states that any rank has: where a rank has none, as all its gradients were skipped,
         zeros; of numbers, such as counts of steps, the mean over the ranks that have one."""
-        joined: dict[str, Tensor] = {}
+        mean_states: dict[str, Tensor] = {}
         for name in sorted(set().union(*everyones)):
-            found = [layout[name] for layout in everyones if name in layout]
-            if isinstance(found[0], list):
-                joined[name] = own.get(name, torch.zeros(found[0], device=self.world.device))
+            values = [layout[name] for layout in everyones if name in layout]
+            if isinstance(values[0], list):
+                mean_states[name] = states.get(
+                    name, torch.zeros(values[0], device=self.world.device)
+                )
             else:
-                mean = math.fsum(cast(list[float], found)) / len(found)
-                whole = all(isinstance(each, int) for each in found)
-                joined[name] = torch.tensor(round(mean) if whole else mean)
-        return joined
+                mean = math.fsum(cast(list[float], values)) / len(values)
+                is_integral = all(isinstance(value, int) for value in values)
+                mean_states[name] = torch.tensor(round(mean) if is_integral else mean)
+        return mean_states

@@ -62,7 +62,7 @@ class VirtualRanks(Replicated):
 
     def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """See `Strategy`. The same bits as of sharded tensors."""
-        return norms_of_rows([[row_squares(tensor) for tensor in each] for each in groups])
+        return norms_of_rows([[row_squares(tensor) for tensor in group] for group in groups])
 
     def unreduced(self) -> AbstractContextManager[None]:
         """See `Strategy`."""

@@ -78,9 +78,9 @@ def _sizes(
 
     A slice without samples runs one that does not count, where ranks exchange something in every pass.
     """
-    sharded = config.parallel.shards_of(world_size) > 1
-    apart = config.parallel.strategy == "diloco" or config.reproducible == "elastic"
-    stand_in = int(sharded or not apart)
+    is_sharded = config.parallel.shards_of(world_size) > 1
+    is_by_rank = config.parallel.strategy == "diloco" or config.reproducible == "elastic"
+    stand_in = int(is_sharded or not is_by_rank)
     number = sum(map(len, slices(config, world_size)))
     ranks = (
         f"{number} {'rank' if number == world_size else 'virtual rank'}{'s' if number > 1 else ''}"

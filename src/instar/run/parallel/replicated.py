@@ -26,7 +26,7 @@ from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze
 class Replicated:
     """The part of a `Strategy` that follows from each rank holding all of every tensor."""
 
-    together = False
+    forward_is_collective = False
     rounds: Rounds | None = None
 
     def __init__(self, world: World, bare: Module) -> None:
@@ -48,14 +48,14 @@ class Replicated:
             yield
             return
         parameters = {name: self.parameters[name] for name in values}
-        own = {name: parameter.data for name, parameter in parameters.items()}
+        trained_values = {name: parameter.data for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.data = values[name]
         try:
             yield
         finally:
             for name, parameter in parameters.items():
-                parameter.data = own[name]
+                parameter.data = trained_values[name]
 
     def doubled(self, shell: Module) -> Replicated:  # noqa: ARG002
         """See `Evaluable`."""
@@ -71,7 +71,7 @@ def compiled(model: Module) -> Module:
 
 def whole_norms(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the norm of each group of whole tensors; (groups,), float64."""
-    return torch.stack([torch.nn.utils.get_total_norm(each).double() for each in groups])
+    return torch.stack([torch.nn.utils.get_total_norm(group).double() for group in groups])
 
 
 class DataParallel(Replicated):
@@ -120,7 +120,7 @@ class DataParallel(Replicated):
         for index, (micro, counts) in enumerate(passes):
             last = index == len(passes) - 1
             # no_sync must be entered before the forward pass, in which DDP decides
-            held = {} if counts else held_buffers(self.bare)
+            buffers = {} if counts else held_buffers(self.bare)
             with sync(self.model, enabled=last or (learns and index == 0)):
                 loss = calls.forward(micro)
                 if last and not early:
@@ -130,7 +130,7 @@ class DataParallel(Replicated):
                 total += loss.detach()
             else:
                 # running statistics must not include stand-in samples, or a sample twice
-                load_buffers(self.bare, held)
+                load_buffers(self.bare, buffers)
         self._check_all_used(batch)
         self.collectives.reduced()
         return total
@@ -145,14 +145,14 @@ class DataParallel(Replicated):
             check()
         except RuntimeError as error:
             # of the parameters that DDP reduces, in their order
-            told = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
-            trained = [name for name, p in self.parameters.items() if p.requires_grad]
-            unused = [trained[int(number)] for number in told[1].split()] if told else []
-            if not unused:
+            match = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
+            trainable = [name for name, p in self.parameters.items() if p.requires_grad]
+            unused_names = [trainable[int(number)] for number in match[1].split()] if match else []
+            if not unused_names:
                 raise
             samples = sum(micro.samples for micro in batch.micro_batches)
             raise RunFailed(
-                f"{', '.join(unused[:5])}{f' and {len(unused) - 5} more' if unused[5:] else ''} took no part in the loss of "
+                f"{', '.join(unused_names[:5])}{f' and {len(unused_names) - 5} more' if unused_names[5:] else ''} took no part in the loss of "
                 f"this rank's last micro-batch ({samples} samples in the step), and DDP waits for every parameter's "
                 "gradient; where it depends on the samples which parameters are used, set "
                 "parallel.ddp.find_unused_parameters: true, or let the loss depend on all of them, e.g. by adding 0 × "

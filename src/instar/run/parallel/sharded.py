@@ -45,7 +45,7 @@ from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze, share_
 class Sharded:
     """A `Strategy` that shards the model over all ranks, or over groups of ranks that are replicas."""
 
-    together = True
+    forward_is_collective = True
     rounds: Rounds | None = None
 
     def __init__(self, config: RunConfig, world: World, bare: Module, shards: int) -> None:
@@ -74,8 +74,8 @@ class Sharded:
         rounds = config.parallel.fsdp.gather == "bfloat16" and config.precision == "bf16"
         reshard = config.parallel.fsdp.reshard_after_forward
         offload = config.parallel.fsdp.offload
-        pinned = world.device.type == "cuda"
-        policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+        pin_memory = world.device.type == "cuda"
+        policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
         place = partial(fully_shard, mesh=self._shards, offload_policy=policy)
         shard = partial(place, reshard_after_forward=reshard)
         for block in blocks(bare):
@@ -139,9 +139,10 @@ class Sharded:
                 load_buffers(self.bare, before)
             passes = max(batch.passes[first : first + size])
             total += self._run_slice(batch, first + self.world.rank, passes, calls)
-            reduced = self._take_gradients()
-            gradients = gradients or reduced  # the sums will be in the tensors of the first turn
-            sums.add([own(gradient) for gradient in reduced.values()])
+            gradients_now = self._take_gradients()
+            # the sums will be in the tensors of the first turn
+            gradients = gradients or gradients_now
+            sums.add([own(gradient) for gradient in gradients_now.values()])
             if after is None:
                 after = held_buffers(self.bare)
         roots = sums.root(len(batch.passes) // size)
@@ -164,7 +165,7 @@ class Sharded:
         for index in range(passes):
             micro = micro_batches[min(index, len(micro_batches) - 1)]
             counts = index < len(micro_batches) and micro.samples > 0
-            held = {} if counts else held_buffers(self.bare)
+            buffers = {} if counts else held_buffers(self.bare)
             # without communication, gradients of the passes before the last are kept whole
             self._root.set_requires_gradient_sync(
                 index == passes - 1 or self._config.parallel.fsdp.reduce_each_micro_batch
@@ -175,15 +176,15 @@ class Sharded:
                 total += loss.detach()
             else:
                 # running statistics must not include stand-in samples
-                load_buffers(self.bare, held)
+                load_buffers(self.bare, buffers)
         return total
 
     def _take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients, and clear them."""
-        taken = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
-        return taken
+        return gradients
 
     def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """See `Strategy`. The bits do not depend on the number of shards."""
@@ -193,18 +194,18 @@ class Sharded:
         ranks = self._shards.size()
         heights = [-(-tensor.shape[0] // ranks) for tensor in tensors]
         squares = [row_squares(own(tensor)) for tensor in tensors]
-        padded = [F.pad(s, (0, h - len(s))) for s, h in zip(squares, heights, strict=True)]
+        padded_rows = [F.pad(s, (0, h - len(s))) for s, h in zip(squares, heights, strict=True)]
         # rows may be in host memory, where a GPU's process group does not send from
-        mine = torch.cat(padded).to(self.world.device)
-        everyones = mine.new_empty(ranks, len(mine))
+        my_norms = torch.cat(padded_rows).to(self.world.device)
+        everyones = my_norms.new_empty(ranks, len(my_norms))
         with collective(self.world, "adding the gradients' norms"):
-            dist.all_gather(list(everyones.unbind()), mine, group=self._shards.get_group())
+            dist.all_gather(list(everyones.unbind()), my_norms, group=self._shards.get_group())
         columns = torch.split(everyones, heights, dim=1)
-        found = (
+        squares_by_row = (
             column.flatten()[: tensor.shape[0]]
             for tensor, column in zip(tensors, columns, strict=True)
         )
-        return norms_of_rows([[next(found) for _ in group] for group in groups])
+        return norms_of_rows([[next(squares_by_row) for _ in group] for group in groups])
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """See `Strategy`."""
@@ -229,11 +230,11 @@ class Sharded:
 
     def doubled(self, shell: Module) -> Sharded:
         """See `Evaluable`."""
-        made = Sharded(self._config, self.world, shell.double(), self._shards.size())
+        double = Sharded(self._config, self.world, shell.double(), self._shards.size())
         for name, parameter in self.parameters.items():
-            own(made.parameters[name]).copy_(own(parameter))
-        load_buffers(made.bare, dict(self.bare.named_buffers()))
-        return made
+            own(double.parameters[name]).copy_(own(parameter))
+        load_buffers(double.bare, dict(self.bare.named_buffers()))
+        return double
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:
@@ -252,12 +253,12 @@ def check_groups(model: Module) -> None:
         ValueError: it does not; names the parameters and what to write instead.
     """
     check_shardable(model)
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for module in (*blocks(model), model):
         group = {
-            n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in seen
+            n: p for n, p in module.named_parameters() if p.requires_grad and id(p) not in seen_ids
         }
-        seen |= set(map(id, group.values()))
+        seen_ids |= set(map(id, group.values()))
         by_type = {parameter.dtype: name for name, parameter in group.items()}
         if len(by_type) > 1:
             types = " and ".join(f"{name} is of {dtype}" for dtype, name in by_type.items())
@@ -272,18 +273,20 @@ def blocks(model: Module) -> list[Module]:
     called, if no other module has one of their parameters."""
     uses = Counter(map(id, _parameters(model)))
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    found: list[Module] = []
+    modules: list[Module] = []
     inside: set[int] = set()
-    for listed in model.modules():
-        for block in listed if isinstance(listed, ModuleList) else ():
+    for module_list in model.modules():
+        for block in module_list if isinstance(module_list, ModuleList) else ():
             # a block may be listed several times, and use a parameter several times
             own_uses = Counter(map(id, _parameters(block)))
-            alone = all(uses[each] == n * places[id(block)] for each, n in own_uses.items())
-            called = type(block).forward is not Module.forward  # a dict of modules is not
-            if own_uses and alone and called and id(block) not in inside:
-                found.append(block)
+            is_alone = all(
+                uses[parameter] == n * places[id(block)] for parameter, n in own_uses.items()
+            )
+            has_forward = type(block).forward is not Module.forward  # a dict of modules is not
+            if own_uses and is_alone and has_forward and id(block) not in inside:
+                modules.append(block)
                 inside |= {id(module) for module in block.modules()}
-    return found
+    return modules
 
 
 def _parameters(module: Module) -> Iterator[Parameter]:
@@ -295,8 +298,8 @@ def _compile(block: Module) -> None:
     """Compile a block's forward pass in training; evaluations run it as it is, as with whole models."""
     eager, compiled = block.forward, torch.compile(block.forward)
 
-    def forward(*arguments: object, **named: object) -> object:
-        return (compiled if torch.is_grad_enabled() else eager)(*arguments, **named)
+    def forward(*arguments: object, **keywords: object) -> object:
+        return (compiled if torch.is_grad_enabled() else eager)(*arguments, **keywords)
 
     # not the module: hooks that gather parameters stay outside, and names are as before
     block.forward = forward

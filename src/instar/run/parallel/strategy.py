@@ -36,7 +36,7 @@ class MicroBatchCalls(NamedTuple):
 class Evaluable(Protocol):
     """A model that is whole on each rank, or in parts on all of them."""
 
-    together: bool
+    forward_is_collective: bool
     """Whether forward passes and norms are collectives, so that no rank can compute one alone."""
     bare: Module
     """The model without wrappers, to call in evaluations."""
@@ -81,12 +81,12 @@ class Rounds(Protocol):
     momentum: dict[str, Tensor]
     """Of the outer optimizer, by parameter."""
 
-    def end(self, states: Mapping[str, Tensor], skipped: int, in_a_row: int) -> RoundEnd:
+    def end(self, states: Mapping[str, Tensor], n_skipped: int, in_a_row: int) -> RoundEnd:
         """Make the weights of all ranks the same. A collective.
 
         Args:
             states: of the optimizers, named as by `optimizer_tensors`; changed in place.
-            skipped, in_a_row: steps of this rank whose gradient was not finite: of the round, and of its
+            n_skipped, in_a_row: steps of this rank whose gradient was not finite: of the round, and of its
                 last steps.
         """
         ...

@@ -62,7 +62,7 @@ class RunOutputs:
 
 
 def build_trainer(
-    prepared: Prepared,
+    prepared_run: Prepared,
     world: World,
     outputs: RunOutputs,
     began: State | None = None,
@@ -76,9 +76,9 @@ def build_trainer(
         weights: on rank 0, those that the run starts from; None: initial values.
         hooks: see `instar.run.step.hooks`; those of the task are called first.
     """
-    config = resolve_precision(prepared, world)[0].config
+    config = resolve_precision(prepared_run, world)[0].config
     _set_kernels(config, world.device)
-    task = prepared.spec.task(config)
+    task = prepared_run.spec.task(config)
     if began is not None and began.architecture != task.architecture:
         task = task.at(began.architecture, began.settings.context)
     first = config if began is None else began.config
@@ -189,7 +189,7 @@ def as_before() -> Iterator[None]:
     """Context manager that restores torch's process-wide settings, which a run changes."""
     threads = torch.get_num_threads()
     deterministic = torch.get_deterministic_debug_mode()
-    filled = FILLING.fill_uninitialized_memory
+    fills = FILLING.fill_uninitialized_memory
     workspace = os.environ.get(WORKSPACE)
     products = torch.get_float32_matmul_precision()
     try:
@@ -199,7 +199,7 @@ def as_before() -> Iterator[None]:
         torch.set_deterministic_debug_mode(deterministic)
         if "torch._inductor.config" in sys.modules:  # the compiler was told too
             torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
-        FILLING.fill_uninitialized_memory = filled
+        FILLING.fill_uninitialized_memory = fills
         torch.set_float32_matmul_precision(products)
         if workspace is None:
             os.environ.pop(WORKSPACE, None)

@@ -45,18 +45,18 @@ def check_run(run: ResolvedRun, rank: RankContext) -> RunPlan:
         if world.is_main:
             prepare_run_data(run.loaded, world.size, rank.console.say)
     loaded_config, preparation = _check_config(run, world)
-    derived, reason = set(preparation.derived), ""
+    derived_keys, reason = set(preparation.derived), ""
     if preparation.config.precision == "auto":
         preparation, reason = resolve_precision(preparation, world)
         loaded_config = replace(
             loaded_config, origins={**loaded_config.origins, "precision": f"auto: {reason}"}
         )
-        derived.add("precision")
+        derived_keys.add("precision")
     run = replace(run, loaded=loaded_config)
     initial: State | None = None
     with raise_on_all_ranks(world, _CHECKING):
         if run.continuation is not None:
-            run, initial = _at_step_0(run, run.continuation, preparation, derived, world)
+            run, initial = _at_step_0(run, run.continuation, preparation, derived_keys, world)
         # a run that has saved has its own
         weights = (
             starting_weights(loaded_config, preparation.spec) if run.checkpoint is None else None
@@ -86,54 +86,57 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
     """
     loaded_config, new = run.loaded, run.resume is None
     with raise_on_all_ranks(world, _CHECKING):
-        prepared = preflight(loaded_config, world.size, new=new)
+        prepared_run = preflight(loaded_config, world.size, new=new)
     # all ranks choose one strategy, by the smallest of their devices
-    with_strategy = resolve_strategy(loaded_config, prepared, world)
+    with_strategy = resolve_strategy(loaded_config, prepared_run, world)
     with raise_on_all_ranks(world, _CHECKING):
         if with_strategy is not loaded_config:
-            loaded_config, prepared = with_strategy, preflight(with_strategy, world.size, new=new)
+            loaded_config = with_strategy
+            prepared_run = preflight(with_strategy, world.size, new=new)
         check_memory(
             loaded_config,
-            prepared.forecast,
+            prepared_run.forecast,
             world.device.type,
             gpu_bytes(world.device),
             world.local_size,
         )
-    return loaded_config, prepared
+    return loaded_config, prepared_run
 
 
 def _at_step_0(
     run: ResolvedRun,
     continuation: Continuation,
-    prepared: Prepared,
-    derived: Collection[str],
+    prepared_run: Prepared,
+    derived_keys: Collection[str],
     world: World,
 ) -> tuple[ResolvedRun, State]:
     """Return a resumed run without open keys, and its settings and architecture at step 0."""
-    continuation = continuation.resolved(prepared.config, derived)
-    spec, began = prepared.spec, continuation.began
-    if began.model != prepared.config.model:
-        config = prepared.config.model_copy(update={"model": began.model})
+    continuation = continuation.resolved(prepared_run.config, derived_keys)
+    spec, began = prepared_run.spec, continuation.began
+    if began.model != prepared_run.config.model:
+        config = prepared_run.config.model_copy(update={"model": began.model})
         loaded_config = replace(continuation.loaded, config=config)
         spec = spec_class(config.task).open(loaded_config, world.size)
     return replace(run, continuation=continuation), initial_state(began, spec.architecture)
 
 
-def _open_weights(weights: Weights, prepared: Prepared, rank: RankContext) -> None:
+def _open_weights(weights: Weights, prepared_run: Prepared, rank: RankContext) -> None:
     """Open the weights that a new run starts from, on rank 0, from which the others get them. A collective."""
     rank.world.at("reading the starting weights")
     with raise_on_all_ranks(rank.world, "reading the starting weights"):
         if rank.world.is_main:
             rank.console.say(f"starting from {weights.about}")
-            rank.weights = open_weights(weights, prepared.spec.architecture)
+            rank.weights = open_weights(weights, prepared_run.spec.architecture)
 
 
 def _try_micro_batches(
-    run: ResolvedRun, prepared: Prepared, initial: State | None, world: World
+    run: ResolvedRun, prepared_run: Prepared, initial: State | None, world: World
 ) -> list[str]:
     """Run micro-batches as the run will, and return warnings of its start."""
     if run.continuation is None or initial is None:
-        return [*prepared.warnings, *run_trial(prepared, world)]
+        return [*prepared_run.warnings, *run_trial(prepared_run, world)]
     progress = Counters() if run.checkpoint is None else saved_counters(run.checkpoint)
     past = run.continuation.history, run.continuation.operation, progress
-    return try_sizes(prepared, world, sizes_ahead(initial, *past, prepared.spec, world.size))
+    return try_sizes(
+        prepared_run, world, sizes_ahead(initial, *past, prepared_run.spec, world.size)
+    )

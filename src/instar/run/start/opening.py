@@ -126,15 +126,15 @@ def _agree_on_run_dir(plan: RunPlan, rank: RankContext) -> RunDir:
 
     A collective.
     """
-    prepared, world, path = plan.prepared, rank.world, ""
+    prepared_run, world, path = plan.prepared, rank.world, ""
     with raise_on_all_ranks(world, "making the run's folder"):
         if world.is_main:
             run_dir = create_run_dir(
-                prepared.config.record,
-                prepared.config.name,
+                prepared_run.config.record,
+                prepared_run.config.name,
                 lambda folder: _write_config(folder, plan, plan.run.loaded.origins),
             )
-            for name, file in prepared.spec.run_files.items():
+            for name, file in prepared_run.spec.run_files.items():
                 replace_file(run_dir.path / name, file.read_bytes())
             path = str(run_dir.path)
             remember(plan.run.request.launch_key, str(run_dir.path.absolute()))
@@ -166,8 +166,8 @@ def _with_trackers(
     """Return the sink of all events: the record, the trackers, and the alerts."""
     sink: Sink = recorder
     if trackers := configured_trackers(config.record.trackers):
-        tracked = TrackedRun.live(run_dir.path, config.model_dump(mode="json"))
-        sink = TrackerSink(sink, trackers, tracked, console.warn)
+        tracked_run = TrackedRun.live(run_dir.path, config.model_dump(mode="json"))
+        sink = TrackerSink(sink, trackers, tracked_run, console.warn)
     alerts = config.record.alerts
     notifier = Notifier(run_dir, alerts.argv, alerts.webhook)
     return AlertSink(sink, Rules(alerts, keeps_training_loss_comparable), notifier, console.warn)
@@ -290,7 +290,7 @@ def _log_start(plan: RunPlan, run: OpenRun) -> None:
 
 
 def _start_event(plan: RunPlan, run: OpenRun) -> RunStarted:
-    trainer, prepared, continuation = run.trainer, plan.prepared, plan.run.continuation
+    trainer, prepared_run, continuation = run.trainer, plan.prepared, plan.run.continuation
     world, config = trainer.parts.world, trainer.parts.config
     facts = machine(str(world.device) if world.device.type == "cpu" else "cuda")
     name = str(facts.get("gpu", "cpu"))
@@ -306,11 +306,11 @@ def _start_event(plan: RunPlan, run: OpenRun) -> RunStarted:
         parameters=count_parameters(shape).total,
         devices=name if world.size == 1 else f"{world.size}×{name} {' '.join(how)}",
         world_size=world.size,
-        unit=prepared.spec.unit,
-        better=dict(prepared.config.metrics),
-        best_metric=prepared.config.checkpoint.best_of[0],
+        unit=prepared_run.spec.unit,
+        better=dict(prepared_run.config.metrics),
+        best_metric=prepared_run.config.checkpoint.best_of[0],
         architecture=shape.to_dict(),
-        splits=dict(prepared.forecast.splits),
+        splits=dict(prepared_run.forecast.splits),
         versions=versions(),
         machine=facts | this_process(),
     )

@@ -68,20 +68,20 @@ class Prepared:
 
     def _short_run(self) -> Iterator[str]:
         """Yield what does not happen because the run, or its data, are short."""
-        config, predicted = self.config, self.forecast
-        warmup, steps = config.learning_rate.warmup_iters, predicted.steps
-        changed = any(
+        config, forecast = self.config, self.forecast
+        warmup, steps = config.learning_rate.warmup_iters, forecast.steps
+        has_changes = any(
             name in operation.name
             for operation in config.schedule
             for name in ("warmup", "reset_lr")
         )
-        if steps is not None and warmup > steps and not changed:
+        if steps is not None and warmup > steps and not has_changes:
             yield (
                 f"learning_rate.warmup_iters ({warmup:,}) is more than the {steps:,} steps of the run: the rate "
                 f"rises to {steps / warmup:.0%} of optimizer.lr"
             )
-        for stage in predicted.stages:
-            samples, batch = predicted.samples_per_epoch, stage.settings.global_batch
+        for stage in forecast.stages:
+            samples, batch = forecast.samples_per_epoch, stage.settings.global_batch
             if samples is not None and samples < batch:
                 yield (
                     f"the training data have {samples:,} samples, fewer than the {batch:,} of a step: every step "
@@ -215,13 +215,13 @@ def _check_last_step(loaded_config: Loaded, forecast: Forecast) -> None:
         )
 
 
-def foreseen_precision(prepared: Prepared) -> str:
+def foreseen_precision(prepared_run: Prepared) -> str:
     """Return the precision of a run on this machine, and why, as far as it is known without torch."""
-    config = prepared.config
+    config = prepared_run.config
     if config.precision != "auto":
         return config.precision
-    on_gpu = prepared.spec.fp32_reason("cuda")
-    reason = on_gpu if config.device.startswith("cuda") else prepared.spec.fp32_reason("cpu")
+    on_gpu = prepared_run.spec.fp32_reason("cuda")
+    reason = on_gpu if config.device.startswith("cuda") else prepared_run.spec.fp32_reason("cpu")
     if reason:
         only_here = config.device == "auto" and not on_gpu
         return f"fp32{' on a CPU' if only_here else ''}: {reason}"
@@ -236,7 +236,7 @@ MAX_ERROR_FACTOR = 10
 
 def check_memory(
     loaded_config: Loaded,
-    predicted: Forecast,
+    forecast: Forecast,
     device: str,
     device_bytes: int | None = None,
     ranks_here: int = 1,
@@ -252,16 +252,16 @@ def check_memory(
     Raises:
         ConfigError: it does not fit; states the required and the available memory.
     """
-    config, first = loaded_config.config, predicted.stages[0]
-    needed = first.memory[in_force(config, predicted.world_size)]
+    config, first = loaded_config.config, forecast.stages[0]
+    first_need = first.memory[in_force(config, forecast.world_size)]
     if config.parallel.strategy == "auto":  # which is resolved when the devices are known
-        needed = min(first.memory.values(), key=lambda memory: memory.kept)
-    memory, parameter_bytes = host_bytes() // ranks_here, needed.kept
+        first_need = min(first.memory.values(), key=lambda memory: memory.kept)
+    memory, parameter_bytes = host_bytes() // ranks_here, first_need.kept
     machine = "the machine" if ranks_here == 1 else f"the machine, for each of {ranks_here} ranks,"
     what = "for weights, gradients and optimizer"
-    bounds = [(needed.step.get("weights", 0), memory, "for its weights", machine)]
+    bounds = [(first_need.step.get("weights", 0), memory, "for its weights", machine)]
     limit, place = (memory, machine) if device == "cpu" else (device_bytes, "the GPU")
-    total = sum(needed.step.values())
+    total = sum(first_need.step.values())
     if config.parallel.fsdp.offload:
         if device == "cpu":
             raise ConfigError(
@@ -285,42 +285,44 @@ def check_memory(
                     "model",
                     f"the model of {first.parameters.total:,} parameters needs "
                     f"{bytes_text(size)} {what}, and {where} has {bytes_text(available)}",
-                    suggestion(loaded_config, predicted, available)
+                    suggestion(loaded_config, forecast, available)
                     or "make the model or the micro-batch smaller",
                 )
             )
 
 
-def suggestion(loaded_config: Loaded, predicted: Forecast, available: int) -> str:
+def suggestion(loaded_config: Loaded, forecast: Forecast, available: int) -> str:
     """Return what to set where a run does not fit on its devices; "" if it fits or nothing helps.
 
     Args:
         available: memory of the device of a rank, in bytes.
     """
-    config, ranks, limit = loaded_config.config, predicted.world_size, FORECAST_SHARE * available
+    config, ranks, limit = loaded_config.config, forecast.world_size, FORECAST_SHARE * available
     strategy = in_force(config, ranks)
-    peak = predicted.peak_bytes(strategy)
+    peak = forecast.peak_bytes(strategy)
     if peak <= limit or ranks == 1:
         return ""
-    bytes_by_setting = {"strategy: fsdp": predicted.peak_bytes("fsdp")}
+    bytes_by_setting = {"strategy: fsdp": forecast.peak_bytes("fsdp")}
     if strategy in ("fsdp", "hsdp") and config.reproducible == "fixed":
-        stages = [stage.memory[strategy] for stage in predicted.stages]
-        reduced = (max(sum(m.step.values()) - m.accumulated, m.growth) for m in stages)
-        bytes_by_setting["fsdp.reduce_each_micro_batch: true"] = max(reduced)
-    for setting, needed in bytes_by_setting.items():
-        if needed < min(peak, limit):
-            sizes = f"{bytes_text(needed)} of {bytes_text(available)}"
+        stages = [stage.memory[strategy] for stage in forecast.stages]
+        peaks = (max(sum(m.step.values()) - m.accumulated, m.growth) for m in stages)
+        bytes_by_setting["fsdp.reduce_each_micro_batch: true"] = max(peaks)
+    for setting, needed_bytes in bytes_by_setting.items():
+        if needed_bytes < min(peak, limit):
+            sizes = f"{bytes_text(needed_bytes)} of {bytes_text(available)}"
             return f"{setting} over {ranks} ranks needs {sizes}"
     return ""
 
 
-def _resolved(config: RunConfig, spec: TaskSpec, predicted: Forecast) -> Prepared:
-    derived = {**spec.derived, "eval.at_start": evaluates_at_start(config)}
-    derived["data.seed"] = config.seed
-    if (end := decay_end(config, predicted.steps)) is not None:
-        derived["learning_rate.lr_decay_iters"] = end
-    derived = {key: value for key, value in derived.items() if _value(config, key) is None}
-    return Prepared(_with(config, derived), spec, predicted, derived)
+def _resolved(config: RunConfig, spec: TaskSpec, forecast: Forecast) -> Prepared:
+    derived_values = {**spec.derived, "eval.at_start": evaluates_at_start(config)}
+    derived_values["data.seed"] = config.seed
+    if (end := decay_end(config, forecast.steps)) is not None:
+        derived_values["learning_rate.lr_decay_iters"] = end
+    derived_values = {
+        key: value for key, value in derived_values.items() if _value(config, key) is None
+    }
+    return Prepared(_with(config, derived_values), spec, forecast, derived_values)
 
 
 def sharding_problems(
@@ -380,9 +382,9 @@ def _branches(loaded_config: Loaded) -> Iterator[ConfigProblem]:
 def _epochs(loaded_config: Loaded) -> list[ConfigProblem]:
     """Return a problem if epochs are to be counted across streams of unknown length."""
     config = loaded_config.config
-    counted = any(parse_budget(text).kind == "epochs" for text in config.train.until)
+    counts_epochs = any(parse_budget(text).kind == "epochs" for text in config.train.until)
     changes = [operation.name for operation in config.schedule if operation.name in CONTEXT]
-    if not (counted and changes):
+    if not (counts_epochs and changes):
         return []
     return [
         loaded_config.problem(

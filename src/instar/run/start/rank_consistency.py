@@ -118,7 +118,7 @@ def _sees(name: str) -> bool:
     return True
 
 
-def compare_inputs(prepared: Prepared, world: World) -> None:
+def compare_inputs(prepared_run: Prepared, world: World) -> None:
     """Check that all ranks have the same inputs. A collective.
 
     The fingerprint of samples in memory is a hash of all their bytes (a few GB/s); that of files
@@ -131,10 +131,12 @@ def compare_inputs(prepared: Prepared, world: World) -> None:
         return
     facts: dict[str, str] = {}
     with raise_on_all_ranks(world, "comparing the ranks' inputs"):
-        facts = _facts_of(prepared.config)
-        installed = versions()
-        facts |= {f"the version of {name}": installed.get(name, "none") for name in _VERSIONS}
-        for name, fingerprint in prepared.spec.fingerprints.items():
+        facts = _facts_of(prepared_run.config)
+        installed_versions = versions()
+        facts |= {
+            f"the version of {name}": installed_versions.get(name, "none") for name in _VERSIONS
+        }
+        for name, fingerprint in prepared_run.spec.fingerprints.items():
             facts[f"the {name}"] = fingerprint
     _compare(facts, world)
 
@@ -189,29 +191,29 @@ def _compare(facts: Mapping[str, str], world: World) -> None:
     raise RunFailed(f"ranks would train on different inputs: {'; '.join(differences)}{hint}")
 
 
-def resolve_precision(prepared: Prepared, world: World) -> tuple[Prepared, str]:
+def resolve_precision(prepared_run: Prepared, world: World) -> tuple[Prepared, str]:
     """Resolve `precision: auto`, and return also why: bf16 if it is faster on every rank's device. A
     collective.
 
     CPUs with bf16 units differ in whether these are faster than those for float32, so it is measured.
     A resumed run keeps its precision on any machine: its config no longer contains `auto`.
     """
-    config = prepared.config
+    config = prepared_run.config
     if config.precision != "auto":
-        return prepared, ""
-    reason, gain = prepared.spec.fp32_reason(world.device.type), 0.0
+        return prepared_run, ""
+    reason, gain = prepared_run.spec.fp32_reason(world.device.type), 0.0
     if not reason:
         gain = bf16_gain(world.device)
         reason = "" if is_bf16_faster(gain) else f"{_gain_text(world.device, gain)} here"
-    refused = [
+    reasons = [
         f"{text}{f' (rank {rank})' if world.size > 1 else ''}"
         for rank, text in enumerate(cast(list[str], gather(world, reason)))
         if text
     ]
-    precision = "fp32" if refused else "bf16"
+    precision = "fp32" if reasons else "bf16"
     config = config.model_copy(update={"precision": precision})
-    with_precision = dataclasses.replace(prepared, config=config)
-    return with_precision, refused[0] if refused else _gain_text(world.device, gain)
+    with_precision = dataclasses.replace(prepared_run, config=config)
+    return with_precision, reasons[0] if reasons else _gain_text(world.device, gain)
 
 
 def bf16_gain(device: torch.device) -> float:
@@ -234,14 +236,14 @@ def _gain_text(device: torch.device, gain: float) -> str:
     return f"bf16 matrix products are {gain:.1f} times as fast as in fp32"
 
 
-def resolve_strategy(loaded_config: Loaded, prepared: Prepared, world: World) -> Loaded:
+def resolve_strategy(loaded_config: Loaded, prepared_run: Prepared, world: World) -> Loaded:
     """Resolve `parallel.strategy: auto`: ddp if the run's peak fits on every rank's device, or where
     nothing else is possible, else fsdp. A collective.
 
     Raises:
         ConfigError: neither fits.
     """
-    config, predicted = loaded_config.config, prepared.forecast
+    config, forecast = loaded_config.config, prepared_run.forecast
     if config.parallel.strategy != "auto":
         return loaded_config
     on_host = cast(list[int], gather(world, world.local_rank))
@@ -254,16 +256,16 @@ def resolve_strategy(loaded_config: Loaded, prepared: Prepared, world: World) ->
             loaded_config, config=config.model_copy(update={"parallel": parallel})
         )
 
-    if world.size == 1 or predicted.peak_bytes("ddp") <= FORECAST_SHARE * available:
+    if world.size == 1 or forecast.peak_bytes("ddp") <= FORECAST_SHARE * available:
         return with_strategy("ddp")
-    sharded = with_strategy("fsdp")
-    refused = [
-        *extension_conflicts(sharded.config),
-        *sharding_problems(sharded, prepared.spec, world.size),
+    with_fsdp = with_strategy("fsdp")
+    conflicts = [
+        *extension_conflicts(with_fsdp.config),
+        *sharding_problems(with_fsdp, prepared_run.spec, world.size),
     ]
-    bytes_by_strategy = {name: memory.kept for name, memory in predicted.stages[0].memory.items()}
-    if bytes_by_strategy["ddp" if refused else "fsdp"] > available:
-        why = f"; fsdp is not possible: {refused[0].message}" if refused else ""
+    bytes_by_strategy = {name: memory.kept for name, memory in forecast.stages[0].memory.items()}
+    if bytes_by_strategy["ddp" if conflicts else "fsdp"] > available:
+        why = f"; fsdp is not possible: {conflicts[0].message}" if conflicts else ""
         raise ConfigError(
             loaded_config.problem(
                 "parallel.strategy",
@@ -273,4 +275,4 @@ def resolve_strategy(loaded_config: Loaded, prepared: Prepared, world: World) ->
                 "use more ranks, or make the model smaller",
             )
         )
-    return with_strategy("ddp") if refused else sharded
+    return with_strategy("ddp") if conflicts else with_fsdp

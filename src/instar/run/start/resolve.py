@@ -44,8 +44,8 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
         # restarted before a new save: the changes are not in the checkpoint's history yet
         resume = replace(resume, by_person=request.resume.by_person)
     with raise_on_all_ranks(world, "reading the config of the resumed run"):
-        continued = continuation(resume, loaded_config, checkpoint)
-    return ResolvedRun(request, continued.loaded, resume, checkpoint, continued, warnings)
+        resumed_run = continuation(resume, loaded_config, checkpoint)
+    return ResolvedRun(request, resumed_run.loaded, resume, checkpoint, resumed_run, warnings)
 
 
 def _agree_to_resume(request: RunRequest, world: World) -> tuple[Resume | None, str]:

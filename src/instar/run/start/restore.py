@@ -105,11 +105,11 @@ def _restore(
 ) -> tuple[RunState, list[str]]:
     without = checkpoint.manifest.left_out
     # both branches build the shape after the history
-    if saved := dict(checkpoint.state):
+    if saved_state := dict(checkpoint.state):
         if "dataset" in without:
-            saved["progress"] = {**saved["progress"], "samples": 0}
-        state = restore_state(state, parts, saved, history)
-        hook_warnings = parts.hooks.restore(saved.get("hooks", {}))
+            saved_state["progress"] = {**saved_state["progress"], "samples": 0}
+        state = restore_state(state, parts, saved_state, history)
+        hook_warnings = parts.hooks.restore(saved_state.get("hooks", {}))
     else:
         # an imported checkpoint, perhaps grown since: its run starts here
         state = replay_history(state, parts, history)
@@ -139,33 +139,33 @@ def _restore(
 
 
 def restore_state(
-    state: RunState, parts: Components, saved: Mapping[str, Any], history: History
+    state: RunState, parts: Components, saved_state: Mapping[str, Any], history: History
 ) -> RunState:
     """Restore the state from a state.json, and build the model after the history. A collective.
 
     The caller must load the model's weights.
 
     Raises:
-        LookupError, TypeError, ValueError: `saved` is not the contents of a state.json.
+        LookupError, TypeError, ValueError: `saved_state` is not the contents of a state.json.
     """
-    state = replay_history(state, parts, history, restored="course" in saved)
-    state = RunState.from_json(saved, state.in_force, state.phase, history)
+    state = replay_history(state, parts, history, has_course="course" in saved_state)
+    state = RunState.from_json(saved_state, state.in_force, state.phase, history)
     parts.logger.epochs = state.phase.epochs
     # empty if the run was not fp16 until now: then the scaler starts with its defaults
-    if scaler := saved["scaler"]:
+    if scaler := saved_state["scaler"]:
         parts.stepper.scaler.load_state_dict(scaler)
-    parts.logger.restore(saved["story"], state.progress)
+    parts.logger.restore(saved_state["story"], state.progress)
     return state
 
 
 def replay_history(
-    state: RunState, parts: Components, history: History, *, restored: bool = False
+    state: RunState, parts: Components, history: History, *, has_course: bool = False
 ) -> RunState:
     """Fold a history; build the model and open the data after it (law 1). A collective.
 
     Args:
         state: at step 0, with an empty history.
-        restored: the caller restores the epoch lengths of earlier phases, so only the data of the
+        has_course: the caller restores the epoch lengths of earlier phases, so only the data of the
             last phase are opened.
     """
     before, now, task, phase = parts.initial, parts.initial, parts.task, state.phase
@@ -180,7 +180,7 @@ def replay_history(
             phases.append((context, change.cursor, task))
         now = after
     for number, (context, cursor, phase_task) in enumerate(phases, start=1):
-        if restored and number < len(phases):
+        if has_course and number < len(phases):
             phase = parts.loaders.passed(phase, context, cursor)
         else:
             phase = parts.loaders.next(phase, phase_task, context, cursor)
@@ -214,9 +214,9 @@ def load_model_state(model: Module, checkpoint: Checkpoint) -> list[str]:
         buffers = {name: read(name) for name in names if name not in parameters}
         parameter_names = {name: None for name in names if name not in buffers}
         copy_tensors(parameters, Parts(read, parameter_names, parameters.__getitem__))
-    registered = persistent_buffers(model)
-    later = sorted(buffers.keys() - registered.keys() - set(empty_buffers(model)))
-    missing = sorted(registered.keys() - buffers.keys())
+    buffers_now = persistent_buffers(model)
+    later = sorted(buffers.keys() - buffers_now.keys() - set(empty_buffers(model)))
+    missing = sorted(buffers_now.keys() - buffers.keys())
     load_buffers(model, buffers)
     warnings = []
     if missing:
@@ -261,9 +261,9 @@ def _check_architecture(
     was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))
     if was == is_now:
         return
-    saved = {name: entry.shape for name, entry in checkpoint.layout("model").entries.items()}
+    saved_shapes = {name: entry.shape for name, entry in checkpoint.layout("model").entries.items()}
     # buffers are in the file, but not in the table
-    fits = all(saved.get(name) == entry.shape for name, entry in now.parameters().items())
+    fits = all(saved_shapes.get(name) == entry.shape for name, entry in now.parameters().items())
     if fits and "architecture" in allow:
         return
     what = ", ".join(

@@ -49,7 +49,7 @@ from instar.tasks.metrics import set_metrics, try_out
 from instar.tasks.task import Batch, SampleSetSpec, Task
 
 
-def run_trial(prepared: Prepared, world: World) -> list[str]:
+def run_trial(prepared_run: Prepared, world: World) -> list[str]:
     """Run one micro-batch as in training, evaluation and growth.
 
     Rank-local, without collectives. Tasks on text are built in and not tried, but for the schedule of a
@@ -61,25 +61,25 @@ def run_trial(prepared: Prepared, world: World) -> list[str]:
     Raises:
         ConfigError: the run would fail; says why in terms of the task.
     """
-    if not isinstance(prepared.spec, SampleSetSpec):
-        _check_family(prepared)
+    if not isinstance(prepared_run.spec, SampleSetSpec):
+        _check_family(prepared_run)
         return []
     with _undone(world):
-        return _Trial(prepared, world, prepared.spec).run()
+        return _Trial(prepared_run, world, prepared_run.spec).run()
 
 
-def try_sizes(prepared: Prepared, world: World, sizes: Mapping[int, Comes]) -> list[str]:
+def try_sizes(prepared_run: Prepared, world: World, sizes: Mapping[int, Comes]) -> list[str]:
     """Run micro-batches of the sizes that a resumed run comes to; as `run_trial`.
 
     Raises:
         ConfigError: one fails.
     """
-    if not isinstance(prepared.spec, SampleSetSpec):
+    if not isinstance(prepared_run.spec, SampleSetSpec):
         return []
     with _undone(world):
         trial, task = (
-            _Trial(prepared, world, prepared.spec),
-            prepared.spec.task(prepared.config),
+            _Trial(prepared_run, world, prepared_run.spec),
+            prepared_run.spec.task(prepared_run.config),
         )
         samples = trial.training_samples(max(sizes))
         return trial.try_sizes(task, trial.model_of(task), samples, sizes)
@@ -97,15 +97,15 @@ def _undone(world: World) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def _check_family(prepared: Prepared) -> None:
-    if not isinstance(prepared.spec.architecture, PretrainedShape):
+def _check_family(prepared_run: Prepared) -> None:
+    if not isinstance(prepared_run.spec.architecture, PretrainedShape):
         return
     from instar.growth.folders import check_own_family  # imports transformers
 
     try:
         check_own_family(
-            prepared.spec.architecture,
-            [entry.operation for entry in schedule_entries(prepared.config)],
+            prepared_run.spec.architecture,
+            [entry.operation for entry in schedule_entries(prepared_run.config)],
         )
     except GrowthError as error:
         raise ConfigError.of(str(error), where="schedule", key="schedule") from error
@@ -124,8 +124,8 @@ class _Trial:
     @property
     def _wrapped(self) -> bool:
         """Whether the model that is trained is another one than the task's."""
-        sharded = self.config.parallel.shards_of(self.world.size) > 1
-        return sharded or (self.world.size > 1 and self.config.reproducible == "fixed")
+        is_sharded = self.config.parallel.shards_of(self.world.size) > 1
+        return is_sharded or (self.world.size > 1 and self.config.reproducible == "fixed")
 
     def run(self) -> list[str]:
         task = self.prepared.spec.task(self.config)
@@ -220,24 +220,24 @@ class _Trial:
                     "exchange gradients and parameters: let forward() return what the loss needs"
                 )
             loss.backward()  # type: ignore[no-untyped-call]
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        half = [n for n, p in trained.items() if p.dtype == torch.float16]
+        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        half = [n for n, p in trainable.items() if p.dtype == torch.float16]
         if half and self.config.precision == "fp16":
             raise self._error(
                 f"{_listed(half)} is float16 already, and precision: fp16 scales gradients of "
                 "float32 parameters",
                 "leave the parameters in float32, or set precision: fp32",
             )
-        sparse = [n for n, p in trained.items() if p.grad is not None and p.grad.is_sparse]
+        sparse = [n for n, p in trainable.items() if p.grad is not None and p.grad.is_sparse]
         if sparse:
             raise self._error(
                 f"{sparse[0]} has sparse gradients, which cannot be clipped or added up",
                 "make its module with sparse=False",
             )
         warnings = []
-        if unused := [name for name, p in trained.items() if p.grad is None]:
-            warnings.append(self._unused(unused))
-        grads = {n: p.grad for n, p in trained.items() if p.grad is not None}
+        if unused_names := [name for name, p in trainable.items() if p.grad is None]:
+            warnings.append(self._unused(unused_names))
+        grads = {n: p.grad for n, p in trainable.items() if p.grad is not None}
         if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
             warnings.append(
                 f"{self.config.task}: the gradient of {_listed(broken)} is not finite on the first "
@@ -257,10 +257,10 @@ class _Trial:
         warnings = []
         for size, comes in sorted(sizes.items()):
             seed_generators(self.config.seed, 0, 0, self.world.device)
-            some = cut(samples, 0, size)
-            batch = to_device(some, self.world.device)
+            cut_samples = cut(samples, 0, size)
+            batch = to_device(cut_samples, self.world.device)
             what = f"the loss of a micro-batch of {size} sample{'s' if size > 1 else ''}, {comes.when},"
-            with self._task_errors(what, some, model, comes.instead):
+            with self._task_errors(what, cut_samples, model, comes.instead):
                 with self._autocast(), recording(Logged(self.world)):
                     loss = task.loss_sum(model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -289,17 +289,17 @@ class _Trial:
         Raises:
             ConfigError: DDP would wait for their gradients.
         """
-        parallel, listed = self.config.parallel, _listed(names)
+        parallel, name_list = self.config.parallel, _listed(names)
         ddp = self._wrapped and parallel.shards_of(self.world.size) == 1
         if ddp and not (parallel.ddp.find_unused_parameters or parallel.ddp.static_graph):
             raise self._error(
-                f"{listed} took no part in the loss of the first micro-batch, and with "
+                f"{name_list} took no part in the loss of the first micro-batch, and with "
                 f"{self.world.size} ranks DDP waits for every parameter's gradient",
                 "remove unused parameters, set requires_grad_(False) on them, or set "
                 "parallel.ddp.find_unused_parameters: true",
             )
         return (
-            f"{self.config.task}: {listed} took no part in the loss of the first micro-batch, and "
+            f"{self.config.task}: {name_list} took no part in the loss of the first micro-batch, and "
             "may never train"
         )
 
@@ -310,8 +310,8 @@ class _Trial:
         with self._task_errors("measure", samples, model), torch.no_grad():
             wholes = set_metrics(task.set_metrics, self.world.device, samples=1)
             with self._autocast(), recording(Logged(self.world)):
-                measured = task.measure(model, batch, predict=predict)
-            try_out(wholes, measured.inputs)
+                measurement = task.measure(model, batch, predict=predict)
+            try_out(wholes, measurement.inputs)
 
     def _grow(self, task: Task, model: Module, samples: Columns) -> None:
         """Check what the schedule's growth requires of the task."""
@@ -328,8 +328,8 @@ class _Trial:
             copy.deepcopy(model)
         for architecture in new_architectures:
             with self._task_errors("module"):
-                grown = task.at(architecture, self.config.context).shell()
-                shapes = {name: tuple(p.shape) for name, p in grown.named_parameters()}
+                grown_model = task.at(architecture, self.config.context).shell()
+                shapes = {name: tuple(p.shape) for name, p in grown_model.named_parameters()}
                 check_table(f"{self.config.task} after growth", architecture, shapes)
 
     def _optimize(self, task: Task, model: Module) -> None:
@@ -416,8 +416,8 @@ def _described(samples: Columns) -> str:
     columns = []
     for name, column in leaves(samples):
         shape = column.flat.shape if isinstance(column, Ragged) else column.shape
-        ragged = "ragged " if isinstance(column, Ragged) else ""
-        columns.append(f"{name} {ragged}{dtype_of(column)}{list(shape)}")
+        ragged_mark = "ragged " if isinstance(column, Ragged) else ""
+        columns.append(f"{name} {ragged_mark}{dtype_of(column)}{list(shape)}")
     return ", ".join(columns)
 
 

@@ -96,8 +96,8 @@ class LoaderFactory:
         keep_freed_memory()
         self._config, self._world = config, world
         self._drop_last = config.data.drop_last
-        dispatched = config.data.strategy == "dispatched" and world.size > 1
-        self._parcels = P2PChannel(world) if dispatched else None
+        is_dispatched = config.data.strategy == "dispatched" and world.size > 1
+        self._parcels = P2PChannel(world) if is_dispatched else None
         self._feeds = 0
         self._own = slices(config, world.size)
         self.slices = sum(map(len, self._own))

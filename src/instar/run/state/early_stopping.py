@@ -105,8 +105,8 @@ def lower(
     """
     if plateau.factor is None or not is_on_plateau(rule, state):
         return state, None
-    lowered = max(lr * plateau.factor, plateau.min_lr_ratio * first_lr)
-    return replace(state, since=0), lowered if lowered < lr else None
+    lower_lr = max(lr * plateau.factor, plateau.min_lr_ratio * first_lr)
+    return replace(state, since=0), lower_lr if lower_lr < lr else None
 
 
 LOSS = "loss"
@@ -145,7 +145,7 @@ class MetricTracker:
 
     def update(
         self,
-        tracked: MetricState,
+        metric_state: MetricState,
         metrics: Mapping[str, float],
         step: int,
         *,
@@ -157,53 +157,56 @@ class MetricTracker:
             only_best: it does not count for early stopping and the plateau.
         """
         best = {
-            name: update_rule(rule, tracked.best.get(name, RuleState()), metrics[name], step)
+            name: update_rule(rule, metric_state.best.get(name, RuleState()), metrics[name], step)
             for name, rule in self.best.items()
         }
         if only_best:
-            return replace(tracked, best=best)
+            return replace(metric_state, best=best)
         return MetricState(
             best=best,
             stopping={
                 rule_key(rule): update_rule(
-                    rule, _state_of(rule, tracked.stopping), metrics[rule.metric], step
+                    rule, _state_of(rule, metric_state.stopping), metrics[rule.metric], step
                 )
                 for rule in self.rules
             },
             plateau={
                 rule_key(self.plateau): update_rule(
-                    self.plateau, self._plateau_state(tracked), metrics[self.plateau.metric], step
+                    self.plateau,
+                    self._plateau_state(metric_state),
+                    metrics[self.plateau.metric],
+                    step,
                 )
             },
         )
 
-    def stop_reason(self, tracked: MetricState) -> str | None:
+    def stop_reason(self, metric_state: MetricState) -> str | None:
         """Return the reason for early stopping, or None."""
-        states = [_state_of(rule, tracked.stopping) for rule in self.rules]
+        states = [_state_of(rule, metric_state.stopping) for rule in self.rules]
         return stop_reason(self.rules, states, self._stopping.stop_when)
 
-    def lower_lr(self, tracked: MetricState, lr: float) -> tuple[MetricState, float | None]:
+    def lower_lr(self, metric_state: MetricState, lr: float) -> tuple[MetricState, float | None]:
         """Return the states, and the new peak learning rate, or None if it is not lowered."""
-        before = self._plateau_state(tracked)
-        state, lowered = lower(self.plateau, before, self._plateau, lr, self._first_lr)
+        before = self._plateau_state(metric_state)
+        state, new_lr = lower(self.plateau, before, self._plateau, lr, self._first_lr)
         if state == before:
-            return tracked, None
-        return replace(tracked, plateau={rule_key(self.plateau): state}), lowered
+            return metric_state, None
+        return replace(metric_state, plateau={rule_key(self.plateau): state}), new_lr
 
-    def plateau_reason(self, tracked: MetricState) -> str:
+    def plateau_reason(self, metric_state: MetricState) -> str:
         """Describe for how long the metric of `learning_rate.plateau` has not been better."""
-        return plateau_text(self.plateau, self._plateau_state(tracked))
+        return plateau_text(self.plateau, self._plateau_state(metric_state))
 
-    def best_at(self, tracked: MetricState, step: int) -> tuple[str, ...]:
+    def best_at(self, metric_state: MetricState, step: int) -> tuple[str, ...]:
         """Return the metrics whose best value is that of this step."""
         return tuple(
             name
             for name in self.pointers
-            if name in tracked.best and tracked.best[name].best_step == step
+            if name in metric_state.best and metric_state.best[name].best_step == step
         )
 
-    def _plateau_state(self, tracked: MetricState) -> RuleState:
-        return _state_of(self.plateau, tracked.plateau)
+    def _plateau_state(self, metric_state: MetricState) -> RuleState:
+        return _state_of(self.plateau, metric_state.plateau)
 
 
 def _state_of(rule: Watch, states: Mapping[str, RuleState]) -> RuleState:

@@ -49,7 +49,7 @@ class GradNorm:
         return not isinstance(self._norm, float)
 
     def item(self) -> float:
-        """Returns the norm, once it is computed."""
+        """Return the norm, once it is computed."""
         if self._computed is not None:
             self._computed.synchronize()
             self._computed = None
@@ -83,7 +83,7 @@ class Skips:
 
     @property
     def in_a_row(self) -> int:
-        """Waits for the last step's norm."""
+        """Wait for the last step's norm."""
         if self.last is None or self.searched:
             return self.before
         return 0 if self.last.finite else self.before + 1
@@ -182,9 +182,9 @@ class GradientWatch:
                 other_dims = [
                     dim_number for dim_number in range(gradient.ndim) if dim_number != dim
                 ]
-                reached = gradient.abs().gt(noise).any(dim=other_dims).cpu()
+                has_gradient = gradient.abs().gt(noise).any(dim=other_dims).cpu()
                 without_gradient = self._unreached.get((name, dim), new)
-                self._unreached[name, dim] = without_gradient & ~reached
+                self._unreached[name, dim] = without_gradient & ~has_gradient
 
     @property
     def is_over(self) -> bool:
@@ -202,10 +202,10 @@ class GradientWatch:
     @property
     def unreached(self) -> dict[str, int]:
         """Number of new rows, or columns, of each tensor without a gradient so far."""
-        unreached: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for (name, _), without_gradient in self._unreached.items():
-            unreached[name] = max(unreached.get(name, 0), int(without_gradient.sum()))
-        return {name: count for name, count in unreached.items() if count}
+            counts[name] = max(counts.get(name, 0), int(without_gradient.sum()))
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def _new_norm_is_noise(self) -> bool:
@@ -226,7 +226,7 @@ def typical_size(gradients: Mapping[str, Tensor]) -> float:
 
 
 def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Returns the gradient norms of kept elements and of new ones.
+    """Return the gradient norms of kept elements and of new ones.
 
     Copies count as new, and so does every element of a new slice along any dimension. A norm of 0
     over the new elements means that they cannot learn.
@@ -242,7 +242,7 @@ def split_grad_norms(plan: GrowthPlan, gradients: Mapping[str, Tensor]) -> tuple
 
 
 def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]]:
-    """Returns (dimension, mask of its new slices) for each dimension with new slices or copies.
+    """Return (dimension, mask of its new slices) for each dimension with new slices or copies.
 
     All slices of a wholly new tensor are new. A vector has none: its slices are single numbers.
     """
@@ -257,7 +257,7 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
 
 
 def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
-    """Returns the norms over the kept elements and over the new ones: (2,), in float64."""
+    """Return the norms over the kept elements and over the new ones: (2,), in float64."""
     zero = gradient.new_zeros((), dtype=torch.float64)
     if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
         return torch.stack((zero, _norm(gradient)))
@@ -271,7 +271,7 @@ def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
 
 
 def _kept_slices(how: TensorPlan) -> dict[int, Tensor]:
-    """Returns the mask of the kept slices along each dimension that may have others."""
+    """Return the mask of the kept slices along each dimension that may have others."""
     if isinstance(how, Reindexed):
         return {0: _kept_rows(how)}
     slices_by_dim: dict[int, Tensor] = {}
@@ -289,7 +289,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _kept(edit: Edit) -> Tensor:
-    """Returns the mask of kept slices along an edited dimension."""
+    """Return the mask of kept slices along an edited dimension."""
     return torch.cat(
         [
             torch.full((len(piece),), isinstance(piece, Old) and not piece.copied)
@@ -378,22 +378,22 @@ def noise_interval(config: RunConfig, global_batch: int, slices: int) -> int | N
     return config.record.noise_every or max(_INTERVAL, round(2 * _INTERVAL * share))
 
 
-def part_of(batch: StepBatch, *, whole: bool) -> StepBatch:
+def part_of(batch: StepBatch, *, keep_size: bool) -> StepBatch:
     """Return a part of a step, one micro-batch of each slice: about a sixteenth of the slice's samples,
     at least one; of slices with a single one every other slice.
 
     Args:
-        whole: do not cut micro-batches, because their shape is compiled.
+        keep_size: do not cut micro-batches, because their shape is compiled.
     """
     parts: list[MicroBatch] = []
     for rank, group in groupby(batch.micro_batches, lambda micro: micro.rank):
         micro_batches = [*group]
         micro, number = micro_batches[0], sum(micro_batch.samples for micro_batch in micro_batches)
-        if number < 2 or (whole and len(micro_batches) == 1):
+        if number < 2 or (keep_size and len(micro_batches) == 1):
             size = 0 if rank % 2 else micro.samples
         else:
-            size = micro.samples if whole else min(micro.samples, max(1, number // _PART))
-        arrays = micro.arrays if whole else cut(micro.arrays, 0, max(1, size))
+            size = micro.samples if keep_size else min(micro.samples, max(1, number // _PART))
+        arrays = micro.arrays if keep_size else cut(micro.arrays, 0, max(1, size))
         if micro.weights is None:
             weight, weights = micro.weight * size / max(1, micro.samples), None
         else:

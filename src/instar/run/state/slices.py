@@ -17,5 +17,7 @@ def slices(config: RunConfig, world_size: int) -> Sequence[range]:
     number = config.parallel.elastic.virtual_ranks if elastic else world_size
     if config.parallel.shards_of(world_size) > 1:
         return [range(rank, number, world_size) for rank in range(world_size)]
-    each = number // world_size
-    return [range(rank * each, (rank + 1) * each) for rank in range(world_size)]
+    slices_per_rank = number // world_size
+    return [
+        range(rank * slices_per_rank, (rank + 1) * slices_per_rank) for rank in range(world_size)
+    ]

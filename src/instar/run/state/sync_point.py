@@ -156,13 +156,15 @@ class SyncPoint:
 
         A collective. Resets the request, so later work stops only for a new one.
         """
-        posted = [cast(dict[str, Any], r) for r in gather(self.world, self._reason) if r]
-        choice = next((reason for reason in posted if reason["interrupted"]), posted[0])
-        agreed = cast(dict[str, Any], agree(self.world, choice))
-        if not agreed["interrupted"]:
+        reasons = [cast(dict[str, Any], r) for r in gather(self.world, self._reason) if r]
+        choice = next((reason for reason in reasons if reason["interrupted"]), reasons[0])
+        agreed_reason = cast(dict[str, Any], agree(self.world, choice))
+        if not agreed_reason["interrupted"]:
             self.time_budget = None
         self._reason, self._user_reason, self.stop_requested = None, None, False
-        return Decision(agreed["reason"], agreed["interrupted"], agreed["failed"])
+        return Decision(
+            agreed_reason["reason"], agreed_reason["interrupted"], agreed_reason["failed"]
+        )
 
     def wants_to_stop(self) -> bool:
         """Whether this rank requests a stop; stays true if the request is withdrawn later."""

@@ -171,7 +171,7 @@ def evaluate_source(
     """
     if sync.stop_requested:
         return None
-    started = time.perf_counter()
+    began = time.perf_counter()
     indices = held_out_indices(len(source), options.limit, options.seed)
     share = _Share(task, model, source, options, sync, indices, on_predictions)
     try:
@@ -186,10 +186,12 @@ def evaluate_source(
     weight = metrics["loss"].weight
     for name, value in task.derived({n: m.value for n, m in metrics.items()}).items():
         metrics[name] = Metric(value, None, weight)
-    logged = share.logged
-    numbers = {name: v for name, v in logged.numbers().items() if name not in metrics}
-    seconds = time.perf_counter() - started
-    return Evaluation(metrics, len(indices), seconds, numbers, logged.images, logged.tables)
+    logged_values = share.logged
+    numbers = {name: v for name, v in logged_values.numbers().items() if name not in metrics}
+    seconds = time.perf_counter() - began
+    return Evaluation(
+        metrics, len(indices), seconds, numbers, logged_values.images, logged_values.tables
+    )
 
 
 class _Share:
@@ -264,13 +266,13 @@ class _Share:
         batch = to_device(arrays, self._world.device)
         predict = self._on_predictions is not None
         with self._options.autocast(), weighted(len(indices) if counts else 0):
-            measured = self._task.measure(self._model, batch, predict=predict)
+            measurement = self._task.measure(self._model, batch, predict=predict)
         if not counts:
             return
-        self.tallies.append((measured.tallies, self._first))
-        update(self.set_metrics, measured.inputs)
-        if self._on_predictions is not None and measured.predictions:
-            self._on_predictions(indices, measured.predictions)
+        self.tallies.append((measurement.tallies, self._first))
+        update(self.set_metrics, measurement.inputs)
+        if self._on_predictions is not None and measurement.predictions:
+            self._on_predictions(indices, measurement.predictions)
 
     def _synchronize(self) -> None:
         """Tell the other ranks whether this one has failed or stops, and raise if any has. A collective."""
@@ -298,10 +300,10 @@ def _reduce(
         pieces = {
             name: [piece for batch in units[name] for piece in batch.pieces] for name in names
         }
-        for name, joined in _join(world, pieces).items():
+        for name, joined_columns in _join(world, pieces).items():
             # every rank has all of them: count them once
             if world.is_main:
-                columns[name] = {p: [*columns[name][p], *joined[p]] for p in _PARTS}
+                columns[name] = {p: [*columns[name][p], *joined_columns[p]] for p in _PARTS}
     flat = {f"{name} {part}": values for name in names for part, values in columns[name].items()}
     sums = exact_sums(world, flat)
     return {
@@ -326,9 +328,9 @@ class _Units:
 def _to_units(tally: Tally, first: int, size: int) -> _Units:
     """Return the units, each of `size` consecutive samples, of a micro-batch that starts at the
     held-out sample `first`."""
-    counted = tally.weights > 0
+    has_weight = tally.weights > 0
     # values of weight 0 may be anything, also NaN
-    v, w = torch.where(counted, tally.values, 0).double(), tally.weights.double()
+    v, w = torch.where(has_weight, tally.values, 0).double(), tally.weights.double()
     before = first % size
     if size > 1:
         after = -(before + len(v)) % size

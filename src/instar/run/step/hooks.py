@@ -91,10 +91,10 @@ def check_hooks(hooks: Sequence[object], world: World) -> None:
         for name, hook in hook_names.items():
             _check(name, hook)
     states = ("state_dict", "load_state_dict")  # saving one is a collective
-    described = {
+    descriptions = {
         name: [m for m in (*METHODS, *states) if hasattr(h, m)] for name, h in hook_names.items()
     }
-    everyones = gather(world, described)
+    everyones = gather(world, descriptions)
     if any(other != everyones[0] for other in everyones):
         rank_texts = "; ".join(
             f"rank {rank}: {names_text}" for rank, names_text in enumerate(everyones)
@@ -115,11 +115,11 @@ class Hooks:
         world: World,
         config: RunConfig,
         folder: Path,
-        logged: Logged,
+        values: Logged,
         stop: Callable[[str], None],
     ) -> None:
         self.world, self.config, self.folder = world, config, folder
-        self.logged, self.stop = logged, stop
+        self.logged, self.stop = values, stop
         self.hooks = _named(hooks)
 
     def call(
@@ -137,10 +137,10 @@ class Hooks:
         Raises:
             UserCodeFailed, PeerError: a hook raised on a rank; names the hook.
         """
-        called = {
+        functions = {
             n: getattr(hook, method) for n, hook in self.hooks.items() if hasattr(hook, method)
         }
-        if not called:
+        if not functions:
             return
         context = HookContext(
             step=state.step,
@@ -159,7 +159,7 @@ class Hooks:
             **facts,
         )
         is_local = stepper.strategy.rounds is not None and method.startswith("on_step_")
-        for name, function in called.items():
+        for name, function in functions.items():
             what = f"{name}.{method}"
             shared = (
                 nullcontext() if is_local else raise_on_all_ranks(self.world, f"running {what}")
@@ -183,21 +183,23 @@ class Hooks:
         everyones = cast(list[dict[str, str]], gather(self.world, states))
         return {name: [rank_states[name] for rank_states in everyones] for name in states}
 
-    def restore(self, saved: object) -> list[str]:
+    def restore(self, saved_states: object) -> list[str]:
         """Load what `state` returned; on another number of ranks, each gets the state of rank 0.
 
         Returns:
             warnings: states without a hook.
         """
-        states = msgspec.convert(saved, dict[str, list[str]])
+        states = msgspec.convert(saved_states, dict[str, list[str]])
         for name, texts in states.items():
             load = getattr(self.hooks.get(name), "load_state_dict", None)
             if load is not None:
                 text = texts[self.world.rank if len(texts) == self.world.size else 0]
                 _run(f"{name}.load_state_dict", partial(load, json.loads(text)))
-        unused = sorted(states.keys() - self.hooks.keys())
-        message = f"the checkpoint has the state of hooks that this run lacks: {', '.join(unused)}"
-        return [message] if unused else []
+        unknown_hooks = sorted(states.keys() - self.hooks.keys())
+        message = (
+            f"the checkpoint has the state of hooks that this run lacks: {', '.join(unknown_hooks)}"
+        )
+        return [message] if unknown_hooks else []
 
 
 def _named(hooks: Sequence[object]) -> dict[str, object]:

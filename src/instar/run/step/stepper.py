@@ -212,20 +212,20 @@ class Stepper:
             load_buffers(self.unwrapped_model, buffers)
         return result
 
-    def end_round(self, steps: int, skipped: int, skips: Skips) -> RoundEnd | None:
+    def end_round(self, steps: int, n_skipped: int, skips: Skips) -> RoundEnd | None:
         """Make all ranks the same after some steps of their own; None: they are at every step.
 
         A collective.
 
         Args:
             steps: of the round.
-            skipped: see `Rounds.end`.
+            n_skipped: see `Rounds.end`.
             skips: with the last step.
         """
         if (rounds := self.strategy.rounds) is None:
             return None
         states = optimizer_tensors(self.optimizers, self.parameters)
-        end = rounds.end(states, skipped, skips.in_a_row)
+        end = rounds.end(states, n_skipped, skips.in_a_row)
         if end.states is not None:
             for optimizer in self.optimizers:
                 optimizer.state.clear()
@@ -234,16 +234,16 @@ class Stepper:
             self._average(steps)
         return end
 
-    def _average(self, steps: int, kept: Tensor | float = 1.0) -> None:
+    def _average(self, steps: int, weight: Tensor | float = 1.0) -> None:
         """Add the weights to their moving average, as if it had been done after each of the last steps.
 
         Args:
-            kept: 0 leaves the average as it is; may be on the device.
+            weight: 0 leaves the average as it is; may be on the device.
         """
         if self.ema is not None and self.ema_decay is not None:
             averages = [own(average) for average in self.ema.values()]
             weights = [own(p).detach() for p in self.parameters.values()]
-            lerp(averages, weights, (1.0 - self.ema_decay**steps) * kept)
+            lerp(averages, weights, (1.0 - self.ema_decay**steps) * weight)
 
     def _part_norm(self, batch: StepBatch, step: int, before_sync: Callable[[], None]) -> PartNorm:
         """Measure the gradient of a part of a global batch. A collective.
@@ -252,7 +252,7 @@ class Stepper:
         bits do not depend on the number of ranks.
         """
         strategy = self.strategy
-        part = part_of(batch, whole=self.compiles and self.world.size > 1)
+        part = part_of(batch, keep_size=self.compiles and self.world.size > 1)
         model = strategy.bare if self.compiles and self.world.size == 1 else None
         calls = MicroBatchCalls(
             partial(self._forward, step, model=model), self._backward, before_sync
@@ -263,11 +263,11 @@ class Stepper:
         norm = strategy.norms([gradients]).item() / self.scaler.get_scale()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        counted = {
+        squares = {
             "samples": sum(micro.samples for micro in part.micro_batches),
             "weight": sum(micro.weight for micro in part.micro_batches),
         }
-        sums = reduce_sums(self.world, counted)
+        sums = reduce_sums(self.world, squares)
         # it was divided by the weight of the whole batch
         factor = batch.weight / sums["weight"] if sums["weight"] else math.nan
         return PartNorm(round(sums["samples"]), norm * factor)
@@ -329,7 +329,11 @@ class Stepper:
         strategy = self.strategy
         return (
             self.world.device.type == "cuda"
-            and not (self.scaler.is_enabled() or strategy.together or strategy.rounds is not None)
+            and not (
+                self.scaler.is_enabled()
+                or strategy.forward_is_collective
+                or strategy.rounds is not None
+            )
             and all(
                 getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in training
             )

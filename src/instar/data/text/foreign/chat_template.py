@@ -271,7 +271,7 @@ class ChatTemplate:
         *,
         spans: bool,
     ) -> list[tuple[str, Spans]]:
-        """Raises ValueError if the template refuses, ConfigError if it takes too much."""
+        """Raise ValueError if the template refuses, ConfigError if it takes too much."""
         variables = {**self.special, **options}
         try:
             request = json.dumps({"messages": list(messages), "variables": variables}).encode()

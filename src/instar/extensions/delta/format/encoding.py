@@ -61,25 +61,25 @@ class BlockDelta:
 
 
 def encode_block(old: Words, new: Words, coding: Coding) -> BlockDelta | None:
-    """Returns the smallest encoding of the difference; None if there is none."""
+    """Return the smallest encoding of the difference; None if there is none."""
     differs = old != new
-    changed = int(np.count_nonzero(differs))
-    if not changed:
+    n_changed = int(np.count_nonzero(differs))
+    if not n_changed:
         return None
-    found = []
-    share = changed / differs.size
+    deltas = []
+    share = n_changed / differs.size
     if share < _MOST_SPARSE or coding.absolute:
         places = np.flatnonzero(differs)
         gaps = np.diff(places, prepend=-1) - 1
         values = _values(old[places], new[places], coding)
-        found.append(BlockDelta(changed, _planes(gaps.astype(np.uint32)), _planes(values)))
+        deltas.append(BlockDelta(n_changed, _planes(gaps.astype(np.uint32)), _planes(values)))
     if share > _LEAST_SPARSE:
-        found.append(BlockDelta(changed, None, _planes(_values(old, new, coding))))
-    return min(found, key=lambda each: each.size_bytes)
+        deltas.append(BlockDelta(n_changed, None, _planes(_values(old, new, coding))))
+    return min(deltas, key=lambda delta: delta.size_bytes)
 
 
 def apply_block(difference: BlockDelta, words: Words, coding: Coding) -> None:
-    """Changes a block of old words in place to the new ones.
+    """Change a block of old words in place to the new ones.
 
     Raises:
         EncodingError: the difference is not one of a block of this size; the block is unchanged.
@@ -94,7 +94,7 @@ def apply_block(difference: BlockDelta, words: Words, coding: Coding) -> None:
 
 
 def changed_mask(difference: BlockDelta, size: int) -> npt.NDArray[np.bool_]:
-    """Returns whether each word of a block of `size` words is changed.
+    """Return whether each word of a block of `size` words is changed.
 
     Those of a dense difference of new words are unknown.
 
@@ -109,11 +109,11 @@ def changed_mask(difference: BlockDelta, size: int) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _places(gaps: Sequence[bytes], changed: int, size: int) -> npt.NDArray[np.int64]:
-    """Returns the indices of the changed words of a block of `size` words, in ascending order."""
-    if changed > size:
-        raise EncodingError(f"{changed:,} changes in a block of {size:,}")
-    places = np.cumsum(_from_planes(gaps, changed, np.dtype(np.uint32)), dtype=np.int64)
+def _places(gaps: Sequence[bytes], n_changed: int, size: int) -> npt.NDArray[np.int64]:
+    """Return the indices of the changed words of a block of `size` words, in ascending order."""
+    if n_changed > size:
+        raise EncodingError(f"{n_changed:,} changes in a block of {size:,}")
+    places = np.cumsum(_from_planes(gaps, n_changed, np.dtype(np.uint32)), dtype=np.int64)
     places += np.arange(places.size)
     if places.size and places[-1] >= size:
         raise EncodingError(f"a change at {places[-1]:,} in a block of {size:,}")
@@ -121,25 +121,25 @@ def _places(gaps: Sequence[bytes], changed: int, size: int) -> npt.NDArray[np.in
 
 
 def compress(raw: bytes | memoryview) -> bytes:
-    """Compresses bytes; returns them unchanged if that is not shorter."""
-    compressed: bytes = _zstandard().ZstdCompressor(LEVEL).compress(raw)
-    return compressed if len(compressed) < len(raw) else bytes(raw)
+    """Compress bytes; return them unchanged if that is not shorter."""
+    payload: bytes = _zstandard().ZstdCompressor(LEVEL).compress(raw)
+    return payload if len(payload) < len(raw) else bytes(raw)
 
 
-def decompress(stored: bytes, size: int) -> bytes:
+def decompress(payload: bytes, size: int) -> bytes:
     """Inverse of `compress` for bytes that are known to be `size` long.
 
     Raises:
         EncodingError: they are not.
     """
-    if len(stored) == size:
-        return stored
+    if len(payload) == size:
+        return payload
     zstandard = _zstandard()
     try:
         # the library allocates what the frame's own header says
-        if (found := zstandard.frame_content_size(stored)) != size:
-            raise EncodingError(f"compressed bytes of length {found:,}, not {size:,}")
-        raw: bytes = zstandard.ZstdDecompressor().decompress(stored)
+        if (content_size := zstandard.frame_content_size(payload)) != size:
+            raise EncodingError(f"compressed bytes of length {content_size:,}, not {size:,}")
+        raw: bytes = zstandard.ZstdDecompressor().decompress(payload)
     except zstandard.ZstdError as error:
         raise EncodingError(f"compressed bytes are damaged: {error}") from error
     return raw
@@ -171,17 +171,17 @@ def _stepped(old: Words, zigzag: Words, coding: Coding) -> Words:
     if not coding.floating:
         return key
     top = 8 * key.itemsize - 1
-    flipped: Words = np.bitwise_xor(key, ((key >> top) - 1) | (1 << top))
-    return flipped
+    ordered_words: Words = np.bitwise_xor(key, ((key >> top) - 1) | (1 << top))
+    return ordered_words
 
 
 def _ordered(words: Words, coding: Coding) -> Words:
-    """Maps words of floats to integers in the order of the floats; others are in order already."""
+    """Map words of floats to integers in the order of the floats; others are in order already."""
     if not coding.floating:
         return words
     top = 8 * words.itemsize - 1
-    flipped: Words = words ^ (np.negative(words >> top) | (1 << top))
-    return flipped
+    ordered_words: Words = words ^ (np.negative(words >> top) | (1 << top))
+    return ordered_words
 
 
 def _planes(values: Words) -> tuple[bytes, ...]:

@@ -118,7 +118,7 @@ def _warn_once(folder: Path, reason: str) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Excludes other writers of a chain while the block runs; waits for one, e.g. a `gc`.
+    """Exclude other writers of a chain while the block runs; wait for one, e.g. a `gc`.
 
     On a file system without locks it logs a warning and excludes nobody.
 
@@ -144,7 +144,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def read_chain_index(folder: Path) -> Index | None:
-    """Returns the index; None if there is no chain.
+    """Return the index; None if there is no chain.
 
     Raises:
         CheckpointError: it is damaged, or missing though there are links.
@@ -177,23 +177,23 @@ def _encode_index(index: Index) -> bytes:
 
 
 def files(folder: Path) -> dict[int, Path]:
-    """Returns the anchors and links in a folder by number, without opening them.
+    """Return the anchors and links in a folder by number, without opening them.
 
     Raises:
         CheckpointError: two have the same number.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if match := _NAME.fullmatch(path.name):
             number = int(match[1] or match[2])
-            if number in found:
-                raise CheckpointError(f"{path}: there is also {found[number].name}")
-            found[number] = path
-    return dict(sorted(found.items()))
+            if number in paths:
+                raise CheckpointError(f"{path}: there is also {paths[number].name}")
+            paths[number] = path
+    return dict(sorted(paths.items()))
 
 
 def open_link(path: Path) -> Link:
-    """Returns an anchor or a link by its head; checks neither its tensors nor its neighbours.
+    """Return an anchor or a link by its head; checks neither its tensors nor its neighbours.
 
     Raises:
         CheckpointError: it is missing, damaged, or holds another number than its name says.
@@ -205,7 +205,7 @@ def open_link(path: Path) -> Link:
 
 
 def read_any(path: Path) -> Link:
-    """Returns an anchor or a link by its head, whatever its name.
+    """Return an anchor or a link by its head, whatever its name.
 
     Raises:
         CheckpointError: it is missing or damaged, or neither of them.
@@ -217,7 +217,7 @@ def read_any(path: Path) -> Link:
     return to_link(path, "delta", file.footer, file.size_bytes, file.footer.changed)
 
 
-def to_link(path: Path, kind: Kind, head: Head, size_bytes: int, changed: int) -> Link:
+def to_link(path: Path, kind: Kind, head: Head, size_bytes: int, n_changed: int) -> Link:
     return Link(
         head.number,
         head.step,
@@ -229,7 +229,7 @@ def to_link(path: Path, kind: Kind, head: Head, size_bytes: int, changed: int) -
         head.result,
         head.elements,
         head.full_bytes,
-        changed,
+        n_changed,
         head.aliases,
         head.missing,
     )
@@ -241,7 +241,7 @@ def link_path(folder: Path, kind: Kind, number: int) -> Path:
 
 
 def links(folder: Path) -> list[Link]:
-    """Returns the anchors and links of a chain in order, which is checked; not their content.
+    """Return the anchors and links of a chain in order, which is checked; not their content.
 
     Raises:
         CheckpointError: there is no chain, or a file is missing, damaged or from elsewhere.
@@ -249,9 +249,9 @@ def links(folder: Path) -> list[Link]:
     index = read_chain_index(folder)
     if index is None:
         raise CheckpointError(f"{folder}: there is no chain of delta checkpoints here")
-    found = [open_link(path) for number, path in files(folder).items() if number >= index.first]
+    all_links = [open_link(path) for number, path in files(folder).items() if number >= index.first]
     chain: list[Link] = []
-    for link in reversed(found):  # a squashed link comes after those that it replaces
+    for link in reversed(all_links):  # a squashed link comes after those that it replaces
         if not chain or link.number < chain[-1].first:
             chain.append(link)
     chain.reverse()
@@ -284,7 +284,7 @@ def _check_order(folder: Path, index: Index, chain: Sequence[Link]) -> None:
 
 
 def find_link(chain: Sequence[Link], number: int | None = None, step: int | None = None) -> Link:
-    """Returns the link with a number, or the last one of a training step; by default the last.
+    """Return the link with a number, or the last one of a training step; by default the last.
 
     Raises:
         CheckpointError: there is none.
@@ -294,9 +294,9 @@ def find_link(chain: Sequence[Link], number: int | None = None, step: int | None
             step if step is not None else link.step
         ):
             return link
-    wanted = f"number {number}" if number is not None else f"step {step}"
+    wanted_link = f"number {number}" if number is not None else f"step {step}"
     raise CheckpointError(
-        f"{chain[-1].file.parent if chain else 'the chain'}: {wanted} is not in the chain, which has "
+        f"{chain[-1].file.parent if chain else 'the chain'}: {wanted_link} is not in the chain, which has "
         f"numbers {chain[0].number} to {chain[-1].number}, steps {chain[0].step} to {chain[-1].step}"
         if chain
         else "the chain is empty"
@@ -304,14 +304,14 @@ def find_link(chain: Sequence[Link], number: int | None = None, step: int | None
 
 
 def segment_of(chain: Sequence[Link], end: Link) -> Segment:
-    """Returns the links from the last anchor to `end`."""
+    """Return the links from the last anchor to `end`."""
     upto = chain[: chain.index(end) + 1]
     begin = max(at for at, link in enumerate(upto) if link.kind == "anchor")
     return Segment(upto[begin], tuple(upto[begin + 1 :]))
 
 
 def segments(chain: Sequence[Link]) -> list[Segment]:
-    """Returns the segments of a chain, each up to the next anchor."""
+    """Return the segments of a chain, each up to the next anchor."""
     begins = [at for at, link in enumerate(chain) if link.kind == "anchor"]
     ends = [*begins[1:], len(chain)]
     return [
@@ -333,7 +333,7 @@ def missing_steps(last: int, step: int, every: int) -> tuple[int, int] | None:
 
 
 def write_anchor(path: Path, state: State, head: Head) -> None:
-    """Writes and syncs an anchor: a safetensors file whose metadata has its head and a checksum."""
+    """Write and sync an anchor: a safetensors file whose metadata has its head and a checksum."""
     entries = outline(state)
     metadata = {"format": "pt", HEAD: msgspec.json.encode(head).decode(), CHECKSUM: _UNKNOWN}
     metadata[CHECKSUM] = xxhash.xxh3_128_hexdigest(file_header(entries, metadata))
@@ -341,7 +341,7 @@ def write_anchor(path: Path, state: State, head: Head) -> None:
 
 
 def _read_anchor(path: Path) -> Head:
-    """Returns the head of an anchor.
+    """Return the head of an anchor.
 
     Raises:
         CheckpointError: it is missing, damaged, or not an anchor.
@@ -349,8 +349,8 @@ def _read_anchor(path: Path) -> Head:
     raw, metadata = read_metadata(path)
     if not {HEAD, CHECKSUM} <= metadata.keys():
         raise CheckpointError(f"{path}: not an anchor of a chain")
-    found = metadata[CHECKSUM]
-    blank = raw.replace(found.encode(), _UNKNOWN.encode(), 1)
-    if xxhash.xxh3_128_hexdigest(blank) != found:
+    checksum = metadata[CHECKSUM]
+    blank = raw.replace(checksum.encode(), _UNKNOWN.encode(), 1)
+    if xxhash.xxh3_128_hexdigest(blank) != checksum:
         raise CheckpointError(f"{path}: content has changed: its checksum does not match")
     return decode_head(metadata[HEAD], Head, path)

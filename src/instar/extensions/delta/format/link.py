@@ -122,7 +122,7 @@ class LinkWriter:
         self._write(MAGIC)
 
     def add(self, name: str, block: int, difference: BlockDelta) -> None:
-        """Adds the difference of a block of a tensor; blocks are numbered from 0."""
+        """Add the difference of a block of a tensor; blocks are numbered from 0."""
         for plane in (*(difference.gaps or ()), *difference.values):
             self._write(plane)
         gaps = None if difference.gaps is None else tuple(map(len, difference.gaps))
@@ -130,7 +130,7 @@ class LinkWriter:
         self._spans.setdefault(name, []).append(span)
 
     def finish(self, head: Head) -> Footer:
-        """Writes the footer and syncs the file."""
+        """Write the footer and sync the file."""
         tensors = {
             name: Changes(self._outline[name].dtype, self._outline[name].shape, tuple(spans))
             for name, spans in self._spans.items()
@@ -138,8 +138,8 @@ class LinkWriter:
         fields = {name: getattr(head, name) for name in Head.__struct_fields__}
         footer = Footer(**fields, values=self._values, tensors=tensors)
         raw = msgspec.json.encode(footer)
-        stored = compress(raw)
-        end = stored + struct.pack("<QQ", len(raw), len(stored))
+        payload = compress(raw)
+        end = payload + struct.pack("<QQ", len(raw), len(payload))
         self._write(end + xxhash.xxh3_128_digest(end))
         self._file.write(self._digest.digest())
         self._file.flush()
@@ -161,16 +161,16 @@ class LinkFile:
 
     @cached_property
     def _places(self) -> dict[tuple[str, int], tuple[int, Span]]:
-        found = {}
+        places = {}
         at = len(MAGIC)
         for name, changes in self.footer.tensors.items():
             for span in changes.spans:
-                found[name, span.block] = (at, span)
+                places[name, span.block] = (at, span)
                 at += span.size_bytes
-        return found
+        return places
 
     def difference(self, name: str, block: int) -> BlockDelta | None:
-        """Returns the difference of a block of a tensor; None: it is unchanged."""
+        """Return the difference of a block of a tensor; None: it is unchanged."""
         if (name, block) not in self._places:
             return None
         at, span = self._places[name, block]
@@ -185,7 +185,7 @@ class LinkFile:
         return BlockDelta(span.changed, gaps, tuple(planes[count:]))
 
     def apply(self, name: str, difference: BlockDelta, words: Words) -> None:
-        """Applies the difference of a block of a tensor in place.
+        """Apply the difference of a block of a tensor in place.
 
         Raises:
             CheckpointError: the difference does not fit the block.
@@ -197,23 +197,23 @@ class LinkFile:
             raise CheckpointError(f"{self.path}: invalid: {name}: {error}") from error
 
     def check_fits(self, base: Outline) -> None:
-        """Checks that the differences are of tensors of a base.
+        """Check that the differences are of tensors of a base.
 
         Raises:
             CheckpointError: a tensor is missing there, or has another dtype or shape.
         """
         for name, changes in self.footer.tensors.items():
-            if (found := base.get(name)) is None:
+            if (entry := base.get(name)) is None:
                 raise CheckpointError(f"{self.path}: changes {name}, which its base does not have")
-            if (found.dtype, found.shape) != (changes.dtype, changes.shape):
+            if (entry.dtype, entry.shape) != (changes.dtype, changes.shape):
                 raise CheckpointError(
                     f"{self.path}: {name} is {changes.dtype} {list(changes.shape)}, but "
-                    f"{found.dtype} {list(found.shape)} in its base"
+                    f"{entry.dtype} {list(entry.shape)} in its base"
                 )
 
 
 def read_link(path: Path, *, check: bool = True) -> LinkFile:
-    """Returns a link; by default reads all of it to verify its checksum.
+    """Return a link; by default reads all of it to verify its checksum.
 
     Raises:
         CheckpointError: it is missing, damaged, not a link, or has a newer format.
@@ -233,23 +233,23 @@ def read_link(path: Path, *, check: bool = True) -> LinkFile:
                 raise _changed(path)
             digest = file.read(_DIGEST_BYTES)
             file.seek(begin)
-            stored = file.read(stored_bytes)
-        if xxhash.xxh3_128_digest(stored + lengths) != digest:
+            footer_bytes = file.read(stored_bytes)
+        if xxhash.xxh3_128_digest(footer_bytes + lengths) != digest:
             raise _changed(path)
-        raw = decompress(stored, raw_bytes)
+        raw = decompress(footer_bytes, raw_bytes)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except (OSError, EncodingError) as error:
         raise CheckpointError(f"{path}: invalid: {error}") from error
     footer = decode_head(raw, Footer, path)
-    payload = sum(span.size_bytes for each in footer.tensors.values() for span in each.spans)
+    payload = sum(span.size_bytes for changes in footer.tensors.values() for span in changes.spans)
     if payload != begin - len(MAGIC):
         raise CheckpointError(f"{path}: invalid: its footer does not fit the file")
     return LinkFile(path, footer, size)
 
 
 def decode_head(raw: bytes | str, kind: type[H], path: Path) -> H:
-    """Decodes the JSON of a head or footer.
+    """Decode the JSON of a head or footer.
 
     Raises:
         CheckpointError: it is invalid, or has a newer format.
@@ -271,7 +271,7 @@ class _Format(msgspec.Struct):
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Returns the hash of the first `size` bytes, and leaves the file after them."""
+    """Return the hash of the first `size` bytes, and leaves the file after them."""
     digest = xxhash.xxh3_128()
     file.seek(0)
     while size and (chunk := file.read(min(size, _CHUNK_BYTES))):

@@ -14,7 +14,7 @@ from instar.record.progress import tracked
 
 
 def compare_states(base: State, new: State, writer: LinkWriter, values: Values) -> tuple[str, str]:
-    """Writes the differences of two states of the same tensors; returns the hashes of both."""
+    """Write the differences of two states of the same tensors; return the hashes of both."""
     entries = outline(new)
     hashes = StateHash(entries), StateHash(entries)
     for name in tracked(sorted(new), "comparing", "tensors"):
@@ -30,7 +30,7 @@ def compare_states(base: State, new: State, writer: LinkWriter, values: Values) 
 
 
 def create_file(base: Path, new: Path, target: Path, values: Values = "steps") -> Footer:
-    """Writes the difference from one safetensors file to another as a link.
+    """Write the difference from one safetensors file to another as a link.
 
     Args:
         base, new: files, or folders in the layout of transformers.
@@ -54,7 +54,7 @@ def create_file(base: Path, new: Path, target: Path, values: Values = "steps") -
 
 
 def head_of(entries: Outline, *, base: str, result: str) -> Head:
-    """Returns the head of a link of a state, which is not in a chain yet."""
+    """Return the head of a link of a state, which is not in a chain yet."""
     return Head(
         base=base,
         result=result,
@@ -64,7 +64,7 @@ def head_of(entries: Outline, *, base: str, result: str) -> Head:
 
 
 def apply_file(base: Path, link: Path, target: Path) -> None:
-    """Writes the state that a link makes of a base.
+    """Write the state that a link makes of a base.
 
     Raises:
         CheckpointError: a file is invalid, or the base is not that of the link.
@@ -76,7 +76,7 @@ def apply_file(base: Path, link: Path, target: Path) -> None:
 
 
 def _check_same(old: Outline, new: Outline, base: Path, target: Path) -> None:
-    """Raises a CheckpointError with all tensors that differ in name, dtype or shape."""
+    """Raise a CheckpointError with all tensors that differ in name, dtype or shape."""
     problems = [f"{name} is missing in {target}" for name in sorted(old.keys() - new.keys())]
     problems += [f"{name} is missing in {base}" for name in sorted(new.keys() - old.keys())]
     for name in sorted(old.keys() & new.keys()):
@@ -87,11 +87,13 @@ def _check_same(old: Outline, new: Outline, base: Path, target: Path) -> None:
                 f"{list(after.shape)} in {target}"
             )
     if problems:
-        shown = problems[:_SHOWN] + [f"… and {len(problems) - _SHOWN} more"] * (
+        first_problems = problems[:_SHOWN] + [f"… and {len(problems) - _SHOWN} more"] * (
             len(problems) > _SHOWN
         )
         raise CheckpointError(
-            "\n".join([*shown, "A delta needs the same tensors; save the new state as a whole"])
+            "\n".join(
+                [*first_problems, "A delta needs the same tensors; save the new state as a whole"]
+            )
         )
 
 

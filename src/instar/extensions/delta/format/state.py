@@ -32,7 +32,7 @@ class Bits:
     words: Words
 
     def blocks(self) -> Iterator[Words]:
-        """Yields views of consecutive words, of `BLOCK_BYTES` each but the last."""
+        """Yield views of consecutive words, of `BLOCK_BYTES` each but the last."""
         step = block_words(self.entry)
         for begin in range(0, self.words.size, step):
             yield self.words[begin : begin + step]
@@ -43,10 +43,10 @@ Outline = Mapping[str, TensorEntry]
 
 
 def word_type(entry: TensorEntry) -> np.dtype[np.unsignedinteger]:
-    """Returns the unsigned integer of the size of an element; bytes if there is none."""
+    """Return the unsigned integer of the size of an element; bytes if there is none."""
     size = entry.size_bytes // entry.elements if entry.elements else 1
-    whole = size in (1, 2, 4, 8) and size * entry.elements == entry.size_bytes
-    return np.dtype(f"<u{size}") if whole else np.dtype("u1")
+    is_word = size in (1, 2, 4, 8) and size * entry.elements == entry.size_bytes
+    return np.dtype(f"<u{size}") if is_word else np.dtype("u1")
 
 
 def word_count(entry: TensorEntry) -> int:
@@ -54,7 +54,7 @@ def word_count(entry: TensorEntry) -> int:
 
 
 def block_words(entry: TensorEntry) -> int:
-    """Returns the number of words in each block of a tensor but the last."""
+    """Return the number of words in each block of a tensor but the last."""
     return BLOCK_BYTES // word_type(entry).itemsize
 
 
@@ -63,7 +63,7 @@ def outline(state: State) -> dict[str, TensorEntry]:
 
 
 def open_state(path: Path) -> dict[str, Bits]:
-    """Maps a safetensors file, or the files of a folder in the layout of transformers, into memory.
+    """Map a safetensors file, or the files of a folder in the layout of transformers, into memory.
 
     Raises:
         CheckpointError: a file is missing or is not a safetensors file.
@@ -77,12 +77,12 @@ def open_state(path: Path) -> dict[str, Bits]:
         names = msgspec.json.decode(of_bounded_depth(read_regular(index)), type=_Index).weight_map
     except (OSError, msgspec.DecodeError, ValueError) as error:
         raise CheckpointError(f"{index}: {error}") from error
-    found: dict[str, Bits] = {}
+    tensors: dict[str, Bits] = {}
     for name in sorted(set(names.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{index}: {name!r} is not the name of a file")
-        found |= _open_file(path / name)
-    return found
+        tensors |= _open_file(path / name)
+    return tensors
 
 
 class _Index(msgspec.Struct):
@@ -102,12 +102,12 @@ def _open_file(path: Path) -> dict[str, Bits]:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
     begin = path.stat().st_size - sum(entry.size_bytes for entry in entries.values())
     content = np.memmap(path, np.uint8, "r")
-    found = {}
+    tensors = {}
     for name, entry in entries.items():
         raw = content[begin : begin + entry.size_bytes]
-        found[name] = Bits(entry, raw.view(np.ndarray).view(word_type(entry)))
+        tensors[name] = Bits(entry, raw.view(np.ndarray).view(word_type(entry)))
         begin += entry.size_bytes
-    return found
+    return tensors
 
 
 class StateHash:
@@ -130,7 +130,7 @@ class StateHash:
 
 
 def state_hash(state: State) -> str:
-    """Returns the hash of a state."""
+    """Return the hash of a state."""
     digest = StateHash(outline(state))
     for name, bits in state.items():
         digest.update(name, bits.words)
@@ -138,7 +138,7 @@ def state_hash(state: State) -> str:
 
 
 def file_header(outline: Outline, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Returns the header of a safetensors file of these tensors, the largest elements first.
+    """Return the header of a safetensors file of these tensors, the largest elements first.
 
     The metadata is by default that without which transformers refuses a file.
     """
@@ -150,7 +150,7 @@ def file_header(outline: Outline, metadata: Mapping[str, str] | None = None) -> 
 def write_state(
     path: Path, outline: Outline, header: bytes, blocks: Callable[[str], Iterable[Words]]
 ) -> None:
-    """Writes and syncs a safetensors file of the tensors whose blocks `blocks` yields.
+    """Write and sync a safetensors file of the tensors whose blocks `blocks` yields.
 
     Raises:
         OSError: it cannot be written.

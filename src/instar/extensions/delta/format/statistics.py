@@ -81,21 +81,21 @@ class LinkStatistics:
 
 
 def layer_name(name: str) -> str:
-    """Returns the layer of a tensor: its name up to the first number, or without its last part."""
-    if found := _LAYER.match(name):
-        return found[0]
+    """Return the layer of a tensor: its name up to the first number, or without its last part."""
+    if match := _LAYER.match(name):
+        return match[0]
     return name.rpartition(".")[0] or name
 
 
 def statistics(folder: Path) -> list[LinkStatistics]:
-    """Returns the statistics of every link of a chain in order, without its anchors.
+    """Return the statistics of every link of a chain in order, without its anchors.
 
     Raises:
         CheckpointError: there is no chain, or a file is missing or damaged.
     """
     chain = links(folder)
-    each = (found for segment in segments(chain) for found in _of_segment(segment))
-    return list(tracked(each, f"reading {folder}", "links", len(chain)))
+    statistics_of_links = (entry for segment in segments(chain) for entry in _of_segment(segment))
+    return list(tracked(statistics_of_links, f"reading {folder}", "links", len(chain)))
 
 
 def _of_segment(segment: Segment) -> Iterator[LinkStatistics]:
@@ -108,7 +108,7 @@ def _of_segment(segment: Segment) -> Iterator[LinkStatistics]:
 
 
 def link_statistics(link: LinkFile, entries: Outline, before: LinkFile | None) -> LinkStatistics:
-    """Returns the statistics of a link.
+    """Return the statistics of a link.
 
     Args:
         entries: all tensors.
@@ -121,10 +121,10 @@ def link_statistics(link: LinkFile, entries: Outline, before: LinkFile | None) -
     layers: dict[str, list[Share]] = {}
     for name, entry in entries.items():
         layers.setdefault(layer_name(name), []).append(_share(name, entry, link, before))
-    shares = {layer: _sum(found) for layer, found in layers.items()}
+    shares = {layer: _sum(layer_shares) for layer, layer_shares in layers.items()}
     head = link.footer
-    whole = _sum(list(shares.values()))
-    return LinkStatistics(head.number, head.step, link.size_bytes, head.full_bytes, whole, shares)
+    total = _sum(list(shares.values()))
+    return LinkStatistics(head.number, head.step, link.size_bytes, head.full_bytes, total, shares)
 
 
 def _share(name: str, entry: TensorEntry, now: LinkFile, before: LinkFile | None) -> Share:
@@ -149,7 +149,7 @@ def _changed(link: LinkFile, name: str) -> int:
 def _mask(
     link: LinkFile, name: str, entry: TensorEntry, block: int
 ) -> npt.NDArray[np.bool_] | None:
-    """Returns whether each element of a block is changed; None: unknown."""
+    """Return whether each element of a block is changed; None: unknown."""
     step = block_words(entry)
     size = min(step, word_count(entry) - block * step)
     difference = link.difference(name, block)

@@ -16,7 +16,7 @@ _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
 def to_bits(tensor: Tensor) -> Bits:
-    """Returns a view of a contiguous CPU tensor's bits; of another one, of a copy.
+    """Return a view of a contiguous CPU tensor's bits; of another one, of a copy.
 
     Raises:
         ValueError: safetensors has no such dtype.
@@ -30,7 +30,7 @@ def to_bits(tensor: Tensor) -> Bits:
 
 
 def empty(entry: TensorEntry) -> Tensor:
-    """Returns a tensor with unset values.
+    """Return a tensor with unset values.
 
     Raises:
         CheckpointError: torch has no such dtype.
@@ -43,7 +43,7 @@ def empty(entry: TensorEntry) -> Tensor:
 def without_aliases(
     tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns each tensor once, and its other names.
+    """Return each tensor once, and its other names.
 
     Tied tensors, which are the same view of the same memory, keep the first of their names; so do
     checkpoints of transformers.
@@ -54,15 +54,15 @@ def without_aliases(
     for alias, name in aliases.items():
         if name not in tensors or name in aliases:
             raise ValueError(f"{alias!r} is an alias of {name!r}, which is not saved")
-    kept: dict[str, Tensor] = {}
-    found = dict(aliases)
+    unique_tensors: dict[str, Tensor] = {}
+    all_aliases = dict(aliases)
     first: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
         if name in aliases:
             continue
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if tensor.numel() and first.setdefault(view, name) != name:
-            found[name] = first[view]
+            all_aliases[name] = first[view]
         else:
-            kept[name] = tensor
-    return kept, found
+            unique_tensors[name] = tensor
+    return unique_tensors, all_aliases

@@ -45,9 +45,9 @@ def plan_fleet(
     from instar.extensions.fleet.load import load_fleet
     from instar.extensions.fleet.view.table import cell, plan_row
 
-    loaded = load_fleet(file, _with_engine(overrides, engine))
-    fleet_plan, _ = plan_and_gpus(loaded, gpus, on_this_machine=False)
-    for problem in missing_commands(loaded):
+    loaded_config = load_fleet(file, _with_engine(overrides, engine))
+    fleet_plan, _ = plan_and_gpus(loaded_config, gpus, on_this_machine=False)
+    for problem in missing_commands(loaded_config):
         click.echo(f"{problem.where}: {problem.message}; `up` needs it: {problem.hint}", err=True)
     rows = [plan_row(fleet_plan, instance) for instance in fleet_plan.instances]
     requests = scheduler_request(fleet_plan, gpus)
@@ -107,14 +107,14 @@ def up(
     from instar.extensions.fleet.load import load_fleet
 
     check_own_file(Path(file))
-    loaded = load_fleet(file, _with_engine(overrides, engine))
+    loaded_config = load_fleet(file, _with_engine(overrides, engine))
     if max_steps is not None:
-        loaded = as_test(loaded, max_steps)
-    fleet_plan, _ = plan_and_gpus(loaded, gpus)
+        loaded_config = as_test(loaded_config, max_steps)
+    fleet_plan, _ = plan_and_gpus(loaded_config, gpus)
     indices = _chosen(only, len(fleet_plan.instances))
     _check_detach(fleet_plan.spec.engine, detach)
     check_engine(fleet_plan.spec, gpus, say_to_terminal)
-    return _run(create_fleet_folder(loaded, gpus), indices, wait, detach)
+    return _run(create_fleet_folder(loaded_config, gpus), indices, wait, detach)
 
 
 @fleet.command("resume")
@@ -131,11 +131,11 @@ def resume_fleet(name: str, only: str | None, wait: bool, detach: bool) -> int:
     from instar.extensions.fleet.engines.work import plan_and_gpus
     from instar.extensions.fleet.folder import find_fleet, reopen_fleet
 
-    started = reopen_fleet(find_fleet(name))
-    with chdir(started.cwd):
-        fleet_plan, _ = plan_and_gpus(started.loaded, started.gpus)
+    fleet_folder = reopen_fleet(find_fleet(name))
+    with chdir(fleet_folder.cwd):
+        fleet_plan, _ = plan_and_gpus(fleet_folder.loaded, fleet_folder.gpus)
         _check_detach(fleet_plan.spec.engine, detach)
-        return _run(started, _chosen(only, len(fleet_plan.instances)), wait, detach)
+        return _run(fleet_folder, _chosen(only, len(fleet_plan.instances)), wait, detach)
 
 
 @fleet.command(hidden=True)
@@ -163,9 +163,9 @@ def check_host(file: str, overrides: tuple[str, ...], gpus: str | None, as_json:
     from instar.extensions.fleet.engines.work import plan_and_gpus
     from instar.extensions.fleet.load import load_fleet
 
-    loaded = load_fleet(file, overrides)
-    fleet_plan, found_gpus = plan_and_gpus(loaded, gpus, on_this_machine=False)
-    findings = diagnose_fleet(fleet_plan, found_gpus, [*missing_commands(loaded)])
+    loaded_config = load_fleet(file, overrides)
+    fleet_plan, found_gpus = plan_and_gpus(loaded_config, gpus, on_this_machine=False)
+    findings = diagnose_fleet(fleet_plan, found_gpus, [*missing_commands(loaded_config)])
     if as_json:
         print_json([vars(finding) for finding in findings])
     else:
@@ -186,26 +186,26 @@ def _check_detach(engine: str, detach: bool) -> None:
         raise ConfigError.of(f"the engine {engine} cannot go on alone", "--detach", hint)
 
 
-def _run(started: FleetFolder, only: Collection[int], wait: bool, detach: bool) -> int:
+def _run(fleet_folder: FleetFolder, only: Collection[int], wait: bool, detach: bool) -> int:
     from instar.extensions.fleet.engines.start import run_fleet
     from instar.extensions.fleet.view.live import shown_below
 
-    with shown_below(started.path, sys.stderr) as say:
-        code = run_fleet(started, only, say, wait=wait, detach=detach)
-    _summarize(started, code)
+    with shown_below(fleet_folder.path, sys.stderr) as say:
+        code = run_fleet(fleet_folder, only, say, wait=wait, detach=detach)
+    _summarize(fleet_folder, code)
     return code
 
 
-def _summarize(started: FleetFolder, code: int) -> None:
+def _summarize(fleet_folder: FleetFolder, code: int) -> None:
     from instar.extensions.fleet.view.reader import FleetReader
     from instar.extensions.fleet.view.table import title
 
-    view = FleetReader(started.path).read(runs=False)
+    view = FleetReader(fleet_folder.path).read(runs=False)
     say_to_terminal(title(view))
     for text in view.best_lines:
         say_to_terminal(text)
     if code:
-        name = started.path if started.path.is_absolute() else started.path.name
+        name = fleet_folder.path if fleet_folder.path.is_absolute() else fleet_folder.path.name
         say_to_terminal(f"next: instar fleet resume {shlex.quote(str(name))}")
 
 

@@ -38,24 +38,24 @@ def run_on_host(folder: Path, index: int, say: Callable[[str], None]) -> tuple[i
     if not folder.is_dir():
         hint = "a fleet's folder is on a file system that all hosts see"
         raise ConfigError.of("there is no such folder on this host", where=str(folder), hint=hint)
-    started = reopen_fleet(folder)
+    fleet_folder = reopen_fleet(folder)
     try:
-        os.chdir(started.cwd)
+        os.chdir(fleet_folder.cwd)
     except OSError as error:
         hint = "a fleet is started in a folder that all hosts see"
         text = f"cannot be entered on this host: {error.strerror}"
-        raise ConfigError.of(text, where=str(started.cwd), hint=hint) from None
-    with closing(FolderLock(started.path, patience_s(started), index)) as lock:
-        before = status_before(started)
+        raise ConfigError.of(text, where=str(fleet_folder.cwd), hint=hint) from None
+    with closing(FolderLock(fleet_folder.path, patience_s(fleet_folder), index)) as lock:
+        before = status_before(fleet_folder)
         was = before.instances.get(index)
         if was is not None and was.phase == "succeeded":
             return 0, ""
-        gpus = given_gpus(os.environ, started.gpus)
-        plan = replace(make_plan(started.loaded, this_machine(gpus)), parallel=1)
+        gpus = given_gpus(os.environ, fleet_folder.gpus)
+        plan = replace(make_plan(fleet_folder.loaded, this_machine(gpus)), parallel=1)
         todo = tuple(instance for instance in plan.instances if instance.index == index)
         if not todo:
             raise ConfigError.of(f"there is no instance {index}", where=str(folder))
-        work = Work(started, plan, gpus, before, todo, lock.trees)
+        work = Work(fleet_folder, plan, gpus, before, todo, lock.trees)
         nodes = nodes_of(plan.spec.engine, os.environ)
         launcher = work.launcher(say, part=index, nodes=nodes)
         return launcher.run(todo, before), launcher.requested

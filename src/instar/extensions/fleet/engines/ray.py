@@ -120,14 +120,14 @@ def strategy(spread: Sequence[Mapping[str, float]]) -> str:
     return "STRICT_SPREAD" if len(spread) > 1 else "STRICT_PACK"
 
 
-def misfit(needed: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
+def misfit(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return which bundle finds no node of its own, and what the nodes have; "" if all find one."""
     free = sorted(nodes, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
-    for bundle in needed:  # the first is the largest
+    for bundle in bundles:  # the first is the largest
         fitting = [node for node in free if all(node.get(k, 0) >= n for k, n in bundle.items())]
         if not fitting:
             amounts = "; ".join(sorted({_amounts(node) for node in nodes}))
-            on = "one node" if len(needed) == 1 else f"one of {len(needed)} nodes"
+            on = "one node" if len(bundles) == 1 else f"one of {len(bundles)} nodes"
             has = f"the cluster has {len(nodes)} nodes, with {amounts}"
             return f"an instance needs {_amounts(bundle)} on {on}; {has}"
         free.remove(fitting[0])
@@ -192,17 +192,17 @@ class Placements:
         self._stopping = True
         while self._waiting:
             self._ends[self._waiting.pop().index] = "not started"
-        stopped = [self._placed[index] for index in indices if index in self._placed]
-        for placed in stopped:
-            if placed.actor is None:
-                self._release(placed, "not started")
+        placements = [self._placed[index] for index in indices if index in self._placed]
+        for placement in placements:
+            if placement.actor is None:
+                self._release(placement, "not started")
             else:
-                placed.actor.stop.remote(kill)
+                placement.actor.stop.remote(kill)
         if kill and (ends := [p.waits_for for p in self._placed.values()]):
             self._ray.wait(ends, num_returns=len(ends), timeout=_KILLED_S)
             self._collect()
-            for placed in list(self._placed.values()):
-                self._release(placed, "killed; its node does not answer")
+            for placement in list(self._placed.values()):
+                self._release(placement, "killed; its node does not answer")
 
     def close(self) -> None:
         """Leave the cluster; it ends what is still there."""
@@ -213,7 +213,7 @@ class Placements:
         from ray.util.placement_group import placement_group
 
         limit = 0 if self._stopping else self.work.plan.parallel
-        full = any(placed.actor is None for placed in self._placed.values())
+        full = any(placement.actor is None for placement in self._placed.values())
         while self._waiting and not full and len(self._placed) < limit:
             instance = self._waiting.popleft()
             name = f"{self.work.plan.spec.name}-{instance.index}-{uuid.uuid4().hex[:8]}"
@@ -226,11 +226,11 @@ class Placements:
 
     def _collect(self) -> None:
         """Start hosts on nodes that were reserved, and take the ends of others."""
-        every = {placed.waits_for: placed for placed in self._placed.values()}
+        every = {placement.waits_for: placement for placement in self._placed.values()}
         if not every:
             return
-        done, _ = self._ray.wait(list(every), num_returns=len(every), timeout=0)
-        for reference in done:
+        ready_references, _ = self._ray.wait(list(every), num_returns=len(every), timeout=0)
+        for reference in ready_references:
             placement = every[reference]
             if placement.actor is None:
                 self._start(placement)

@@ -33,20 +33,20 @@ def run_on_all_nodes(words: list[str]) -> int:
     with StopSignal(on_repeat=lambda: None) as stop:
         child = Child(words, env={**os.environ, NODE_VARIABLE: "0"})
         actors = _start(words)  # they end with this process
-        pending, failed, stopping = list(actors), 0, False
+        pending, exit_code, stopping = list(actors), 0, False
         while pending or child.poll() is None:
             time.sleep(_POLL_S)
-            done, pending = (
+            ended_processes, pending = (
                 ray.wait(pending, num_returns=len(pending), timeout=0) if pending else ([], [])
             )
-            ends = [child.poll() or 0, *ray.get(done)]
-            failed = failed or next((end for end in ends if end), 0)
-            if (failed or stop.requested) and not stopping:
+            ends = [child.poll() or 0, *ray.get(ended_processes)]
+            exit_code = exit_code or next((end for end in ends if end), 0)
+            if (exit_code or stop.requested) and not stopping:
                 stopping = True
                 child.send_signal(signal.SIGTERM)
                 for actor in actors.values():
                     actor.stop.remote(kill=False)
-        return failed
+        return exit_code
 
 
 def _start(words: list[str]) -> dict[Any, Any]:
@@ -58,7 +58,7 @@ def _start(words: list[str]) -> dict[Any, Any]:
     group = get_placement_group(os.environ[RAY_VARIABLE].split()[1])
     instance, file = os.environ[INSTANCE_VARIABLE], Path(words[-1])
     folder, job = file.parents[2], file.name.partition(".")[0]
-    started = {}
+    node_processes = {}
     for rank, fields in enumerate(json.loads(file.read_bytes())):
         if rank == 0:
             continue
@@ -76,8 +76,10 @@ def _start(words: list[str]) -> dict[Any, Any]:
             file.with_name(f"{file.stem}.node{rank}.json"),
         )
         node_process = actor.remote()
-        started[node_process.run.remote(command, holder=f"{name} of {instance}")] = node_process
-    return started
+        node_processes[node_process.run.remote(command, holder=f"{name} of {instance}")] = (
+            node_process
+        )
+    return node_processes
 
 
 if __name__ == "__main__":

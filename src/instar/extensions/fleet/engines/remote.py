@@ -148,10 +148,10 @@ class _Waiting:
                 else:
                     self._conclude(instance, host)
             self._stop_after_failures()
-        succeeded = all(phase == "succeeded" for phase in self.outcomes.values())
-        stopped = self.stop.requested or self.cancelled
-        code = Interrupted.exit_code if stopped else InstarError.exit_code
-        code = 0 if succeeded else code
+        is_success = all(phase == "succeeded" for phase in self.outcomes.values())
+        is_stopped = self.stop.requested or self.cancelled
+        code = Interrupted.exit_code if is_stopped else InstarError.exit_code
+        code = 0 if is_success else code
         self.log.write(Ended(now(), code), durable=True)
         return code
 
@@ -187,8 +187,8 @@ class _Waiting:
                 self.say(line)
 
     def _stop_after_failures(self) -> None:
-        failed = sum(phase == "failed" for phase in self.outcomes.values())
-        why = too_many_failed(self.work.plan, failed)
+        n_failed = sum(phase == "failed" for phase in self.outcomes.values())
+        why = too_many_failed(self.work.plan, n_failed)
         if why and self.running and not self.stopping:
             self.say(why)
             self.stopping = True

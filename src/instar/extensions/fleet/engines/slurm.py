@@ -51,8 +51,8 @@ def run_on_slurm(work: Work, say: Callable[[str], None], *, detach: bool) -> int
     """
     name = work.started.path.name
     arrays = SlurmArrays(work.started.path, work.plan, work.started.gpus)
-    queued = {index for index, host in arrays.hosts().items() if host.alive}
-    fresh = [instance for instance in work.todo if instance.index not in queued]
+    queued_indices = {index for index, host in arrays.hosts().items() if host.alive}
+    fresh = [instance for instance in work.todo if instance.index not in queued_indices]
     with stop_signal() as stop:
         sizes = part_sizes(work)
         if fresh:
@@ -65,24 +65,24 @@ def run_on_slurm(work: Work, say: Callable[[str], None], *, detach: bool) -> int
     return code
 
 
-def cancel(started: FleetFolder, say: Callable[[str], None], *, kill: bool) -> None:
+def cancel(fleet_folder: FleetFolder, say: Callable[[str], None], *, kill: bool) -> None:
     """Cancel all tasks of a fleet, and wait until they have ended, unless another process does.
 
     Raises:
         ConfigError: SLURM has none.
     """
-    arrays = SlurmArrays(started.path)
+    arrays = SlurmArrays(fleet_folder.path)
     alive = [index for index, host in arrays.hosts().items() if host.alive]
     if not alive:
-        raise ConfigError.of("SLURM has no task of this fleet", where=str(started.path))
-    work = remaining_work(started, alive, -1)
+        raise ConfigError.of("SLURM has no task of this fleet", where=str(fleet_folder.path))
+    work = remaining_work(fleet_folder, alive, -1)
     sizes = part_sizes(work)
     arrays.stop(alive, kill=kill)
     try:
-        with closing(FolderLock(started.path, 0.0)), stop_signal() as stop:
+        with closing(FolderLock(fleet_folder.path, 0.0)), stop_signal() as stop:
             wait_for_hosts(work, arrays, say, sizes, stop)
     except FolderBusy:  # that process does so
-        while launcher_pid(started.path) is not None:
+        while launcher_pid(fleet_folder.path) is not None:
             time.sleep(_POLL_S)
 
 
@@ -137,14 +137,14 @@ class SlurmArrays:
         if jobs:
             ids = ",".join(sorted(set(jobs.values())))
             try:
-                listed = _slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ids)
+                queue_text = _slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ids)
             except SlurmFailed as error:
                 if "Invalid job id" not in str(error):  # which it has forgotten
                     if self._hosts:
                         return self._hosts  # the controller restarts
                     raise
-                listed = ""
-            for line in listed.splitlines():
+                queue_text = ""
+            for line in queue_text.splitlines():
                 task, state, reason = line.split("|", 2)
                 states[task] = state, reason
         self._hosts = {i: self._status(states, f"{job}_{i}") for i, job in jobs.items()}

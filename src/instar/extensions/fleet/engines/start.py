@@ -36,14 +36,14 @@ def scheduler_request(plan: FleetPlan, gpus: str | None) -> dict[str, Any]:
         case "local":
             return {}
         case "ray":
-            needed = ray.bundles(plan.spec, gpus)
-            return {"placement_group": {"strategy": ray.strategy(needed), "bundles": needed}}
+            bundles = ray.bundles(plan.spec, gpus)
+            return {"placement_group": {"strategy": ray.strategy(bundles), "bundles": bundles}}
         case "slurm":
             return {"batch_script": slurm.batch_script(plan, FLEETS / plan.spec.name, gpus)}
 
 
 def run_fleet(
-    started: FleetFolder,
+    fleet_folder: FleetFolder,
     only: Collection[int],
     say: Callable[[str], None],
     *,
@@ -60,11 +60,11 @@ def run_fleet(
     Raises:
         ConfigError: it is running already, or cannot be run.
     """
-    os.chdir(started.cwd)
-    with closing(FolderLock(started.path, patience_s(started))) as lock:
-        work = remaining_work(started, only, lock.trees)
+    os.chdir(fleet_folder.cwd)
+    with closing(FolderLock(fleet_folder.path, patience_s(fleet_folder))) as lock:
+        work = remaining_work(fleet_folder, only, lock.trees)
         if not work.todo:
-            say(f"{started.path.name}: every instance has succeeded")
+            say(f"{fleet_folder.path.name}: every instance has succeeded")
             return 0
         if work.plan.spec.engine == "local":
             return _run_here(work, say, wait=wait)
@@ -83,8 +83,8 @@ def _run_here(work: Work, say: Callable[[str], None], *, wait: bool) -> int:
     if plan.uses_gpus and not wait:
         # refuse before anything is started if another fleet holds what this one needs
         count = sum(len(gpus) for gpus in plan.slot(0).gpus.values())
-        needed = count * min(plan.parallel, len(work.todo))
-        close_all(lock for _, lock in lock_gpus(work.gpus, needed, (), "a check"))
+        n_gpus = count * min(plan.parallel, len(work.todo))
+        close_all(lock for _, lock in lock_gpus(work.gpus, n_gpus, (), "a check"))
     say(f"fleet {work.started.path.name}: {len(work.todo)} instances, {plan.parallel} at a time")
     return work.launcher(say, wait_for_gpus=wait, trials=_trials(work, say)).run(
         work.todo, work.before

@@ -67,37 +67,37 @@ def plan_and_gpus(
     """
     if loaded_config.spec.engine != "local":
         return make_plan(loaded_config, ANY_MACHINE, on_this_machine=on_this_machine), ()
-    detected = find_gpus(gpus, os.environ)
+    machine_gpus = find_gpus(gpus, os.environ)
     return make_plan(
-        loaded_config, this_machine(detected), on_this_machine=on_this_machine
-    ), detected
+        loaded_config, this_machine(machine_gpus), on_this_machine=on_this_machine
+    ), machine_gpus
 
 
-def remaining_work(started: FleetFolder, only: Collection[int], trees: int) -> Work:
+def remaining_work(fleet_folder: FleetFolder, only: Collection[int], trees: int) -> Work:
     """Return what there is to do of these instances; of all, if `only` is empty."""
-    plan, gpus = plan_and_gpus(started.loaded, started.gpus)
-    before = status_before(started)
-    done = {
+    plan, gpus = plan_and_gpus(fleet_folder.loaded, fleet_folder.gpus)
+    before = status_before(fleet_folder)
+    finished_indices = {
         index
         for index, instance in before.instances.items()
         if instance.phase == "succeeded" or (instance.phase == "pruned" and index not in only)
     }
-    indices = set(only or range(len(plan.instances))) - done
+    indices = set(only or range(len(plan.instances))) - finished_indices
     todo = tuple(instance for instance in plan.instances if instance.index in indices)
-    return Work(started, plan, gpus, before, todo, trees)
+    return Work(fleet_folder, plan, gpus, before, todo, trees)
 
 
-def status_before(started: FleetFolder) -> FleetStatus:
+def status_before(fleet_folder: FleetFolder) -> FleetStatus:
     """Return the state that earlier launchers left."""
-    return fold_events(events_before(started))
+    return fold_events(events_before(fleet_folder))
 
 
-def events_before(started: FleetFolder) -> list[FleetEvent]:
+def events_before(fleet_folder: FleetFolder) -> list[FleetEvent]:
     """Return the events that earlier launchers left."""
-    return read_fleet_events(started.path) if (started.path / STATE_FILE).exists() else []
+    return read_fleet_events(fleet_folder.path) if (fleet_folder.path / STATE_FILE).exists() else []
 
 
-def patience_s(started: FleetFolder) -> float:
+def patience_s(fleet_folder: FleetFolder) -> float:
     """Return how long processes of an earlier launcher are waited for."""
-    graces = [process.stop.grace for process in started.loaded.spec.processes.values()]
+    graces = [process.stop.grace for process in fleet_folder.loaded.spec.processes.values()]
     return max(graces, default=0.0) + _EARLIER_S

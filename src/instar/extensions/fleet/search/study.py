@@ -49,7 +49,7 @@ class Study:
     """
 
     def __init__(self, search: Search, name: str) -> None:
-        """Raises ConfigError if optuna is not installed."""
+        """Raise ConfigError if optuna is not installed."""
         try:
             import optuna
         except ImportError:

@@ -75,9 +75,9 @@ class Trials:
             for instance in instances
             if instance.index in {*todo} - {*self._study.trials}
         )
-        if occupied := [path for path in new if RunDir(path).holds_run()]:
+        if occupied_folders := [path for path in new if RunDir(path).holds_run()]:
             raise ConfigError.of(
-                f"{len(occupied)} trials have folders with other runs, the first is {occupied[0]}",
+                f"{len(occupied_folders)} trials have folders with other runs, the first is {occupied_folders[0]}",
                 where=str(folder),
                 hint="move them elsewhere",
             )

@@ -62,13 +62,13 @@ def tail_logs(
             listed_at = began
             for log in filter(is_selected, process_logs(folder) if follow else ()):
                 logs.setdefault(log, LineFollower(log.path))
-        announced = False
+        is_announced = False
         for log, follower in logs.items():
             while lines := follower.lines(MAX_BYTES, partial=not runs):
-                announced = True
+                is_announced = True
                 yield from _shown(log, lines)
         taken_s = time.monotonic() - began
-        if runs and not announced:
+        if runs and not is_announced:
             time.sleep(max(POLL_S, taken_s / SHARE))
 
 

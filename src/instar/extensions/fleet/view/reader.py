@@ -114,8 +114,8 @@ class FleetReader:
     def _notes(self, best: int) -> tuple[str, ...]:
         """Return which trials that have succeeded were not evaluated on what the best one was."""
         states = self.status.instances.items()
-        succeeded = {n for n, state in states if state.phase == "succeeded"} - {best}
-        trials = (best, *sorted(succeeded))
+        other_trials = {n for n, state in states if state.phase == "succeeded"} - {best}
+        trials = (best, *sorted(other_trials))
         if self._compared != trials:
             bases = {}
             for index in trials:

@@ -161,10 +161,10 @@ def trial_text(search: Search | None, trial: InstanceStatus) -> str:
 
 
 def _text(metric: str, value: float | None, values: Mapping[str, Scalar]) -> str:
-    reached = {} if value is None else {metric: value}
+    metric_values = {} if value is None else {metric: value}
     return ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in {**reached, **values}.items()
+        for key, value in {**metric_values, **values}.items()
     )
 
 
@@ -172,7 +172,7 @@ def fleet_view(
     name: str,
     status: FleetStatus,
     launcher: int | None,
-    planned: Iterable[Instance] = (),
+    plan_instances: Iterable[Instance] = (),
     services: Collection[str] = (),
     progress: Mapping[int, RunProgress] | None = None,
     search: Search | None = None,
@@ -181,13 +181,13 @@ def fleet_view(
     """Return what is shown of a fleet.
 
     Args:
-        planned: its instances, if its file can be read.
+        plan_instances: its instances, if its file can be read.
         services: names of its services.
         progress: of the runs, by instance.
         hosts: what SLURM knows of the hosts, by instance.
     """
     hosts = hosts or {}
-    instances = {instance.index: instance for instance in planned}
+    instances = {instance.index: instance for instance in plan_instances}
     rows = [
         _instance_row(
             index,
@@ -276,7 +276,7 @@ def fleet_overview(view: FleetView) -> dict[str, Any]:
 def _instance_row(
     index: int,
     status: InstanceStatus,
-    planned: Instance | None,
+    plan_instance: Instance | None,
     services: Collection[str],
     progress: RunProgress | None,
     search: Search | None,
@@ -292,8 +292,8 @@ def _instance_row(
         is_live = host.alive and status.phase != "stopped"
     return InstanceRow(
         index,
-        planned.run_name if planned else "",
-        str(planned.output_dir) if planned else "",
+        plan_instance.run_name if plan_instance else "",
+        str(plan_instance.output_dir) if plan_instance else "",
         state,
         status.since,
         reason,

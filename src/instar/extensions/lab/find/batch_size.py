@@ -66,7 +66,7 @@ class BatchFound:
 
 def find_batch_size(
     loaded_config: Loaded,
-    most: int | None = None,
+    max_size: int | None = None,
     *,
     say: Callable[[str], None] = lambda _: None,
     on_try: Callable[[BatchTried], None] = lambda _: None,
@@ -77,50 +77,50 @@ def find_batch_size(
     need more memory than is available, by extrapolation, or until the speed no longer rises.
 
     Args:
-        most: largest micro-batch to try; default: the samples of an epoch.
+        max_size: largest micro-batch to try; default: the samples of an epoch.
 
     Raises:
         ConfigError: the run could not start, or a single sample does not fit.
     """
-    prepared = prepared_alone(loaded_config, say)
-    config = prepared.config
-    samples = prepared.spec.samples(config.context)
-    bound = min(size for size in (most, samples, 2**20) if size is not None)
+    prepared_run = prepared_alone(loaded_config, say)
+    config = prepared_run.config
+    samples = prepared_run.spec.samples(config.context)
+    largest_size = min(size for size in (max_size, samples, 2**20) if size is not None)
     with join_group(config.parallel, config.device) as world:
         limit = int(MARGIN * usable_bytes(world.device))
-        tried: dict[int, BatchTried] = {}
+        trials: dict[int, BatchTried] = {}
 
         def fits(size: int) -> bool:
-            tried[size] = _try(prepared, world, size, limit)
-            on_try(tried[size])
-            return tried[size].fits
+            trials[size] = _try(prepared_run, world, size, limit)
+            on_try(trials[size])
+            return trials[size].fits
 
         if world.device.type == "cuda":
-            largest = largest_by_trial(fits, bound)
+            largest = largest_by_trial(fits, largest_size)
         else:
-            largest = largest_by_forecast(fits, tried, bound, limit)
+            largest = largest_by_forecast(fits, trials, largest_size, limit)
     if not largest:
         raise ConfigError.of(
             "a micro-batch of one sample does not fit in memory",
             where="model",
             hint="make the model or its context smaller, or set train.gradient_checkpointing: true",
         )
-    fastest = fastest_of(list(tried.values()))
+    fastest = fastest_of(list(trials.values()))
     return BatchFound(
-        tuple(tried[size] for size in sorted(tried)),
-        prepared.spec.unit,
+        tuple(trials[size] for size in sorted(trials)),
+        prepared_run.spec.unit,
         largest,
-        largest in tried,
+        largest in trials,
         fastest,
         limit,
         _settings(config, fastest),
     )
 
 
-def largest_by_trial(fits: Callable[[int], bool], bound: int) -> int:
+def largest_by_trial(fits: Callable[[int], bool], upper: int) -> int:
     """Return the largest size that fits, to about an eighth; 0: none."""
     works, fails = 0, None
-    for size in _doublings(bound):
+    for size in _doublings(upper):
         if not fits(size):
             fails = size
             break
@@ -137,47 +137,47 @@ def largest_by_trial(fits: Callable[[int], bool], bound: int) -> int:
 
 
 def largest_by_forecast(
-    fits: Callable[[int], bool], tried: dict[int, BatchTried], bound: int, limit: int
+    fits: Callable[[int], bool], trials: dict[int, BatchTried], upper: int, limit: int
 ) -> int:
     """Return the largest size that is expected to fit, without using up the memory; 0: none."""
     largest, slower = 0, 0
-    for size in _doublings(bound):
-        if largest and _largest_within(list(tried.values()), limit, bound) < size:
+    for size in _doublings(upper):
+        if largest and _largest_within(list(trials.values()), limit, upper) < size:
             break
         if not fits(size):
             return largest
         if largest:
-            slower = slower + 1 if tried[size].per_s < _SATURATED * tried[largest].per_s else 0
+            slower = slower + 1 if trials[size].per_s < _SATURATED * trials[largest].per_s else 0
         largest = size
         if slower == 2:
             break
-    return max(largest, _largest_within(list(tried.values()), limit, bound)) if largest else 0
+    return max(largest, _largest_within(list(trials.values()), limit, upper)) if largest else 0
 
 
-def _largest_within(tried: Sequence[BatchTried], limit: int, bound: int) -> int:
+def _largest_within(trials: Sequence[BatchTried], limit: int, upper: int) -> int:
     """Extrapolate the memory of the two largest sizes linearly; return the size that reaches the
-    limit, at most `bound`."""
-    if len(tried) < 2:
-        return bound
-    low, high = sorted(tried, key=lambda trial: trial.batch_size)[-2:]
+    limit, at most `upper`."""
+    if len(trials) < 2:
+        return upper
+    low, high = sorted(trials, key=lambda trial: trial.batch_size)[-2:]
     per_sample = (high.memory_bytes - low.memory_bytes) / (high.batch_size - low.batch_size)
     if per_sample <= 0:
-        return bound
-    return min(bound, math.floor(high.batch_size + (limit - high.memory_bytes) / per_sample))
+        return upper
+    return min(upper, math.floor(high.batch_size + (limit - high.memory_bytes) / per_sample))
 
 
-def _doublings(bound: int) -> Iterator[int]:
+def _doublings(upper: int) -> Iterator[int]:
     size = 1
-    while size < bound:
+    while size < upper:
         yield size
         size *= 2
-    yield bound
+    yield upper
 
 
-def fastest_of(tried: Sequence[BatchTried]) -> int:
+def fastest_of(trials: Sequence[BatchTried]) -> int:
     """Return the smallest size that is nearly as fast as any."""
-    highest = max(trial.per_s for trial in tried)
-    return min(trial.batch_size for trial in tried if trial.per_s >= _AS_FAST * highest)
+    highest = max(trial.per_s for trial in trials)
+    return min(trial.batch_size for trial in trials if trial.per_s >= _AS_FAST * highest)
 
 
 def _settings(config: RunConfig, fastest: int) -> dict[str, int]:
@@ -187,16 +187,16 @@ def _settings(config: RunConfig, fastest: int) -> dict[str, int]:
     return {"train.batch_size": size, "train.gradient_accumulation_steps": total // size}
 
 
-def _try(prepared: Prepared, world: World, size: int, limit: int) -> BatchTried:
+def _try(prepared_run: Prepared, world: World, size: int, limit: int) -> BatchTried:
     """Train a few steps with one micro-batch of `size` samples each."""
-    train = prepared.config.train.model_copy(
+    train = prepared_run.config.train.model_copy(
         update={"batch_size": size, "gradient_accumulation_steps": 1}
     )
-    config = prepared.config.model_copy(update={"train": train})
+    config = prepared_run.config.model_copy(update={"train": train})
     try:
         gc.collect()
         _peak_bytes(world.device, reset=True)
-        with opened(prepared, config, world) as trainer:
+        with opened(prepared_run, config, world) as trainer:
             for _ in range(2):  # the first ones also allocate, compile and choose kernels
                 trainer.step()
             start, before = time.perf_counter(), trainer.state.progress

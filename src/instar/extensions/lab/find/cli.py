@@ -104,17 +104,17 @@ def batch(
         loaded_config,
         max_batch,
         say=_say,
-        on_try=lambda tried: _say(f"{tried.batch_size} samples …"),
+        on_try=lambda trial: _say(f"{trial.batch_size} samples …"),
     )
     if as_json:
         print_json(result.to_dict())
         return
     headers = ["batch_size", f"{result.unit}s/s", "memory"]
     rows = [
-        [f"{tried.batch_size:,}", si(tried.per_s), bytes_text(tried.memory_bytes)]
-        if tried.fits
-        else [f"{tried.batch_size:,}", "", "does not fit"]
-        for tried in result.tried
+        [f"{trial.batch_size:,}", si(trial.per_s), bytes_text(trial.memory_bytes)]
+        if trial.fits
+        else [f"{trial.batch_size:,}", "", "does not fit"]
+        for trial in result.tried
     ]
     print_table(headers, rows, right=headers)
     for key, value in result.settings.items():
@@ -151,10 +151,10 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
     print_table(["CHECK", "FOUND"], [[check.what, check.found] for check in report.checks])
     click.echo("\nInstar would train with")
     print_named(((f"  {key}", str(value)) for key, value in report.settings.items()), 22)
-    advised = [(f"  {check.what}", check.advice) for check in report.checks if check.advice]
-    if advised:
+    advice_lines = [(f"  {check.what}", check.advice) for check in report.checks if check.advice]
+    if advice_lines:
         click.echo("\nto change")
-        print_named(advised, 22)
+        print_named(advice_lines, 22)
 
 
 def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:

@@ -67,8 +67,8 @@ class FoundRate:
 
     def rounds(self) -> dict[int, list[ShortRun]]:
         """Return the runs of each number of steps, in ascending order of both."""
-        ordered = sorted(self.runs, key=lambda run: (run.steps, run.lr))
-        return {steps: list(runs) for steps, runs in groupby(ordered, lambda run: run.steps)}
+        ordered_runs = sorted(self.runs, key=lambda run: (run.steps, run.lr))
+        return {steps: list(runs) for steps, runs in groupby(ordered_runs, lambda run: run.steps)}
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,17 @@ def find_learning_rate(
     Raises:
         ConfigError: the run could not start, or no training has a finite loss.
     """
-    prepared = prepared_alone(loaded_config, say)
-    run_steps = prepared.forecast.steps or prepared.config.learning_rate.lr_decay_iters
+    prepared_run = prepared_alone(loaded_config, say)
+    run_steps = prepared_run.forecast.steps or prepared_run.config.learning_rate.lr_decay_iters
     if steps is None:
         steps = SHORTEST if run_steps is None else min(run_steps, max(run_steps // 8, SHORTEST))
     with join_group(loaded_config.config.parallel, loaded_config.config.device) as world:
-        config = prepared.config
+        config = prepared_run.config
         held_out = max(1, steps * config.train.gradient_accumulation_steps // _HELD_OUT)
 
         def loss(lr: float, length: int) -> float:
             short = shorten_config(config, lr, length, run_steps or steps, held_out)
-            return final_loss(prepared, short, world, length)
+            return final_loss(prepared_run, short, world, length)
 
         try:
             rate = search_rate(loss, config.optimizer.lr, steps, budget or BUDGET * steps, on_run)
@@ -186,17 +186,19 @@ def search_rate(
     Raises:
         ValueError: every training diverged, or the budget allows none.
     """
-    searched = _Search(loss, start, budget, on_run)
-    finished = False
+    rate_search = _Search(loss, start, budget, on_run)
+    is_finished = False
     try:
         coarse, fine, full = (max(1, rung) for rung in rung_steps(steps))
-        best = searched.round(range(-2 * _SIDE, 2 * _SIDE + 1, 2), coarse, stride=2)
-        best = searched.round(_with_middles(best), fine)
-        searched.round(best, full)
-        finished = True
+        best = rate_search.round(range(-2 * _SIDE, 2 * _SIDE + 1, 2), coarse, stride=2)
+        best = rate_search.round(_with_middles(best), fine)
+        rate_search.round(best, full)
+        is_finished = True
     except _OverBudget:
         pass
-    return FoundRate(start * 2.0 ** _minimum(searched.losses), tuple(searched.runs), finished)
+    return FoundRate(
+        start * 2.0 ** _minimum(rate_search.losses), tuple(rate_search.runs), is_finished
+    )
 
 
 class _OverBudget(Exception):  # noqa: N818

@@ -138,12 +138,12 @@ def _copies(device: torch.device) -> MachineCheck:
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
     rates = {"memory": _rate(lambda: source.clone())}
     if device.type == "cuda":
-        pinned = source.pin_memory()
-        on_gpu = pinned.to(device)
+        pinned_tensor = source.pin_memory()
+        on_gpu = pinned_tensor.to(device)
 
         def back_and_forth() -> None:
-            on_gpu.copy_(pinned, non_blocking=True)
-            pinned.copy_(on_gpu, non_blocking=True)
+            on_gpu.copy_(pinned_tensor, non_blocking=True)
+            pinned_tensor.copy_(on_gpu, non_blocking=True)
             torch.cuda.synchronize(device)
 
         rates["to and from the GPU"] = 2 * _rate(back_and_forth)
@@ -256,11 +256,11 @@ def _cores() -> MachineCheck:
 
 def _files() -> MachineCheck:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    many = soft == resource.RLIM_INFINITY or soft >= _FEW_FILES
-    allowed = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    is_enough = soft == resource.RLIM_INFINITY or soft >= _FEW_FILES
+    limit_text = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
     limit = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    advice = "" if many else f"ulimit -n {limit}, for many shards or workers"
-    return MachineCheck("open files", f"{allowed} allowed", advice)
+    advice = "" if is_enough else f"ulimit -n {limit}, for many shards or workers"
+    return MachineCheck("open files", f"{limit_text} allowed", advice)
 
 
 def _disk(folder: Path, limit_s: float) -> MachineCheck:

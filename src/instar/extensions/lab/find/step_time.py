@@ -31,10 +31,10 @@ def step_time(loaded_config: Loaded, say: Callable[[str], None]) -> StepTime:
     Raises:
         ConfigError: the run could not start.
     """
-    prepared = prepared_alone(loaded_config, say)
+    prepared_run = prepared_alone(loaded_config, say)
     with (
         join_group(loaded_config.config.parallel, loaded_config.config.device) as world,
-        opened(prepared, prepared.config, world) as trainer,
+        opened(prepared_run, prepared_run.config, world) as trainer,
     ):
         for _ in range(2):  # the first ones also allocate, compile and choose kernels
             trainer.step()

@@ -33,13 +33,13 @@ def prepared_alone(loaded_config: Loaded, say: Callable[[str], None]) -> Prepare
     """
     prepare_run_data(loaded_config, 1, say)
     # neither the run's folder nor its schedule of operations is needed
-    prepared = preflight(loaded_config, 1, new=False)
-    check_memory(loaded_config, prepared.forecast, loaded_config.config.device)
-    return prepared
+    prepared_run = preflight(loaded_config, 1, new=False)
+    check_memory(loaded_config, prepared_run.forecast, loaded_config.config.device)
+    return prepared_run
 
 
 @contextmanager
-def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trainer]:
+def opened(prepared_run: Prepared, config: RunConfig, world: World) -> Iterator[Trainer]:
     """Context manager: a trainer at step 0 that records and saves nothing, without operations and
     without an outer optimizer.
 
@@ -51,7 +51,7 @@ def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trai
     quiet = {"record": record, "parallel": parallel, "schedule": ()}
     with scratch_folder("find") as folder:
         trainer = build_trainer(
-            replace(prepared, config=config.model_copy(update=quiet)),
+            replace(prepared_run, config=config.model_copy(update=quiet)),
             world,
             RunOutputs(
                 StopSignal(),
@@ -66,11 +66,11 @@ def opened(prepared: Prepared, config: RunConfig, world: World) -> Iterator[Trai
             yield trainer
 
 
-def final_loss(prepared: Prepared, config: RunConfig, world: World, steps: int) -> float:
+def final_loss(prepared_run: Prepared, config: RunConfig, world: World, steps: int) -> float:
     """Train for a number of steps and return the validation loss; infinity if it diverges."""
     doing = f"training with learning rate {config.optimizer.lr:.3g}"
     with (
-        opened(prepared, config, world) as trainer,
+        opened(prepared_run, config, world) as trainer,
         progress(doing, steps, "steps") as advance,
     ):
         while trainer.state.step < steps:
@@ -101,7 +101,7 @@ def shorten_config(
     def scaled(iters: int | None) -> int | None:
         return None if iters is None else max(1, round(iters * share))
 
-    averaged = None if config.train.ema is None else 1.0 - (1.0 - config.train.ema) / share
+    ema = None if config.train.ema is None else 1.0 - (1.0 - config.train.ema) / share
     subset = min(config.eval.eval_iters or held_out, held_out)
     return config.model_copy(
         update={
@@ -118,7 +118,7 @@ def shorten_config(
             ),
             "train": config.train.model_copy(
                 update={
-                    "ema": averaged if averaged is not None and averaged > 0 else None,
+                    "ema": ema if ema is not None and ema > 0 else None,
                     "max_skipped_steps": _SKIPPED + 1,
                 }
             ),
