@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 from cases import shortened
+from needed import needs
 from written_runs import written
 
 from instar.config.errors import sentence_of
 from instar.distributed.failure import exception_text, out_of_memory
-from instar.extensions.board import app
-from instar.extensions.board.catalog import Catalog
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 LONG = "x" * 5000
@@ -150,7 +149,11 @@ def test_a_name_that_is_not_utf8_hides_no_run(
         assert any("odd" in name for name in names)
 
 
+@needs("board")
 def test_the_dashboard_lists_all_runs_whatever_one_is_called(odd: Path) -> None:
+    from instar.extensions.board import app
+    from instar.extensions.board.catalog import Catalog
+
     catalog = Catalog(odd / "runs", app.catalog_row, app.unread_row)
     catalog.refresh()
     rows, _ = catalog.since(0)
@@ -162,7 +165,11 @@ def test_the_dashboard_lists_all_runs_whatever_one_is_called(odd: Path) -> None:
     assert catalog.find("odd-\\xff\\xfe") is not None
 
 
+@needs("board")
 def test_a_run_that_cannot_be_told_leaves_the_others_in_the_list(odd: Path) -> None:
+    from instar.extensions.board import app
+    from instar.extensions.board.catalog import Catalog
+
     def look(run: object) -> dict[str, object]:
         if "odd" in str(run):
             raise ValueError("odd")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import science
+from needed import needs
 from safetensors.torch import load_file
 from tiny_run import codes, said
 
@@ -67,7 +68,12 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+MARKS = {"graph": [needs("graphs")]}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=MARKS.get(n, [])) for n in CASES], ids=str
+)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Case, Path]:

@@ -74,7 +74,7 @@ def test_init_overwrites_nothing_unless_forced(here: Path, capsys: Captured) -> 
         (["gpt", "no/such/gpt.yaml"], "no/such/gpt.yaml: cannot be written"),
         (["gtp"], "'gtp' is not"),
         (["gpt", "--preset", "lama"], "'lama' is not one of"),
-        (["graph", "--preset", "llama"], "presets are for language models, not for task graph"),
+        (["finetune", "--preset", "llama"], "presets are for language models, not for task causal"),
     ],
 )
 def test_what_cannot_be_written_ends_in_2(

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from cases import shortened
-from chains import save
 from forks import INSTAR, forks
+from needed import needs
 from safetensors.torch import save_file
 from terminal import environment, run_on_terminal
 from tiny_run import CONFIG, TEXT
@@ -187,7 +187,10 @@ def test_ctrl_c_ends_what_a_model_computes(
     assert told in seen
 
 
+@needs("delta")
 def test_ctrl_c_is_heard_while_another_process_has_the_lock(tmp_path: Path) -> None:
+    from chains import save
+
     save(tmp_path / "chain", 3)
     descriptor = os.open(tmp_path / "chain", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

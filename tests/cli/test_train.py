@@ -13,6 +13,7 @@ from threading import Barrier, Thread
 
 import psutil
 import pytest
+from needed import needs
 
 from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
@@ -219,6 +220,7 @@ def test_a_dry_run_names_a_source_that_is_not_there(
     assert everything(place) == before
 
 
+@needs("graphs")
 def test_a_dry_run_of_generated_graphs_writes_nothing(instar: Instar, place: Path) -> None:
     before = everything(place)
     done = instar("train", "--dry-run", "--set", "task=graph")

@@ -195,8 +195,8 @@ def test_a_schedule_that_names_its_first_shape_replaces_the_presets(
         (MOULT, ["model.from=there"], "not with the weights of model.from"),
         (
             MOULT,
-            ["task=graph", "model={}"],
-            "grows GPTs of task language, not models of task graph",
+            ["task=causal_lm"],
+            "grows GPTs of task language, not models of task causal_lm",
         ),
         ("[moult, fast]", [], "grows at 0.7 of the budget, and the rate decays from 0 on;"),
         ("[moult, plain]", [], "or list moult as the last preset"),

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from needed import needs
 from shown_runs import started, steps, write
 
 from instar.cli.main import main
-from instar.extensions.board.report import report_html
 from instar.logs.query.family import run_tree
 from instar.logs.query.runs import list_rows, row_to_json
 from instar.logs.query.summary import summarize
@@ -83,7 +83,13 @@ def test_pages_show_the_tree(folder: Path) -> None:
     assert any(
         line.startswith("| └ trunk.small | step 10 | ") for line in summary_markdown([summary])
     )
-    html = report_html([record])
+
+
+@needs("board")
+def test_a_report_shows_the_tree(folder: Path) -> None:
+    from instar.extensions.board.report import report_html
+
+    html = report_html([read_record(RunDir(folder / "trunk.small"))])
     assert json.dumps("└ trunk.small")[1:-1] in html or "└ trunk.small" in html
     assert '"title":"Family"' in html.replace('": "', '":"')
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from figures import times
+from needed import delta_events
 
-from instar.extensions.delta.events import Delta
 from instar.logs.query.tail import Follower
 from instar.logs.read.record import AXES, RunRecord, read_record
 from instar.logs.read.summary_cache import cached_summary
@@ -40,7 +40,9 @@ TRAIN = [
 ]
 OTHER = [
     Eval(step=4, split="val", loss=2.0, standard_error=0.1, extra={"acc": 0.5}, **PLACE),
-    Delta(step=4, number=1, anchor=True, size_bytes=9, seconds=0.1, stall_s=0.0, density=0.5),
+    *delta_events(
+        step=4, number=1, anchor=True, size_bytes=9, seconds=0.1, stall_s=0.0, density=0.5
+    ),
     Layers(step=4, grad_norm={"head": 1.0}, update_ratio={"head": float("nan")}),
     OperationEvent(step=4, name="widen_mlp", value=[3, {"a": None}], architecture={"n_layer": 2}),
     Saved(step=4, path="runs/r/checkpoints/step-4", reason="every 4 steps", size_bytes=10**9),

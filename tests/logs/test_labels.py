@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from dashboards import make_run
+from recorded import make_run
 
 from instar.cli.main import main
 from instar.config.errors import ConfigError

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 from forks import Forks
+from needed import needs
 from starlette.testclient import TestClient
 from tiny_run import CONFIG, TEXT, Place, codes, events, said
 
-from instar.extensions.board.app import dashboard_app
 from instar.logs.read.record import AXES, read_record
 from instar.record.rundir import RunDir
 
@@ -226,6 +226,7 @@ def check_marks(run: Resumed, marks: list[dict[str, Any]]) -> None:
     assert gone == len(run.of("operation")) - len(counting)
 
 
+@needs("board")
 def test_the_report(run: Resumed) -> None:
     run.instar("report", run.path, "-o", run.path / "told.html")
     for name in ("report.html", "told.html"):
@@ -239,7 +240,10 @@ def test_the_report(run: Resumed) -> None:
         assert [row[2][:2] for row in stages["rows"]] == ["2L", "2L", "3L"]
 
 
+@needs("board")
 def test_the_dashboard(run: Resumed) -> None:
+    from instar.extensions.board.app import dashboard_app
+
     with TestClient(dashboard_app(run.path.parent), base_url="http://127.0.0.1") as client:
 
         def ask(path: str) -> Any:

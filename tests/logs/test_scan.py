@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from records import lines
 
-from instar.extensions.delta.events import Delta
+from instar.extensions import event_types
 from instar.logs.read import scan as scanning
 from instar.logs.read.columns import ABSENT, MetricTable
 from instar.logs.read.record import AXES, read_record
@@ -24,6 +24,7 @@ from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,
     Eval,
+    ExtensionEvent,
     Layers,
     RecordError,
     RunStarted,
@@ -59,8 +60,8 @@ def one_by_one(text: bytes) -> Expected:
             tables.setdefault(f"eval {event.split}", []).append(event)
         elif isinstance(event, Layers):
             tables.setdefault("layers", []).append(event)
-        elif isinstance(event, Delta):
-            tables.setdefault("deltas", []).append(event)
+        elif isinstance(event, ExtensionEvent):
+            tables.setdefault(event.table, []).append(event)
         else:
             others.append(line)
     return tables, others, faults, whole.count(b"\n"), len(whole)
@@ -162,11 +163,9 @@ trains = st.builds(
 evals = st.builds(
     Eval, **places, split=st.sampled_from(["val", "test"]), loss=numbers, extra=some, errors=some
 )
-others = st.one_of(
-    evals,
-    st.builds(Layers, **places, grad_norm=some, update_ratio=some),
+deltas = [
     st.builds(
-        Delta,
+        kind,
         **places,
         number=counts,
         anchor=st.booleans(),
@@ -176,7 +175,13 @@ others = st.one_of(
         density=st.none() | numbers,
         overlap=st.none() | numbers,
         layers=some,
-    ),
+    )
+    for kind in event_types().values()
+]
+others = st.one_of(
+    evals,
+    st.builds(Layers, **places, grad_norm=some, update_ratio=some),
+    *deltas,
     st.builds(RunStarted, run_id=st.text(max_size=3), step=counts),
     st.builds(Saved, step=counts, path=st.text(max_size=5)),
     st.builds(Warn, message=st.text(max_size=5)),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from needed import delta_events
 
-from instar.extensions.delta.events import Delta
 from instar.record.events import (
     Eval,
     Event,
@@ -36,7 +36,9 @@ ONE_OF_EACH = [
     Eval(step=10, split="val", loss=3.41, eval_tokens=65536, standard_error=0.003, best=True),
     OperationEvent(step=10, name="widen_mlp", value=3072, proof={"max_logit_diff": 2e-6}),
     Saved(step=10, path="checkpoints/step-10", size_bytes=10**12),
-    Delta(step=10, number=3, anchor=False, size_bytes=9, seconds=0.1, stall_s=0, density=0.01),
+    *delta_events(
+        step=10, number=3, anchor=False, size_bytes=9, seconds=0.1, stall_s=0, density=0.01
+    ),
     Skip(step=11, consecutive=2),
     Warn(message="slow → disk", step=11),
     Stop(step=12, reason="SIGINT", resumable=True),

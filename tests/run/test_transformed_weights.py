@@ -22,7 +22,6 @@ from instar.data.targets import TokenTargets
 from instar.data.text.dataset import create_dataset_files, open_data, unread_targets
 from instar.data.text.tokenizer import train_bpe
 from instar.data.user_sets import sample_set
-from instar.extensions.graphs.spec import NodeCounts
 from instar.run.state.gradient_stats import part_of
 
 TRANSFORMS = """\
@@ -221,14 +220,6 @@ def test_a_transform_of_another_length_is_refused_before_anything_starts(
         AssertionError, match=r"(?s)masks:short: inputs are int64\[8\].*Nothing was started"
     ):
         steps("--set", "data.transform=masks:short")
-
-
-def test_nodes_are_counted_in_the_graphs_as_transformed() -> None:
-    columns = {"x": np.zeros((3, 4, 2)), "known": np.array([[1, 0, 0, 1]] * 3, dtype=bool)}
-    assert NodeCounts(None).weights(columns).tolist() == [4, 4, 4]
-    assert NodeCounts("known").weights(columns).tolist() == [2, 2, 2]
-    with pytest.raises(ValueError, match="there is no known"):
-        NodeCounts("known").check({"x": columns["x"][0]})
 
 
 def test_a_source_with_weights_of_its_own_transforms_itself() -> None:

@@ -94,5 +94,5 @@ COMMANDS: dict[str, str | None] = {
     "grow tiny out --op 'widen_mlp 256'": "insert_layers=2",
     "config schema modle": "model",
     "config schema optimizer.learning_rate": "optimizer.lr",
-    "config schema --task grpah": "graph",
+    "config schema --task langauge": "language",
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from instar.extensions import built_in
+
 LANGUAGE = """\
 # A small GPT on a folder of text.
 name: books
@@ -297,3 +299,7 @@ CONFIGS = {
     "a Python file": Broken(L, "", "batch_size = 32\nn_layer = 6\n", "key: value", 1),
     "schedule that is not there": Broken("scheduled.yaml", "schedule: grow.yaml", "schedule: gorw.yaml", "grow.yaml"),
 }  # fmt: skip
+
+if "graphs" not in built_in():
+    CONFIGS = {name: broken for name, broken in CONFIGS.items() if broken.base != G}
+    del GOOD[G]

@@ -40,6 +40,8 @@ from typing import Any, NoReturn, Self
 from interpreter import interpret, put_in, run_and_leave
 from spare import fork_interpreters, receive
 
+from instar.extensions import built_in, load_target
+
 LIMIT_S = 600.0 if os.environ.get("INSTAR_TORTURE") == "full" else 120.0
 """Hours of `make torture` share the machine with other work."""
 START_S = 400.0
@@ -48,7 +50,8 @@ POLL_S = 0.002
 
 MODULES = ["instar.cli.main", "instar.cli.train"]
 MODULES += ["instar.run.worker", "instar.run.offline"]
-MODULES += ["instar.run.analysis", "instar.extensions.graphs.task"]
+MODULES += ["instar.run.analysis"]
+MODULES += ["instar.extensions.graphs.task"] if "graphs" in built_in() else []
 MODULES += [
     "torch._dynamo",
     "torch.distributed",
@@ -56,7 +59,8 @@ MODULES += [
     "datasets",
     "pyarrow.parquet",
 ]
-MODULES += ["matplotlib.pyplot", "failures", "savers", "delta_savers", "science", "states"]
+MODULES += ["matplotlib.pyplot", "failures", "savers", "science", "states"]
+MODULES += ["delta_savers"] if "delta" in built_in() else []
 """What runs and tests of them import; some of it comes late in them, and takes seconds."""
 COLLECTED = ["transformers.models.gpt2.modeling_gpt2", "torch._dynamo.testing", "lightning", "peft"]
 """What test files import in addition."""
@@ -382,10 +386,12 @@ def _make_what_runs_make_once() -> None:
     """Each run would take a second for these: how values are written in YAML, and the report. How
     fast the processor is, it measures by small products: a fifth of a second less."""
     from instar.config.load import load_config
-    from instar.extensions.board import report  # noqa: F401
     from instar.record import system
 
     load_config(None, []).to_yaml()
+    for extension in built_in().values():
+        if extension.at_end:
+            load_target(extension.at_end)
     system._CPU_SIDES = (64,)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboards import make_run
+from recorded import make_run
 
 from instar.extensions.board import catalog
 from instar.extensions.board.app import unread_row

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from browser import chromium, watched
-from dashboards import dashboard, make_run, served, started, train
+from dashboards import dashboard, served
 from opened import PANEL, drawn, expect_points, opened, picture, walked
 from playwright.sync_api import Browser, expect
+from recorded import make_run, started, train
 
 from instar.extensions.board import PLACES
 from instar.record.events import Alert, Branched, Eval, Saved, encode_event

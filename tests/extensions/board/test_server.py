@@ -16,8 +16,9 @@ import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
-from dashboards import asking, dashboard, make_run, served, started, train
+from dashboards import asking, dashboard, served
 from figures import FULL
+from recorded import make_run, started, train
 from written_runs import written
 
 from instar.config.errors import ConfigError

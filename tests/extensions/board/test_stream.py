@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from dashboards import make_run, train
+from recorded import make_run, train
 from starlette.datastructures import QueryParams
 from starlette.types import Message
 

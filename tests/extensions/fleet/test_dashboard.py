@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from browser import chromium
-from dashboards import make_run, served, train
+from dashboards import served
 from fleets import RunningFleet
 from opened import PANEL, drawn, expect_points, opened, picture
 from playwright.sync_api import Browser, expect
+from recorded import make_run, train
 
 from instar.extensions.fleet.state import (
     InstanceChanged,

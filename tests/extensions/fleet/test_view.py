@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from dashboards import started, train
+from recorded import started, train
 
 from instar.extensions.fleet.plan import Instance
 from instar.extensions.fleet.state import (

@@ -17,7 +17,7 @@ from instar.data.arrays import write_arrays
 from instar.data.columns import Columns, Ragged
 from instar.extensions.graphs.config import GraphConfig, GraphModelConfig
 from instar.extensions.graphs.shape import GraphShape, resolve_graph
-from instar.extensions.graphs.spec import GraphSpec
+from instar.extensions.graphs.spec import GraphSpec, NodeCounts
 
 SIZES = np.array([3, 4, 5, 6] * 10)
 KIND = "model.heads=[{name: kind, kind: classification, classes: 2}]"
@@ -167,3 +167,11 @@ def test_a_grown_shape_is_described_by_a_section() -> None:
     grown = GraphShape.from_dict({**begun.to_dict(), "width": 48, "mlp": 100, "layers": 4})
     section = GraphSpec.section(values(config), grown.to_dict())
     assert resolve_graph(GraphModelConfig.model_validate_json(json.dumps(section)), 5) == grown
+
+
+def test_nodes_are_counted_in_the_graphs_as_transformed() -> None:
+    columns = {"x": np.zeros((3, 4, 2)), "known": np.array([[1, 0, 0, 1]] * 3, dtype=bool)}
+    assert NodeCounts(None).weights(columns).tolist() == [4, 4, 4]
+    assert NodeCounts("known").weights(columns).tolist() == [2, 2, 2]
+    with pytest.raises(ValueError, match="there is no known"):
+        NodeCounts("known").check({"x": columns["x"][0]})
