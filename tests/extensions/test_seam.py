@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -142,8 +143,19 @@ EXTENSION = Extension(
     hook="census_tools.run:Census",
     events={"census": "census_tools.run:Counted"},
     tasks={"census": TaskNames("census_tools.task:CensusRun", "census_tools.task:CensusSpec")},
+    operations={"census.double_layers": "census_tools.growth:DOUBLE"},
     page="census_tools.cli:page",
 )
+"""
+GROWTH = """\
+from instar.growth import values
+from instar.growth.depth import stack_layers
+from instar.growth.operators import Operator
+
+def double_layers(shape, value, options, step):
+    return stack_layers(shape, 2, {"how": "interleave"}, step)
+
+DOUBLE = Operator(double_layers, values.is_nothing, models="all")
 """
 TASK = """\
 from instar.config.language import LanguageConfig
@@ -217,6 +229,7 @@ def install(
     (package / "cli.py").write_text(CLI)
     (package / "run.py").write_text(RUN)
     (package / "task.py").write_text(TASK)
+    (package / "growth.py").write_text(GROWTH)
     info = folder / "census_tools-1.0.dist-info"
     info.mkdir()
     metadata = (
@@ -365,6 +378,40 @@ def test_a_package_takes_part_in_a_run_whose_config_has_its_section(tmp_path: Pa
     assert '"step": 6' in listed.stdout
 
 
+def layers(run_dir: Path, step: int) -> int:
+    manifest = json.loads((run_dir / "checkpoints" / f"step-{step}" / "manifest.json").read_text())
+    return int(manifest["architecture"]["n_layer"])
+
+
+def test_a_package_adds_an_operation_of_growth(tmp_path: Path) -> None:
+    path = install(tmp_path / "installed")
+    entry = "{name: census.double_layers, when: {at_step: 2}}"
+    grows = [f"--set=schedule=[{entry}]", "--set=record.run_dir=grown"]
+    done = run(path, "train", tiny(tmp_path), *grows, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "census.double_layers" in run(path, "logs", "events", "grown", at=tmp_path).stdout
+    assert layers(tmp_path / "grown", 4) == 2
+    resumed = run(path, "resume", "grown", "--until", "6it", at=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    grow = ("grow", "grown", "larger", "--op", "census.double_layers")
+    done = run(path, *grow, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert layers(tmp_path / "larger", 6) == 4
+    refused = run(path, "train", "tiny.yaml", grows[0].replace("double", "treble"), at=tmp_path)
+    assert "must be an operation, got 'census.treble_layers'" in refused.stderr
+    refused = run(
+        path, "train", "tiny.yaml", grows[0].replace(", when", ", value: 3, when"), at=tmp_path
+    )
+    assert refused.returncode == 2, refused.stderr
+    # where the package is not installed, what it did is told, and nothing is guessed
+    for words in (grow, ("resume", "grown", "--until", "8it"), ("train", "tiny.yaml", grows[0])):
+        refused = run(tmp_path, *words, at=tmp_path)
+        assert refused.returncode == 2, refused.stderr
+        assert "no package with the operation is installed, an extension 'census'" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert "census.double_layers" in run(tmp_path, "logs", "events", "grown", at=tmp_path).stdout
+
+
 PAGES = """\
 from pathlib import Path
 from starlette.testclient import TestClient
@@ -391,6 +438,9 @@ def test_a_package_installed_by_pip_adds_a_task_and_a_page(tmp_path: Path) -> No
     resumed = run(path, "resume", "latest", "--until", "6it", at=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     env = {**os.environ, "PYTHONPATH": str(path)}
+    grows = "--set=schedule=[{name: census.double_layers, when: {at_step: 2}}]"
+    done = run(path, "train", "tiny.yaml", grows, "--set=task=census", at=tmp_path)
+    assert done.returncode == 0, done.stderr
     served = subprocess.run(
         [sys.executable, "-c", PAGES],
         capture_output=True,
@@ -399,7 +449,7 @@ def test_a_package_installed_by_pip_adds_a_task_and_a_page(tmp_path: Path) -> No
         env=env,
         check=True,
     )
-    assert served.stdout.splitlines() == ["<h1>1 runs</h1>", "True", "404"]
+    assert served.stdout.splitlines() == ["<h1>2 runs</h1>", "True", "404"]
 
 
 PROJECT = """\

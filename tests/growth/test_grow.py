@@ -218,6 +218,9 @@ def test_a_moving_average_grows_alike(of: str) -> None:
     before = torch.func.functional_call(model, averaged, kwargs={"input_ids": batch(99)}).logits
     grow(model, "widen_hidden", "x2", how="duplicate", ema=ema)
     tensors = ema if of == "tensors" else dict(bare.named_parameters())
+    assert [*tensors] == [
+        name for name, _ in model.named_parameters()
+    ]  # loops pair them by position
     after = torch.func.functional_call(model, dict(tensors), kwargs={"input_ids": batch(99)}).logits
     assert (after - before).abs().max() <= 1e-5 * before.abs().max()
 

@@ -197,6 +197,7 @@ SHORT = [
     ("frozen", "growth"),
     ("channels last", "resumed, W = 2"),
     ("transposed", "muon"),
+    ("transposed", "as contiguous"),
     ("empty", "shards, W = 2"),
 ]
 

@@ -129,7 +129,11 @@ def operation_of(text: str) -> Operation:
         value, problems = parse(value_text, place, ())
         if problems:
             raise ConfigError(*problems)
-        if not re.fullmatch("[a-z_]+", name) or (values and not equals) or name in values:
+        if (
+            not re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", name)
+            or (values and not equals)
+            or name in values
+        ):
             raise ConfigError.of(
                 f"{part!r} is not name=value", place, "write e.g. 'insert_layers=2 where=even'"
             )

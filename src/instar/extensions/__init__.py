@@ -114,6 +114,8 @@ class Extension:
     """a function from the dashboard's runs by key to a page of HTML, served as /extensions/NAME"""
     run_sets: Mapping[str, str] = field(default_factory=dict)
     """functions from a folder to its runs, each with its group, by the file that marks such a folder"""
+    operations: Mapping[str, str] = field(default_factory=dict)
+    """of growth, `instar.growth.operators.Operator`, by names that begin with the extension's and a dot"""
     starters: Mapping[str, Path] = field(default_factory=dict)
     """configs from which `instar init` makes one, by their kinds"""
     catalogs: Mapping[str, str] = field(default_factory=dict)
@@ -456,7 +458,13 @@ def third_party(name: str) -> Extension | None:
         raise ConfigError.of(message, where=str(point)) from error
     if not isinstance(extension, Extension) or extension.name != name:
         raise ConfigError.of(f"{point.target} is no Extension named {name}", where=str(point))
-    words_of = (*extension.commands, *extension.sections, *extension.events, *extension.tasks)
+    words_of = (
+        *extension.commands,
+        *extension.sections,
+        *extension.events,
+        *extension.tasks,
+        *extension.operations,
+    )
     if strange := [words for words in words_of if words.split()[0].split(".")[0] != name]:
         raise ConfigError.of(f"'{strange[0]}' does not begin with its name", where=str(point))
     return extension

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar
 
-from instar.config.errors import nearest
+from instar.config.errors import ConfigError, nearest
 from instar.config.sections import Operation
+from instar.extensions import load_target, third_party
 from instar.growth import values
 from instar.growth.depth import insert_layers, stack_layers
 from instar.growth.experts import upcycle
@@ -62,8 +64,7 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
     Raises:
         GrowthError: the operation is not possible for this model; the message says what would be.
     """
-    check(operation)
-    operator = OPERATORS[operation.name]
+    operator = check(operation)
     with _named(operation.name):
         if not operator.fits(arch):
             fitting = ", ".join(name for name, other in OPERATORS.items() if other.fits(arch))
@@ -80,23 +81,48 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
     return larger, growth_plan
 
 
-def check(operation: Operation) -> None:
-    """Raise GrowthError unless the operation is known and its value and options are valid."""
-    if operation.name not in OPERATORS:
+def check(operation: Operation) -> Operator:
+    """Return what carries out an operation.
+
+    Raises:
+        GrowthError: it is unknown, or its value or an option is not valid.
+    """
+    operator = operator_of(operation.name)
+    if operator is None:
         suggestion = nearest(operation.name, OPERATORS)
         hint = (
             f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(OPERATORS)}"
         )
         raise GrowthError(f"no growth operation is called {operation.name!r}; {hint}")
-    operator = OPERATORS[operation.name]
     with _named(operation.name):
         operator.value(operation.value)
         values.check_each(operation.options, {**operator.options, **_COMMON_OPTIONS})
+    return operator
 
 
 def is_growth(name: str) -> bool:
     """Whether an operation of this name changes the model's shape."""
-    return name in OPERATORS
+    return operator_of(name) is not None
+
+
+def operator_of(name: str) -> Operator | None:
+    """Return the operation of a name, `PACKAGE.NAME` of another package's extension; None if there is none.
+
+    Raises:
+        ConfigError: the package cannot be imported.
+    """
+    return OPERATORS.get(name) or (_operator_of_package(name) if "." in name else None)
+
+
+@cache
+def _operator_of_package(name: str) -> Operator | None:
+    extension = third_party(name.partition(".")[0])
+    if extension is None or name not in extension.operations:
+        return None
+    operator = load_target(extension.operations[name])
+    if not isinstance(operator, Operator):
+        raise ConfigError.of(f"{extension.operations[name]} is no Operator", where=name)
+    return operator
 
 
 @contextmanager

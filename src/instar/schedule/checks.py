@@ -16,7 +16,12 @@ from instar.config.origins import SCHEDULE
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
 from instar.schedule.branches import BRANCH, Finding, branch_conflicts, branch_problems, read_branch
-from instar.schedule.operations import OperationError, check_operation, operation_names
+from instar.schedule.operations import (
+    OperationError,
+    check_operation,
+    hint_for_unknown,
+    is_operation,
+)
 from instar.schedule.triggers import operation, stays_due, tokens, trigger
 
 
@@ -53,13 +58,8 @@ def _operation(entry: ScheduledOperation) -> Iterator[Finding]:
     if entry.name == "fold_masks":
         yield "name", "must not be fold_masks: a run folds its masks by itself", "leave it out"
         return
-    if entry.name not in operation_names():
-        suggestion = nearest(entry.name, operation_names())
-        hint = (
-            f"did you mean '{suggestion}'?"
-            if suggestion
-            else f"there are {', '.join(operation_names())}"
-        )
+    if not is_operation(entry.name):
+        hint = hint_for_unknown(entry.name)
         yield "name", f"must be an operation, got '{entry.name}'", hint
         return
     operation_of_entry = operation(entry)

@@ -312,6 +312,24 @@ def operation_names() -> list[str]:
     return sorted([*SETTINGS, *growth.OPERATORS])
 
 
+def is_operation(name: str) -> bool:
+    """Whether there is an operation of this name, in an extension of another package too."""
+    return name in SETTINGS or growth.is_growth(name)
+
+
+def hint_for_unknown(name: str) -> str:
+    """Return what may have been meant by an operation that is not there."""
+    package, dot, _ = name.partition(".")
+    if dot:
+        return f"no package with the operation is installed, an extension {package!r}"
+    suggestion = nearest(name, operation_names())
+    return (
+        f"did you mean {suggestion!r}?"
+        if suggestion
+        else f"there are {', '.join(operation_names())}"
+    )
+
+
 def check_operation(operation: Operation) -> None:
     """Raise ValueError unless the operation is known and its value and options are valid."""
     name, value = operation.name, operation.value
@@ -319,13 +337,7 @@ def check_operation(operation: Operation) -> None:
         growth.check(operation)
         return
     if name not in SETTINGS:
-        suggestion = nearest(name, operation_names())
-        hint = (
-            f"did you mean {suggestion!r}?"
-            if suggestion
-            else f"there are {', '.join(operation_names())}"
-        )
-        raise ValueError(f"unknown operation {name!r}; {hint}")
+        raise ValueError(f"unknown operation {name!r}; {hint_for_unknown(name)}")
     if name == BRANCH:
         for part, message, _ in branch_problems(operation):
             raise OperationError(name, part, message)

@@ -37,13 +37,11 @@ def fill_parameters(
 def grow_average(
     step: GrowthStep, old: Mapping[str, Tensor], like: Mapping[str, Tensor], peers: Peers
 ) -> dict[str, Tensor]:
-    """Return a moving average of the parameters, grown, and laid out as they are. A collective of the peers."""
-    return collect_tensors(
-        applied(step.plan, Wholes(old), Role.PARAMETER, step.key),
-        old,
-        lambda name: like[name],
-        peers,
-    )
+    """Return a moving average of the parameters, grown, laid out and in order as they are. A collective of the peers."""
+    tensors = applied(step.plan, Wholes(old), Role.PARAMETER, step.key)
+    average = collect_tensors(tensors, old, lambda name: like[name], peers)
+    # the plan has the order of the model's table, not of the module, and training loops pair averages by position
+    return {name: average[name] for name in like}
 
 
 def collect_tensors(

@@ -242,7 +242,7 @@ class Stepper:
         """
         if self.ema is not None and self.ema_decay is not None:
             averages = [own(average) for average in self.ema.values()]
-            weights = [own(p).detach() for p in self.parameters.values()]
+            weights = [own(self.parameters[name]).detach() for name in self.ema]
             lerp(averages, weights, (1.0 - self.ema_decay**steps) * weight)
 
     def _part_norm(self, batch: StepBatch, step: int, before_sync: Callable[[], None]) -> PartNorm:
