@@ -108,14 +108,14 @@ def test_four_ranks_that_share_a_model_have_a_quarter_each(
     )
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+@shortened("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_a_step_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
     """Which adds parts up that do not all have their peak at once."""
     found = measured(way)
     assert 0.6 <= found.highest["step"] / sum(found.forecast.step.values()) <= 1.05
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+@shortened("way", WAYS, first=2, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy, int]) -> None:
     """Until the proof, both models are all that a rank has of them, and one tensor that is grown."""
     found = measured(way)
@@ -131,7 +131,7 @@ def test_growth_stays_below_its_forecast(measured: Measure, way: tuple[Strategy,
         assert found.left["growth"] == pytest.approx(new, rel=0.05), "the old model is gone"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@shortened("ranks", [4, 2], first=1)
 def test_a_sharded_model_is_never_built_whole(measured: Measure, ranks: int) -> None:
     found = measured(("fsdp", ranks))
     weights = found.forecast.step["weights"]
