@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from needed import needs
 
 from instar.api import resume
 from instar.record.rundir import RunDir
@@ -77,14 +78,21 @@ def test_a_path_that_leads_somewhere_from_the_file_alone_is_told_with_that_folde
     typed: Typed, run: Path, place: Path
 ) -> None:
     config = place / "project" / "tiny.yaml"
-    for words in (("train", config), ("find", "lr", config), ("data", "prepare", config)):
+    for words in (("train", config), ("data", "prepare", config)):
         said = typed(*words, code=2)
         assert f"squares.txt is in {place / 'project'}, and relative paths begin in {place}" in said
-    again = typed("find", "batch", run / "run.yaml", "--max", "1", where=place / "project")
-    assert "fastest: 1 samples" in again
     assert "no file matches squares.*" in typed(
         "train", run / "run.yaml", "--set", "data.source=squares.*", code=2
     )
+
+
+@needs("lab")
+def test_a_finder_reads_a_config_from_another_folder(typed: Typed, run: Path, place: Path) -> None:
+    project = place / "project"
+    said = typed("find", "lr", project / "tiny.yaml", code=2)
+    assert f"squares.txt is in {project}, and relative paths begin in {place}" in said
+    again = typed("find", "batch", run / "run.yaml", "--max", "1", where=project)
+    assert "fastest: 1 samples" in again
 
 
 def test_python_resumes_it_from_another_folder_too(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cases import shortened
 from forks import forks
+from needed import without_deleted
 from terminal import environment, on_terminal
 from typed import typed
 from written_runs import written
@@ -28,20 +29,22 @@ from instar.record.events import (
 )
 from instar.record.recorder import Recorder
 
-READING = (
-    "logs list",
-    "logs summary runs/theirs",
-    "logs compare runs/mine runs/theirs",
-    "logs plot runs/theirs -o plot.html --format html",
-    "logs events runs/theirs",
-    "logs tail runs/theirs",
-    "logs tail runs/theirs --rank 0",
-    "logs export runs/theirs --format csv -o metrics.csv",
-    "report runs/theirs -o report.html",
-    "control runs/theirs status",
-    "config show runs/theirs/run.yaml",
-    "checkpoint list runs/theirs",
-    "checkpoint verify runs/theirs",
+READING = without_deleted(
+    [
+        "logs list",
+        "logs summary runs/theirs",
+        "logs compare runs/mine runs/theirs",
+        "logs plot runs/theirs -o plot.html --format html",
+        "logs events runs/theirs",
+        "logs tail runs/theirs",
+        "logs tail runs/theirs --rank 0",
+        "logs export runs/theirs --format csv -o metrics.csv",
+        "report runs/theirs -o report.html",
+        "control runs/theirs status",
+        "config show runs/theirs/run.yaml",
+        "checkpoint list runs/theirs",
+        "checkpoint verify runs/theirs",
+    ]
 )
 FILES = (
     "run.yaml",

@@ -17,6 +17,7 @@ import tiny_run
 import torch
 from cases import shortened
 from forks import INSTAR, children_as_ranks
+from needed import needs
 
 from instar.checkpoint.store import load_checkpoint
 from instar.config.errors import ConfigError
@@ -391,7 +392,6 @@ def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() ->
         "reproducible=elastic",
         "precision=fp16",
         "record.noise_every=10",
-        "checkpoint.delta.every=7",
     ]
     keys += ["parallel.fsdp.offload=true", "device=cuda"]
     with pytest.raises(ConfigError) as told:
@@ -401,7 +401,6 @@ def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() ->
         "reproducible: elastic",
         "use precision: bf16",
         "record.noise_every",
-        "use a multiple of 5",
         "needs strategy fsdp or hsdp",
     ):
         assert said in text
@@ -409,6 +408,12 @@ def test_settings_that_need_ranks_to_meet_at_every_step_are_refused_at_once() ->
     noisy = "schedule=[{name: change_batch_size, value: 4, when: {noise_scale: {above: 1.0}}}]"
     with pytest.raises(ConfigError, match="use another strategy than diloco"):
         load_checked(None, [*DILOCO, noisy])
+
+
+@needs("delta")
+def test_deltas_are_those_of_whole_rounds() -> None:
+    with pytest.raises(ConfigError, match="use a multiple of 5"):
+        load_config(None, [*DILOCO, "checkpoint.delta.every=7"])
     load_config(None, [*DILOCO, "checkpoint.delta.every=10"])
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import science
 from cases import shortened
+from needed import needs
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from science import evaluations, last_step, pointed, result
@@ -200,6 +201,7 @@ def test_an_average_of_the_weights_is_what_is_tested(place: Place, weights: str)
     )
 
 
+@needs("graphs")
 def test_graphs_are_tested_once_each_on_any_number_of_ranks(place: Place) -> None:
     run_dir = place.path / "run"
     words = "train", "graphs.yaml", "--set", f"record.run_dir={run_dir}"
