@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cases import shortened
-from needed import needs
+from needed import needs, without_deleted
 from written_runs import written
 
 from instar.config.errors import sentence_of
@@ -119,15 +119,17 @@ def odd(place: Path) -> Path:
 
 @shortened(
     "words",
-    [
-        "logs list",
-        "logs list --json",
-        "logs summary runs",
-        "logs compare runs",
-        "logs plot runs --output curves.svg",
-        "report runs --output both.html",
-        "logs export runs --to csv --output out",
-    ],
+    without_deleted(
+        [
+            "logs list",
+            "logs list --json",
+            "logs summary runs",
+            "logs compare runs",
+            "logs plot runs --output curves.svg",
+            "report runs --output both.html",
+            "logs export runs --to csv --output out",
+        ]
+    ),
     first=2,
 )
 def test_a_name_that_is_not_utf8_hides_no_run(
