@@ -90,7 +90,7 @@ def _save_facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def compare_tensors(a: Path, b: Path) -> dict[str, list[Difference]]:
-    """Compare every tensor of two checkpoint folders; returns the differences by file, or by the
+    """Compare every tensor of two checkpoint folders; return the differences by file, or by the
     file that a component would be if it were one.
 
     Only one tensor of each is in memory at a time. "same" means equal dtypes, shapes and bytes.

@@ -216,7 +216,7 @@ def _value(manifest: Manifest, metric: str) -> float | None:
 
 
 def prune_checkpoints(root: Path, keep: RetentionPolicy) -> list[Path]:
-    """Delete the checkpoints of a run that the policy does not keep, and returns their paths.
+    """Delete the checkpoints of a run that the policy does not keep, and return their paths.
 
     Those that `latest`, `best` or `best-…` name stay, and so do those with an unreadable manifest.
     Each is renamed first, so that no reader finds an incomplete one.

@@ -214,7 +214,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def file_errors(folder: Path, manifest: Manifest) -> list[CheckpointError]:
-    """Compare every file with its entry, several at a time; returns errors in the manifest's order."""
+    """Compare every file with its entry, several at a time; return errors in the manifest's order."""
     files = manifest.files
     with (
         progress(f"verifying {folder}", sum(e.size_bytes for e in files.values())) as advance,

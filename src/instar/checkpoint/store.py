@@ -145,7 +145,7 @@ def publish_checkpoint(
     world: World | None = None,
     files_at_once: int = 4,
 ) -> Path:
-    """Save a checkpoint in the run folder `root` and returns its path.
+    """Save a checkpoint in the run folder `root` and return its path.
 
     When this returns the checkpoint is on disk and `latest` names it. If it fails, nothing is left
     of it, and `latest` still names a complete checkpoint. Collective: all ranks of `world` call it,
@@ -232,7 +232,7 @@ class CheckpointWriter:
         """entries of the written files by name"""
 
     def open(self) -> None:
-        """Create the temporary folder, and removes those that crashes left."""
+        """Create the temporary folder, and remove those that crashes left."""
         atomic.make_folder(self.folder)
         atomic.sweep(self.folder)
         atomic.make_folder(self.temporary)
@@ -264,7 +264,7 @@ class CheckpointWriter:
             self.add_files([self.temporary / STATE])
 
     def add_files(self, paths: Iterable[Path]) -> None:
-        """Add written files to the manifest and syncs their folders."""
+        """Add written files to the manifest and sync their folders."""
         for path in paths:
             self.files[path.relative_to(self.temporary).as_posix()] = _entry(path, self.temporary)
             atomic.sync_folder(path.parent)

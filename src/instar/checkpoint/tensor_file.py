@@ -97,7 +97,7 @@ def write_tensors(
     read: Read,
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write and syncs a file of the tensors that `read` returns; reads each tensor once.
+    """Write and sync a file of the tensors that `read` returns; read each tensor once.
 
     The file is the same as that of `safetensors.torch.save_file`.
 

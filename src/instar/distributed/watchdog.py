@@ -98,7 +98,7 @@ def watch_ranks(
     limits: WatchdogLimits,
     disconnect: Callable[[], None] = lambda: None,
 ) -> Iterator[Position]:
-    """Monitor all ranks while the body runs; yields the `Position` of the calling thread.
+    """Monitor all ranks while the body runs; yield the `Position` of the calling thread.
 
     Args:
         store: a connection used by nobody else, with a key prefix unique to this start.

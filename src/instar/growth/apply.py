@@ -113,7 +113,7 @@ def applied(
     key: Key,
     copies: Copies = "asymmetric",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `apply` returns, one tensor at a time; reads only those that each is made of."""
+    """Yield what `apply` returns, one tensor at a time; read only those that each is made of."""
     neighbour = neighbours(tensors)
     for name, tensor_plan in plan.tensors.items():
         if role is Role.PARAMETER or source_of(tensor_plan) in tensors:

@@ -107,7 +107,7 @@ class GrowthSchedule:
         probe: Any = None,
         wrapped: Module | None = None,
     ) -> tuple[Change, ...]:
-        """Carry out what is due, and returns it; empty: nothing.
+        """Carry out what is due, and return it; empty: nothing.
 
         Args:
             step: number of updates done.

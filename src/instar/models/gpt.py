@@ -177,7 +177,7 @@ class GPT(nn.Module):
             self.set_step(self.arch.mask.begin)
 
     def set_step(self, step: int) -> None:
-        """Set the mask to its value at a step of the run; does nothing without a mask."""
+        """Set the mask to its value at a step of the run; do nothing without a mask."""
         mask = self.arch.mask
         if mask is not None and not self.openings.is_meta:
             self.openings.fill_(1.0)

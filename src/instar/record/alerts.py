@@ -136,7 +136,7 @@ class Divergence:
         self._records = 0
 
     def changed(self, *, comparable: bool) -> None:
-        """Start over after an operation; keeps the minimum if losses are still comparable."""
+        """Start over after an operation; keep the minimum if losses are still comparable."""
         lowest, highest = self._lowest, self._highest
         self._begin()
         if comparable:

@@ -458,7 +458,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def events_in(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
-    """Yield the lines that are events, and their events; skips others."""
+    """Yield the lines that are events, and their events; skip others."""
     for line in lines:
         try:
             event = decode_event(line)

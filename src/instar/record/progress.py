@@ -113,7 +113,7 @@ def tracked(
     unit: str,
     total: float | None = None,
 ) -> Iterator[Item]:
-    """Yield the items, and counts each when the next one is asked for; see `progress`."""
+    """Yield the items, and count each when the next one is asked for; see `progress`."""
     with progress(doing, total, unit) as advance:
         for item in items:
             yield item

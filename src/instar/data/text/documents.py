@@ -50,7 +50,7 @@ class Documents:
         return id_bytes(self.ids) if self.corpus is None else self.corpus.sizes
 
     def digests(self, numbers: Int64Array) -> list[bytes]:
-        """Return the xxh3-128 of what each of some documents holds; reads them."""
+        """Return the xxh3-128 of what each of some documents holds; read them."""
         sizes = self.sizes
         parts, digests = whole_documents(numbers, sizes), []
         with progress("comparing documents", int(sizes[numbers].sum())) as advance:

@@ -39,7 +39,7 @@ Files = dict[str, FileRecord]
 
 
 def survey(sources: Mapping[str, SourceFiles]) -> dict[str, Files]:
-    """Return what the files of each source hold, by the source's key; reads all of them.
+    """Return what the files of each source hold, by the source's key; read all of them.
 
     Raises:
         ConfigError: one cannot be read.

@@ -78,7 +78,7 @@ MAX_TAIL_BYTES = 1 << 26
 
 
 def last_lines(path: Path, count: int, most_bytes: int = MAX_TAIL_BYTES) -> tuple[list[bytes], int]:
-    """Return the last `count` whole lines of a file, and the offset after them; reads only these, and
+    """Return the last `count` whole lines of a file, and the offset after them; read only these, and
     fewer if they are longer than about `most_bytes` together.
 
     Raises:

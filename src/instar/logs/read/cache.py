@@ -216,7 +216,7 @@ def _min_new_bytes(end: int) -> int:
 
 
 def load_columns(record: Path, folder: Path, *, portable: bool = False) -> Content | None:
-    """Load the columns on disk if they match the record as it is now, else returns None.
+    """Load the columns on disk if they match the record as it is now, else return None.
 
     `portable`: for the run's folder, which may be a copy and is not trusted.
     """

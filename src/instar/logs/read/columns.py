@@ -204,7 +204,7 @@ class LazyColumns(Mapping[str, Any]):
 def _columns(
     events: Measured, check: Callable[[Iterable[str]], None]
 ) -> tuple[Mapping[str, Column], dict[str, Column]]:
-    """Return axes and metrics of measurements of one kind; calls `check` with the names first."""
+    """Return axes and metrics of measurements of one kind; call `check` with the names first."""
     if isinstance(events[0], Train):
         table = table_of(cast("Sequence[Train]", events))
         axes = {name: table[name] for name in AXIS_TYPES}

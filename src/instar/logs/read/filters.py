@@ -94,7 +94,7 @@ def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) ->
 
 
 def _events(run: RunDir, kinds: Collection[bytes]) -> Iterator[tuple[bytes, Event]]:
-    """Yield the lines that are events; skips other kinds where the line's prefix already shows it."""
+    """Yield the lines that are events; skip other kinds where the line's prefix already shows it."""
     try:
         with open_regular(run.events) as file:
             matches = ((line, _KIND.match(line)) for line in file)

@@ -131,7 +131,7 @@ class TrackerQueue:
         self._thread = threading.Thread(target=self._work, name=f"to {tracker.name}", daemon=True)
 
     def put(self, event: Event) -> None:
-        """Queue an event; drops it if the queue is full."""
+        """Queue an event; drop it if the queue is full."""
         self._offered += 1
         if self._offered == 1:
             self._attempt("starting", self._thread.start)

@@ -66,7 +66,7 @@ class LanesRecord(msgspec.Struct, frozen=True):
 
 
 def check_stream(data: DataConfig, folder: Path) -> None:
-    """Raise ConfigError if a stream cannot be opened; reads nothing of it."""
+    """Raise ConfigError if a stream cannot be opened; read nothing of it."""
     _open_tokens(data, folder)
 
 

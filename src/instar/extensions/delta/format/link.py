@@ -271,7 +271,7 @@ class _Format(msgspec.Struct):
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Return the hash of the first `size` bytes, and leaves the file after them."""
+    """Return the hash of the first `size` bytes, and leave the file after them."""
     digest = xxhash.xxh3_128()
     file.seek(0)
     while size and (chunk := file.read(min(size, _CHUNK_BYTES))):
