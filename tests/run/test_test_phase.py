@@ -134,7 +134,7 @@ def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Pla
     assert f"step-{value.step}" == marked[-1]
     end = next(e for e in recorded if isinstance(e, RunFinished))
     told = f"best accuracy {accuracies[marked[-1]]:.4g} at {value.step:,}"
-    assert told in finished_lines(end, run_dir, stopped="", go_on="")[0]
+    assert told in finished_lines(end, run_dir, stop_reason="", go_on="")[0]
 
 
 def test_the_best_weights_are_tested_though_the_last_are_worse(place: Place) -> None:

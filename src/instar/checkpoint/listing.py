@@ -195,7 +195,7 @@ def checkpoints_to_prune(
     with the last one's.
     """
     on_line = [(path, manifest) for path, manifest in manifests if is_on_line(manifest, line)]
-    retained = {path for path, _ in [*manifests[-keep.last :], *on_line[-keep.last :]]}
+    paths_to_keep = {path for path, _ in [*manifests[-keep.last :], *on_line[-keep.last :]]}
     sign = 1.0 if keep.better == "min" else -1.0
     ranking = [
         (sign * value, -index, path)
@@ -204,10 +204,10 @@ def checkpoints_to_prune(
         and (value := _value(manifest, keep.metric)) is not None
         and math.isfinite(value)
     ]
-    retained |= {path for *_, path in sorted(ranking)[: keep.best]}
+    paths_to_keep |= {path for *_, path in sorted(ranking)[: keep.best]}
     if keep.every is not None:
-        retained |= {path for path, manifest in manifests if manifest.step % keep.every == 0}
-    return [path for path, _ in manifests if path not in retained]
+        paths_to_keep |= {path for path, manifest in manifests if manifest.step % keep.every == 0}
+    return [path for path, _ in manifests if path not in paths_to_keep]
 
 
 def _value(manifest: Manifest, metric: str) -> float | None:

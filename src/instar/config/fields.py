@@ -91,12 +91,12 @@ class PlainRunConfig(RunConfig):
     @property
     def metrics(self) -> dict[str, Direction]:
         """`loss` and the metrics that the config requests; only the class knows all of them."""
-        required = [
+        metric_names = [
             self.learning_rate.plateau.metric,
             *(rule.metric for rule in self.early_stopping.rules),
             *self.checkpoint.best_of,
         ]
-        return {"loss": "min", **dict.fromkeys(required, "min")}
+        return {"loss": "min", **dict.fromkeys(metric_names, "min")}
 
 
 class PlainConfig(PlainRunConfig):

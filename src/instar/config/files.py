@@ -139,8 +139,8 @@ def make_folder(path: Path) -> None:
     """Create a folder and its missing parents, and sync their names."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for created in missing:
-        sync_name(created)
+    for new_folder in missing:
+        sync_name(new_folder)
 
 
 def sync_name(path: Path) -> None:

@@ -185,9 +185,9 @@ def load_config(
     schedule_is_open = _open_schedule(root, layer, findings)
     config = _validated(root, layer, findings)
     if config is not None and (path is None or file is not None):
-        config, refused = _grown(root, config, layer, findings, schedule_is_open=schedule_is_open)
+        config, refusals = _grown(root, config, layer, findings, schedule_is_open=schedule_is_open)
         problems = (problem for check in checks for problem in check(config))
-        _compare((*conflicts, *refused, *problems), value_places(layer), findings)
+        _compare((*conflicts, *refusals, *problems), value_places(layer), findings)
     if findings.problems or config is None:
         raise findings.error()
     origins = {key: _emptied_by(emptied_keys, key) for key in values(config)}

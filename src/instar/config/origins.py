@@ -199,13 +199,13 @@ def lines_of(text: str) -> list[ConfigLine]:
         body, mark, origin = raw.rpartition("  # ")
         if not mark:
             body, origin = raw, ""
-        stripped = body.strip()
+        content = body.strip()
         indent = len(body) - len(body.lstrip())
-        name, colon, value = stripped.partition(":")
-        if not colon or stripped.startswith(("#", "- ")):
-            item = stripped.startswith("- ") and sections
+        name, colon, value = content.partition(":")
+        if not colon or content.startswith(("#", "- ")):
+            item = content.startswith("- ") and sections
             key = ".".join(name for _, name in sections) if item else ""
-            lines.append(ConfigLine(body.rstrip(), origin.strip(), key, stripped if item else ""))
+            lines.append(ConfigLine(body.rstrip(), origin.strip(), key, content if item else ""))
             continue
         while sections and sections[-1][0] >= indent:
             sections.pop()

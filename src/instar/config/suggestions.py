@@ -161,8 +161,8 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     if suggestion is None and (close := nearest(name, fields)):
         suggestion = f"{section}.{close}" if section else close
     if suggestion is None:
-        elsewhere = {key.rpartition(".")[2]: key for key in schema_keys(root)} | known_aliases
-        suggestion = elsewhere.get(nearest(name, elsewhere, 0.85) or "")
+        keys_by_name = {key.rpartition(".")[2]: key for key in schema_keys(root)} | known_aliases
+        suggestion = keys_by_name.get(nearest(name, keys_by_name, 0.85) or "")
     if suggestion is None:
         return message, f"it has {', '.join(fields)}" if len(fields) <= 8 else "", ""
     home, _, last = suggestion.rpartition(".")
@@ -272,25 +272,25 @@ def wrong_value(root: Root, path: KeyPath, value: Any, kind: str, reason: str) -
 _YES_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
-def _hint(root: Root, name: str, allowed: Sequence[Mapping[str, Any]], value: Any) -> str:
-    types = {choice.get("type") for choice in allowed}
+def _hint(root: Root, name: str, choices: Sequence[Mapping[str, Any]], value: Any) -> str:
+    types = {choice.get("type") for choice in choices}
     if value is None:
         instead = default(schema_keys(root)[name]) if name in schema_keys(root) else None
         return (
             "" if instead is None else f"leave the line out for the default, {value_text(instead)}"
         )
-    if isinstance(value, str) and (hint := _hint_for_text(name, allowed, types, value)):
+    if isinstance(value, str) and (hint := _hint_for_text(name, choices, types, value)):
         return hint
     if name == "schedule":
         return "or the path of a file with it"
     if isinstance(value, bool | int | float):
-        has_pattern = any("pattern" in choice for choice in allowed)
+        has_pattern = any("pattern" in choice for choice in choices)
         return _hint_for_number(name, types, value, has_pattern=has_pattern)
     return ""
 
 
 def _hint_for_text(
-    name: str, allowed: Sequence[Mapping[str, Any]], types: Collection[str | None], value: str
+    name: str, choices: Sequence[Mapping[str, Any]], types: Collection[str | None], value: str
 ) -> str:
     text, number = value.lower(), _number(value)
     if "boolean" in types and text in _YES_NO:
@@ -301,7 +301,7 @@ def _hint_for_text(
         return "drop the quotes"
     if "null" in types and text in ("none", "nil"):
         return "write null"
-    words = [str(word) for choice in allowed for word in choice.get("enum", ())]
+    words = [str(word) for choice in choices for word in choice.get("enum", ())]
     if suggestion := nearest(value, words):
         return f"did you mean '{suggestion}'?"
     if name == "device" and text in ("gpu", "nvidia"):

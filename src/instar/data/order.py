@@ -160,9 +160,9 @@ def permute(positions: UInt64Array, n: int, keys: UInt32Array) -> UInt64Array:
     outside = np.flatnonzero(samples >= n)
     while outside.size:
         of_outside = keys if keys.shape[1] == 1 else keys[:, outside]
-        mapped = _feistel(samples[outside], bits, of_outside)
-        samples[outside] = mapped
-        outside = outside[mapped >= n]
+        new_places = _feistel(samples[outside], bits, of_outside)
+        samples[outside] = new_places
+        outside = outside[new_places >= n]
     return samples
 
 

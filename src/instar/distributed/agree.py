@@ -78,7 +78,7 @@ def gather_parts(world: World, part: bytes) -> list[bytes]:
                 buffer += _raw(row)
     if not world.is_main:
         return []
-    return [bytes(received[:size]) for received, size in zip(parts, sizes, strict=True)]
+    return [bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
 def reduce_sums(world: World, sums: Mapping[str, float]) -> dict[str, float]:

@@ -158,8 +158,8 @@ def listen(port: int, host: str = "127.0.0.1", key: str = PORT_KEY) -> tuple[int
             listener.listen(socket.SOMAXCONN)
         except OSError as error:
             raise _refused(host, port, key, error) from error
-        bound: int = listener.getsockname()[1]
-        return listener.detach(), bound
+        free_port: int = listener.getsockname()[1]
+        return listener.detach(), free_port
 
 
 def listen_to_hosts(port: int, host: str, key: str) -> int | None:

@@ -178,9 +178,9 @@ class Architecture:
         choices = {"norm": Norm, "activation": Activation, "positions": Positions}
         for field, choice in choices.items():
             if getattr(self, field) not in get_args(choice):
-                wanted = ", ".join(get_args(choice))
+                choice_list = ", ".join(get_args(choice))
                 problems.append(
-                    problem(field, f"must be one of {wanted}, not {getattr(self, field)!r}")
+                    problem(field, f"must be one of {choice_list}, not {getattr(self, field)!r}")
                 )
         if not problems and self.n_head % self.n_kv_head:
             problems.append(

@@ -75,25 +75,25 @@ class Rules:
 
     def update(self, event: Event) -> list[Alert]:
         """Return the alerts that an event raises."""
-        raised: list[tuple[str, str]] = []
+        alerts: list[tuple[str, str]] = []
         if isinstance(event, RunStarted):
             self._reset()
         elif isinstance(event, Train):
             if self._divergence and (message := self._divergence.update(event.loss)):
-                raised.append(("divergence", message))
+                alerts.append(("divergence", message))
             speed = event.tokens_per_s
             if self._stall and speed is not None and (message := self._stall.update(speed)):
-                raised.append(("stall", message))
+                alerts.append(("stall", message))
         elif isinstance(event, OperationEvent):
             if self._divergence:
                 self._divergence.changed(comparable=self._comparable(event.name, event.value))
             if self._stall:
                 self._stall.changed()
         elif isinstance(event, Skip) and (message := self._skip(event.consecutive)):
-            raised.append(("nan_skips", message))
+            alerts.append(("nan_skips", message))
         if not isinstance(event, Placed):
             return []
-        return [_alert(event, name, f"step {event.step:,}: {text}") for name, text in raised]
+        return [_alert(event, name, f"step {event.step:,}: {text}") for name, text in alerts]
 
     def _skip(self, consecutive: int) -> str:
         max_skips = self._config.nan_skips

@@ -61,13 +61,13 @@ def put_request(path: Path) -> None:
     Raises:
         OSError: it cannot be written, or the folder is a symbolic link.
     """
-    folder, created = path.parent, False
+    folder, is_new_folder = path.parent, False
     with suppress(FileExistsError):
         folder.mkdir()
-        created = True
+        is_new_folder = True
     descriptor = open_inside(folder)
     try:
-        if created:
+        if is_new_folder:
             # everyone who may write to the folder above may remove requests of others
             above = folder.parent.stat()
             with suppress(OSError):
@@ -96,8 +96,8 @@ class Inbox:
             status = self.folder.lstat()
             if stat.S_ISLNK(status.st_mode):  # it could lead to other files
                 raise OSError(errno.ELOOP, "a symbolic link, which is not followed", self.folder)
-            changed = status.st_mtime_ns
-            if changed != self._seen:
+            changed_ns = status.st_mtime_ns
+            if changed_ns != self._seen:
                 paths = [
                     path for path in sorted(self.folder.iterdir()) if path not in self._unremovable
                 ]
@@ -108,7 +108,7 @@ class Inbox:
                     if command == path.suffix[1:]
                 ]
                 # a later request within the resolution of the clock would not change the time
-                self._seen = changed if time.time_ns() - changed > 1e9 else -1
+                self._seen = changed_ns if time.time_ns() - changed_ns > 1e9 else -1
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -493,12 +493,12 @@ def decode_event(line: bytes) -> Event:
             raise ValueError(f"version {version!r}; this Instar reads {VERSION}") from None
         if not isinstance(kind := fields.get("kind"), str) or kind in event_kinds():
             raise
-        if (added := event_type(kind)) is not None:
-            placed: Event = msgspec.json.decode(line, type=added, strict=False)
+        if (event_class := event_type(kind)) is not None:
+            placed: Event = msgspec.json.decode(line, type=event_class, strict=False)
             return placed
         place = {key: fields.pop(key) for key in ("time", "segment") if key in fields}
-        unrecognised = {"kind": "unrecognised", "name": kind, "fields": from_words(fields)}
-        return msgspec.convert(unrecognised | place, Unrecognised)
+        unknown_event = {"kind": "unrecognised", "name": kind, "fields": from_words(fields)}
+        return msgspec.convert(unknown_event | place, Unrecognised)
 
 
 TRAIN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", "memory_bytes")

@@ -58,9 +58,9 @@ def si(number: float) -> str:
     if abs(number) < 999.5:
         return f"{number:.0f}" if number == round(number) or abs(number) >= 100 else f"{number:.2g}"
     size, scale = next((s for s in reversed(_SCALES) if abs(number) < 999.5 * s[0]), _SCALES[0])
-    scaled = number / size
-    decimals = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
-    return f"{scaled:.{decimals}f}{scale}"
+    mantissa = number / size
+    decimals = 2 if abs(mantissa) < 9.995 else 1 if abs(mantissa) < 99.95 else 0
+    return f"{mantissa:.{decimals}f}{scale}"
 
 
 def duration(seconds: float) -> str:
@@ -228,12 +228,12 @@ def sizes_text(splits: Mapping[str, int | None]) -> str:
 
 
 def finished_lines(
-    event: RunFinished, where: Path, stopped: str, go_on: str, unit: str = TOK
+    event: RunFinished, where: Path, stop_reason: str, go_on: str, unit: str = TOK
 ) -> list[str]:
     """`done  2,000 steps  1.54M tok  loss 3.912  best val 3.4102 at 1,750  41m12  …  → runs/…`,
     and the command that resumes, if there is one.
     """
-    parts = [f"stopped: {stopped}" if stopped else "done", f"{event.step:,} steps"]
+    parts = [f"stopped: {stop_reason}" if stop_reason else "done", f"{event.step:,} steps"]
     if event.tokens:
         parts.append(f"{si(event.tokens)} {unit}")
     if event.loss is not None:
@@ -258,7 +258,7 @@ _BAR = 20
 
 def progress_line(
     doing: str,
-    done: float,
+    n_done: float,
     total: float | None,
     unit: str,
     seconds: float,
@@ -268,20 +268,22 @@ def progress_line(
     without a total `counting corpus  12,300 documents  410 documents/s  30s`.
 
     Args:
-        done, total: in `unit`: B for bytes, else a plural.
+        n_done, total: in `unit`: B for bytes, else a plural.
         seconds: since the work began.
         width: columns of a terminal; None: there is none, so no bar is drawn.
     """
-    rate = done / seconds if seconds > 0 else 0.0
+    rate = n_done / seconds if seconds > 0 else 0.0
     speed = (2, f"{bytes_text(rate)}/s" if unit == "B" else f"{si(rate)} {unit}/s")
     if not total:
-        parts = [(1, _amount(done, unit)), speed] if done else []
+        parts = [(1, _amount(n_done, unit)), speed] if n_done else []
         parts.append((0, duration(seconds)))
     else:
-        share = min(1.0, done / total)
-        so_far = bytes_text(done) if unit == "B" else f"{done:,.0f}"
+        share = min(1.0, n_done / total)
+        so_far = bytes_text(n_done) if unit == "B" else f"{n_done:,.0f}"
         parts = [(0, percent(share)), (3, f"{so_far} of {_amount(total, unit)}")]
-        parts += [speed, (1, f"{duration((total - done) / rate)} left")] if 0 < done < total else []
+        parts += (
+            [speed, (1, f"{duration((total - n_done) / rate)} left")] if 0 < n_done < total else []
+        )
         if width is not None:
             full = round(share * _BAR)
             parts.insert(0, (4, "━" * full + "─" * (_BAR - full)))

@@ -90,13 +90,13 @@ class Recorder:
         except OSError as error:
             raise RecordError(f"cannot open {path}: {error.strerror}") from error
         try:
-            torn = self._continue(descriptor)
+            torn_bytes = self._continue(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
         self._file = Appender(descriptor, os.fstat(descriptor).st_size)
-        if torn:
-            self.write(Warn(message=f"cut off a torn last line of {torn} bytes"))
+        if torn_bytes:
+            self.write(Warn(message=f"cut off a torn last line of {torn_bytes} bytes"))
         self.sync()
 
     @property
@@ -121,11 +121,11 @@ class Recorder:
             for line in file:
                 size += len(line)
                 self.segment += line.startswith(RUN_STARTED_LINE)
-        torn = len(line) if line and not line.endswith(b"\n") else 0
-        if torn:
-            os.ftruncate(descriptor, size - torn)
+        torn_bytes = len(line) if line and not line.endswith(b"\n") else 0
+        if torn_bytes:
+            os.ftruncate(descriptor, size - torn_bytes)
         sync_folder(self.path.parent)  # else a loss of power may remove the file's name
-        return torn
+        return torn_bytes
 
     def write(self, event: Event) -> None:
         """Append one event.

@@ -268,9 +268,9 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        several = ", ".join(str(run.path) for run in reversed(matches[-8:]))
+        run_list = ", ".join(str(run.path) for run in reversed(matches[-8:]))
         raise ConfigError.of(
-            f"{len(matches)} runs are named {text!r}", hint=f"say which: {several}"
+            f"{len(matches)} runs are named {text!r}", hint=f"say which: {run_list}"
         )
     if text and path.is_dir():
         raise ConfigError.of(f"{path} is not a run: it has no run.yaml")

@@ -85,13 +85,13 @@ def paths_folder(run: RunDir, paths: Mapping[str, Any]) -> Path:
     if start_folder is None or not marks:
         return current
     beside_run = Path(os.path.normpath(run.path.absolute() / start_folder.relative))
-    recorded = Path(start_folder.folder)
+    recorded_folder = Path(start_folder.folder)
 
     def count(place: Path) -> int:
         return sum(_leads(place, mark) for mark in marks)
 
     # a copy of a project has files of its own, and never takes those of the original
-    start = beside_run if count(beside_run) else recorded
+    start = beside_run if count(beside_run) else recorded_folder
     return start if 0 < count(start) >= count(current) else current
 
 

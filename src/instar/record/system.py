@@ -112,8 +112,10 @@ def cpu_model() -> str:
 def has_bf16_units() -> bool:
     """Whether the CPU has bf16 matrix instructions (AVX-512 BF16 or AMX on x86, BF16 on ARM) and
     ONEDNN_MAX_CPU_ISA allows oneDNN to use them."""
-    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    if not any(part in allowed for part in ("ALL", "DEFAULT", "BF16", "FP16", "AMX", "AVX10")):
+    instruction_sets = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if not any(
+        part in instruction_sets for part in ("ALL", "DEFAULT", "BF16", "FP16", "AMX", "AVX10")
+    ):
         return False
     return not _BF16_UNITS.isdisjoint(_cpuinfo("flags", "Features").split())
 
@@ -163,8 +165,10 @@ def usable_bytes(device: torch.device) -> int:
         folder = _CONTROL_GROUPS.joinpath(*group)
         # a limit of "max" is not a number: there is none
         limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
-        cached = int((folder / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
-        free.append(limit - used + cached)
+        cached_bytes = int(
+            (folder / "memory.stat").read_text().split("inactive_file ")[1].split()[0]
+        )
+        free.append(limit - used + cached_bytes)
     return resident_bytes() + min(free)
 
 

@@ -141,13 +141,13 @@ class Logged:
             if number.values
         }
 
-    def restore(self, saved: object) -> None:
+    def restore(self, saved_sums: object) -> None:
         """Restore the `state` of each rank; of another number of ranks, all of them on rank 0.
 
         Raises:
             ValueError: this is no `state`.
         """
-        states = msgspec.convert(saved, list[dict[str, _Sums]])
+        states = msgspec.convert(saved_sums, list[dict[str, _Sums]])
         if len(states) == self.world.size:
             states = [states[self.world.rank]]
         elif not self.world.is_main:

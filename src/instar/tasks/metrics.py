@@ -123,9 +123,9 @@ def _merge(world: World, metrics: Mapping[str, SetMetric]) -> None:
         part = safetensors.torch.save(rank_states)
     parts = gather_parts(world, part)
     with raise_on_all_ranks(world, "merging metrics"):
-        gathered = [safetensors.torch.load(part) for part in parts]
+        all_tensors = [safetensors.torch.load(part) for part in parts]
         for number, metric in enumerate(metrics.values() if world.is_main else ()):
-            states = [_of(tensors, str(number)) for tensors in gathered]
+            states = [_of(tensors, str(number)) for tensors in all_tensors]
             metric.merge([state for state in states if state])
 
 

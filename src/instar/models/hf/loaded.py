@@ -25,7 +25,7 @@ def load_published(folder: Path) -> Module:
 
     try:
         with _quiet(), torch.random.fork_rng(devices=[]):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_and_report: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=torch.float32,
                 local_files_only=True,
@@ -35,7 +35,7 @@ def load_published(folder: Path) -> Module:
             )
     except Exception as error:  # whatever transformers makes of a config of anyone's
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
-    model, report = loaded
+    model, report = model_and_report
     if odd := {what: names for what, names in report.items() if names}:
         differences = "; ".join(
             f"{what}: {sorted(map(str, names))[0]}" for what, names in odd.items()

@@ -63,8 +63,8 @@ class PretrainedShape:
             problems.append(problem("from", message))
         if sizes and self.positions == "rope":
             head_dim, width = sizes["head_dim"], sizes["embed"] // sizes["heads"]
-            validated = width if self.family.longrope_by_width else head_dim
-            rope_problems = problems_of(self.config, head_dim, validated)
+            rope_width = width if self.family.longrope_by_width else head_dim
+            rope_problems = problems_of(self.config, head_dim, rope_width)
             problems += (problem("from", text) for text in rope_problems)
         if problems:
             raise ArchitectureError(*problems)

@@ -112,13 +112,13 @@ class Mlflow:
         """Log the config as parameters; one with another value already as a tag."""
         from mlflow.entities import Param
 
-        logged = self._client.get_run(self._run_id).data.params
+        logged_params = self._client.get_run(self._run_id).data.params
         parameters = {_name(key): str(value)[:MAX_PARAMETER] for key, value in run.config.items()}
-        new = [Param(key, value) for key, value in parameters.items() if key not in logged]
+        new = [Param(key, value) for key, value in parameters.items() if key not in logged_params]
         for start in range(0, len(new), PARAMETERS_PER_BATCH):
             self._client.log_batch(self._run_id, params=new[start : start + PARAMETERS_PER_BATCH])
         for key, value in parameters.items():
-            if logged.get(key, value) != value:
+            if logged_params.get(key, value) != value:
                 self._tag(f"changed/{key}", value)
         self._tag("folder", str(run.folder))
 

@@ -169,13 +169,13 @@ class TrackerQueue:
         return f"afterwards: instar logs export {shlex.quote(str(self._run.folder))} --to {self._tracker.name}"
 
     def _work(self) -> None:
-        opened = self._attempt("starting", lambda: self._tracker.start(self._run))
-        flushed = time.monotonic()
-        while opened and self._take_next():
-            if time.monotonic() - flushed >= FLUSH_EVERY_S:
+        is_open = self._attempt("starting", lambda: self._tracker.start(self._run))
+        flushed_at = time.monotonic()
+        while is_open and self._take_next():
+            if time.monotonic() - flushed_at >= FLUSH_EVERY_S:
                 self._attempt("writing", self._tracker.flush)
-                flushed = time.monotonic()
-        if opened:
+                flushed_at = time.monotonic()
+        if is_open:
             self._attempt("ending", lambda: self._tracker.finish(self._outcome))
 
     def _take_next(self) -> bool:

@@ -96,13 +96,15 @@ class TensorBoard:
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
 
         status = {"finished": Status.STATUS_SUCCESS, "crashed": Status.STATUS_FAILURE}
-        ended = SessionEndInfo(
+        session_end = SessionEndInfo(
             status=status.get(outcome, Status.STATUS_UNKNOWN), end_time_secs=self._last
         )
         summary = summary_pb2.Summary()
         summary.value.add(
             tag=metadata.SESSION_END_INFO_TAG,
-            metadata=metadata.create_summary_metadata(HParamsPluginData(session_end_info=ended)),
+            metadata=metadata.create_summary_metadata(
+                HParamsPluginData(session_end_info=session_end)
+            ),
             tensor=metadata.NULL_TENSOR,
         )
         self._writer.add_event(event_pb2.Event(wall_time=self._last, summary=summary))

@@ -48,16 +48,20 @@ class Trackio:
         SQLiteStorage.validate_project_name(project)
         run_id = run.ids.get(self.name, where) or secrets.token_hex(16)
         self._run_keys = {"project": project, "run": run.name, "run_id": run_id}
-        created = datetime.now(UTC).isoformat()
-        self._settings = dict(run.config) | {"_Created": created, "_Group": None}
+        created_at = datetime.now(UTC).isoformat()
+        self._settings = dict(run.config) | {"_Created": created_at, "_Group": None}
         run.ids.keep(self.name, where, run_id)
 
     def _choose_folder(self) -> str:
         """Set trackio's folder, which it reads when it is imported."""
         if (setting := self._config.dir) is not None:
             folder = Path(setting).absolute()
-            if (imported := sys.modules.get("trackio.utils")) and folder != imported.TRACKIO_DIR:
-                raise RuntimeError(f"trackio writes into {imported.TRACKIO_DIR} in this process")
+            if (
+                trackio_utils := sys.modules.get("trackio.utils")
+            ) and folder != trackio_utils.TRACKIO_DIR:
+                raise RuntimeError(
+                    f"trackio writes into {trackio_utils.TRACKIO_DIR} in this process"
+                )
             os.environ[DIR] = str(folder)
         return f"{os.environ.get(DIR, '')}/{self._config.project}"
 
