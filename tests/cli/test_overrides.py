@@ -277,8 +277,8 @@ def says_so_or_is_as_it_was(run: Path, whole: Continuation, text: str) -> bool:
     if isinstance(found, str):
         assert "run.yaml" in found
         return True
-    told = {*found.changed, *found.launch, *PLACES}
-    was, now = values_of(whole.loaded.config), values_of(found.loaded.config)
+    told = {*found.changes, *found.launch, *PLACES}
+    was, now = values_of(whole.loaded_config.config), values_of(found.loaded_config.config)
     silent = {key for key in now if now[key] != was[key]} - told
     assert all(key.startswith("record.") for key in silent), silent
     return False
@@ -288,7 +288,7 @@ def says_so_or_is_as_it_was(run: Path, whole: Continuation, text: str) -> bool:
 def test_a_run_yaml_that_was_cut_is_refused_after_whatever_line(run: Path) -> None:
     whole = gone_on(run)
     assert isinstance(whole, Continuation)
-    assert not whole.changed
+    assert not whole.changes
     lines = (run / "run.yaml").read_text().splitlines(keepends=True)
     for end in range(0, len(lines), EVERY):
         refused = says_so_or_is_as_it_was(run, whole, "".join(lines[:end]))

@@ -19,7 +19,7 @@ SILENCE_S, WAIT_S = 60.0, 600.0
 
 
 def beat(**facts: object) -> Heartbeat:
-    usual = {"count": 1, "step": 120, "where": "step 120", "arrived": 7, "waits_for": 0}
+    usual = {"count": 1, "step": 120, "where": "step 120", "n_arrived": 7, "waits_for": 0}
     usual |= {"doing": "", "still_s": 0.0, "line": "", "in_torch": False}
     usual |= {"host": "here", "pid": 1}
     return Heartbeat(**usual | facts)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def test_a_host_none_of_whose_ranks_is_heard_is_named() -> None:
 def test_of_a_lost_host_a_rank_that_spoke_just_before_the_end_is_silent_too() -> None:
     """1 is on the host of the one that looks, busy and alive; 2 and 3 are on a lost host, 4 has left."""
     there = {"host": "there", "count": 5}
-    beats = {3: beat(**there), 2: beat(**there), 1: beat(count=5), 4: beat(ended="")}
+    beats = {3: beat(**there), 2: beat(**there), 1: beat(count=5), 4: beat(end="")}
     before, since = {1: 4, 2: 5, 3: 4, 4: 1}, {1: 5, 2: 5, 3: 5, 4: 1}
     assert silent_ranks(beats, before, since, "here") == [2, 3]
     assert silent_ranks(beats, before, since, "there") == [2]
@@ -73,7 +73,9 @@ def test_a_rank_that_was_never_seen_is_named() -> None:
 
 
 def test_who_has_not_come_is_named_with_its_line() -> None:
-    waiting = LastHeartbeat(beat(arrived=8, waits_for=8, doing="gathering answers", still_s=601), 0)
+    waiting = LastHeartbeat(
+        beat(n_arrived=8, waits_for=8, doing="gathering answers", still_s=601), 0
+    )
     late = LastHeartbeat(beat(still_s=600, line="tokens.py:88 in read"), 1)
     found = verdict(waiting, late, waiting)
     assert found is not None
@@ -85,7 +87,7 @@ def test_who_has_not_come_is_named_with_its_line() -> None:
 
 
 def test_who_has_not_come_is_named_with_its_host_where_there_are_several() -> None:
-    waiting = beat(arrived=8, waits_for=8, still_s=601, host="a pid:[1]")
+    waiting = beat(n_arrived=8, waits_for=8, still_s=601, host="a pid:[1]")
     backward = beat(still_s=601, in_torch=True, host="a pid:[1]")
     away = beat(still_s=601, host="b pid:[1]")
     for one, said in ((waiting, " has not entered"), (backward, ": it is in step 120")):
@@ -96,15 +98,15 @@ def test_who_has_not_come_is_named_with_its_host_where_there_are_several() -> No
 
 def test_the_earliest_meeting_tells_who_is_missing() -> None:
     """A rank may have posted more before it began to wait for what it posted first."""
-    waits_for_the_first = LastHeartbeat(beat(arrived=9, waits_for=8, still_s=601), 0)
-    waits_for_the_second = LastHeartbeat(beat(arrived=9, waits_for=9, still_s=602), 0)
-    found = verdict(waits_for_the_second, waits_for_the_first, LastHeartbeat(beat(arrived=7), 0))
+    waits_for_the_first = LastHeartbeat(beat(n_arrived=9, waits_for=8, still_s=601), 0)
+    waits_for_the_second = LastHeartbeat(beat(n_arrived=9, waits_for=9, still_s=602), 0)
+    found = verdict(waits_for_the_second, waits_for_the_first, LastHeartbeat(beat(n_arrived=7), 0))
     assert found is not None
     assert found.ranks == (2,)
 
 
 def test_a_wait_in_which_nobody_is_missing_blames_nobody() -> None:
-    waiting = LastHeartbeat(beat(arrived=8, waits_for=8, still_s=601), 0)
+    waiting = LastHeartbeat(beat(n_arrived=8, waits_for=8, still_s=601), 0)
     assert verdict(waiting, waiting) == Diagnosis(
         "no rank has made progress for 601 s: rank 0 is in step 120; rank 1 is in step 120", ()
     )
@@ -134,17 +136,17 @@ def test_ranks_that_hang_in_a_step_have_less_time_after_a_stop() -> None:
     saving = seen | {2: LastHeartbeat(beat(where="saving step 120"), 0)}
     assert wait_after_stop(saving, WAIT_S, 1.0) == WAIT_S
     assert wait_after_stop(seen | {2: LastHeartbeat(None, 0)}, WAIT_S, 1.0) == WAIT_S
-    assert wait_after_stop(seen | {2: LastHeartbeat(beat(ended=""), 0)}, WAIT_S, 1.0) == 20.0
+    assert wait_after_stop(seen | {2: LastHeartbeat(beat(end=""), 0)}, WAIT_S, 1.0) == 20.0
 
 
 def test_who_has_left_is_not_silent() -> None:
-    assert verdict(LastHeartbeat(beat(), 0), LastHeartbeat(beat(ended=""), 1000)) is None
+    assert verdict(LastHeartbeat(beat(), 0), LastHeartbeat(beat(end=""), 1000)) is None
 
 
 ranks = st.lists(
     st.builds(
         lambda silent, still, waits: LastHeartbeat(
-            beat(still_s=still, arrived=8 if waits else 7, waits_for=8 if waits else 0), silent
+            beat(still_s=still, n_arrived=8 if waits else 7, waits_for=8 if waits else 0), silent
         ),
         st.floats(0, 100),
         st.floats(0, 1000),
@@ -174,7 +176,7 @@ def test_however_long_a_rank_works_it_is_not_to_blame_while_another_moves(
     assert verdict(*working, LastHeartbeat(beat(), 1)) is None
 
 
-@given(st.builds(beat, where=st.text(), line=st.text(), ended=st.none() | st.text()))
+@given(st.builds(beat, where=st.text(), line=st.text(), end=st.none() | st.text()))
 def test_heartbeats_travel_whole(one: Heartbeat) -> None:
     assert Heartbeat.decode(one.encode().encode()) == one
 
@@ -185,6 +187,6 @@ def test_only_the_thread_that_made_a_position_moves_it() -> None:
     saver = threading.Thread(target=position.arrive, args=["saving"])
     saver.start()
     saver.join()
-    assert (position.arrived, position.waits_for, position.doing) == (1, 1, "gathering answers")
+    assert (position.n_arrived, position.waits_for, position.doing) == (1, 1, "gathering answers")
     position.leave()
     assert position.waits_for == 0

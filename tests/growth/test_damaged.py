@@ -165,7 +165,7 @@ def test_outputs_that_are_not_finite_never_pass(
 ) -> None:
     """Whatever the label, and what is allowed."""
     model = copy.deepcopy(model_of("llama"))
-    real, calls = growing.probed, [0]
+    real, calls = growing.run_probe, [0]
 
     def overflowing(module: nn.Module, batch: Any) -> Probe:
         found: Probe = real(module, batch)
@@ -174,7 +174,7 @@ def test_outputs_that_are_not_finite_never_pass(
             found.logits[0, -1, -1] = torch.inf
         return found
 
-    monkeypatch.setattr(growing, "probed", overflowing)
+    monkeypatch.setattr(growing, "run_probe", overflowing)
     with pytest.raises(GrowthError, match="the outputs of the grown model are not finite"):
         grow(model, {**EXACT, **OTHER}[operation], allow_inexact=True)
 

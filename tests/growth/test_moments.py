@@ -60,7 +60,7 @@ def test_gradients_of_what_was_kept_change_by_the_planned_factor(
     kept = apply(made, ones, Role.FIRST_MOMENT, KEY, "mapped")
     for name, gradient in gradients(new, data).items():
         how = made.tensors[name]
-        if isinstance(how, Grown) and not how.copied:
+        if isinstance(how, Grown) and not how.is_copy:
             found = gradient * (kept[name] != 0)
             torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-13, msg=name)
 

@@ -66,10 +66,12 @@ def test_each_row_is_that_of_its_token_or_the_mean_of_its_pieces(place: Path) ->
     old, new = (Tokenizer.from_file(str(place / n / "tokenizer.json")) for n in ("small", "new"))
     made = map_vocabulary(place / "small", place / "new")
     assert len(made.rows) == new.get_vocab_size() > 300
-    pieces = {new.id_to_token(n): row for n, row in enumerate(made.rows) if n not in made.kept}
+    pieces = {
+        new.id_to_token(n): row for n, row in enumerate(made.rows) if n not in made.kept_tokens
+    }
     assert {"<pad>", "<user>"} == {token for token, row in pieces.items() if not row}
     assert len(pieces) > 10
-    for number in made.kept:
+    for number in made.kept_tokens:
         assert old.id_to_token(made.rows[number][0]) == new.id_to_token(number)
     for token, row in pieces.items():
         if row:
@@ -81,7 +83,7 @@ def test_each_row_is_that_of_its_token_or_the_mean_of_its_pieces(place: Path) ->
     for was, now in zip(tables, (model.model.embed_tokens, model.lm_head), strict=True):
         expected = [was[list(row)].mean(0) if row else was.mean(0) for row in made.rows]
         torch.testing.assert_close(now.weight.data, torch.stack(expected))
-        kept = sorted(made.kept)
+        kept = sorted(made.kept_tokens)
         assert torch.equal(now.weight[kept], was[[made.rows[number][0] for number in kept]])
     assert model.config.eos_token_id == [new.token_to_id("</s>")]
     assert model.config.bos_token_id is None
@@ -107,7 +109,7 @@ def test_moments_go_with_their_rows(place: Path, moments: str) -> None:
             [old[name][list(row)].mean(0) if row else old[name].mean(0) for row in made.rows]
         )
         if name == "exp_avg" and moments == "asymmetric":
-            expected[[number for number in range(384) if number not in made.kept]] = 0.0
+            expected[[number for number in range(384) if number not in made.kept_tokens]] = 0.0
         torch.testing.assert_close(state[name], expected)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()

@@ -194,7 +194,7 @@ def test_inserted_blocks_come_where_they_are_asked_for() -> None:
 def test_an_inserted_block_is_a_copy_of_the_one_below(where: Any, below: list[int]) -> None:
     model = random_gpt(replace(GPT2, n_layer=4))
     _, plan = grown(model, operation("insert_layers", 1, where=where))
-    copies = {how.source for how in plan.tensors.values() if isinstance(how, Grown) and how.copied}
+    copies = {how.source for how in plan.tensors.values() if isinstance(how, Grown) and how.is_copy}
     assert sorted({layer_of(source) for source in copies}) == below
 
 

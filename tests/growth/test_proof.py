@@ -85,7 +85,7 @@ def test_a_lossy_one_may_do_anything_else() -> None:
 def test_gradients_are_split_into_those_of_old_and_of_new_elements() -> None:
     edits = (
         Edit(0, (Old(0, 2), New(1, "normal", 0.02))),
-        Edit(1, (Old(0, 1), New(1, "zero"), Old(0, 1, copied=True))),
+        Edit(1, (Old(0, 1), New(1, "zero"), Old(0, 1, is_copy=True))),
     )
     made = GrowthPlan({"w": Grown("w", edits)}, "exact")
     gradient = torch.tensor([[3.0, 1.0, 1.0], [4.0, 1.0, 1.0], [1.0, 1.0, 1.0]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.logs.text.tables import aligned, wrapped
+from instar.logs.text.tables import align_columns, wrapped
 
 words = st.text("abcde12", min_size=1, max_size=12)
 tables = st.integers(1, 6).flatmap(
@@ -17,7 +17,7 @@ tables = st.integers(1, 6).flatmap(
 
 def test_numbers_are_flush_right() -> None:
     rows = [("", "step", "loss"), ("a", "5", "3.25"), ("longer", "1,000", "2")]
-    assert aligned(rows, right=(1, 2)) == [
+    assert align_columns(rows, right=(1, 2)) == [
         "         step  loss",
         "a           5  3.25",
         "longer  1,000     2",
@@ -26,12 +26,12 @@ def test_numbers_are_flush_right() -> None:
 
 def test_columns_that_are_too_many_follow_below() -> None:
     rows = [("run", "first", "second"), ("a", "1", "2")]
-    assert aligned(rows, width=12) == ["run  first", "a    1", "", "run  second", "a    2"]
+    assert align_columns(rows, width=12) == ["run  first", "a    1", "", "run  second", "a    2"]
 
 
 @given(tables, st.integers(1, 60))
 def test_nothing_is_lost_however_narrow(rows: list[list[str]], width: int) -> None:
-    lines = aligned(rows, width=width)
+    lines = align_columns(rows, width=width)
     shown = sorted(word for line in lines for word in line.split())
     assert set(shown) == {cell for row in rows for cell in row}
     widest = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -165,7 +165,7 @@ def test_faults_and_what_was_superseded_come_from_the_cache_too(tmp_path: Path) 
     assert len(first.faults) == 6
     same(read_record(run), first)
     loss = first.series("loss")
-    assert 0 < loss.kept.sum() < len(loss)
+    assert 0 < loss.is_current.sum() < len(loss)
 
 
 def test_a_damaged_cache_is_made_anew(run: RunDir) -> None:
@@ -200,7 +200,7 @@ def test_a_cache_that_breaks_between_two_looks_is_no_harm(run: RunDir) -> None:
         file.write(encode_event(Train(step=6001, loss=2.0, grad_norm=1.0), 1.0, 3))
     norm = record.series("grad_norm")
     assert np.array_equal(norm.step[: len(loss)], loss.step)
-    assert len(norm.current()) == norm.kept.sum()
+    assert len(norm.current()) == norm.is_current.sum()
     assert len(record.series("val/loss")) > 10
 
 

@@ -154,6 +154,6 @@ def test_damaged_records_are_read_or_refused(share: int, tmp_path: Path) -> None
             for name in AXES:
                 assert series.axis(name).shape == series.value.shape
                 assert np.isfinite(series.axis(name)).all() or name == "epoch"
-            assert len(series.current()) == series.kept.sum()
+            assert len(series.current()) == series.is_current.sum()
         assert length + len(record.events) >= len(events)
     assert refused < FILES // SHARES // 4

@@ -237,7 +237,7 @@ def test_what_a_later_segment_superseded_is_masked_and_can_be_had(tmp_path: Path
     series = record.series("loss")
     assert series.current().step.tolist() == list(range(1, 101))
     assert series.current().value.tolist() == [1.0] * 50 + [2.0] * 25 + [3.0] * 25
-    superseded = series.take(~series.kept)
+    superseded = series.take(~series.is_current)
     assert superseded.step.tolist() == [*range(51, 81), *range(76, 121)]
 
 
@@ -253,7 +253,7 @@ def test_a_run_descends_from_the_segment_that_saved_its_checkpoint(tmp_path: Pat
     assert first.series("loss").current().value.tolist() == [1.0] * 75 + [3.0] * 15
     second = reading(tmp_path, *parts, start(3, 75, "step-75.1"), segment_of(3, 76, 90))
     assert second.series("loss").current().value.tolist() == [1.0] * 50 + [2.0] * 25 + [3.0] * 15
-    assert [logged.kept for logged in second.of(Saved)] == [True, False, True]
+    assert [logged.is_current for logged in second.of(Saved)] == [True, False, True]
 
 
 def test_a_segment_whose_beginning_was_lost_still_supersedes(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_segment_whose_beginning_was_lost_still_supersedes(tmp_path: Path) -> 
 
 
 def test_a_record_without_any_start_is_read(tmp_path: Path) -> None:
-    assert reading(tmp_path, train(1), train(2)).series("loss").kept.all()
+    assert reading(tmp_path, train(1), train(2)).series("loss").is_current.all()
 
 
 @st.composite
@@ -326,4 +326,4 @@ def test_spikes_and_rewinds_of_a_made_run_are_there(tmp_path: Path) -> None:
 
 def test_a_warning_has_no_place_and_always_counts(tmp_path: Path) -> None:
     record = reading(tmp_path, start(1, 0), line(Warn(message="x", step=9)), start(2, 0))
-    assert [logged.kept for logged in record.events] == [True, True, True]
+    assert [logged.is_current for logged in record.events] == [True, True, True]

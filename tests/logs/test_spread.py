@@ -58,7 +58,7 @@ def not_at_once(_: bytes) -> list[Any]:
 def test_processes_read_a_long_record_as_one_does(long: RunDir) -> None:
     expected = alone(long)
     assert len(expected.faults) == MAX_FAULTS + 1
-    assert not expected.series("loss").kept.all()
+    assert not expected.series("loss").is_current.all()
     same(read_record(long), expected)
     assert cache.cached_bytes(long.events, cache_of(long)) == expected.end
     same(read_record(long), expected)

@@ -46,12 +46,14 @@ def tell_a_whole_run(console: Console) -> None:
     )
     console.progress(TRAIN, eta_s=4920)
     console.train(TRAIN, eta_s=4920)
-    console.evaluated(Eval(step=1000, split="val", loss=3.41, best=True))
-    console.operated(OperationEvent(step=2000, verb="GROW", name="widen_mlp", change="2048→3072"))
-    console.saved(Saved(step=2000, path="checkpoints/step-2000"))
+    console.show_eval(Eval(step=1000, split="val", loss=3.41, best=True))
+    console.show_operation(
+        OperationEvent(step=2000, verb="GROW", name="widen_mlp", change="2048→3072")
+    )
+    console.show_save(Saved(step=2000, path="checkpoints/step-2000"))
     console.say("a remark")
     console.warn("a doubt")
-    console.finished(RunFinished(step=2000), WHERE, stopped="SIGINT", go_on="instar resume r7f3a")
+    console.show_end(RunFinished(step=2000), WHERE, stopped="SIGINT", go_on="instar resume r7f3a")
     console.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from instar.record import progress as module
 from instar.record.console import PlainScreen
 from instar.record.format import encodable_as, progress_line
-from instar.record.progress import Display, folder_bytes, progress, showing, tracked
+from instar.record.progress import Display, folder_bytes, progress, showing, track_items
 
 GIB = 1 << 30
 
@@ -50,7 +50,7 @@ def test_long_work_is_shown_until_it_ends(
     screen = Screen(width, awaited="2 of 4 bytes")
     with showing(Display(lambda: screen, owns=True)):
         with progress("reading all", 4, "runs"):
-            for each in tracked(range(4), "reading one", "bytes", 4):
+            for each in track_items(range(4), "reading one", "bytes", 4):
                 if each == 2:
                     assert screen.shown.wait(60)
         assert not screen.is_open
@@ -64,7 +64,7 @@ def test_short_work_opens_no_screen() -> None:
         raise AssertionError("opened")
 
     with showing(Display(never, owns=True)):
-        assert list(tracked([1, 2], "reading", "runs")) == [1, 2]
+        assert list(track_items([1, 2], "reading", "runs")) == [1, 2]
 
 
 def test_what_a_library_writes_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_loop_that_an_exception_leaves_is_shown_no_more(monkeypatch: pytest.Mo
 
     def interrupted() -> None:
         with showing(Display(lambda: screen, owns=True)):
-            for _ in tracked(range(4), "reading", "runs"):
+            for _ in track_items(range(4), "reading", "runs"):
                 assert screen.shown.wait(60)
                 raise KeyboardInterrupt
 

@@ -166,8 +166,8 @@ def test_ranks_go_the_same_way_if_one_alone_misses_the_tolerance(
     monkeypatch.setattr(live_growth, "gather", lambda *_: next(answers))
     doubled = []
     strategy = type(run.parts.stepper.strategy)
-    real = strategy.doubled
-    monkeypatch.setattr(strategy, "doubled", lambda *each: doubled.append(1) or real(*each))
+    real = strategy.in_double
+    monkeypatch.setattr(strategy, "in_double", lambda *each: doubled.append(1) or real(*each))
     proof = prepared(run, WIDEN).proof
     assert proof is not None
     assert proof.holds

@@ -53,7 +53,7 @@ def test_every_part_of_what_operations_make_is_reached(
 ) -> None:
     model, plan = grown(random_gpt(base), operation(name, value))
     watch = watched(model, plan)
-    assert (len(watch.norms), watch.dead, watch.unreached) == (3, False, {})
+    assert (len(watch.norms), watch.dead, watch.parameters_without_gradient) == (3, False, {})
 
 
 @STYLES
@@ -69,7 +69,7 @@ def test_a_new_block_with_adapters_takes_three_steps(base: Architecture) -> None
         watch.update({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
         optimizer.zero_grad()
-        left.append(set(watch.unreached))
+        left.append(set(watch.parameters_without_gradient))
     assert any(name.endswith("query.lora_a") for name in left[1])
     assert not left[2]
     assert watch.is_over
@@ -85,7 +85,7 @@ def test_a_part_that_no_gradient_reaches_is_noticed(base: Architecture) -> None:
     assert len(watch.norms) == MAX_WATCHED_STEPS
     assert not watch.dead
     dead = {f"blocks.0.mlp.up.lora_{side}": 3 for side in "ab"}
-    assert watch.unreached == dead
+    assert watch.parameters_without_gradient == dead
 
 
 def test_new_units_that_are_zero_on_both_sides_are_noticed() -> None:
@@ -93,7 +93,7 @@ def test_new_units_that_are_zero_on_both_sides_are_noticed() -> None:
     with torch.no_grad():
         for name in ("gate", "up"):
             model.get_parameter(f"blocks.0.mlp.{name}.weight")[15:].zero_()
-    dead = watched(model, plan).unreached
+    dead = watched(model, plan).parameters_without_gradient
     assert dead == {f"blocks.0.mlp.{name}.weight": 5 for name in ("gate", "up", "down")}
 
 

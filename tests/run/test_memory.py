@@ -95,7 +95,7 @@ def test_a_rank_has_the_weights_gradients_and_moments_that_were_forecast(
 ) -> None:
     """When the gradients are reduced, nothing else of a step is left."""
     found = measured(way)
-    assert found.left["gradients"] == pytest.approx(found.forecast.kept, rel=0.15)
+    assert found.left["gradients"] == pytest.approx(found.forecast.kept_bytes, rel=0.15)
 
 
 def test_four_ranks_that_share_a_model_have_a_quarter_each(

@@ -24,7 +24,7 @@ def test_estimates_have_no_bias() -> None:
         gradients = torch.randn(32, 10, generator=drawn, dtype=torch.float64) * 2
         gradients[:, 0] += 1
         part, whole = (gradients[:n].mean(0).norm().item() for n in (2, 32))
-        estimates.append(NoiseScale().measured(PartNorm(2, part), 32, whole))
+        estimates.append(NoiseScale().with_measurement(PartNorm(2, part), 32, whole))
     share = 1 - 0.95  # of the first measurement in the average
     trace = sum(each.trace for each in estimates) / len(estimates) / share
     square = sum(each.square for each in estimates) / len(estimates) / share
@@ -33,14 +33,14 @@ def test_estimates_have_no_bias() -> None:
 
 
 def test_what_cannot_be_measured_leaves_the_average_as_it_is() -> None:
-    before = NoiseScale().measured(PartNorm(1, 3.0), 4, 2.0)
+    before = NoiseScale().with_measurement(PartNorm(1, 3.0), 4, 2.0)
     assert before.value == pytest.approx((9 - 4) / (1 - 1 / 4) / ((4 * 4 - 9) / 3))
     for part, norm in (
         (PartNorm(4, 3.0), 2.0),
         (PartNorm(0, 3.0), 2.0),
         (PartNorm(1, 3.0), np.inf),
     ):
-        assert before.measured(part, 4, norm) is before
+        assert before.with_measurement(part, 4, norm) is before
     assert NoiseScale().value is None
     assert NoiseScale(trace=2.0, square=-1.0, count=9).value is None
     assert before.settled is None
@@ -115,6 +115,6 @@ def test_it_is_the_noise_scale_of_the_samples(trainer: Callable[..., Trainer]) -
         cursor += taken.plan.count
         result = parts.stepper.step(taken, step, 0.0, lambda: None, measures_part=True)
         assert result.part is not None
-        found = NoiseScale().measured(result.part, taken.plan.count, result.norm.item())
+        found = NoiseScale().with_measurement(result.part, taken.plan.count, result.norm.item())
         traces, squares = traces + found.trace, squares + found.square
     assert traces / squares == pytest.approx(true, rel=0.2)

@@ -139,8 +139,8 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("precision: bf16\n")
     going_on = Resume(RunDir(tmp_path), has_user_config=True)
     resumed = continuation(going_on, load_config(None, ["precision=auto"]), None)
-    assert resumed.loaded.config.precision == "bf16"
-    assert not resumed.changed
+    assert resumed.loaded_config.config.precision == "bf16"
+    assert not resumed.changes
 
 
 @shortened(("older", "expected"), [(1, "fp32"), (2, "bf16")], first=1)

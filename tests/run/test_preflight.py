@@ -29,7 +29,7 @@ def test_what_is_left_out_is_derived_once(config: Config) -> None:
     assert prepared.config.model.n_mlp == 128
     assert prepared.config.learning_rate.lr_decay_iters == 8
     assert prepared.config.model.vocab_size == prepared.spec.dataset.vocab_size
-    assert set(prepared.derived) == {
+    assert set(prepared.derived_values) == {
         "model.n_kv_head",
         "model.n_mlp",
         "model.vocab_size",
@@ -55,7 +55,7 @@ def test_seeds_share_tokenizer_and_held_out_text_where_the_data_have_a_seed(
         more = () if of_data is None else (f"data.seed={of_data}",)
         prepared = preflight(config(f"seed={seed}", *unnamed, *more), 1)
         assert prepared.config.data.seed == (seed if of_data is None else of_data)
-        assert ("data.seed" in prepared.derived) == (of_data is None)
+        assert ("data.seed" in prepared.derived_values) == (of_data is None)
         task = prepared.spec.task(prepared.config)
         order = task.train_samples()[1].indices(0, 0, 20).tolist()
         found[seed, of_data] = prepared.config.data.path, task.spec.fingerprints, order
@@ -225,7 +225,9 @@ def test_what_a_host_cannot_hold_for_its_gpus_is_refused(
     with pytest.raises(ConfigError, match=said):
         check_memory(loaded, forecast, device, 1 << 30, 2)
     monkeypatch.setattr(of_host, lambda: 1 << 40)
-    of_gpu = forecast.stages[0].memory["fsdp"].kept - 1  # what is offloaded need not fit there
+    of_gpu = (
+        forecast.stages[0].memory["fsdp"].kept_bytes - 1
+    )  # what is offloaded need not fit there
     check_memory(loaded, forecast, "cuda", of_gpu, 2)
 
 

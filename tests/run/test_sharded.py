@@ -400,6 +400,6 @@ def test_what_does_not_fit_is_told_what_would(config: Callable[..., Loaded]) -> 
     needs = bytes_text(sharded)
     assert f"strategy: fsdp over 4 ranks needs {needs} of" in suggestion(loaded, predicted, whole)
     assert suggestion(loaded, predicted, 2 * whole) == ""
-    kept = predicted.stages[0].memory["ddp"].kept
+    kept = predicted.stages[0].memory["ddp"].kept_bytes
     with pytest.raises(ConfigError, match=f"strategy: fsdp over 4 ranks needs {needs} of"):
         check_memory(loaded, predicted, "cuda", kept - 1)

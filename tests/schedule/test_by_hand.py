@@ -111,7 +111,7 @@ def fired(curve: Callable[[int, int], float], schedule_text: str) -> list[tuple[
         while (entry := next_entry(schedule, history)) is not None:
             last = last_step(history)
             counters = Counters(step, tokens=step * 128)
-            now = Moment(counters, None, step - (last or 0), loss, operated=last == step)
+            now = Moment(counters, None, step - (last or 0), loss, has_changed=last == step)
             if due(entry, now, state) is None:
                 break
             state = carried_out(state, entry.operation, step)

@@ -85,7 +85,7 @@ def played(run: LanguageConfig, *, hopeful: bool) -> list[int | None]:
                 loss=loss if evaluated else None,
                 losses=tuple(losses),
                 flops_per_step=pace.flops_per_step,
-                operated=last == spot.step,
+                has_changed=last == spot.step,
                 noise=1e9 if hopeful else 0.0,
             )
             if due(entry, now, state) is None:

@@ -64,7 +64,7 @@ def test_without_a_counted_budget_no_share_is_ever_used() -> None:
 
 def test_noise_that_is_unknown_or_was_just_acted_upon_does_not_fire() -> None:
     assert fires(NoiseAbove(2.0), dataclasses.replace(NOW, noise=None)) is None
-    assert fires(NoiseAbove(2.0), dataclasses.replace(NOW, operated=True)) is None
+    assert fires(NoiseAbove(2.0), dataclasses.replace(NOW, has_changed=True)) is None
 
 
 def test_a_share_is_not_missed_by_rounding() -> None:

@@ -86,9 +86,9 @@ def counts_messages(argv: Sequence[str]) -> int:
     step = Trainer.step
 
     def counted(self: Trainer) -> None:
-        before = self.parts.world.position.arrived
+        before = self.parts.world.position.n_arrived
         step(self)
-        os.write(terminal, f"messages {self.parts.world.position.arrived - before}\n".encode())
+        os.write(terminal, f"messages {self.parts.world.position.n_arrived - before}\n".encode())
 
     terminal = os.dup(1)
     Trainer.step = counted  # type: ignore[method-assign]

@@ -48,7 +48,7 @@ def save_for_ever(folder: str, first_step: int, acknowledged: str) -> None:
     with Path(acknowledged).open("ab", buffering=0) as file:
         for step in itertools.count(first_step):
             writer.save(step, weights(step))
-            for written in writer.written():
+            for written in writer.finished_links():
                 file.write(b"%d %d\n" % (written.link.number, written.link.step))
 
 

@@ -64,7 +64,7 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
     assert made is not None
     assert made.holds
 
-    doubled = growing.LiveGrowth.doubled
+    doubled = growing.LiveGrowth.in_double
 
     def refusing(growth: growing.LiveGrowth, candidate: nn.Module) -> proof.Doubled:
         outputs = doubled(growth, candidate)
@@ -73,10 +73,10 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
         return outputs
 
     vars(proof)["compare"] = misses_first
-    growing.LiveGrowth.doubled = refusing  # type: ignore[method-assign]
+    growing.LiveGrowth.in_double = refusing  # type: ignore[method-assign]
     with pytest.raises(GrowthError, match="more than its label 'exact' allows"):
         prepare(sharded, EXACT["widen_mlp"], wrap=wrap)
-    growing.LiveGrowth.doubled = doubled  # type: ignore[method-assign]
+    growing.LiveGrowth.in_double = doubled  # type: ignore[method-assign]
     grown_state = vars(states)["_grown"]
 
     def without_room(growth: GrowthStep, name: str, *rest: Any) -> Any:

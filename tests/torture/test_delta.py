@@ -189,7 +189,7 @@ def test_a_tensor_may_have_more_than_two_to_the_31_elements(tmp_path: Path) -> N
                 file.seek(len(header) + place)
                 file.write(b"\1")
     footer = pair.create_file(old, new, link)
-    assert footer.changed == len(set(places))
+    assert footer.n_changed == len(set(places))
     assert link.stat().st_size < 10_000
     pair.apply_file(old, link, out)
     found = np.memmap(out, np.uint8, "r")[-LARGE:]

@@ -14,7 +14,7 @@ from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.config.errors import ConfigError
 from instar.distributed.placement import share_cores
 from instar.models.shape import count_parameters
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 
 if TYPE_CHECKING:
     from instar.data.text.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
     begins = range(0, len(ids) - 1, context)
     flops = 2.0 * count_parameters(model.arch).total * min(len(ids), context)
     with torch.no_grad(), enough_threads(flops):
-        for begin in tracked(begins, "evaluating", "windows", len(begins)):
+        for begin in track_items(begins, "evaluating", "windows", len(begins)):
             window_1T = torch.tensor([ids[begin : begin + context + 1]], device=place)
             total += float(model(window_1T[:, :-1], window_1T[:, 1:]))
     token_sizes = token_bytes(tokenizer)

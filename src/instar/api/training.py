@@ -266,7 +266,7 @@ def preflight_launch(
     checkpoint = None
     if resume is not None:
         checkpoint, _ = choose_checkpoint(resume, check=ranks > 1)
-        loaded_config = continuation(resume, loaded_config, checkpoint).loaded
+        loaded_config = continuation(resume, loaded_config, checkpoint).loaded_config
     devices = loaded_config.config.parallel.devices if devices is None else devices
     if devices or loaded_config.config.device.startswith("cuda"):
         # before the data: tokenising may take hours

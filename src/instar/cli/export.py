@@ -30,7 +30,7 @@ from instar.logs.read.lineage import SegmentTree
 from instar.logs.text.format_event import EventFormatter
 from instar.record.atomic import atomic_file, sync_file
 from instar.record.events import event_kinds
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.record.rundir import RunDir
 from instar.record.trackers import TRACKERS
 
@@ -104,7 +104,7 @@ def _text(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Ite
             yield from ["", str(run.path)][number == 0 :]
         formatter = EventFormatter(run.path)
         for entry in events:
-            mark = "  (superseded)" if entry.superseded else ""
+            mark = "  (superseded)" if entry.is_superseded else ""
             yield from (f"{line}{mark}" for line in formatter.every(entry.event))
 
 
@@ -133,7 +133,7 @@ def _object(
 ) -> dict[str, Any]:
     as_dict: dict[str, Any] = {"run": str(run.path)} if many_runs else {}
     as_dict |= json.loads(entry.line)
-    return as_dict | ({"superseded": entry.superseded} if with_superseded else {})
+    return as_dict | ({"superseded": entry.is_superseded} if with_superseded else {})
 
 
 TABLES = ("csv", "parquet", "jsonl")
@@ -172,7 +172,7 @@ def export(
     if output is None and to in TABLES and as_json:
         raise _usage("--json describes written files, but there is none", "name one with -o")
     read = read_all(run_dirs)
-    records = tracked(read.records, f"exporting to {to}", "runs", len(read.records))
+    records = track_items(read.records, f"exporting to {to}", "runs", len(read.records))
     exports = [write(record, superseded) for record in records]
     for record in read.records:
         for fault in record.faults:
@@ -328,7 +328,7 @@ def _write_csv(record: RunRecord, with_superseded: bool, file: BinaryIO) -> int:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(rows.columns)
         cells = zip(*(rows.texts(name) for name in rows.columns), strict=True)
-        writer.writerows(tracked(cells, f"writing {record.run.path}", "rows", len(rows)))
+        writer.writerows(track_items(cells, f"writing {record.run.path}", "rows", len(rows)))
         text.flush()
     finally:
         text.detach()
@@ -348,7 +348,7 @@ def _write_parquet(record: RunRecord, with_superseded: bool, file: BinaryIO) -> 
     rows = _rows(record, with_superseded)
     columns = {
         name: pa.array(
-            rows.values[name], mask=~rows.measured[name] if name in rows.measured else None
+            rows.values[name], mask=~rows.is_measured[name] if name in rows.is_measured else None
         )
         for name in rows.columns
     }

@@ -31,7 +31,7 @@ from instar.logs.query.labels import RunLabels, change_labels, labels_of
 from instar.logs.query.tail import follow_log, last_events, last_lines, unit_of
 from instar.logs.query.tail import follow_record as added
 from instar.logs.text.format_event import EventFormatter
-from instar.logs.text.tables import aligned, indented
+from instar.logs.text.tables import align_columns, indent_text
 from instar.record.events import RecordError, to_words
 from instar.record.format import duration, loss, si
 from instar.record.rundir import RunDir
@@ -128,19 +128,21 @@ def _rows_as_text(rows: list[Row], form: str) -> str:
     headers, cells = _table(rows)
     right = [headers.index(header) for header in NUMBERS]
     table = (
-        markdown_table(headers, cells, right) if form == "md" else aligned((headers, *cells), right)
+        markdown_table(headers, cells, right)
+        if form == "md"
+        else align_columns((headers, *cells), right)
     )
     return "\n".join(table)
 
 
 def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return headers and cells of a list of runs; branches are below their trunks."""
-    from instar.logs.query.family import branched, in_trees
+    from instar.logs.query.family import branch_start, in_trees
 
     trees = in_trees(rows, lambda row: row.summary)
     headers: tuple[str, ...] = HEADERS
     cells: list[tuple[str, ...]] = [_row_cells(row, depth) for depth, row in trees]
-    branches = [branched(row.summary) for _, row in trees]
+    branches = [branch_start(row.summary) for _, row in trees]
     if any(branches):
         steps = (f"step {first.step:,}" if first else "" for first in branches)
         headers = (*headers, "branch at")
@@ -157,7 +159,7 @@ def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
 
     summary = row.summary
     return (
-        indented(summary.id, depth),
+        indent_text(summary.id, depth),
         summary.name,
         row.status.state,
         NONE if summary.step is None else f"{summary.step:,}",

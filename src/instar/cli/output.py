@@ -20,7 +20,7 @@ from instar.cli.options import Command
 from instar.config.errors import ConfigError, unfiltered, visible
 from instar.extensions import run_set
 from instar.logs.text.encoding import ENCODING
-from instar.logs.text.tables import aligned, columns_that_fit
+from instar.logs.text.tables import align_columns, columns_that_fit
 from instar.record.atomic import replace_file
 from instar.record.events import RecordError, to_words
 from instar.record.format import to_ascii
@@ -57,7 +57,7 @@ def print_table(
         return
 
     numbers = [number for number, header in enumerate(headers) if header in right]
-    for line in aligned([[*map(as_shown, row)] for row in (headers, *rows)], numbers):
+    for line in align_columns([[*map(as_shown, row)] for row in (headers, *rows)], numbers):
         click.echo(line)
 
 

@@ -320,7 +320,7 @@ def values(config: RunConfig) -> dict[str, Any]:
     return {".".join(map(str, path)): value for path, value in flatten_config(type(config), tree)}
 
 
-def kept(config: RunConfig) -> dict[str, Any]:
+def checkpoint_values(config: RunConfig) -> dict[str, Any]:
     """Return what a checkpoint keeps of its run's initial config: all but `record`."""
     return {key: value for key, value in values(config).items() if not key.startswith("record.")}
 

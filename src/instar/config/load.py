@@ -81,7 +81,7 @@ class Loaded:
 
     config: RunConfig
     origins: Mapping[str, str]
-    given: Mapping[str, Any] = field(repr=False)
+    data: Mapping[str, Any] = field(repr=False)
     """The nested data of all layers, from which the config was made."""
     places: Mapping[str, SourceLocation] = field(repr=False)
     """The position of each given value; a list item's key is "train.until[0]"."""
@@ -101,7 +101,7 @@ class Loaded:
             key: [place.source, place.line, place.column, place.text]
             for key, place in self.places.items()
         }
-        return json.dumps([self.config.task, self.given, dict(self.origins), places])
+        return json.dumps([self.config.task, self.data, dict(self.origins), places])
 
 
 def from_launcher() -> Loaded | None:
@@ -406,13 +406,13 @@ def _grown(
     Args:
         whole: the schedule's file names the first shape too, so there is nothing left to compute.
     """
-    schedule_is_open = schedule_is_open and bool(growing.chosen(config))
+    schedule_is_open = schedule_is_open and bool(growing.presets_in(config))
     conflicts = [] if schedule_is_open else list(growing.preset_conflicts(config))
     schedule = layer.get((SCHEDULE,))
     if conflicts or (schedule is not None and schedule.value == []):
         return config, conflicts
     if values_of := growing.left_out(config) if schedule_is_open else growing.expansion(config):
-        origin = f"{PRESET}{growing.chosen(config)[0]}"
+        origin = f"{PRESET}{growing.presets_in(config)[0]}"
         preset_document = findings.add(*parse(yaml_of(values_of), origin))
         assert preset_document is not None
         layer |= _entries(root, preset_document, findings, origin)

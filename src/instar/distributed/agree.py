@@ -186,7 +186,7 @@ class PendingFlags:
         self._world = world
         self._rows = rows
         self._work = work
-        self._number = world.position.arrived
+        self._number = world.position.n_arrived
 
     def wait(self) -> ReducedFlags:
         """The result, also if called again. Raises PeerLost if a rank is lost."""

@@ -45,15 +45,15 @@ class Appender:
         """the last error, kept after writes succeed again"""
         self._descriptor = descriptor
         self._alone, self._max_bytes = size is not None, max_bytes
-        self._held: deque[bytes] = deque()
-        self._torn = 0
+        self._held_lines: deque[bytes] = deque()
+        self._torn_bytes = 0
         """bytes of the first held chunk that are in the file and could not be truncated"""
         self._lock = threading.RLock()
-        self._closed = threading.Event()
+        self._is_closed = threading.Event()
 
     def __len__(self) -> int:
         """The number of chunks held."""
-        return len(self._held)
+        return len(self._held_lines)
 
     def fileno(self) -> int:
         return self._descriptor
@@ -70,7 +70,7 @@ class Appender:
             if self._max_bytes is not None and self.held_bytes + len(chunk) > self._max_bytes:
                 self.dropped += 1
             else:
-                self._held.append(chunk)
+                self._held_lines.append(chunk)
                 self.held_bytes += len(chunk)
             self._write_held()
 
@@ -78,7 +78,7 @@ class Appender:
         """Flush to the disk; return False if chunks are held or the disk refuses."""
         with self._lock:
             self._write_held()
-            if self._held:
+            if self._held_lines:
                 return False
             try:
                 os.fsync(self._descriptor)
@@ -97,33 +97,33 @@ class Appender:
         while not self._write_out() and time.monotonic() < deadline:
             time.sleep(0.05)
         with self._lock:
-            self._closed.set()
+            self._is_closed.set()
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
                 with suppress(OSError):
                     os.fsync(descriptor)
                 with suppress(OSError):
                     os.close(descriptor)
-            return len(self._held) + self.dropped
+            return len(self._held_lines) + self.dropped
 
     def _write_out(self) -> bool:
         """Write held chunks; return True if none is left."""
         with self._lock:
             if self._descriptor >= 0:
                 self._write_held()
-            return not self._held
+            return not self._held_lines
 
     def _write_held(self) -> None:
-        while self._held:
-            chunk = self._held[0]
+        while self._held_lines:
+            chunk = self._held_lines[0]
             try:
-                while self._torn < len(chunk):
-                    self._torn += os.write(self._descriptor, chunk[self._torn :])
+                while self._torn_bytes < len(chunk):
+                    self._torn_bytes += os.write(self._descriptor, chunk[self._torn_bytes :])
             except OSError as error:
                 self._refused(error)
                 return
-            self._torn = 0
-            self._held.popleft()
+            self._torn_bytes = 0
+            self._held_lines.popleft()
             self.held_bytes -= len(chunk)
             self.size += len(chunk)
         self.refused_since = None
@@ -132,14 +132,14 @@ class Appender:
         if self._alone:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self.size)
-                self._torn = 0
+                self._torn_bytes = 0
         self.error = error
         if self.refused_since is None:
             self.refused_since = time.monotonic()
             threading.Thread(target=self._retry, daemon=True, name="instar-appender").start()
 
     def _retry(self) -> None:
-        while not self._closed.wait(RETRY_EVERY_S):
+        while not self._is_closed.wait(RETRY_EVERY_S):
             if self._write_out():
                 return
 

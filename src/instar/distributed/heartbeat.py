@@ -32,7 +32,7 @@ class Position:
     def __init__(self) -> None:
         self.step: int | None = None
         self.where = "start-up"
-        self.arrived = 0
+        self.n_arrived = 0
         self.waits_for = 0
         self.doing = ""
         self.moves = 0
@@ -51,8 +51,8 @@ class Position:
         if threading.get_ident() != self.thread:
             return
         if number is None:
-            self.arrived += 1
-            number = self.arrived
+            self.n_arrived += 1
+            number = self.n_arrived
         self.waits_for, self.doing = number, what
         self.moves += 1
 
@@ -60,7 +60,7 @@ class Position:
         """Wait for something that another rank does before the next collective."""
         if threading.get_ident() != self.thread:
             return
-        self.waits_for, self.doing = self.arrived + 1, what
+        self.waits_for, self.doing = self.n_arrived + 1, what
         self.moves += 1
 
     def leave(self) -> None:
@@ -78,15 +78,15 @@ class Heartbeat:
     `count` increases with every heartbeat. `waits_for` is the number of the collective in which the
     main thread waits (0: none) and `doing` its purpose; `still_s` is the time in seconds since the
     main thread last made progress, `line` the line of Python that it is at, and `in_torch` whether
-    that line belongs to torch. `ended` is None while the rank is alive, "" once it has left, or its
-    error; `lost` is set if that error only reports the loss of another rank, `left` once the rank does
-    not ask for its cause any more.
+    that line belongs to torch. `end` is None while the rank is alive, "" once it has left, or its
+    error; `is_loss` is set if that error only reports the loss of another rank, `has_left` once the
+    rank does not ask for its cause any more.
     """
 
     count: int
     step: int | None
     where: str
-    arrived: int
+    n_arrived: int
     waits_for: int
     doing: str
     still_s: float
@@ -94,9 +94,9 @@ class Heartbeat:
     in_torch: bool
     host: str
     pid: int
-    ended: str | None = None
-    lost: bool = False
-    left: bool = False
+    end: str | None = None
+    is_loss: bool = False
+    has_left: bool = False
 
     @property
     def host_name(self) -> str:
@@ -163,7 +163,7 @@ def wait_after_stop(
         longest_still_s: the longest time without progress that a step has taken until now.
     """
     living = [
-        last.beat for last in last_seen.values() if last.beat is None or last.beat.ended is None
+        last.beat for last in last_seen.values() if last.beat is None or last.beat.end is None
     ]
     if not all(beat is not None and beat.where.startswith("step ") for beat in living):
         return wait_s
@@ -184,9 +184,7 @@ def diagnose_hang(
         the diagnosis, if a rank hangs, and the seconds until the next check is due.
     """
     living = {
-        rank: last
-        for rank, last in last_seen.items()
-        if last.beat is None or last.beat.ended is None
+        rank: last for rank, last in last_seen.items() if last.beat is None or last.beat.end is None
     }
     if any(last.silent_s >= silence_s for last in living.values()):
         # with the others of a lost host, whose last heartbeats were a little later
@@ -249,7 +247,7 @@ def _late(last_seen: Mapping[int, LastHeartbeat], waiting_longest: int) -> Diagn
     missing = [
         rank
         for rank, beat in beats.items()
-        if beat.arrived < first.waits_for and beat.waits_for < first.waits_for
+        if beat.n_arrived < first.waits_for and beat.waits_for < first.waits_for
     ]
     if not missing:
         return _stuck(last_seen, first.still_s)
@@ -277,8 +275,8 @@ def _stuck(last_seen: Mapping[int, LastHeartbeat], wait_s: float) -> Diagnosis:
 
 
 def _state(beat: Heartbeat) -> str:
-    if beat.ended is not None:
-        return f"it has left: {beat.ended}" if beat.ended else "it has left"
+    if beat.end is not None:
+        return f"it has left: {beat.end}" if beat.end else "it has left"
     stall_text = f", without progress for {beat.still_s:.0f} s" if beat.still_s >= 1 else ""
     return f"it is {beat.place}{stall_text}"
 
@@ -318,7 +316,7 @@ def silent_ranks(
             silent for the longer time, those count too that are silent for the shorter: a host that is
             lost may have sent the last heartbeat of one of them just before.
     """
-    alive = {rank: beat for rank, beat in beats.items() if beat.ended is None}
+    alive = {rank: beat for rank, beat in beats.items() if beat.end is None}
     silent = {rank for rank, beat in alive.items() if beat.count == before.get(rank)}
     hosts = {alive[rank].host for rank in silent} - {own_host}
     return [

@@ -150,7 +150,7 @@ def threads_per_rank(nproc: int) -> int:
 
 def _conclude(exits: Sequence[RankExit], stop: StopSignal, *, resumable: bool) -> tuple[int, str]:
     """Return the exit code of the launch, and the error text."""
-    late = [str(end.rank) for end in exits if end.killed and end.failure is None]
+    late = [str(end.rank) for end in exits if end.is_killed and end.failure is None]
     cause = _first_failure(exits)
     if stop.requested and (cause is None or cause.failure is None or cause.failure.secondary):
         text = f"killed, because it did not stop in time: rank {', '.join(late)}"
@@ -177,7 +177,9 @@ def _has_checkpoint(log: Path | None) -> bool:
 def _first_failure(exits: Sequence[RankExit]) -> RankExit | None:
     """Return the rank whose failure caused the others'; None if none failed."""
     bad = [
-        end for end in exits if end.failure or (end.status not in (0, *STOPPED) and not end.killed)
+        end
+        for end in exits
+        if end.failure or (end.status not in (0, *STOPPED) and not end.is_killed)
     ]
     return min(bad, key=_suspicion, default=None)
 

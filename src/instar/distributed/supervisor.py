@@ -41,7 +41,7 @@ class RankExit:
 
     rank: int
     status: int
-    killed: bool
+    is_killed: bool
     """whether the supervisor killed it"""
     failure: Failure | None
     output: tuple[Path, ...]
@@ -189,7 +189,7 @@ class _Rank:
         self._record = folder / "error.json"
         self.rank = rank
         self.status: int | None = None
-        self.killed = False
+        self.is_killed = False
         number = str(rank)
         self.child = Child(
             command,
@@ -221,7 +221,7 @@ class _Rank:
         return self.status not in (None, 0, *STOPPED) or self.has_reported
 
     def kill(self) -> None:
-        self.killed = True
+        self.is_killed = True
         self.child.kill()
 
     def exit(self) -> RankExit:
@@ -229,4 +229,4 @@ class _Rank:
         log = log_of_failure(self._record)
         output = self.child.output if log is None else (log,)
         failure = read_failure(self._record)
-        return RankExit(self.rank, self.status, self.killed, failure, output, log)
+        return RankExit(self.rank, self.status, self.is_killed, failure, output, log)

@@ -142,7 +142,7 @@ class Watchdog:
         limits: WatchdogLimits,
     ) -> None:
         self.position = Position()
-        self._served, self._rank, self._limits = address, rank, limits
+        self._store, self._rank, self._limits = address, rank, limits
         self._others = [other for other in range(size) if other != rank]
         self._client = StoreClient(store, rank, size)
         self._host, self._pid = this_host(), os.getpid()
@@ -151,7 +151,7 @@ class Watchdog:
         self._count = 0
         self._moves = -1
         self._stalled_s = self._longest_still_s = 0.0
-        self._seen = {other: LastHeartbeat(None, 0.0) for other in self._others}
+        self._beats_seen = {other: LastHeartbeat(None, 0.0) for other in self._others}
         self._answer: Future[Heartbeats] | None = None
         self._unanswered_s = 0.0
         self._probe: threading.Event | None = None
@@ -169,7 +169,7 @@ class Watchdog:
 
     def leave(self, error: str, *, is_lost: bool = False) -> None:
         """Announce to the other ranks that this one leaves, because of `error` unless that is empty."""
-        self._last_beat = replace(self._beat(end_reason=error, is_lost=is_lost), left=True)
+        self._last_beat = replace(self._beat(end_reason=error, is_lost=is_lost), has_left=True)
         self._ask(self._last_beat, time.monotonic() + self._search_s)
         if not error:
             # Closing the connections would break a collective that others have not left yet.
@@ -183,10 +183,10 @@ class Watchdog:
     def _serve_until_left(self) -> None:
         """Wait until the other ranks have left, if this one serves the store: they still read from it."""
         deadline = time.monotonic() + self._search_s
-        while self._served.rank == self._rank and self._last_beat and time.monotonic() < deadline:
+        while self._store.rank == self._rank and self._last_beat and time.monotonic() < deadline:
             news = self._ask(self._last_beat, deadline)
             beats = () if news is None else news.beats.values()
-            if all(beat.left or self._is_gone(beat) for beat in beats):
+            if all(beat.has_left or self._is_gone(beat) for beat in beats):
                 return
             time.sleep(0.01)
 
@@ -201,13 +201,13 @@ class Watchdog:
                 possible, and a rank that answers is not blamed.
         """
         deadline, cause = time.monotonic() + self._search_s, transport_text(error)
-        before = {rank: last.beat.count for rank, last in self._seen.items() if last.beat}
+        before = {rank: last.beat.count for rank, last in self._beats_seen.items() if last.beat}
         first: dict[int, int] = {}
         final_beat = self._beat(end_reason=str(error), is_lost=True)
         while True:
             news = self._ask(final_beat, deadline)
             if news is None:
-                store_is_gone = certain or self._served.rank not in (None, self._rank)
+                store_is_gone = certain or self._store.rank not in (None, self._rank)
                 return self._store_gone(cause) if store_is_gone else None
             first = first or {rank: beat.count for rank, beat in news.beats.items()}
             if news.verdict:
@@ -218,7 +218,7 @@ class Watchdog:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
-        alive = [rank for rank, beat in news.beats.items() if beat.ended is None]
+        alive = [rank for rank, beat in news.beats.items() if beat.end is None]
         culprits = silent_ranks(news.beats, before, first, self._host) or (alive if certain else [])
         if not culprits:
             return None
@@ -228,10 +228,10 @@ class Watchdog:
     def _ended(self, beats: Mapping[int, Heartbeat], cause: str) -> RunFailed | None:
         """Return the error for a rank that failed by itself, or whose process is gone."""
         for rank, beat in beats.items():
-            if beat.ended is not None and not beat.lost:
-                why = f"failed: {beat.ended}" if beat.ended else "has left the run"
+            if beat.end is not None and not beat.is_loss:
+                why = f"failed: {beat.end}" if beat.end else "has left the run"
                 return PeerLost(f"{cause}; rank {rank} {why}")
-        ranks = [rank for rank, beat in beats.items() if beat.ended is None and self._is_gone(beat)]
+        ranks = [rank for rank, beat in beats.items() if beat.end is None and self._is_gone(beat)]
         if not ranks:
             return None
         places = "; ".join(f"rank {rank} is gone, last seen {beats[rank].place}" for rank in ranks)
@@ -280,15 +280,15 @@ class Watchdog:
             return
         self._answer, self._unanswered_s = None, 0.0
         self._probe, self._network_due_s = None, self._limits.silence_s
-        for rank, last in self._seen.items():
+        for rank, last in self._beats_seen.items():
             beat = news.beats.get(rank)
             same = (beat and beat.count) == (last.beat and last.beat.count)
-            self._seen[rank] = LastHeartbeat(beat, last.silent_s + awake_s if same else 0.0)
+            self._beats_seen[rank] = LastHeartbeat(beat, last.silent_s + awake_s if same else 0.0)
         if news.verdict:
             self._end(news.verdict)
 
     def _diagnose(self, beat: Heartbeat) -> tuple[Diagnosis | None, float]:
-        limits, last_seen, silence_s = self._limits, self._seen, self._limits.silence_s
+        limits, last_seen, silence_s = self._limits, self._beats_seen, self._limits.silence_s
         if self._store_lost or self._unanswered_s:
             if (diagnosis := self._diagnose_store(beat)) is not None:
                 return diagnosis, 0.0
@@ -306,12 +306,12 @@ class Watchdog:
     def _diagnose_store(self, beat: Heartbeat) -> Diagnosis | None:
         probe_s = min(PROBE_S, self._limits.silence_s / 2)
         if self._probe is None and self._unanswered_s >= self._network_due_s - probe_s:
-            self._probe = probe_host(self._served.address, probe_s)
+            self._probe = probe_host(self._store.address, probe_s)
         if self._probe is not None and self._unanswered_s >= self._network_due_s:
             if not self._probe.wait(0.1):
                 return self._network_lost()
             self._probe, self._network_due_s = None, self._unanswered_s + self._limits.silence_s
-        if self._served.rank is None:
+        if self._store.rank is None:
             return None  # ranks keep training while their launcher is stopped
         # A closed connection may also mean that the rank has finished and left.
         waiting = beat.waits_for > 0 and self._stalled_s >= 2
@@ -320,23 +320,23 @@ class Watchdog:
 
     def _network_lost(self) -> Diagnosis:
         """The store is on rank 0's host, served by the launcher or by rank 0 itself."""
-        beat = self._seen[0].beat if 0 in self._seen else None
+        beat = self._beats_seen[0].beat if 0 in self._beats_seen else None
         last = f"; {self._name_of(0)} was last seen {beat.place}" if beat else ""
         return Diagnosis(
-            f"the network to rank 0 at {self._served.address} is lost: no answer "
+            f"the network to rank 0 at {self._store.address} is lost: no answer "
             f"for {self._unanswered_s:.0f} s{last}",
-            (0,) if 0 in self._seen else (),
+            (0,) if 0 in self._beats_seen else (),
         )
 
     def _server_lost(self) -> Diagnosis:
-        server = self._served.rank
+        server = self._store.rank
         assert server is not None
-        beat = self._seen[server].beat
+        beat = self._beats_seen[server].beat
         last = f"last seen {beat.place}" if beat else "not seen since the rendezvous"
-        serves = f"the store at {self._served.address}, which it serves"
+        serves = f"the store at {self._store.address}, which it serves"
         name = self._name_of(server)
-        if beat is not None and beat.ended:
-            message = f"{name}, which served the store, has left: {beat.ended}"
+        if beat is not None and beat.end:
+            message = f"{name}, which served the store, has left: {beat.end}"
         elif self._store_lost:
             message = f"{name} is gone: {last}; lost {serves}"
         else:
@@ -345,7 +345,9 @@ class Watchdog:
         return Diagnosis(message, (server,))
 
     def _name_of(self, rank: int) -> str:
-        hosts = {other: last.beat.host_name for other, last in self._seen.items() if last.beat}
+        hosts = {
+            other: last.beat.host_name for other, last in self._beats_seen.items() if last.beat
+        }
         return rank_name(rank, {**hosts, self._rank: self._host_name})
 
     def _last_seen(self, ranks: Sequence[int], beats: Mapping[int, Heartbeat]) -> str:
@@ -355,10 +357,10 @@ class Watchdog:
 
     def _lose_store(self, error: RuntimeError) -> None:
         self._store_lost = True
-        address, server = self._served.address, self._served.rank
+        address, server = self._store.address, self._store.rank
         if server is not None:
-            beat = self._seen[server].beat
-            if beat is None or beat.ended is None:
+            beat = self._beats_seen[server].beat
+            if beat is None or beat.end is None:
                 logger.warning("lost the store at %s, which rank %d serves", address, server)
             return
         logger.error(
@@ -371,11 +373,11 @@ class Watchdog:
             os.kill(self._pid, signal.SIGTERM)
 
     def _store_gone(self, cause: str) -> RunFailed:
-        if self._served.rank not in (None, self._rank):
+        if self._store.rank not in (None, self._rank):
             self._store_lost = True
             return PeerLost(f"{cause}; {self._server_lost().message}")
-        message = f"{cause}; lost the store at {self._served.address}"
-        beats = {rank: last.beat for rank, last in self._seen.items() if last.beat}
+        message = f"{cause}; lost the store at {self._store.address}"
+        beats = {rank: last.beat for rank, last in self._beats_seen.items() if last.beat}
         # a launcher serves it on rank 0's host
         host = beats[0].host_name if 0 in beats else self._host_name
         ranks = [rank for rank, beat in beats.items() if beat.host_name == host]
@@ -399,7 +401,7 @@ class Watchdog:
             count=self._count,
             step=position.step,
             where=position.where,
-            arrived=position.arrived,
+            n_arrived=position.n_arrived,
             waits_for=position.waits_for,
             doing=position.doing,
             still_s=round(self._stalled_s, 2),
@@ -407,8 +409,8 @@ class Watchdog:
             in_torch=in_torch,
             host=self._host,
             pid=self._pid,
-            ended=end_reason,
-            lost=is_lost,
+            end=end_reason,
+            is_loss=is_lost,
         )
 
     def _decide(self, verdict: Diagnosis) -> Diagnosis:
@@ -435,9 +437,9 @@ class Watchdog:
     def _keeps_store(self) -> bool:
         """Whether the store ends with this process, which serves it or whose launcher does and ends with its
         ranks, while ranks of other hosts need it."""
-        if self._served.rank is not None:
-            return self._served.rank == self._rank
-        hosts = {rank: last.beat.host for rank, last in self._seen.items() if last.beat}
+        if self._store.rank is not None:
+            return self._store.rank == self._rank
+        hosts = {rank: last.beat.host for rank, last in self._beats_seen.items() if last.beat}
         hosts[self._rank] = self._host
         return hosts.get(0) == self._host and len(set(hosts.values())) > 1
 
@@ -450,8 +452,8 @@ class Watchdog:
             time.sleep(0.02)
 
     def _may_read(self, rank: int, verdict: Diagnosis) -> bool:
-        beat = self._seen[rank].beat
-        if beat is None or beat.ended is not None or rank in verdict.ranks:
+        beat = self._beats_seen[rank].beat
+        if beat is None or beat.end is not None or rank in verdict.ranks:
             return False
         return not self._is_gone(beat)
 
@@ -476,7 +478,7 @@ class Watchdog:
         Anybody who reaches the store can send a heartbeat: what it says of a process is compared.
         """
         for rank in verdict.ranks:
-            beat = self._seen[rank].beat if rank in self._seen else None
+            beat = self._beats_seen[rank].beat if rank in self._beats_seen else None
             if beat and beat.host == self._host:
                 kill_stopped_sibling(beat.pid)
 

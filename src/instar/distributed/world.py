@@ -71,7 +71,7 @@ class World:
         """Set the current activity, e.g. "evaluation at step 100", which is reported if this rank hangs."""
         self.position.at(where, step)
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Report progress from a loop that may take longer than `timeout_s`."""
         self.position.moves += 1
 

@@ -283,7 +283,7 @@ def _reindexed(tensor_plan: Reindexed, tensor: Tensor, role: Role, copies: Copie
     wide = torch.promote_types(tensor.dtype, torch.float32)
     firsts = torch.tensor([row[0] if row else 0 for row in tensor_plan.rows])
     out = tensor.index_select(0, firsts.to(tensor.device))
-    new = [at for at in range(len(tensor_plan.rows)) if at not in tensor_plan.kept]
+    new = [at for at in range(len(tensor_plan.rows)) if at not in tensor_plan.kept_rows]
     if role is Role.FIRST_MOMENT and copies == "asymmetric":
         out[torch.tensor(new, dtype=torch.int64, device=out.device)] = 0.0
         return out
@@ -319,14 +319,14 @@ class _Growing:
             # what an edit returned is new memory already
             scaled_tensor = tensor.mul_(factor) if tensor_plan.edits else tensor * factor
             return scaled_tensor.add_((factor - 1.0) * offset) if offset else scaled_tensor
-        return tensor.clone() if tensor_plan.copied and not tensor_plan.edits else tensor
+        return tensor.clone() if tensor_plan.is_copy and not tensor_plan.edits else tensor
 
     def _factor(self, piece: Old | Grown) -> float:
         if self.role is Role.PARAMETER:
             return piece.value
         if self.role is Role.SECOND_MOMENT:
             return piece.gradient**2
-        return 0.0 if piece.copied and self.copies == "asymmetric" else piece.gradient
+        return 0.0 if piece.is_copy and self.copies == "asymmetric" else piece.gradient
 
     def _apply_edit(self, edit: Edit, tensor: Tensor, offset: float) -> Tensor:
         shape = list(tensor.shape)
@@ -440,7 +440,7 @@ def copies_stay_equal(plan: GrowthPlan, states: Mapping[str, Tensor], mode: Mode
         for edit in (tensor_plan.edits if isinstance(tensor_plan, Grown) else ())
         for piece in edit.pieces
     )
-    return any(isinstance(old, Old) and old.copied and old.value != 1.0 for old in pieces)
+    return any(isinstance(old, Old) and old.is_copy and old.value != 1.0 for old in pieces)
 
 
 def grown_states(plan: GrowthPlan, states: Iterable[str], mode: Mode = "asymmetric") -> list[str]:

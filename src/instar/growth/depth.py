@@ -11,7 +11,7 @@ from instar.growth.axes import Use, initial_slices
 from instar.growth.lora import adapters_of_blocks
 from instar.growth.masks import with_mask
 from instar.growth.plan import Averaged, Fresh, Grown, GrowthError, GrowthPlan, Label, TensorPlan
-from instar.growth.values import grown_size, listed
+from instar.growth.values import format_list, grown_size
 from instar.models.architecture import Architecture
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.shape import (
@@ -31,7 +31,7 @@ class _Block:
     """A block of the grown model, and the old block that it is or is made from."""
 
     source: int
-    inserted: bool = False
+    is_inserted: bool = False
     share: float = 0.0
     """of the old block above `source`, in a mean of both"""
 
@@ -61,7 +61,9 @@ def stack_layers(
     if unknown_layers := [layer for layer in order if layer >= layers]:
         raise GrowthError(f"there is no layer {unknown_layers[0]}: layers are 0 to {layers - 1}")
     if missing := sorted(set(range(layers)) - set(order)):
-        raise GrowthError(f"layer {listed(missing)} would be lost: the map must have every layer")
+        raise GrowthError(
+            f"layer {format_list(missing)} would be lost: the map must have every layer"
+        )
     deeper = _deeper(arch, blocks, "neighbour")
     tensors = _tensors(deeper, blocks, (), "neighbour", arch.parameters())
     return deeper, GrowthPlan(tensors, "lossy", blocks=tuple(order))
@@ -124,17 +126,17 @@ def insert_layers(
         count = positions.count(layer)
         means = origin == "average" and 0 < layer < layers
         shares = (part / (count + 1) if means else 0.0 for part in range(1, count + 1))
-        blocks += [_Block(max(layer - 1, 0), inserted=True, share=share) for share in shares]
+        blocks += [_Block(max(layer - 1, 0), is_inserted=True, share=share) for share in shares]
         blocks += [_Block(layer)] if layer < layers else []
     deeper = _deeper(arch, blocks, origin)
-    new = [at for at, block in enumerate(blocks) if block.inserted]
+    new = [at for at, block in enumerate(blocks) if block.is_inserted]
     if steps is not None:
         deeper = with_mask(deeper, "layers", _ranges(new), step, steps)
     tensors = _tensors(deeper, blocks, streams, origin, arch.parameters())
     is_random = origin == "normal"
-    sources = tuple(None if block.inserted and is_random else block.source for block in blocks)
+    sources = tuple(None if block.is_inserted and is_random else block.source for block in blocks)
     label: Label = "exact" if zeros or steps is not None else "lossy"
-    return deeper, GrowthPlan(tensors, label, notes=(f"new: {listed(new)}",), blocks=sources)
+    return deeper, GrowthPlan(tensors, label, notes=(f"new: {format_list(new)}",), blocks=sources)
 
 
 def _layers(arch: Growable) -> int:
@@ -164,7 +166,7 @@ def _deeper(arch: Any, blocks: Sequence[_Block], origin: str) -> Any:
     if not isinstance(arch, TransformerShape):
         return arch.resized(layers=len(blocks))
     is_random = origin == "normal"
-    sources = [None if block.inserted and is_random else block.source for block in blocks]
+    sources = [None if block.is_inserted and is_random else block.source for block in blocks]
     if isinstance(arch, Architecture | LoraShape) and arch.lora:
         deeper = replace(arch, lora=()).deeper(sources)
         return replace(deeper, lora=adapters_of_blocks(arch, sources))
@@ -182,7 +184,7 @@ def _tensors(
     named_first = {
         block.source: at
         for at, block in reversed([*enumerate(blocks)])
-        if not (block.inserted or block.share)
+        if not (block.is_inserted or block.share)
     }
     firsts = set(named_first.values())
     tensors: dict[str, TensorPlan] = {}
@@ -190,14 +192,14 @@ def _tensors(
         layer, source = layer_of(name), _in_old(name, blocks)
         if layer is None or layer in firsts:
             tensors[name] = Grown(source)
-        elif blocks[layer].inserted and entry.writes in streams:
+        elif blocks[layer].is_inserted and entry.writes in streams:
             tensors[name] = Fresh(entry.shape, "zero", offset=entry.offset)
-        elif blocks[layer].inserted and origin == "normal":
+        elif blocks[layer].is_inserted and origin == "normal":
             tensors[name] = _drawn(name, entry)
         elif (share := blocks[layer].share) and _shape(old, _above(source)) == entry.shape:
             tensors[name] = Averaged((source, _above(source)), (1 - share, share))
         else:
-            tensors[name] = Grown(source, copied=True)
+            tensors[name] = Grown(source, is_copy=True)
     return tensors
 
 

@@ -23,7 +23,7 @@ from instar.config.files import read_regular
 from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import GrowthStep, Read, TensorReader, grow_parameters, moments_mode
-from instar.growth.live.probe import drawn, probed
+from instar.growth.live.probe import draw_probe, run_probe
 from instar.growth.live.twin import twin_of, write_twin
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.offline import (
@@ -179,9 +179,10 @@ def _folder_growth(
 
     def outputs(new_folder: PretrainedFolder) -> tuple[Probe, Probe]:
         """As transformers loads both, in float32: only the rounding of the weights remains."""
-        batch = drawn(source.shape, shape)
+        batch = draw_probe(source.shape, shape)
         old, new = (
-            probed(load_published(folder_read.path), batch) for folder_read in (source, new_folder)
+            run_probe(load_published(folder_read.path), batch)
+            for folder_read in (source, new_folder)
         )
         return old, new
 

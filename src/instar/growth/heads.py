@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from instar.growth.axes import Use, initial_slices, layout_of, plan_tensors, zero_in_readers
 from instar.growth.masks import with_mask
 from instar.growth.plan import GrowthError, GrowthPlan, New, Old, Piece
-from instar.growth.values import grown_size, listed
+from instar.growth.values import format_list, grown_size
 from instar.models.shape import TransformerShape
 
 T = TypeVar("T", bound=TransformerShape)
@@ -74,11 +74,11 @@ def split_kv_heads(
         possible = [factor for factor in range(2, per_group + 1) if per_group % factor == 0]
         raise GrowthError(
             f"{per_group} query heads for each key and value head cannot be split by {value}; "
-            + (f"choose {listed(possible)}" if possible else "each one already has its own")
+            + (f"choose {format_list(possible)}" if possible else "each one already has its own")
         )
     larger = arch.resized(kv_heads=now * value)
     copies = tuple(
-        Old(head, head + 1, gradient=1 / value, copied=copy > 0)
+        Old(head, head + 1, gradient=1 / value, is_copy=copy > 0)
         for head in range(now)
         for copy in range(value)
     )

@@ -102,7 +102,7 @@ class DiskGrowth(Generic[C]):
     What was written takes the old one's place when its folder is published, which the caller does.
     """
 
-    planned: PlannedGrowth
+    plan: PlannedGrowth
     out: Path
     """that is to be made, for messages"""
     checked_on: str
@@ -111,18 +111,18 @@ class DiskGrowth(Generic[C]):
     """writes the grown files, and returns them"""
     outputs: Callable[[C], tuple[Probe, Probe]]
     """of both models, loaded from their files, as exact as their tensors"""
-    written: Callable[[C], Iterable[tuple[Read, TensorReader]]]
+    readers: Callable[[C], Iterable[tuple[Read, TensorReader]]]
     """yields readers of the tensors in the files, and of these as they are made again"""
     dtypes: Callable[[C], Collection[torch.dtype]] = lambda _: {torch.float32}
     """of the tensors, as far as outputs are not more exact"""
     tensors: Callable[[C], Mapping[str, Tensor]] = lambda _: {}
     """none is in memory"""
-    doubled: Callable[[C], None] = lambda _: None
+    in_double: Callable[[C], None] = lambda _: None
     """only the rounding of the files is left in `outputs`"""
 
     @property
     def name(self) -> str:
-        return ", ".join(stage.operation.name for stage in self.planned.stages)
+        return ", ".join(stage.operation.name for stage in self.plan.stages)
 
     def parts(self, candidate: C) -> Sequence[GrownPart]:
         """See `GrowthSubject`."""
@@ -130,7 +130,7 @@ class DiskGrowth(Generic[C]):
 
     def _verify(self, candidate: C) -> None:
         """Raise NotProven unless the files have the tensors that were to be written, bit for bit."""
-        for read, expected_tensors in self.written(candidate):
+        for read, expected_tensors in self.readers(candidate):
             for name in expected_tensors.outlines:
                 tensor, expected = read(name), expected_tensors.read(name)
                 same = tensor.shape == expected.shape and not differing(tensor, expected, None)
@@ -158,7 +158,7 @@ def write_and_prove(growth: DiskGrowth[C], *, check: bool) -> tuple[C, Proof | N
     if not check:
         return growth.build(), None
     try:
-        candidate_growth = prepare_candidate(growth, expected_plan(growth.planned.stages), Alone())
+        candidate_growth = prepare_candidate(growth, expected_plan(growth.plan.stages), Alone())
     except NotFiniteError as error:
         raise NotProven(f"{error}; nothing was made") from error
     return candidate_growth.candidate, candidate_growth.proof

@@ -32,14 +32,14 @@ class Old:
     """Old slices start … stop-1 along a dimension.
 
     Values are multiplied by `value`; their gradients after growth are `gradient` times those
-    before. `copied` marks a further copy of slices that are kept elsewhere.
+    before. `is_copy` marks a further copy of slices that are kept elsewhere.
     """
 
     start: int
     stop: int
     value: float = 1.0
     gradient: float = 1.0
-    copied: bool = False
+    is_copy: bool = False
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -72,7 +72,7 @@ class Edit:
 class Grown:
     """The old tensor `source` with its dimensions edited in order, times `value`.
 
-    `copied` marks a copy of a tensor that is also kept elsewhere, as in a stacked layer. Factors and
+    `is_copy` marks a copy of a tensor that is also kept elsewhere, as in a stacked layer. Factors and
     new values apply to the tensor plus `offset`.
     """
 
@@ -80,7 +80,7 @@ class Grown:
     edits: tuple[Edit, ...] = ()
     value: float = 1.0
     gradient: float = 1.0
-    copied: bool = False
+    is_copy: bool = False
     offset: float = 0.0
 
 
@@ -145,11 +145,11 @@ class Averaged:
 @dataclass(frozen=True)
 class Reindexed:
     """The old tensor `source` with other rows: each is the mean of the old rows that `rows` lists for it, of all if it
-    lists none. Those in `kept` are old rows at another place, and continue their moments; all others are new."""
+    lists none. Those in `kept_rows` are old rows at another place, and continue their moments; all others are new."""
 
     source: str
     rows: tuple[tuple[int, ...], ...]
-    kept: frozenset[int]
+    kept_rows: frozenset[int]
 
 
 TensorPlan = Grown | Fresh | Merged | Truncated | Stacked | Averaged | Reindexed
@@ -193,7 +193,7 @@ class GrowthPlan:
         if isinstance(tensor_plan, Stacked):
             return tensor_plan.sources[0]
         if isinstance(tensor_plan, Fresh | Averaged) or (
-            isinstance(tensor_plan, Grown) and tensor_plan.copied
+            isinstance(tensor_plan, Grown) and tensor_plan.is_copy
         ):
             return None
         return tensor_plan.source
@@ -212,7 +212,7 @@ class GrowthPlan:
             not isinstance(tensor_plan, Grown | Merged | Stacked)
             or (
                 isinstance(tensor_plan, Grown)
-                and (tensor_plan.copied or any(map(_has_new, tensor_plan.edits)))
+                and (tensor_plan.is_copy or any(map(_has_new, tensor_plan.edits)))
             )
             for tensor_plan in self.tensors.values()
         )
@@ -267,18 +267,18 @@ def _kept_share(tensor_plan: TensorPlan) -> float:
     if isinstance(tensor_plan, Fresh | Averaged):
         return 0.0
     if isinstance(tensor_plan, Reindexed):
-        return len(tensor_plan.kept) / len(tensor_plan.rows)
+        return len(tensor_plan.kept_rows) / len(tensor_plan.rows)
     if not isinstance(tensor_plan, Grown):
         return 1.0
-    share = 0.0 if tensor_plan.copied else 1.0
+    share = 0.0 if tensor_plan.is_copy else 1.0
     for edit in tensor_plan.edits:
-        old = (piece for piece in edit.pieces if isinstance(piece, Old) and not piece.copied)
+        old = (piece for piece in edit.pieces if isinstance(piece, Old) and not piece.is_copy)
         share *= sum(map(len, old)) / sum(map(len, edit.pieces))
     return share
 
 
 def _has_new(edit: Edit) -> bool:
-    return any(isinstance(piece, New) or piece.copied for piece in edit.pieces)
+    return any(isinstance(piece, New) or piece.is_copy for piece in edit.pieces)
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class VocabularyMap:
 
     rows: tuple[tuple[int, ...], ...]
     """for each new row, the old rows whose mean it is; none: all"""
-    kept: frozenset[int]
+    kept_tokens: frozenset[int]
     """new rows of tokens that both tokenizers have"""
     special: Mapping[str, int]
     """ids that the new tokenizer declares, by their keys in `config.json`"""
@@ -295,7 +295,7 @@ class VocabularyMap:
     def special_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the ids of special tokens in a config with the new tokenizer: the same tokens if it has them, else
         its own, else None."""
-        new_rows = {self.rows[new][0]: new for new in self.kept}
+        new_rows = {self.rows[new][0]: new for new in self.kept_tokens}
         ids_by_key: dict[str, Any] = {}
         for key in (f"{name}_id" for name in SPECIAL):
             old = config.get(key)

@@ -162,9 +162,9 @@ def prove(
             raise NotFiniteError("the outputs of the grown model are not finite")
         dtype = coarsest({*dtypes, after.logits.dtype})
         proof = compare(plan, before, after, dtype)
-    if peers.agreed(proof.holds):
+    if peers.all_agree(proof.holds):
         return proof
-    finite = peers.agreed(math.isfinite(proof.max_logit_diff + proof.delta_loss))
+    finite = peers.all_agree(math.isfinite(proof.max_logit_diff + proof.delta_loss))
     if in_double is not None and finite and plan.label != "lossy" and dtype is not torch.float64:
         double = unless_refused(peers, name, in_double)
         if double is not None:
@@ -172,7 +172,7 @@ def prove(
                 proof = compare(plan, double.before, double.after, double.dtype)
                 if proof.holds:
                     verify_rounded(plan, tensors or {}, double.tensors)
-    return replace(proof, holds=peers.agreed(proof.holds))
+    return replace(proof, holds=peers.all_agree(proof.holds))
 
 
 def coarsest(types: Collection[torch.dtype]) -> torch.dtype:

@@ -18,7 +18,7 @@ Check = Callable[[Any], None]
 
 
 def checked(valid: Callable[[Any], bool], description: str) -> Check:
-    """Return a check of a condition; `wanted` completes the sentence of its error."""
+    """Return a check of a condition; `description` completes the sentence of its error."""
 
     def check(value: Any) -> None:
         if not valid(value):
@@ -154,6 +154,6 @@ def grown_size(value: Any, now: int, axis: str) -> int:
     return size
 
 
-def listed(parts: Iterable[int | str]) -> str:
+def format_list(parts: Iterable[int | str]) -> str:
     """The parts as text, separated by commas."""
     return ", ".join(map(str, parts))

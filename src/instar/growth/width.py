@@ -28,7 +28,7 @@ from instar.growth.plan import (
     Reindexed,
     VocabularyMap,
 )
-from instar.growth.values import grown_size, listed
+from instar.growth.values import format_list, grown_size
 from instar.models.architecture import MaskedAxis, Norm
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import Growable, TransformerShape, buffers_of
@@ -46,11 +46,11 @@ def widen(
     axis_uses = uses(arch, axis)
     inner = [name for name in arch.sizes() if _is_inner(arch, name)]
     if now is None or not axis_uses:
-        raise GrowthError(f"no tensor has an axis {axis!r}; axes to widen: {listed(inner)}")
+        raise GrowthError(f"no tensor has an axis {axis!r}; axes to widen: {format_list(inner)}")
     if axis not in inner:
         raise GrowthError(
             f"{axis} is an input or output axis: only axes that the model both writes and reads can be "
-            f"widened: {listed(inner)}"
+            f"widened: {format_list(inner)}"
         )
     has_norm = any(use.entry.kind == "norm" for use in axis_uses)
     size = grown_size(value["size"], now, axis)
@@ -165,12 +165,12 @@ def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
     if odd := [use.name for use in uses(larger, "vocab") if use.dim]:
         raise GrowthError(f"{odd[0]} has columns of tokens: merge the adapter of the table first")
     tensors = {
-        name: Reindexed(name, rows, value.kept) if "vocab" in entry.axes else Grown(name)
+        name: Reindexed(name, rows, value.kept_tokens) if "vocab" in entry.axes else Grown(name)
         for name, entry in larger.parameters().items()
     }
-    pieces = sum(bool(row) for row in rows) - len(value.kept)
-    n_unmapped = len(rows) - len(value.kept) - pieces
-    note = f"{len(value.kept):,} tokens kept, {pieces:,} from pieces, {n_unmapped:,} from the mean of all"
+    pieces = sum(bool(row) for row in rows) - len(value.kept_tokens)
+    n_unmapped = len(rows) - len(value.kept_tokens) - pieces
+    note = f"{len(value.kept_tokens):,} tokens kept, {pieces:,} from pieces, {n_unmapped:,} from the mean of all"
     return larger, GrowthPlan(tensors, "lossy", notes=(note,))
 
 
@@ -219,7 +219,7 @@ def _with_masked_growth(
     """Fill new elements under a mask with initial values."""
     if conflicting := options.keys() & {"how", "share"}:
         raise GrowthError(
-            f"{listed(sorted(conflicting))} and mask cannot be combined: a mask needs no zeros"
+            f"{format_list(sorted(conflicting))} and mask cannot be combined: a mask needs no zeros"
         )
     now, size = arch.sizes()[axis], wider.sizes()[axis]
     wider = with_mask(wider, axis, [(now, size)], step, options["mask"])
@@ -290,4 +290,4 @@ def _copies(now: int, extra: int, share: float) -> Iterator[Old]:
     for number in range(rounds + 1):
         for start, stop, copies in parts:
             if start < stop and number < copies:
-                yield Old(start, stop, (1.0 - share) / copies, copied=True)
+                yield Old(start, stop, (1.0 - share) / copies, is_copy=True)

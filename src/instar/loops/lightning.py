@@ -51,7 +51,7 @@ class LightningGrowth(Callback):
             hook(checkpoint)
             if (saved_state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
                 self.schedule.load_state_dict(saved_state)
-                self.schedule.replay(self._found(pl_module))
+                self.schedule.replay(self._find_module(pl_module))
 
         vars(pl_module)["on_load_checkpoint"] = replayed
 
@@ -78,7 +78,7 @@ class LightningGrowth(Callback):
         # a metric that is not synchronised differs between processes
         if self._step(trainer, pl_module, float(trainer.strategy.broadcast(loss))):
             # Lightning restores the modes of those submodules only that there were before the evaluation
-            self._found(pl_module).train()
+            self._find_module(pl_module).train()
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedule.state_dict()
@@ -90,7 +90,7 @@ class LightningGrowth(Callback):
         self, trainer: Trainer, pl_module: LightningModule, loss: float | None = None
     ) -> tuple[Change, ...]:
         changes = self.schedule.step(
-            self._found(pl_module),
+            self._find_module(pl_module),
             trainer.global_step // max(1, len(trainer.optimizers)),
             optimizer=trainer.optimizers,
             loss=loss,
@@ -101,7 +101,7 @@ class LightningGrowth(Callback):
             renew(trainer.strategy.model)
         return changes
 
-    def _found(self, module: LightningModule) -> Module:
+    def _find_module(self, module: LightningModule) -> Module:
         model = getattr(module, self._model, None)
         if not isinstance(model, Module):
             raise GrowthError(

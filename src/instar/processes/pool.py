@@ -113,7 +113,7 @@ class _Worker:
         self.name = name
         self._calls: SimpleQueue[tuple[Future[Any], Parts] | None] = SimpleQueue()
         self._asking = threading.Lock()
-        self._closed = False
+        self._is_closed = False
         self.process = AnsweringProcess(
             serve_calls, env=_ONE_THREAD | os.environ, allocate=_uninitialized
         )
@@ -123,16 +123,16 @@ class _Worker:
     def ask(self, request: Parts) -> Future[Any]:
         future: Future[Any] = Future()
         with self._asking:
-            if self._closed:
+            if self._is_closed:
                 raise WorkerLost(f"{self.name} is closed")
             self._calls.put((future, request))
         return future
 
     def hang_up(self) -> None:
         with self._asking:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
             self._calls.put(None)
         self.process.hang_up()
 
@@ -153,7 +153,7 @@ class _Worker:
             has_raised, content = _unpacked(self.process.exchange(request))
         except ProcessLost as ending:
             end = f"(process {self.process.pid}) {exit_text(ending.status)}"
-            raise WorkerLost(f"{self.name} {'is closed' if self._closed else end}") from None
+            raise WorkerLost(f"{self.name} {'is closed' if self._is_closed else end}") from None
         if not has_raised:
             return content
         error, notes, place = content

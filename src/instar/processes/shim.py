@@ -134,7 +134,7 @@ class _Tree:
         self.running = True
         self.stopped = False
         """whether the command was asked to end before it did"""
-        self.ignored = False
+        self.is_ignored = False
         """whether every process of the tree ignored the signal, so that a status of 0 is that of its own end"""
         self.kill_at = float("inf")
 
@@ -176,7 +176,7 @@ class _Tree:
             self.stopped = True
             if first and grace_s > 0:
                 # a child that handles it may save and end, and its parent then exit with 0
-                self.ignored = all(_ignores(pid, number) for pid in _descendants(os.getpid()))
+                self.is_ignored = all(_ignores(pid, number) for pid in _descendants(os.getpid()))
                 _kill(-self.pid, number)
                 _kill(-self.pid, signal.SIGCONT)  # a stopped process handles no signal
 
@@ -203,7 +203,7 @@ class _Tree:
         unit = 1 if sys.platform == "darwin" else 1024
         result = {
             "status": status,
-            "stopped": self.stopped and not (self.ignored and status == 0),
+            "stopped": self.stopped and not (self.is_ignored and status == 0),
             "time": time.time(),
             "cpu_s": round(usage.ru_utime + usage.ru_stime, 3),
             "peak_bytes": usage.ru_maxrss * unit,

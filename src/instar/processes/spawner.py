@@ -191,8 +191,8 @@ class RunningProcess:
     def __init__(self, tree: Tree, on_started: Callable[[int], None]) -> None:
         """`on_started`: called with the command's process id."""
         loop = asyncio.get_running_loop()
-        self.exited: asyncio.Future[Exit] = loop.create_future()
-        self.gone: asyncio.Future[None] = loop.create_future()
+        self.exit_future: asyncio.Future[Exit] = loop.create_future()
+        self.gone_future: asyncio.Future[None] = loop.create_future()
         self.error = ""
         """why the command could not be started"""
         self.asked_to_stop = False
@@ -206,24 +206,26 @@ class RunningProcess:
                 self._on_started(message["pid"])
             elif "error" in message:
                 self.error = message["error"]
-            elif "status" in message and not self.exited.done():
-                self.exited.set_result(Exit.from_json(message))
+            elif "status" in message and not self.exit_future.done():
+                self.exit_future.set_result(Exit.from_json(message))
             elif "gone" in message:
                 asyncio.get_running_loop().remove_reader(self._tree.fileno())
                 self._tree.close()
-                if not self.exited.done():  # its shim was killed, and with it the tree
+                if not self.exit_future.done():  # its shim was killed, and with it the tree
                     status = 127 if self.error else -9
-                    self.exited.set_result(Exit(status, self.asked_to_stop, time.time(), 0.0, 0))
-                self.gone.set_result(None)
+                    self.exit_future.set_result(
+                        Exit(status, self.asked_to_stop, time.time(), 0.0, 0)
+                    )
+                self.gone_future.set_result(None)
 
     async def stop(self, number: signal.Signals, grace_s: float) -> None:
         """Ask the tree to end, and wait until it has; see `Tree.stop`."""
-        if not self.gone.done():
+        if not self.gone_future.done():
             self.asked_to_stop = True
             self._tree.stop(number, grace_s)
-            await asyncio.shield(self.gone)
+            await asyncio.shield(self.gone_future)
 
     def kill(self) -> None:
         """Kill the tree at once."""
-        if not self.gone.done():
+        if not self.gone_future.done():
             self._tree.stop(signal.SIGKILL, 0.0)

@@ -67,14 +67,14 @@ class Console:
     def _train_line(self, event: Train, eta_s: float | None) -> str:
         return train_line(event, eta_s=eta_s, width=self.screen.width, unit=self._unit)
 
-    def evaluated(self, event: Eval) -> None:
+    def show_eval(self, event: Eval) -> None:
         self.screen.show(eval_line(event, width=self.screen.width, unit=self._unit), "cyan")
 
-    def operated(self, event: OperationEvent) -> None:
+    def show_operation(self, event: OperationEvent) -> None:
         for line in operation_lines(event):
             self.screen.show(line, "magenta")
 
-    def saved(self, event: Saved) -> None:
+    def show_save(self, event: Saved) -> None:
         self.screen.show(saved_line(event), "dim")
 
     def say(self, text: str) -> None:
@@ -83,7 +83,7 @@ class Console:
     def warn(self, text: str) -> None:
         self.screen.show(f"warning: {text}", "yellow")
 
-    def finished(
+    def show_end(
         self, event: RunFinished, where: Path, *, stopped: str = "", go_on: str = ""
     ) -> None:
         """Print the summary; `stopped` is why it ended early, `go_on` the command that resumes."""

@@ -84,9 +84,9 @@ class Inbox:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._seen = -1
+        self._seen_ns = -1
         self._requests: list[Request] = []
-        self._noted: set[Request] = set()
+        self._noted_requests: set[Request] = set()
         self._unremovable: set[Path] = set()
         """answered requests that cannot be removed"""
 
@@ -97,7 +97,7 @@ class Inbox:
             if stat.S_ISLNK(status.st_mode):  # it could lead to other files
                 raise OSError(errno.ELOOP, "a symbolic link, which is not followed", self.folder)
             changed_ns = status.st_mtime_ns
-            if changed_ns != self._seen:
+            if changed_ns != self._seen_ns:
                 paths = [
                     path for path in sorted(self.folder.iterdir()) if path not in self._unremovable
                 ]
@@ -108,7 +108,7 @@ class Inbox:
                     if command == path.suffix[1:]
                 ]
                 # a later request within the resolution of the clock would not change the time
-                self._seen = changed_ns if time.time_ns() - changed_ns > 1e9 else -1
+                self._seen_ns = changed_ns if time.time_ns() - changed_ns > 1e9 else -1
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -121,7 +121,7 @@ class Inbox:
     def is_requested(self, command: Command) -> bool:
         """Whether a command is requested; notes its requests for the next `answer`."""
         requests = [request for request in self.requests() if request.command == command]
-        self._noted.update(requests)
+        self._noted_requests.update(requests)
         return bool(requests)
 
     def clear(self) -> None:
@@ -133,14 +133,14 @@ class Inbox:
 
         Later requests stay, because the command may have begun before they were made.
         """
-        self._remove([request for request in self._noted if request.command == command])
+        self._remove([request for request in self._noted_requests if request.command == command])
 
     def _remove(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._noted.discard(request)
+            self._noted_requests.discard(request)
             try:
                 request.withdraw()
             except OSError as error:
                 self._unremovable.add(request.path)
                 logger.warning("the request was answered, but cannot be removed: %s", error)
-        self._seen = -1
+        self._seen_ns = -1

@@ -33,15 +33,15 @@ _MEASURE_S = 1.0
 
 @dataclass(eq=False)
 class Activity:
-    """A piece of work. `done` and `total` are in `unit`, B for bytes; `left` is what an interruption
-    leaves and how to go on."""
+    """A piece of work. `n_done` and `total` are in `unit`, B for bytes; `remaining_text` says what an
+    interruption leaves, and how to go on."""
 
     doing: str
     total: float | None
     unit: str
-    left: str
-    measured: Callable[[], float] | None
-    done: float = 0.0
+    remaining_text: str
+    measure: Callable[[], float] | None
+    n_done: float = 0.0
     began: float = field(default_factory=time.monotonic)
     _measured_at: float = float("-inf")
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -49,23 +49,23 @@ class Activity:
     def advance(self, amount: float) -> None:
         """Count; from any thread."""
         with self._lock:
-            self.done += amount
+            self.n_done += amount
 
     def line(self, width: int | None) -> str:
         from instar.record.format import progress_line
 
         now = time.monotonic()
-        if self.measured is not None and now - self._measured_at >= _MEASURE_S:
+        if self.measure is not None and now - self._measured_at >= _MEASURE_S:
             self._measured_at = now
             with suppress(OSError):  # files come and go
-                self.done = self.measured()
+                self.n_done = self.measure()
         seconds = now - self.began
-        return progress_line(self.doing, self.done, self.total, self.unit, seconds, width)
+        return progress_line(self.doing, self.n_done, self.total, self.unit, seconds, width)
 
     @property
     def interrupted(self) -> str:
         """What to say after an interruption."""
-        return f"interrupted while {self.doing}: {self.left}"
+        return f"interrupted while {self.doing}: {self.remaining_text}"
 
     def note(self, error: KeyboardInterrupt) -> None:
         if not hasattr(error, "__notes__"):
@@ -101,13 +101,13 @@ def progress(
     except KeyboardInterrupt as error:
         work.note(error)
         raise
-    except GeneratorExit:  # an exception, or a break, leaves a loop over `tracked`
+    except GeneratorExit:  # an exception, or a break, leaves a loop over `track_items`
         if display is not None:
-            display.left = work
+            display.unfinished_work = work
         raise
 
 
-def tracked(
+def track_items(
     items: Iterable[Item],
     doing: str,
     unit: str,
@@ -136,7 +136,7 @@ class Display:
         self._ended = threading.Event()
         self._painter: threading.Thread | None = None
         self._told = 0.0
-        self.left: Activity | None = None
+        self.unfinished_work: Activity | None = None
         """the loop that was left last, unless other work has begun since"""
 
     @property
@@ -147,7 +147,7 @@ class Display:
     @contextmanager
     def shown(self, work: Activity) -> Iterator[None]:
         self._works.append(work)
-        self.left = None
+        self.unfinished_work = None
         if self._painter is None:
             self._ended.clear()
             self._told = work.began
@@ -204,7 +204,7 @@ def showing(display: Display | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        if display is not None and (work := display.current or display.left) is not None:
+        if display is not None and (work := display.current or display.unfinished_work) is not None:
             work.note(error)
         raise
     finally:

@@ -105,7 +105,7 @@ def absolute(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def misplaced(loaded_config: Loaded) -> Iterator[ConfigProblem]:
+def misplacements(loaded_config: Loaded) -> Iterator[ConfigProblem]:
     """Yield the paths of a config that lead nowhere from the current folder, where they begin, and somewhere
     from the folder of the file that they are written in, or from that where its run was started."""
     config_values = values(loaded_config.config)
@@ -124,10 +124,10 @@ def misplaced(loaded_config: Loaded) -> Iterator[ConfigProblem]:
                     break
 
 
-def explained(loaded_config: Loaded, error: ConfigError) -> ConfigError:
+def explain_error(loaded_config: Loaded, error: ConfigError) -> ConfigError:
     """Return an error about the paths of a config, of which those that lead somewhere from another folder
     are told with it."""
-    problems = {problem.key: problem for problem in misplaced(loaded_config)}
+    problems = {problem.key: problem for problem in misplacements(loaded_config)}
     return ConfigError(*(problems.get(problem.key, problem) for problem in error.problems))
 
 

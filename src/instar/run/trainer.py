@@ -24,7 +24,7 @@ from instar.run.parallel.strategy import RoundEnd
 from instar.run.state.gradient_stats import LayerStats, Skips, noise_interval
 from instar.run.state.run_state import REACHED, Decision, Interval, RunState
 from instar.run.state.sync_point import Stopped
-from instar.run.step.stepper import StepResult, nothing
+from instar.run.step.stepper import StepResult, do_nothing
 from instar.schedule.settings import learning_rate
 from instar.tasks.logged import recording
 
@@ -132,14 +132,14 @@ class Trainer:
         try:
             batch, finish = self._next_batch()
             with (
-                recording(parts.logger.logged),
+                recording(parts.logger.logged_values),
                 _partial_explained(batch, state.settings.global_batch),
             ):
                 result = parts.stepper.step(
                     batch,
                     number,
                     lr,
-                    before_sync=finish or nothing,
+                    before_sync=finish or do_nothing,
                     measures_part=self._measures_noise(),
                 )
         except Stopped:
@@ -209,7 +209,7 @@ class Trainer:
         state = self.state.stepped(samples, round(batch.weight), flops, seconds)
         noise = state.noise
         if result.part is not None:
-            noise = noise.measured(result.part, batch.plan.count, result.norm.item())
+            noise = noise.with_measurement(result.part, batch.plan.count, result.norm.item())
         return replace(state, before=before, skips=skips, noise=noise)
 
     def _next_batch(self) -> tuple[StepBatch, Callable[[], None] | None]:
@@ -252,7 +252,7 @@ class Trainer:
         parts.sync.finish(flags)
         batch = replace(batch, weight=flags.wait().sums[-1], own_weight=None)
         over = rounds is None or self._ends_round(batch, rounds.sync_every)
-        return batch, nothing if over else None
+        return batch, do_nothing if over else None
 
     def _ends_round(self, batch: StepBatch, sync_every: int) -> bool:
         """Whether a round ends with the step of a batch: after a multiple of `sync_every` steps, and at the

@@ -92,7 +92,7 @@ def run(
         (branch, config), *branches = branches
         request = replace(
             request,
-            loaded=config,
+            loaded_config=config,
             resume=Resume(branch),
             launch_key=f"{launch_key}/{branch.path.name}",
             profiled_steps=0,
@@ -122,7 +122,7 @@ def _train_and_report(request: RunRequest, log: RankLog, signal: StopSignal) -> 
     finally:
         finish_deleting(wait_s)
         if log.path is not None and log.rank == 0:
-            end_extensions(RunDir(log.path.parent.parent), request.loaded.config)
+            end_extensions(RunDir(log.path.parent.parent), request.loaded_config.config)
 
 
 def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branches:
@@ -153,7 +153,7 @@ def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branche
 @contextmanager
 def _joined(request: RunRequest, log: RankLog, signal: StopSignal) -> Iterator[RankContext]:
     """Context manager: this rank in the process group, with its console. A collective."""
-    parallel, device = request.loaded.config.parallel, request.loaded.config.device
+    parallel, device = request.loaded_config.config.parallel, request.loaded_config.config.device
     with ExitStack() as record, join_group(parallel, device) as world, ExitStack() as live:
         console = open_console() if world.is_main else silent_console()
         record.enter_context(closing(console))

@@ -47,7 +47,7 @@ class PowerLaw:
         return math.exp(power) if power < 700 else math.inf
 
 
-def fitted(points: Sequence[tuple[float, float]]) -> PowerLaw:
+def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw:
     """Fit a power law to (FLOPs, loss): for each of a grid of floors a line through the logarithms,
     of which the one with the least squares of losses is taken.
 

@@ -447,7 +447,7 @@ def _basis(state: State, spec: TaskSpec) -> tuple[int | None, ...]:
 
 
 def _begun(timeline: Timeline, number: int) -> Clock | None:
-    return timeline.begun[number] if number < len(timeline.begun) else None
+    return timeline.starts[number] if number < len(timeline.starts) else None
 
 
 def _first_step(timeline: Timeline, number: int) -> int | None:

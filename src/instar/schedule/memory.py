@@ -40,12 +40,12 @@ class RankMemory:
         return max(sum(self.step.values()), self.growth)
 
     @property
-    def accumulated(self) -> int:
+    def accumulated_bytes(self) -> int:
         """Whole gradients of the micro-batches of a step, until they are reduced."""
         return self.step.get("accumulated", 0)
 
     @property
-    def kept(self) -> int:
+    def kept_bytes(self) -> int:
         """What no smaller micro-batch reduces."""
         return sum(self.step.get(part, 0) for part in KEPT)
 
@@ -109,7 +109,7 @@ class RankPlan:
     share: RankShare
 
     @property
-    def held(self) -> dict[str, int]:
+    def held_bytes(self) -> dict[str, int]:
         """Bytes of what a rank keeps between steps, by part."""
         rows = {
             name: _rows(entry, self.shards)
@@ -128,7 +128,7 @@ def rank_memory(
         whole_model: of a step with a whole model, see `TaskSpec.memory`.
         before: of the stage before, if the model grows into this one.
     """
-    config, share, state = plan.config, plan.share, plan.held
+    config, share, state = plan.config, plan.share, plan.held_bytes
     parts = {**whole_model, **state}
     if plan.shards > 1:
         parts |= _sharded_parts(plan)

@@ -163,7 +163,7 @@ class Leg:
 class Timeline:
     """The result of simulating a run through its legs."""
 
-    begun: tuple[Clock, ...]
+    starts: tuple[Clock, ...]
     """The clock at the first step of each leg that is reached."""
     end: Clock | None
     """The end by budgets; None: only the wall clock or the loss ends the run."""
@@ -172,7 +172,7 @@ class Timeline:
     @property
     def steps(self) -> tuple[int, ...]:
         """First step of each leg that is reached."""
-        return tuple(clock.step for clock in self.begun)
+        return tuple(clock.step for clock in self.starts)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class PartialStep:
 def partial_steps(line: Timeline, legs: Sequence[Leg]) -> Iterator[PartialStep]:
     """Yield the partial steps that a run comes to, alike ones at most twice for each leg."""
     ends = [*line.steps[1:], FAR if line.end is None else line.end.step]
-    for clock, end, leg in zip(line.begun, ends, legs, strict=False):
+    for clock, end, leg in zip(line.starts, ends, legs, strict=False):
         size, batch = leg.pace.samples_per_epoch, leg.pace.global_batch
         if not size or leg.pace.drop_last:
             continue
@@ -210,11 +210,11 @@ class _Ending:
     budgets: Sequence[Budget]
     interval: int
     """Steps between evaluations."""
-    evaluated: bool
+    is_evaluated_at_start: bool
     """Whether there is an evaluation at the first step."""
     since: int
     """Step of the last operation that is no branch, or of the beginning."""
-    operated: bool
+    has_changed: bool
     """Whether there was such an operation."""
     masked_until: int
     optimistic: bool
@@ -236,7 +236,7 @@ class _Ending:
         return when_due(self.leg.state, self.entry.operation)
 
     def is_evaluated(self, step: int) -> bool:
-        return self.evaluated if step == self.clock.step else step % self.interval == 0
+        return self.is_evaluated_at_start if step == self.clock.step else step % self.interval == 0
 
     def is_due(self, step: int) -> bool:
         begin, state = self.clock.step, self.leg.state
@@ -248,7 +248,7 @@ class _Ending:
             since_last=step - self.since,
             loss=(-math.inf if self.optimistic else math.inf) if is_evaluated else None,
             losses=self._losses(step),
-            operated=self.operated and step == self.since,
+            has_changed=self.has_changed and step == self.since,
             noise=math.inf if self.optimistic else None,
             flops_per_step=self.leg.pace.flops_per_step,
         )

@@ -34,7 +34,7 @@ class Moment:
     losses: tuple[tuple[int, float], ...] = ()
     """(step, validation loss) of the evaluations so far, this one included; at least the last
     `losses_needed`."""
-    operated: bool = False
+    has_changed: bool = False
     """Whether an operation of the schedule was carried out, or skipped, at this very step."""
     noise: float | None = None
     """Gradient noise scale as a multiple of the present global batch; None: not known."""
@@ -168,7 +168,7 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
         case SlopeBelow():
             return _slow(trigger, moment)
         case NoiseAbove(multiple):
-            noise = None if moment.operated else moment.noise
+            noise = None if moment.has_changed else moment.noise
             if noise is None or noise <= multiple:
                 return None
             return f"noise scale {noise:.3g} × the batch > {multiple:g}"
@@ -455,7 +455,7 @@ def due(entry: Entry, moment: Moment, state: State) -> str | None:
     """
     if moment.since_last < entry.min_steps:
         return None
-    if entry.one_per_evaluation and (moment.loss is None or moment.operated):
+    if entry.one_per_evaluation and (moment.loss is None or moment.has_changed):
         return None
     if is_growth(entry.operation.name) and mask_of(state.architecture) is not None:
         return None

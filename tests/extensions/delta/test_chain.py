@@ -102,7 +102,7 @@ def test_another_writer_is_excluded(chain: Path, monkeypatch: pytest.MonkeyPatch
     state = first()
     append(chain, 0, state, None)
     monkeypatch.setattr(folders, "LOCK_LIMIT_S", 0)
-    with folders.locked(chain), pytest.raises(CheckpointError, match="another process"):
+    with folders.lock_chain(chain), pytest.raises(CheckpointError, match="another process"):
         append(chain, 1, state, state)
 
 
@@ -110,7 +110,7 @@ def test_another_writer_is_waited_for(chain: Path) -> None:
     state = first()
     append(chain, 0, state, None)
     with ThreadPoolExecutor(1) as threads:
-        with folders.locked(chain):
+        with folders.lock_chain(chain):
             saved = threads.submit(append, chain, 1, state, state)
             assert [link.number for link in links(chain)] == [0]
         assert saved.result().number == 1

@@ -44,7 +44,7 @@ def test_what_is_applied_is_what_was_encoded(coding: Coding, pair: tuple[Words, 
     if difference is None:
         assert np.array_equal(old, new)
     else:
-        assert difference.changed == np.count_nonzero(old != new)
+        assert difference.n_changed == np.count_nonzero(old != new)
         apply_block(difference, words, coding)
     assert np.array_equal(words, new)
 
@@ -57,7 +57,7 @@ def test_bits_are_compared_not_values() -> None:
     difference = encode_block(old, new, Coding(True))
     assert difference is not None
     apply_block(difference, words, Coding(True))
-    assert difference.changed == 2
+    assert difference.n_changed == 2
     assert np.array_equal(words, new)
 
 

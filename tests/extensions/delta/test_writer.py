@@ -136,7 +136,7 @@ def test_a_failure_is_kept_and_nothing_is_written_after_it(writer: Open, tmp_pat
         made.flush()
     (tmp_path / "deltas").unlink()
     assert not made.due(4, last=True)
-    assert made.written() == []
+    assert made.finished_links() == []
     assert not (tmp_path / "deltas").exists()
 
 
@@ -167,14 +167,14 @@ def test_what_is_written_is_told_with_its_statistics(writer: Open, tmp_path: Pat
     for step, values in enumerate([*states, states[-1]]):
         made.save(step, {**weights(*values), "frozen": torch.ones(4)})
     made.flush()
-    first, *deltas, anchor = made.written()
+    first, *deltas, anchor = made.finished_links()
     assert first.statistics is anchor.statistics is None
     assert [one.statistics for one in deltas] == statistics(tmp_path / "deltas")
     found = [one.statistics.whole for one in deltas if one.statistics is not None]
     assert [share.density for share in found] == [2 / 8, 2 / 8, 4 / 8]
     assert [share.overlap for share in found] == [None, 1 / 3, 2 / 4]
     assert all(0 <= one.stall_s <= one.seconds for one in [first, *deltas, anchor])
-    assert made.written() == []
+    assert made.finished_links() == []
 
 
 def test_steps_that_were_never_saved_are_named_by_the_anchor_after_them(
@@ -213,7 +213,7 @@ def test_a_barrier_waits_for_the_weights_before_it_only(
     assert waiting.is_alive()
     go_on.set()
     waiting.join(10)
-    assert [written.link.step for written in made.written()] == [0]
+    assert [written.link.step for written in made.finished_links()] == [0]
 
 
 def test_a_chain_on_a_file_system_without_locks_is_written_with_a_warning(

@@ -117,7 +117,7 @@ def test_a_table_that_is_too_long_shows_what_runs() -> None:
     found = fold_events([Started(1.0, 1, "h", "", ())])
     phases = ["succeeded"] * 50 + ["running"] * 2 + ["waiting"] * 48
     status = {i: InstanceStatus(phase=phase) for i, phase in enumerate(phases)}  # type: ignore[arg-type]
-    view = fleet_view("many", type(found)(status, found.started), 1)
+    view = fleet_view("many", type(found)(status, found.start), 1)
     lines = [text for text, _ in live.block(view, 0.0, 60, 12)]
     assert len(lines) <= 12
     assert [line.split()[0] for line in lines[2:-1]] == ["0", "1", "2", "3", "4", "5", "50", "51"]

@@ -15,7 +15,7 @@ from instar.extensions.lab.expected import (
     TypicalSaving,
     expected_saving,
     family_saving,
-    saved,
+    saved_share,
     saving_values,
     typical,
 )
@@ -117,8 +117,8 @@ def test_a_family_saves_the_steps_that_its_members_share() -> None:
 
 def test_one_model_saves_what_its_stages_are_worth() -> None:
     stages = (Spent(10.0, 60.0), Spent(40.0, 40.0))
-    assert saved([stages], 2200.0, 0.0) == pytest.approx(1 - 2200 / 4000)
-    assert saved([stages], 2200.0, 1.0) == pytest.approx(0.0)
+    assert saved_share([stages], 2200.0, 0.0) == pytest.approx(1 - 2200 / 4000)
+    assert saved_share([stages], 2200.0, 1.0) == pytest.approx(0.0)
 
 
 def test_in_json_what_was_not_measured_has_another_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from instar.extensions.lab.saving import (
     before_growth,
     exponent_of,
     pilot_summary,
-    predicted,
+    predict_saving,
     worth,
 )
 
@@ -34,11 +34,11 @@ def test_what_stages_are_worth_and_cost_are_inverses() -> None:
 
 def test_what_a_pilot_measured_is_predicted_exactly() -> None:
     pilot = a_pilot(lambda _: 0.2)
-    (grown,) = PilotFindings(pilot).grown
+    (grown,) = PilotFindings(pilot).grown_cases
     assert grown.exponent == pytest.approx(0.2)
     assert grown.token_worth == pytest.approx(0.3**0.2)
     assert grown.missing == pytest.approx(loss_after(80 + 120 * 0.3**0.2) - loss_after(200))
-    saving = predicted(pilot, spent(200, 120))
+    saving = predict_saving(pilot, spent(200, 120))
     assert saving.share == pytest.approx(share_saved(0.2, 200, 120), abs=0.005)
     assert saving.low < saving.share < saving.high
     assert saving.tokens == pytest.approx(TOKENS * (80 + 120 * 0.3**0.2), rel=0.01)
@@ -49,7 +49,7 @@ def test_what_a_pilot_measured_is_predicted_exactly() -> None:
 
 def test_several_stages_have_one_exponent() -> None:
     stages = (Spent(SMALL, 6000.0), Spent(600.0, 6000.0), Spent(FINAL, 8000.0))
-    saving = predicted(a_pilot(lambda _: 0.2), stages)
+    saving = predict_saving(a_pilot(lambda _: 0.2), stages)
     tokens = 6000 * 0.3**0.2 + 6000 * 0.6**0.2 + 8000
     assert saving.share == pytest.approx(1 - (1800 + 3600 + 8000) / tokens, abs=0.005)
 
@@ -66,13 +66,13 @@ def test_a_small_model_that_saturates_is_worth_less_after_more_tokens() -> None:
     assert b[0] < b[1]
     assert usual - 0.1 < b[0] < usual + 0.1
     assert usual < b[1] < -0.012
-    late = [predicted(pilot, spent(2000, 1200)).share for pilot in (fast, slow)]
+    late = [predict_saving(pilot, spent(2000, 1200)).share for pilot in (fast, slow)]
     assert share_saved(0.8, 2000, 1200) < late[0] < late[1] < share_saved(0.1, 2000, 1200)
 
 
 def test_the_interval_grows_with_noise_and_with_the_distance() -> None:
     def width(pilot: Pilot, steps: int = 250) -> float:
-        saving = predicted(pilot, spent(steps, steps // 2))
+        saving = predict_saving(pilot, spent(steps, steps // 2))
         return saving.high - saving.low
 
     calm = a_pilot(lambda _: 0.2, seeds=(1, 2, 3, 4), spread=0.001)
@@ -80,26 +80,26 @@ def test_the_interval_grows_with_noise_and_with_the_distance() -> None:
     assert PilotFindings(loud).noise > 5 * PilotFindings(calm).noise
     assert width(loud) > 2 * width(calm)
     assert width(calm, 4000) > 2 * width(calm)
-    assert predicted(calm, spent(250, 125)).low > 0
+    assert predict_saving(calm, spent(250, 125)).low > 0
 
 
 def test_it_says_where_it_extrapolates() -> None:
     pilot = a_pilot(lambda _: 0.2)
-    assert predicted(pilot, spent(200, 118)).extrapolates == ()
-    (later,) = predicted(pilot, spent(2000, 1200)).extrapolates
+    assert predict_saving(pilot, spent(200, 118)).extrapolates == ()
+    (later,) = predict_saving(pilot, spent(2000, 1200)).extrapolates
     assert "grows after 120k tokens, 10 times as many" in later
-    (more,) = predicted(pilot, spent(140, 118)).extrapolates
+    (more,) = predict_saving(pilot, spent(140, 118)).extrapolates
     assert "84 % of the tokens come before the final size, in the pilot 60 %" in more
-    (ahead,) = predicted(a_pilot(lambda _: -0.3), spent(200, 118)).extrapolates
+    (ahead,) = predict_saving(a_pilot(lambda _: -0.3), spent(200, 118)).extrapolates
     assert "worth 1.44 of the final size" in ahead
     other = (Spent(500.0, 1e4), Spent(FINAL, 1e4))
-    assert "another size" in predicted(pilot, other).extrapolates[-1]
+    assert "another size" in predict_saving(pilot, other).extrapolates[-1]
 
 
 def test_a_range_of_moments_gives_the_interval_of_all() -> None:
     pilot = a_pilot(lambda _: 0.2)
-    early, late = (predicted(pilot, spent(200, at)) for at in (110, 120))
-    both = predicted(pilot, spent(200, 110), spent(200, 120))
+    early, late = (predict_saving(pilot, spent(200, at)) for at in (110, 120))
+    both = predict_saving(pilot, spent(200, 110), spent(200, 120))
     assert (both.low, both.high) == (early.low, late.high)
     assert both.share == pytest.approx((early.share + late.share) / 2)
 
@@ -107,7 +107,7 @@ def test_a_range_of_moments_gives_the_interval_of_all() -> None:
 def test_nothing_is_predicted_of_half_a_pilot_or_without_growth() -> None:
     pilot = a_pilot(lambda _: 0.2)
     with pytest.raises(ValueError, match="runs of the pilot are missing"):
-        predicted(structs.replace(pilot, runs=pilot.runs[1:]), spent(200, 100))
+        predict_saving(structs.replace(pilot, runs=pilot.runs[1:]), spent(200, 100))
     assert pilot_summary(structs.replace(pilot, runs=())) == {}
     with pytest.raises(ValueError, match="does not grow"):
-        predicted(pilot, spent(200, 0))
+        predict_saving(pilot, spent(200, 0))

@@ -17,7 +17,7 @@ from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.extensions.lab.candidates import SCRATCH, CandidateStage, GrowthCandidate, proposals
 from instar.extensions.lab.pilot_file import write_json
-from instar.extensions.lab.saving import PilotFindings, predicted, worth
+from instar.extensions.lab.saving import PilotFindings, predict_saving, worth
 from instar.extensions.lab.search_state import ScheduleSearch, SearchTrial, read_search
 from instar.growth.operators import plan
 from instar.models.architecture import Architecture
@@ -51,7 +51,7 @@ SEARCH = ScheduleSearch(
 
 def known(candidate: GrowthCandidate, steps: int) -> float:
     """The loss if a token of the small model is worth c ** θ of the final size."""
-    return loss_after(worth(candidate.spent(steps, TOKENS), THETA))
+    return loss_after(worth(candidate.costs(steps, TOKENS), THETA))
 
 
 def run(
@@ -75,7 +75,7 @@ def test_all_trials_of_a_rung_spend_the_same() -> None:
             apart = candidate.flops(steps) - FINAL * rung
             assert abs(apart) <= FINAL  # less than a step
             assert candidate.branches_at(steps, 0.15) <= steps - round(0.15 * steps)
-            assert sum(each.tokens for each in candidate.spent(steps, TOKENS)) == steps * TOKENS
+            assert sum(each.tokens for each in candidate.costs(steps, TOKENS)) == steps * TOKENS
 
 
 def test_the_better_half_goes_on_and_the_best_wins() -> None:
@@ -133,10 +133,10 @@ def test_its_trials_are_a_pilot() -> None:
     trunks = dict.fromkeys(found.seeds, ((250, 250 * TOKENS, 2.0),))
     pilot = found.pilot(found.winner, found.settings, trunks)
     assert {case.arm for case in pilot.cases} == {"final", "grown", "small"}
-    assert PilotFindings(pilot).grown[0].exponent == pytest.approx(THETA, abs=0.02)
-    spent = found.winner.spent(found.winner.steps(200), TOKENS)
+    assert PilotFindings(pilot).grown_cases[0].exponent == pytest.approx(THETA, abs=0.02)
+    spent = found.winner.costs(found.winner.steps(200), TOKENS)
     flops = sum(each.flops_per_token * each.tokens for each in spent)
-    saving = predicted(pilot, spent)
+    saving = predict_saving(pilot, spent)
     assert saving.share == pytest.approx(1 - flops / (FINAL * worth(spent, THETA)), abs=0.03)
 
 

@@ -47,7 +47,7 @@ from instar.cli.options import CommandGroup, NewFolder, byte_size, json_option
 from instar.cli.output import print_json, print_named
 from instar.config.errors import ConfigError
 from instar.models.hf import is_pretrained
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.record.rundir import RunDir, find_run
 
 EXIT_BROKEN = 3
@@ -337,7 +337,7 @@ def checkpoint_at(text: str) -> Path:
 
 
 def _each(paths: list[Path]) -> Iterator[Path]:
-    return tracked(paths, "reading checkpoints", "checkpoints", len(paths))
+    return track_items(paths, "reading checkpoints", "checkpoints", len(paths))
 
 
 def _root(text: str) -> Path:

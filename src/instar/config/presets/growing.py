@@ -33,7 +33,7 @@ the rate, whose share is in the presets' files, must not begin earlier."""
 _COUNTED = ("steps", "tokens", "samples")
 
 
-def chosen(config: RunConfig) -> list[str]:
+def presets_in(config: RunConfig) -> list[str]:
     """Return which of these presets a config selects."""
     return [name for name in dict.fromkeys(_presets(config)) if name in DIVISORS]
 
@@ -55,10 +55,10 @@ def stage_starts(count: int) -> tuple[float, ...]:
 def expansion(config: RunConfig) -> dict[str, Any]:
     """Return the values of dotted keys that the selected preset makes of a config without
     `conflicts`; empty if none is selected, or if a budget is invalid."""
-    if not chosen(config) or _budgets(config) is None:
+    if not presets_in(config) or _budgets(config) is None:
         return {}
     assert isinstance(config, LanguageConfig)
-    (preset,) = chosen(config)
+    (preset,) = presets_in(config)
     layers = _sizes(config, preset)
     return left_out(config) | {
         "model.n_layer": layers[0],
@@ -107,7 +107,7 @@ def _steps(config: LanguageConfig) -> int | None:
 
 def preset_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield what keeps the selected preset from being expanded."""
-    names = chosen(config)
+    names = presets_in(config)
     if config.sizes and not names:
         text = "sizes says nothing without a preset that grows"
         yield ConfigProblem(("sizes",), text, "add preset: moult or preset: family")

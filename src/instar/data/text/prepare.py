@@ -70,7 +70,7 @@ from instar.data.text.tokenizer import (
     train_char,
 )
 from instar.record.atomic import atomic_dir
-from instar.record.progress import progress, tracked
+from instar.record.progress import progress, track_items
 
 _BPE_SAMPLE_BYTES = 8 << 20
 Say = Callable[[str], None]
@@ -335,7 +335,7 @@ def _amounts(data: DataConfig, byte_counts: Int64Array) -> str:
 def _train_tokenizer(corpus: Corpus, train: Parts, data: DataConfig, seed: int) -> Tokenizer:
     """Train a tokenizer: characters of the training split, or BPE on a bounded sample."""
     if data.tokenizer == "char":
-        pieces = tracked(pieces_of(corpus, train), "collecting characters", "pieces")
+        pieces = track_items(pieces_of(corpus, train), "collecting characters", "pieces")
         return train_char(piece or SEPARATOR for _, piece in pieces)
     sample = train.copy()
     sizes = train[:, 2] - train[:, 1]

@@ -23,7 +23,7 @@ from instar.data.order import Int64Array
 from instar.data.split import Parts
 from instar.data.text.corpus import Corpus, Part, clip
 from instar.data.text.shards import TokenDataset, open_dataset, splits_fingerprint, write_once
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -162,7 +162,7 @@ def id_pieces(column: pa.ChunkedArray, parts: Parts) -> Iterator[tuple[int, NDAr
 def check_ids(column: pa.ChunkedArray, vocab_size: int, name: str, source: str) -> None:
     """Read every id once. Raises ConfigError, naming the row, for an id outside the vocabulary."""
     first_row = 0
-    for chunk in tracked(column.chunks, f"reading {source}", "chunks", len(column.chunks)):
+    for chunk in track_items(column.chunks, f"reading {source}", "chunks", len(column.chunks)):
         if (problem := _bad_row(chunk, vocab_size)) is not None:
             row, what = problem
             raise ConfigError.of(
@@ -179,7 +179,7 @@ def content_fingerprint(column: pa.ChunkedArray) -> str:
     import pyarrow as pa
 
     values, sizes = xxhash.xxh3_128(), xxhash.xxh3_128()
-    for chunk in tracked(column.chunks, "reading rows", "chunks", len(column.chunks)):
+    for chunk in track_items(column.chunks, "reading rows", "chunks", len(column.chunks)):
         if len(chunk):
             is_list = pa.types.is_nested(chunk.type)
             values.update((_ids(chunk) if is_list else _utf8(chunk)).data)

@@ -26,7 +26,7 @@ from instar.extensions.board.curves import POINTS, chart_groups, curves_of_run
 from instar.extensions.board.sections import PARTS, page_sections
 from instar.extensions.board.stream import MAX_RUNS, EventStream, log_after, page_stream
 from instar.logs.plot.marks import marks
-from instar.logs.query.family import branched
+from instar.logs.query.family import branch_start
 from instar.logs.query.stages import stages
 from instar.logs.query.state import run_status
 from instar.logs.query.summary import summarize, summary_to_json
@@ -119,7 +119,7 @@ class Site:
 
     def curves(self, request: Request) -> Response:
         query = request.query_params
-        points = min(max(_whole(query.get("points"), POINTS), 5), POINTS)
+        points = min(max(_to_int(query.get("points"), POINTS), 5), POINTS)
         metrics = query.getlist("metric")[:MAX_METRICS]
         parts = []
         for key in query.getlist("run")[:MAX_RUNS]:
@@ -166,7 +166,7 @@ class Site:
         return _json({"ranks": logs_of(self._catalog, self._run(request))})
 
     def log(self, request: Request) -> Response:
-        rank = _whole(request.path_params["rank"], -1)
+        rank = _to_int(request.path_params["rank"], -1)
         answer = log_of_rank(self._catalog, self._run(request), rank)
         if answer is None:
             raise HTTPException(404)
@@ -199,7 +199,7 @@ def _missing(request: Request, error: HTTPException) -> Response:  # noqa: ARG00
     return Response(body, error.status_code, error.headers, "application/json")
 
 
-def _whole(text: str | None, default: int) -> int:
+def _to_int(text: str | None, default: int) -> int:
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 9 else default
 
 
@@ -212,7 +212,7 @@ def catalog_row(run: RunDir) -> dict[str, Any]:
             "reason": encodable(summary.fault)
         }
     source = run.events if has_record else run.config
-    first = branched(summary)
+    first = branch_start(summary)
     status = run_status(run, summary.events, summary.seen or source.stat().st_mtime)
     as_json: dict[str, Any] = to_words(
         {
@@ -312,7 +312,7 @@ def _event(record: RunRecord, entry: RecordedEvent[Event]) -> dict[str, Any]:
         "step": getattr(event, "step", None),
         "title": mark["title"] if mark else kind.replace("_", " "),
         "text": mark["text"] if mark else encodable(_text(fields)),
-        "superseded": not entry.kept,
+        "superseded": not entry.is_current,
         "fields": fields,
     }
 

@@ -50,7 +50,7 @@ def table_section(
     if not all_lines:
         return {}
     last_lines = all_lines[-rows:]
-    superseded_rows = [n for n, entry in enumerate(source[-rows:]) if not entry.kept]
+    superseded_rows = [n for n, entry in enumerate(source[-rows:]) if not entry.is_current]
     return {
         "kind": "table",
         "title": title,
@@ -131,7 +131,7 @@ def image_section(record: RunRecord, share: float) -> dict[str, Any]:
     items: list[dict[str, Any]] = []
     room, left_out = share * IMAGE_BYTES, 0
     counts: dict[tuple[str, str], int] = {}
-    images = [entry.event for entry in record.of(ImageEvent) if entry.kept]
+    images = [entry.event for entry in record.of(ImageEvent) if entry.is_current]
     for event in reversed(images):
         key = event.split, event.name
         counts[key] = counts.get(key, 0) + 1
@@ -153,7 +153,7 @@ def image_section(record: RunRecord, share: float) -> dict[str, Any]:
 
 def table_sections(record: RunRecord, rows: int) -> Iterator[dict[str, Any]]:
     """Yield the first `rows` rows of the latest table of each name and split."""
-    tables = (entry.event for entry in record.of(TableEvent) if entry.kept)
+    tables = (entry.event for entry in record.of(TableEvent) if entry.is_current)
     latest = {(event.split, event.name): event for event in tables}
     for event in [*latest.values()][:MAX_TABLES]:
         cells = [row[:MAX_COLUMNS] for row in event.rows[:rows]]

@@ -66,7 +66,7 @@ def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, 
     `even` has their positions: means over curves are made of these, as extremes would overstate the
     deviation. The spacing is a power of two, so that curves of different lengths have places in common.
     """
-    old_points = series.take(~series.kept)
+    old_points = series.take(~series.is_current)
     current = series.current()
     indices = thin(current.value, points)
     even: dict[str, list[int]] = {}
@@ -171,5 +171,5 @@ def curves_of_run(
 
 
 def _last_segment(series: Series) -> int:
-    current = np.flatnonzero(series.kept)
+    current = np.flatnonzero(series.is_current)
     return int(series.segment[current[-1]]) if len(current) else 0

@@ -279,7 +279,7 @@ def _points(records: Sequence[RunRecord], metrics: Sequence[str], room: int) -> 
     lengths = list[int]()
     for record in records:
         for series in (record.series(metric) for metric in metrics if metric in record):
-            pieces = np.where(series.kept, 0, series.segment)
+            pieces = np.where(series.is_current, 0, series.segment)
             lengths += np.unique(pieces, return_counts=True)[1].tolist()
     for number, length in enumerate(sorted(lengths)):
         share = room // (len(lengths) - number)

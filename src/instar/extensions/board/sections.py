@@ -243,7 +243,7 @@ def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     if test is not None:
         yield from map(scatter_section, test.scatters)
         yield text_section(*test.notes)
-    texts_written = [entry.event for entry in record.of(SampleText) if entry.kept]
+    texts_written = [entry.event for entry in record.of(SampleText) if entry.is_current]
     texts_written = texts_written[-max(1, rows // ROWS_PER_SAMPLE) :]
     samples = [
         {
@@ -328,13 +328,13 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
 
 
 def _places(record: RunRecord) -> Iterator[tuple[int, int, bool]]:
-    """Yield segment, step and `kept` of all placed events and training steps."""
+    """Yield segment, step and `is_current` of all placed events and training steps."""
     for entry in record.events:
         if isinstance(entry.event, Placed):
-            yield entry.event.segment, entry.event.step, entry.kept
+            yield entry.event.segment, entry.event.step, entry.is_current
     if "loss" in record:
         series = record.series("loss")
-        columns = (series.segment.tolist(), series.step.tolist(), series.kept.tolist())
+        columns = (series.segment.tolist(), series.step.tolist(), series.is_current.tolist())
         yield from zip(*columns, strict=True)
 
 

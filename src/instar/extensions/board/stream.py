@@ -78,14 +78,14 @@ class PageUpdates:
         self._sent = {"fleets": msgspec.json.encode({"rows": []})}
         self._metrics = frozenset(query.getlist("metric"))
         self._boot, version = _pair(query.get("seen", "."), ".")
-        self._version = _whole(version)
+        self._version = _to_int(version)
         places = [_pair(text, ":") for text in query.getlist("run")[:MAX_RUNS]]
         log, log_offset = _pair(query.get("log", ""), ":")
         fleet_log, fleet_log_offset = _pair(query.get("fleet_log", ""), ":")
-        offsets = [_whole(offset) for _, offset in places]
+        offsets = [_to_int(offset) for _, offset in places]
         if match := _ID.fullmatch(last_id[:ID_BYTES]):
-            self._boot, self._version = match[1], _whole(match[2])
-            offsets = [_whole(offset) for offset in match[3].split(",") if offset]
+            self._boot, self._version = match[1], _to_int(match[2])
+            offsets = [_to_int(offset) for offset in match[3].split(",") if offset]
             log_offset = match[4] or log_offset
             fleet_log_offset = match[5] or fleet_log_offset
         self._shown = [
@@ -94,8 +94,8 @@ class PageUpdates:
             if (run := catalog.find(key)) is not None
         ]
         self._requested_keys = [key for key, _ in places]
-        self._log = self._log_of(log, _whole(log_offset))
-        self._fleet_log = self._fleet_log_of(fleet_log, _whole(fleet_log_offset))
+        self._log = self._log_of(log, _to_int(log_offset))
+        self._fleet_log = self._fleet_log_of(fleet_log, _to_int(fleet_log_offset))
 
     @property
     def id(self) -> str:
@@ -277,7 +277,7 @@ def _pair(text: str, sign: str) -> tuple[str, str]:
     return before, after
 
 
-def _whole(text: str) -> int:
+def _to_int(text: str) -> int:
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else 0
 
 

@@ -21,7 +21,7 @@ from instar.extensions.delta.format.folder import (
     find_link,
     link_path,
     links,
-    locked,
+    lock_chain,
     open_link,
     read_chain_index,
     to_link,
@@ -71,7 +71,7 @@ def append(
     new = {name: to_bits(tensor) for name, tensor in unique_tensors.items()}
     try:
         atomic.make_folder(folder)
-        with locked(folder):
+        with lock_chain(folder):
             atomic.sweep(folder)
             return _append(folder, step, new, base, anchor, names, values, missing)
     except OSError as error:
@@ -124,7 +124,7 @@ def _append(
     except BaseException:
         _withdraw(path, index)
         raise
-    n_changed = head.changed if isinstance(head, Footer) else head.elements
+    n_changed = head.n_changed if isinstance(head, Footer) else head.elements
     return to_link(path, kind, head, size_bytes, n_changed)
 
 

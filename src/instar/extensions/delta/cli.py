@@ -69,7 +69,7 @@ def create_link(base: Path, new: Path, target: Path, values: Any) -> None:
     size = target.stat().st_size
     click.echo(
         f"{target}: {bytes_text(size)}, {footer.full_bytes / size:,.1f}x smaller; "
-        f"{_share(footer.changed / max(1, footer.elements))} of {footer.elements:,} elements changed"
+        f"{_share(footer.n_changed / max(1, footer.elements))} of {footer.elements:,} elements changed"
     )
 
 
@@ -132,7 +132,7 @@ def info(path: Path, tensors: bool, as_json: bool) -> None:
     facts = _facts(link) | ({"values": file.footer.values} if file else {})
     if as_json:
         rows = {
-            name: {"dtype": c.dtype, "shape": c.shape, "changed": c.changed}
+            name: {"dtype": c.dtype, "shape": c.shape, "changed": c.n_changed}
             for name, c in changes.items()
         }
         print_json(facts | ({"tensors": rows} if tensors else {}))
@@ -141,7 +141,7 @@ def info(path: Path, tensors: bool, as_json: bool) -> None:
     if tensors:
         click.echo()
         cells = [
-            [name, c.dtype, " × ".join(map(str, c.shape)), f"{c.changed:,}"]
+            [name, c.dtype, " × ".join(map(str, c.shape)), f"{c.n_changed:,}"]
             for name, c in changes.items()
         ]
         print_table(["tensor", "type", "shape", "changed"], cells, right=["changed"])
@@ -348,7 +348,7 @@ def _facts(link: Link) -> dict[str, Any]:
         "size_bytes": link.size_bytes,
         "full_bytes": link.full_bytes,
         "elements": link.elements,
-        "changed": link.changed,
+        "changed": link.n_changed,
         "base": link.base_hash,
         "result": link.result_hash,
         "aliases": dict(link.aliases),
@@ -367,7 +367,7 @@ def _row(link: Link) -> list[str]:
     cells = [span, f"{link.step:,}", link.kind, bytes_text(link.size_bytes)]
     if link.kind == "anchor":
         return [*cells, "", ""]
-    density = link.changed / link.elements if link.elements else 0.0
+    density = link.n_changed / link.elements if link.elements else 0.0
     return [*cells, f"{link.full_bytes / link.size_bytes:,.1f}x", _share(density)]
 
 

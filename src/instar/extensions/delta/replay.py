@@ -27,7 +27,7 @@ from instar.extensions.delta.format.state import (
     write_state,
 )
 from instar.record import atomic
-from instar.record.progress import Advance, progress, tracked
+from instar.record.progress import Advance, progress, track_items
 
 
 class Replay:
@@ -172,7 +172,7 @@ def verify_chain(folder: Path) -> list[Link]:
     """
     chain = links(folder)
     problems = []
-    for segment in tracked(segments(chain), f"verifying {folder}", "segments"):
+    for segment in track_items(segments(chain), f"verifying {folder}", "segments"):
         try:
             replay_of(segment, every=True).run()
         except CheckpointError as error:

@@ -77,7 +77,7 @@ class DeltaSaver(RunExtension):
 
     def log_written(self) -> None:
         """Log the deltas that were saved since the last time."""
-        for delta in self.writer.written() if self.writer else ():
+        for delta in self.writer.finished_links() if self.writer else ():
             progress = self._progress.pop(delta.link.step)
             self.logger.log_event(progress, delta.event(step=progress.step))
             if (missing := delta.link.missing) is not None:

@@ -16,7 +16,7 @@ from instar.extensions.delta.format.folder import (
     files,
     find_link,
     links,
-    locked,
+    lock_chain,
     open_link,
     read_chain_index,
     segment_of,
@@ -37,7 +37,7 @@ def squash_links(folder: Path, first: int, last: int) -> Link:
         CheckpointError: a link is missing or damaged, an anchor is among them, or the disk is full.
     """
     try:
-        with locked(folder):
+        with lock_chain(folder):
             return _squash(folder, first, last)
     except OSError as error:
         raise CheckpointError(f"cannot squash {folder}: {error.strerror}") from error
@@ -83,7 +83,7 @@ def _squash(folder: Path, first: int, last: int) -> Link:
         first=begin.first,
         base_hash=begin.base_hash,
         size_bytes=size_bytes,
-        changed=footer.changed,
+        n_changed=footer.n_changed,
     )
 
 
@@ -97,7 +97,7 @@ def remove_states(folder: Path, number: int | None = None) -> list[Path]:
         CheckpointError: there is no such state, or a file of the chain is missing or damaged.
     """
     try:
-        with locked(folder):
+        with lock_chain(folder):
             atomic.sweep(folder)
             chain = links(folder)
             index = read_chain_index(folder)
@@ -123,7 +123,7 @@ def rebuild_index(folder: Path) -> list[Link]:
         CheckpointError: there is no chain, or a file is missing or damaged.
     """
     try:
-        with locked(folder):
+        with lock_chain(folder):
             all_links = [open_link(path) for path in files(folder).values()]
             anchors = [link.number for link in all_links if link.kind == "anchor"]
             if not anchors:

@@ -18,7 +18,7 @@ from instar.config.errors import InstarError
 from instar.extensions.delta.chain import Link, append, links
 from instar.extensions.delta.events import Delta
 from instar.extensions.delta.format.folder import (
-    locked,
+    lock_chain,
     missing_steps,
     read_chain_index,
     segment_of,
@@ -74,9 +74,9 @@ class _Copy:
     step: int
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
-    copied: torch.cuda.Event | None
+    copy_event: torch.cuda.Event | None
     """recorded after the copies; None on a CPU"""
-    begun: float
+    began: float
     stall_s: float
 
 
@@ -116,7 +116,7 @@ class DeltaWriter:
         """step of the last copy"""
         self._room = threading.Semaphore(COPIES)
         self._copies: SimpleQueue[_Copy | threading.Event | None] = SimpleQueue()
-        self._written: SimpleQueue[Written] = SimpleQueue()
+        self._finished_links: SimpleQueue[Written] = SimpleQueue()
         # only the thread uses these: the weights of the last link, its file if it is no anchor, and
         # the number of links since the last anchor
         self._base: Mapping[str, Tensor] | None = None
@@ -149,12 +149,12 @@ class DeltaWriter:
         stall_s = time.perf_counter() - began
         self._copies.put(_Copy(step, copies, aliases, copy_event, began, stall_s))
 
-    def written(self) -> list[Written]:
+    def finished_links(self) -> list[Written]:
         """Return the links that were acknowledged since the last call."""
         links = []
         while True:
             try:
-                links.append(self._written.get_nowait())
+                links.append(self._finished_links.get_nowait())
             except Empty:
                 return links
 
@@ -207,7 +207,7 @@ class DeltaWriter:
             self._room.release()
 
     def _write(self, copy: _Copy) -> None:
-        tensors = _on_host(copy.tensors, copy.copied)
+        tensors = _on_host(copy.tensors, copy.copy_event)
         missing: tuple[int, int] | None = None
         if self._base is None and (last := self._last_link()) is not None:
             if last.step == copy.step and last.result_hash == _hash(tensors):
@@ -224,7 +224,7 @@ class DeltaWriter:
             aliases=copy.aliases,
             missing=missing,
         )
-        seconds = time.perf_counter() - copy.begun
+        seconds = time.perf_counter() - copy.began
         before, self._base, self._last, statistics = self._last, tensors, None, None
         self._since_anchor += 1
         if link.kind == "anchor":
@@ -233,13 +233,13 @@ class DeltaWriter:
             self._last = read_link(link.file, check=False)
             entries = {name: to_bits(tensor).entry for name, tensor in tensors.items()}
             statistics = link_statistics(self._last, entries, before)
-        self._written.put(Written(link, seconds, copy.stall_s, statistics))
+        self._finished_links.put(Written(link, seconds, copy.stall_s, statistics))
 
     def _last_link(self) -> Link | None:
         """Return the last link of an earlier training; remove what a crash of it left behind."""
         if not self.folder.is_dir() or read_chain_index(self.folder) is None:
             return None
-        with locked(self.folder):
+        with lock_chain(self.folder):
             atomic.sweep(self.folder)
         if not (chain := links(self.folder)):
             return None

@@ -33,7 +33,7 @@ from instar.extensions.fleet.plan import (
 )
 from instar.extensions.fleet.search.checks import extremes, run_problems, search_problems
 from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
-from instar.record.start_folder import misplaced
+from instar.record.start_folder import misplacements
 
 _BASE = ("name", "index")
 _OF_INSTANCE = ("run_name", "output_dir")
@@ -356,7 +356,7 @@ def _run_problems(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[Confi
             continue
         config = read.config
         if job.cwd is None and not _has_data(config):
-            yield from misplaced(read)
+            yield from misplacements(read)
         root = plain_root_of(config.task)
         if search is not None:
             yield from run_problems(loaded_config, search, config)

@@ -50,7 +50,7 @@ class FleetFolder:
     """A fleet that was started: its file, resolved, and how."""
 
     path: Path
-    loaded: LoadedFleet
+    loaded_config: LoadedFleet
     configs: Mapping[str, str]
     """the copy of the run config of each job with `run`"""
     gpus: str | None

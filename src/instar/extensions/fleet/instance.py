@@ -78,11 +78,11 @@ class FleetContext:
 
 @dataclass
 class _ServiceState:
-    started: bool = False
+    has_started: bool = False
     healthy: bool = False
     loss: str = ""
     """why it is down, after it was healthy or has failed to become so"""
-    failed: bool = False
+    has_failed: bool = False
     """whether it will not be restarted"""
 
 
@@ -96,7 +96,7 @@ class InstanceRunner:
     holder: str
     attempts: dict[str, int]
     """of each process before this start"""
-    completed: frozenset[str]
+    completed_jobs: frozenset[str]
     """jobs that have succeeded before"""
     running: dict[str, RunningProcess] = field(default_factory=dict)
     given_up: bool = False
@@ -105,8 +105,8 @@ class InstanceRunner:
     def __post_init__(self) -> None:
         spec = self.context.plan.spec
         self._services = {name: _ServiceState() for name in spec.services}
-        self._done = set(self.completed)
-        self._changed = asyncio.Event()
+        self._done = set(self.completed_jobs)
+        self._change_event = asyncio.Event()
 
     async def run(self) -> None:
         """Run until all jobs have succeeded. On cancellation, stop jobs, then services.
@@ -116,7 +116,9 @@ class InstanceRunner:
         """
         spec = self.context.plan.spec
         services = [asyncio.create_task(self._serve(n, s)) for n, s in spec.services.items()]
-        remaining = {name: job for name, job in spec.jobs.items() if name not in self.completed}
+        remaining = {
+            name: job for name, job in spec.jobs.items() if name not in self.completed_jobs
+        }
         jobs = [asyncio.create_task(self._work(name, job)) for name, job in remaining.items()]
         try:
             # a fleet without jobs serves until it is stopped
@@ -139,7 +141,7 @@ class InstanceRunner:
         try:
             await self._keep_up(name, service, state)
         except Exception as error:
-            state.loss, state.failed = state.loss or str(error), True
+            state.loss, state.has_failed = state.loss or str(error), True
             self._notify()
             raise
 
@@ -149,7 +151,7 @@ class InstanceRunner:
             await self._dependencies(name, service)
             await self.context.pause("services")
             reason, has_failed = await self._watch(name, service, state)
-            state.started = state.healthy = False
+            state.has_started = state.healthy = False
             state.loss = reason
             policy = service.restart.policy
             restarts_with_other = any(
@@ -159,9 +161,9 @@ class InstanceRunner:
             is_restarted = policy == "always" or (
                 (policy == "on-failure" or restarts_with_other) and has_failed
             )
-            state.failed = not is_restarted or restarts >= service.restart.max
+            state.has_failed = not is_restarted or restarts >= service.restart.max
             self._notify()
-            if state.failed:
+            if state.has_failed:
                 raise InstanceFailed(name, f"{name} {reason}")
             restarts += 1
             await asyncio.sleep(pause_s)
@@ -171,7 +173,7 @@ class InstanceRunner:
         """Run a service once; return why it has ended, and whether that is a failure."""
         process = self._start(name, service)
         health, checker = service.healthcheck, None
-        state.started, state.loss = True, ""
+        state.has_started, state.loss = True, ""
         self._notify()
         try:
             if health is not None:
@@ -179,23 +181,23 @@ class InstanceRunner:
                 port = numbers[health.port] if health.port else next(iter(numbers.values()), 0)
                 checker = Checker(health, port, self._variables(name), self._env(name, service))
                 if problem := await self._not_ready(process, checker, health.start_period):
-                    if not process.exited.done():
+                    if not process.exit_future.done():
                         self._write(name, "unhealthy", reason=problem)
                         await process.stop(service.stop.number, service.stop.grace)
                     return problem, True
-            if not process.exited.done():
+            if not process.exit_future.done():
                 state.healthy = True
                 self._write(name, "healthy")
                 self._notify()
                 if health is None or checker is None:
-                    await asyncio.wait([process.exited])
+                    await asyncio.wait([process.exit_future])
                 elif problem := await self._unhealthy(process, checker, service):
                     state.healthy = False
                     state.loss = problem
                     self._write(name, "unhealthy", reason=problem)
                     self._notify()
                     return problem, True
-            end = process.exited.result()
+            end = process.exit_future.result()
             return self._end_text(process), end.status != 0
         finally:
             if checker is not None:
@@ -210,8 +212,8 @@ class InstanceRunner:
         while True:
             left_s = deadline - time.monotonic()
             check = asyncio.ensure_future(checker.check(max(left_s, 0.1), probe=True))
-            await _first(check, process.exited)
-            if process.exited.done():
+            await _first(check, process.exit_future)
+            if process.exit_future.done():
                 await _cancelled([check])
                 return self._end_text(process) + " before it was ready"
             try:
@@ -220,7 +222,7 @@ class InstanceRunner:
             except Unhealthy as error:
                 if time.monotonic() >= deadline:
                     return f"was not ready after {start_period_s:g} s: {error}"
-            await asyncio.wait([process.exited], timeout=min(pause_s, max(left_s, 0.0)))
+            await asyncio.wait([process.exit_future], timeout=min(pause_s, max(left_s, 0.0)))
             pause_s = min(pause_s * 1.5, 1.0)
 
     async def _unhealthy(self, process: RunningProcess, checker: Checker, service: Service) -> str:
@@ -230,8 +232,8 @@ class InstanceRunner:
         due = time.monotonic()
         while True:
             due += health.interval
-            await asyncio.wait([process.exited], timeout=max(0.0, due - time.monotonic()))
-            if process.exited.done():
+            await asyncio.wait([process.exit_future], timeout=max(0.0, due - time.monotonic()))
+            if process.exit_future.done():
                 return ""
             due = max(due, time.monotonic())
             try:
@@ -239,7 +241,7 @@ class InstanceRunner:
                 failures = 0
             except Unhealthy as error:
                 failures += 1
-                if process.exited.done():
+                if process.exit_future.done():
                     return ""
                 if failures >= health.retries:
                     return f"is unhealthy: {failures} checks in a row failed: {error}"
@@ -272,9 +274,9 @@ class InstanceRunner:
         try:
             while True:
                 loss = asyncio.create_task(self._loss(job))
-                await _first(process.exited, loss)
-                if process.exited.done():
-                    if process.exited.result().status == 0:
+                await _first(process.exit_future, loss)
+                if process.exit_future.done():
+                    if process.exit_future.result().status == 0:
                         await _cancelled([loss])
                         return None, ""
                     # it may have failed because of a server whose end is heard of a moment later
@@ -308,7 +310,7 @@ class InstanceRunner:
         return next((name for name in services if name in self._services), "")
 
     def _lost_for_good(self, process: Process) -> bool:
-        return any(n in self._services and self._services[n].failed for n in process.depends_on)
+        return any(n in self._services and self._services[n].has_failed for n in process.depends_on)
 
     async def _dependencies(self, name: str, process: Process) -> None:
         """Wait until a process may start.
@@ -329,14 +331,14 @@ class InstanceRunner:
         if name not in self._services:
             return name in self._done
         state = self._services[name]
-        return state.started if condition == "service_started" else state.healthy
+        return state.has_started if condition == "service_started" else state.healthy
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            await self._changed.wait()
+            await self._change_event.wait()
 
     def _notify(self) -> None:
-        change_event, self._changed = self._changed, asyncio.Event()
+        change_event, self._change_event = self._change_event, asyncio.Event()
         change_event.set()
 
     def _start(self, name: str, process: Process) -> RunningProcess:
@@ -369,10 +371,10 @@ class InstanceRunner:
         return running
 
     async def _stop(self, name: str, process: Process, running: RunningProcess) -> None:
-        if not running.gone.done() and not running.exited.done():
+        if not running.gone_future.done() and not running.exit_future.done():
             self._write(name, "stopping")
         await running.stop(process.stop.number, process.stop.grace)
-        end = running.exited.result()
+        end = running.exit_future.result()
         self.running.pop(name, None)
         self._write(
             name,
@@ -452,7 +454,7 @@ class InstanceRunner:
         self.context.log.write(event, durable=phase == "exited")
 
     def _end_text(self, process: RunningProcess) -> str:
-        return process.error or exit_text(process.exited.result().status)
+        return process.error or exit_text(process.exit_future.result().status)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

@@ -141,8 +141,8 @@ def seen_launcher(folder: Path) -> int | None:
     if pid is not None or not lock.exists() or os.access(lock, os.R_OK):
         return pid
     status = fold_events(read_fleet_events(folder))
-    start = status.started
-    if start is None or status.ended is not None:
+    start = status.start
+    if start is None or status.end is not None:
         return None
     if start.host != socket.gethostname():
         age_s = time.time() - (folder / STATE_FILE).stat().st_mtime

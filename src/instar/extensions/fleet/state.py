@@ -144,8 +144,8 @@ class FleetStatus:
     """What the events of a fleet add up to."""
 
     instances: Mapping[int, InstanceStatus] = field(default_factory=dict)
-    started: Started | None = None
-    ended: Ended | None = None
+    start: Started | None = None
+    end: Ended | None = None
 
 
 def fold_events(events: Iterable[FleetEvent]) -> FleetStatus:
@@ -303,6 +303,6 @@ def as_json(status: FleetStatus) -> dict[str, Any]:
     """Return the status as plain data."""
     return {
         "instances": {str(index): asdict(instance) for index, instance in status.instances.items()},
-        "started": None if status.started is None else msgspec.to_builtins(status.started),
-        "ended": None if status.ended is None else msgspec.to_builtins(status.ended),
+        "started": None if status.start is None else msgspec.to_builtins(status.start),
+        "ended": None if status.end is None else msgspec.to_builtins(status.end),
     }

@@ -14,7 +14,7 @@ from instar.data.columns import Column, Columns, Ragged, as_ragged
 from instar.data.order import Int64Array
 from instar.data.source import Source
 from instar.extensions.graphs.config import GraphModelConfig, HeadConfig
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 
 NO_CLASS = -1
 """Class of a graph or node without a target."""
@@ -51,7 +51,7 @@ def survey_graphs(
     samples = nodes = edges = features = graph_features = edge_features = 0
     for split, numbers in splits.items():
         begins = range(0, len(numbers), _READ_AT_ONCE)
-        for begin in tracked(begins, f"checking the {split} split", "blocks", len(begins)):
+        for begin in track_items(begins, f"checking the {split} split", "blocks", len(begins)):
             chunk = numbers[begin : begin + _READ_AT_ONCE]
             columns = source.read(chunk)
             missing = [*_missing(columns, model)]

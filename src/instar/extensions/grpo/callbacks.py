@@ -114,7 +114,7 @@ class RunCallback(TrainerCallback):
             return
         if last:
             writer.flush()
-        for delta in writer.written():
+        for delta in writer.finished_links():
             self._record.wrote_delta(delta)
 
     def _evaluated(self, step: int) -> None:

@@ -66,7 +66,7 @@ class GrowthCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the step of each growth in a run of so many."""
         return tuple(math.ceil(stage.share * steps - 1e-9) for stage in self.stages[1:])
 
-    def spent(self, steps: int, tokens_per_step: float = 1.0) -> tuple[Spent, ...]:
+    def costs(self, steps: int, tokens_per_step: float = 1.0) -> tuple[Spent, ...]:
         """Return what a run of so many steps spends."""
         ends = pairwise((0, *self.moments(steps), steps))
         return tuple(
@@ -76,7 +76,7 @@ class GrowthCandidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def flops(self, steps: int) -> float:
         """Return the FLOPs of a run of so many steps of one token."""
-        return sum(stage.flops_per_token * stage.tokens for stage in self.spent(steps))
+        return sum(stage.flops_per_token * stage.tokens for stage in self.costs(steps))
 
     def branches_at(self, steps: int, decay: float) -> int:
         """Return the step at which a run of so many leaves its trunk."""

@@ -21,7 +21,7 @@ from instar.extensions.lab.saving import (
     ExpectedSaving,
     PilotFindings,
     Shares,
-    predicted,
+    predict_saving,
     spending,
     worth,
 )
@@ -79,7 +79,7 @@ def expected_saving(
         if last.flops_per_token != pilot.final.flops_per_token:
             sizes = [si(n) for n in (pilot.final.parameters, last.parameters.total)]
             raise ValueError("its model ends with {} parameters, this run's with {}".format(*sizes))
-        saving = predicted(pilot, *runs, source=str(pilot_file))
+        saving = predict_saving(pilot, *runs, source=str(pilot_file))
         exponents = PilotFindings(pilot).exponents(spending(forecast))
     except ValueError as error:
         if file is None:
@@ -115,11 +115,13 @@ def typical(forecast: Forecast) -> TypicalSaving | None:
     costs = spending(forecast)
     if why := _unknown(forecast, costs):
         return TypicalSaving(why)
-    low, middle, high = (saved([costs], _flops(costs), theta) for theta in reversed(EXPONENTS))
+    low, middle, high = (
+        saved_share([costs], _flops(costs), theta) for theta in reversed(EXPONENTS)
+    )
     return TypicalSaving("", (low, middle, high), family_saving(forecast, EXPONENTS))
 
 
-def saved(members: Sequence[Sequence[Spent]], flops: float, exponent: float) -> float:
+def saved_share(members: Sequence[Sequence[Spent]], flops: float, exponent: float) -> float:
     """Return the share of the FLOPs that models save which cost `flops` in all.
 
     Args:
@@ -141,7 +143,7 @@ def family_saving(forecast: Forecast, exponents: Sequence[float]) -> Shares | No
         flops += float(branch.early.flops)
     if len(members) == 1 or not trunk:
         return None
-    shares = sorted(saved(members, flops, theta) for theta in exponents)
+    shares = sorted(saved_share(members, flops, theta) for theta in exponents)
     count = len(shares)
     return shares[round(0.025 * count)], median(shares), shares[round(0.975 * count) - 1]
 

@@ -35,7 +35,7 @@ from instar.extensions.lab.short_runs import (
     losses_of,
     options,
     prepare_measurement,
-    refused,
+    refusal,
     run_values,
     shape_of_stage,
     shape_settings,
@@ -126,7 +126,7 @@ def pilot(
         planned = structs.replace(planned, runs=(*planned.runs, done))
         planned = structs.replace(planned, found=pilot_summary(planned))
         write_json(file, planned)
-    saving = expected_saving(measurement.forecast, measurement.loaded, path, file)
+    saving = expected_saving(measurement.forecast, measurement.loaded_config, path, file)
     if not isinstance(saving, ExpectedSaving):
         raise ConfigError.of("has no runs to predict from", str(file))
     return PilotResult(planned, saving, file)
@@ -142,10 +142,12 @@ def _check_growth(measurement: MeasuredConfig) -> None:
     for number, entry in enumerate(measurement.config.schedule):
         if entry.name == "set_context" or "lora" in entry.name:
             key, hint = f"schedule[{number}]", "leave it out"
-            raise refused(measurement.loaded, key, f"{entry.name} is not known to pilots", hint)
+            raise refusal(
+                measurement.loaded_config, key, f"{entry.name} is not known to pilots", hint
+            )
     if len({stage.architecture for stage in measurement.forecast.stages}) < 2:
         hint = "add an operation such as stack_layers"
-        raise refused(measurement.loaded, "schedule", "grows no model", hint)
+        raise refusal(measurement.loaded_config, "schedule", "grows no model", hint)
 
 
 def _plan(

@@ -27,7 +27,7 @@ from typing import Any
 
 from instar.extensions.lab.pilot_file import Pilot, PilotRun, Spent
 from instar.record.format import si
-from instar.schedule.curves import PowerLaw, fitted
+from instar.schedule.curves import PowerLaw, fit_power_law
 from instar.schedule.forecast import Forecast
 
 DRAWS = 1000
@@ -141,11 +141,12 @@ class PilotFindings:
         if not self._seeds:
             raise ValueError("runs of the pilot are missing: the command that began it goes on")
         self._at = [
-            fmean(logs) for logs in zip(*(_logs(g.run.spent) for g in self.grown), strict=True)
+            fmean(logs)
+            for logs in zip(*(_logs(g.run.spent) for g in self.grown_cases), strict=True)
         ]
 
     @cached_property
-    def grown(self) -> tuple[GrownCase, ...]:
+    def grown_cases(self) -> tuple[GrownCase, ...]:
         """The grown runs, seed by seed."""
         return tuple(run for runs in self._seeds for run in _grown(runs))
 
@@ -201,7 +202,7 @@ class PilotFindings:
             for tokens, loss in _stable(self.pilot, _longest(runs, "final"))
         ]
         try:
-            return fitted(points)
+            return fit_power_law(points)
         except ValueError:
             return None
 
@@ -213,14 +214,14 @@ def pilot_summary(pilot: Pilot) -> dict[str, Any]:
     except ValueError:
         return {}
     law = findings.final_curve
-    thetas = sorted(findings.exponents(findings.grown[0].run.spent))
+    thetas = sorted(findings.exponents(findings.grown_cases[0].run.spent))
     return {
         "cost": pilot.small.flops_per_token / pilot.final.flops_per_token,
         "cost_in_seconds": pilot.small.seconds_per_step / pilot.final.seconds_per_step,
         "exponent": median(thetas),
         "exponent_low": thetas[round(0.025 * DRAWS)],
         "exponent_high": thetas[round(0.975 * DRAWS) - 1],
-        "trend": findings.b(findings.grown[0].run.spent),
+        "trend": findings.b(findings.grown_cases[0].run.spent),
         "trend_error": findings.trend[1],
         "noise": findings.noise,
         "grown": [
@@ -231,7 +232,7 @@ def pilot_summary(pilot: Pilot) -> dict[str, Any]:
                 "exponent": run.exponent,
                 "missing_loss": run.missing,
             }
-            for run in findings.grown
+            for run in findings.grown_cases
         ],
         "final_curve": None if law is None else asdict(law),
     }
@@ -355,7 +356,7 @@ class ExpectedSaving:
         return asdict(self)
 
 
-def predicted(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> ExpectedSaving:
+def predict_saving(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> ExpectedSaving:
     """Predict the saving of a run.
 
     Args:
@@ -398,7 +399,7 @@ def _seconds(pilot: Pilot, flops_per_token: float) -> float:
 
 def _beyond(findings: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
     """Return where runs are beyond what a pilot measured."""
-    pilot_runs = [(before_growth(run.run.spent), run.run.tokens) for run in findings.grown]
+    pilot_runs = [(before_growth(run.run.spent), run.run.tokens) for run in findings.grown_cases]
     new_runs = [(before_growth(costs), sum(stage.tokens for stage in costs)) for costs in runs]
     warnings = []
     latest, most_tokens = (
@@ -420,7 +421,7 @@ def _beyond(findings: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[s
             f"{100 * furthest:.0f} % of the tokens come before the final size, in the pilot "
             f"{100 * pilot_share:.0f} %"
         )
-    lead = fmean(run.token_worth for run in findings.grown)
+    lead = fmean(run.token_worth for run in findings.grown_cases)
     if lead > _AHEAD:
         warnings.append(
             f"in the pilot's few steps a token of the small model was worth {lead:.2f} of the final "

@@ -43,7 +43,7 @@ from instar.extensions.lab.short_runs import (
     losses_of,
     options,
     prepare_measurement,
-    refused,
+    refusal,
     run_values,
     shape_of_stage,
     shape_settings,
@@ -198,7 +198,7 @@ def _final(measurement: MeasuredConfig) -> _Final:
             hint = "leave it out: a search replaces the schedule, and proposes growth only"
             problems.append((f"schedule[{number}]", f"is {entry.name}", hint))
     if problems:
-        loaded_config = measurement.loaded
+        loaded_config = measurement.loaded_config
         raise ConfigError(
             *(loaded_config.problem(k, f"{k} {text}", hint) for k, text, hint in problems)
         )
@@ -227,7 +227,7 @@ def _candidates(final: _Final) -> Iterator[GrowthCandidate]:
     ]
     if not candidates:
         text = f"n_layer {final.shape.n_layer} leaves nothing to grow, and the width has no half"
-        raise refused(measurement.loaded, "model", text, "give the final shape more layers")
+        raise refusal(measurement.loaded_config, "model", text, "give the final shape more layers")
     yield from candidates
 
 
@@ -378,7 +378,7 @@ class _Runs:
         members = [each for each in plan.candidates if each.trunk == candidate.trunk]
         branches = [
             plan.branch(candidate, rung)
-            for candidate, _ in plan.planned(rung)
+            for candidate, _ in plan.planned_trials(rung)
             if candidate in members
         ]
         last = max(entry["when"]["at_step"] for entry in branches)
@@ -418,7 +418,7 @@ class _Runs:
 
 def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     """Write the schedule of the winner, and its trials as a pilot."""
-    from instar.extensions.lab.saving import pilot_summary, predicted, spending
+    from instar.extensions.lab.saving import pilot_summary, predict_saving, spending
 
     winner, measurement = plan.winner, final.asked
     if winner is None:
@@ -429,7 +429,7 @@ def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     pilot = plan.pilot(winner, settings_of(measurement.load(settings).config), trunks)
     try:
         spent = spending(measurement.forecast_of(settings))
-        saving = predicted(pilot, spent, source=os.fspath(pilot_path(file)))
+        saving = predict_saving(pilot, spent, source=os.fspath(pilot_path(file)))
     except ValueError:  # the final size from scratch diverged
         saving = None
     write_json(pilot_path(file), structs.replace(pilot, found=pilot_summary(pilot)))

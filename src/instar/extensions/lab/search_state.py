@@ -130,7 +130,7 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         size = rung_sizes(len(self.candidates) - 1)[rung]
         return tuple(before[n] for n in survivors(by_number, size))
 
-    def planned(self, rung: int) -> Iterator[tuple[GrowthCandidate, int]]:
+    def planned_trials(self, rung: int) -> Iterator[tuple[GrowthCandidate, int]]:
         """Yield the trials of a rung that has begun, with their seeds."""
         for candidate in (self.scratch, *(self.alive(rung) or ())):
             for seed in self.seeds:
@@ -141,7 +141,7 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The next trial: candidate, rung and seed; None: the search is complete."""
         finished_trials = {(trial.candidate, trial.rung, trial.seed) for trial in self.trials}
         for rung in range(len(self.rungs)):
-            for candidate, seed in self.planned(rung):
+            for candidate, seed in self.planned_trials(rung):
                 if (candidate.name, rung, seed) not in finished_trials:
                     return candidate, rung, seed
         return None
@@ -179,7 +179,7 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 first = cost(candidate.stages[0].flops_per_token)
                 shared = candidate.branches_at(steps, self.decay) * first
                 candidate_cost = sum(
-                    s.tokens * cost(s.flops_per_token) for s in candidate.spent(steps)
+                    s.tokens * cost(s.flops_per_token) for s in candidate.costs(steps)
                 )
                 work.append(candidate_cost - shared)
                 trunks[candidate.trunk] = max(trunks.get(candidate.trunk, 0.0), shared)
@@ -235,7 +235,7 @@ class ScheduleSearch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         else:
             moments = winner.moments(trial.steps)
             case, candidate = PilotCase("grown", trial.seed, trial.steps, moments), winner
-        costs = candidate.spent(trial.steps, self.tokens_per_step)
+        costs = candidate.costs(trial.steps, self.tokens_per_step)
         return PilotRun(case, trial.loss, costs, trial.evaluations)
 
 

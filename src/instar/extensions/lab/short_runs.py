@@ -41,14 +41,14 @@ class MeasuredConfig:
     path: str | None
     overrides: tuple[str, ...]
     """With which the file gives the config without its presets."""
-    loaded: Loaded
+    loaded_config: Loaded
     forecast: Forecast
     ranks: int
     devices: Sequence[int] | None
 
     @property
     def config(self) -> RunConfig:
-        return self.loaded.config
+        return self.loaded_config.config
 
     @property
     def run_steps(self) -> int:
@@ -97,7 +97,7 @@ def prepare_measurement(
     prepare_run_data(loaded_config, start.ranks, say)
     forecast = _forecast(loaded_config, start.ranks)
     if forecast.steps is None:
-        raise refused(
+        raise refusal(
             loaded_config, "train.until", "has no last step, of which a short run is a share"
         )
     options = (*overrides, *_without_presets(loaded_config))
@@ -106,7 +106,7 @@ def prepare_measurement(
     )
 
 
-def refused(loaded_config: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
+def refusal(loaded_config: Loaded, key: str, message: str, hint: str = "") -> ConfigError:
     """Return an error at a key of a config."""
     return ConfigError(loaded_config.problem(key, f"{key} {message}", hint))
 
@@ -128,7 +128,7 @@ def shape_of_stage(measurement: MeasuredConfig, stage: int) -> Architecture:
     assert isinstance(begin, Architecture)
     assert isinstance(end, Architecture)
     if end.lora or end.mask:
-        raise refused(measurement.loaded, "schedule", "ends with adapters or a mask")
+        raise refusal(measurement.loaded_config, "schedule", "ends with adapters or a mask")
     # widening and longer contexts adjust these of a trained model, not of a new one
     return end.changed(norm_eps=begin.norm_eps, rope_base=begin.rope_base)
 
@@ -237,9 +237,9 @@ def _check_kind(loaded_config: Loaded) -> None:
 
     config = loaded_config.config
     if config.task != LANGUAGE:
-        raise refused(loaded_config, "task", f"{config.task}: only {LANGUAGE} models are measured")
+        raise refusal(loaded_config, "task", f"{config.task}: only {LANGUAGE} models are measured")
     if config.starts_from is not None:
-        raise refused(
+        raise refusal(
             loaded_config,
             "model.from",
             "has weights that the final size does not have",

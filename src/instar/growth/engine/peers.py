@@ -23,7 +23,7 @@ class Peers(Protocol):
         """Context for work that may fail on some of them: raises on all, or on none. A collective."""
         ...
 
-    def agreed(self, holds: bool) -> bool:
+    def all_agree(self, holds: bool) -> bool:
         """Return whether something holds on all of them. A collective."""
         ...
 
@@ -38,7 +38,7 @@ class Alone:
     def phase(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def agreed(self, holds: bool) -> bool:
+    def all_agree(self, holds: bool) -> bool:
         return holds
 
     def at(self, what: str) -> Alone:  # noqa: ARG002
@@ -83,7 +83,7 @@ def unless_refused(peers: Peers, name: str, work: Callable[[], T]) -> T | None:
         except (RuntimeError, TypeError, ValueError) as error:
             refusal = str(error) or type(error).__name__
     # a process that alone went on to compare would wait for the others in its next exchange
-    if peers.agreed(not refusal):
+    if peers.all_agree(not refusal):
         return value
     logger.info(
         "%s is not compared in float64: %s", name, refusal or "another process refuses float64"

@@ -49,7 +49,7 @@ class GrowthSubject(Protocol[C]):
         """Return the outputs before and after, for the same batch."""
         ...
 
-    def doubled(self, candidate: C) -> Doubled | None:
+    def in_double(self, candidate: C) -> Doubled | None:
         """Return the outputs of both in float64; None: `outputs` are as exact as can be."""
         ...
 
@@ -108,7 +108,7 @@ def prepare_candidate(
             lambda: subject.outputs(candidate),
             subject.dtypes(candidate),
             tensors=subject.tensors(candidate),
-            in_double=lambda: subject.doubled(candidate),
+            in_double=lambda: subject.in_double(candidate),
             name=subject.name,
             peers=peers.at("comparing the models before and after growth"),
         )

@@ -26,7 +26,7 @@ from instar.growth.folders import check_own_family
 from instar.growth.live.build import Wrap, build_sharded, build_whole
 from instar.growth.live.modules import take_over
 from instar.growth.live.optimizers import prepare_optimizer
-from instar.growth.live.probe import drawn, moved, probed, reshard
+from instar.growth.live.probe import draw_probe, reshard, run_probe, to_device
 from instar.growth.live.subject import Build, Subject, bare, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.operators import plan
@@ -76,9 +76,9 @@ def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrow
     batch = request.probe
     if batch is None and isinstance(old.shape, PretrainedShape):
         assert isinstance(larger, PretrainedShape)
-        batch = drawn(old.shape, larger)
+        batch = draw_probe(old.shape, larger)
     device = next(old.module.parameters()).device
-    batch = None if batch is None or batch is False else moved(batch, device)
+    batch = None if batch is None or batch is False else to_device(batch, device)
     return LiveGrowth(request, exact, old, replace(old, shape=larger), step, peers, batch)
 
 
@@ -127,9 +127,9 @@ class LiveGrowth:
 
     def outputs(self, candidate: Module) -> tuple[Probe, Probe]:
         """See `GrowthSubject`."""
-        return probed(self.old.module, self.batch), probed(candidate, self.batch)
+        return run_probe(self.old.module, self.batch), run_probe(candidate, self.batch)
 
-    def doubled(self, candidate: Module) -> Doubled:
+    def in_double(self, candidate: Module) -> Doubled:
         """See `GrowthSubject`."""
         if (wrap := self.request.wrap) is None:
             with self.peers.phase():
@@ -149,8 +149,8 @@ class LiveGrowth:
             module = build_sharded(self.old, self.old.shape, step, wrap_doubled, self.peers)
             old = replace(self.old, module=module)
             new = self._build(old, wrap_doubled)
-        batch = moved(self.batch, next(candidate.parameters()).device, torch.float64)
-        before, after = probed(old.module, batch), probed(new, batch)
+        batch = to_device(self.batch, next(candidate.parameters()).device, torch.float64)
+        before, after = run_probe(old.module, batch), run_probe(new, batch)
         # rounding is that of what models compute in float32
         return Doubled(before, after, torch.float32, self.tensors(new))
 

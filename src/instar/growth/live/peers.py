@@ -36,7 +36,7 @@ class GroupPeers:
             yield
         except Exception as error:
             own_error = error
-        is_agreed = self.agreed(own_error is None)
+        is_agreed = self.all_agree(own_error is None)
         if own_error is not None:
             raise own_error
         if not is_agreed:
@@ -44,7 +44,7 @@ class GroupPeers:
                 "another process could not grow the model; its own error says why. The model is as before"
             )
 
-    def agreed(self, holds: bool) -> bool:
+    def all_agree(self, holds: bool) -> bool:
         """See `Peers`."""
         return self._exchanged(float(holds), dist.ReduceOp.MIN) == 1.0
 

@@ -20,7 +20,7 @@ _ROUTERS = "output_router_logits"
 """key of configs with experts, and argument of their models"""
 
 
-def drawn(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
+def draw_probe(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
     """Return a few drawn tokens, as arguments of models of transformers of any of these shapes. The loss is
     that of the tokens alone: the auxiliary one of routers changes with their number."""
     vocab, context = (min(shape.sizes()[axis] for shape in shapes) for axis in ("vocab", "context"))
@@ -30,18 +30,18 @@ def drawn(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
     return {"input_ids": ids, "labels": ids} | ({_ROUTERS: False} if has_routers else {})
 
 
-def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Return a batch on another device, its floating point tensors in another dtype."""
     if isinstance(batch, Tensor):
         return batch.to(device=device, dtype=dtype if batch.is_floating_point() else None)
     if isinstance(batch, Mapping):
-        return {name: moved(value, device, dtype) for name, value in batch.items()}
+        return {name: to_device(value, device, dtype) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return [moved(value, device, dtype) for value in batch]
+        return [to_device(value, device, dtype) for value in batch]
     return batch
 
 
-def probed(module: Module, batch: Any) -> Probe:
+def run_probe(module: Module, batch: Any) -> Probe:
     """Run a model on a batch without dropout and autocast.
 
     Raises:

@@ -183,7 +183,7 @@ def _curve(
 ) -> Curve | None:
     """Return a metric of one run, or the mean of several; None if nothing can be drawn."""
     all_series = [_within(record.series(metric), request) for record in records]
-    current = [s if s.kept.all() else s.current() for s in all_series]
+    current = [s if s.is_current.all() else s.current() for s in all_series]
     drawable = [_drawable(series, request) for series in current]
     left_out = sum(int((~mask).sum()) for mask in drawable)
     if not any(mask.any() for mask in drawable):
@@ -260,9 +260,9 @@ def _line(series: Series, values: Floats, request: ChartRequest) -> Polyline:
 
 def _superseded(series: Series) -> Iterator[Series]:
     """Yield the superseded part of each segment, starting at the last point that was not."""
-    for segment in np.unique(series.segment[~series.kept]):
+    for segment in np.unique(series.segment[~series.is_current]):
         part = series.take(series.segment == segment)
-        first = int(part.kept.argmin())
+        first = int(part.is_current.argmin())
         yield part.take(np.arange(max(0, first - 1), len(part)))
 
 

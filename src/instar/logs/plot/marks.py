@@ -46,7 +46,7 @@ def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]
                     "x": {axis: _coordinate(axis, place[axis]) for axis in axes},
                     "title": shortened(encodable(title), 200),
                     "text": shortened(encodable("\n".join(filter(None, lines)))),
-                    "superseded": not entry.kept,
+                    "superseded": not entry.is_current,
                 }
             )
     return all_marks

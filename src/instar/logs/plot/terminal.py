@@ -62,7 +62,7 @@ class _Look:
     key: str
     """sign in the legend"""
     colour: str | None
-    joined: bool
+    is_joined: bool
 
 
 def terminal(chart: Chart, size: TerminalSize) -> str:
@@ -139,7 +139,7 @@ def _draw_panel(
             x, y = _on(line.x, log=chart.log_x), _on(line.y, log=panel.log)
             inside = (y >= low) & (y <= high)
             signal = figure.signal(x[inside].tolist(), y[inside].tolist(), marker=marker)
-            figure.draw(signal.lines(look.joined))
+            figure.draw(signal.lines(look.is_joined))
     figure.ruler("x").lim(*_on(chart.limits, log=chart.log_x).tolist())
     figure.ruler("y").lim(low, high).ticks(y_places, y_texts)
     if last:
@@ -166,9 +166,9 @@ def _looks(panel: Panel, size: TerminalSize) -> list[_Look]:
         )
         if has_few_points or (number and colour is None):
             sign = signs[number % len(signs)] if colour is None or size.ascii else "•"
-            looks.append(_Look(sign, sign, colour, joined=not has_few_points and number == 0))
+            looks.append(_Look(sign, sign, colour, is_joined=not has_few_points and number == 0))
         else:
-            looks.append(_Look(dots, "." if size.ascii else "⠤", colour, joined=True))
+            looks.append(_Look(dots, "." if size.ascii else "⠤", colour, is_joined=True))
     return looks
 
 

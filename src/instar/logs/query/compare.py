@@ -235,8 +235,8 @@ def _curves(
     for name in record.metrics:
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             series = record.series(name)
-            values = series.value[series.kept]
-            metrics[name] = {axis: (series.axis(axis)[series.kept], values) for axis in axes}
+            values = series.value[series.is_current]
+            metrics[name] = {axis: (series.axis(axis)[series.is_current], values) for axis in axes}
     return _Curves(
         unit=starts[0].event.unit if starts else "token",
         metrics=metrics,
@@ -246,7 +246,7 @@ def _curves(
 
 def _anew(record: RunRecord) -> str:
     """Return since when a run's evaluations are comparable with its last one; empty: from the start."""
-    events = [logged.event for logged in record.of(BeginsAnew) if logged.kept]
+    events = [logged.event for logged in record.of(BeginsAnew) if logged.is_current]
     if not events:
         return ""
     event = events[-1]

@@ -36,7 +36,7 @@ class RunTreeMember:
     """the held-out metric that `checkpoints/best` follows"""
 
 
-def branched(summary: CachedSummary) -> Branched | None:
+def branch_start(summary: CachedSummary) -> Branched | None:
     """Return how a run began if it is a branch, and its folder has the name of one."""
     first = next((event for event in summary.events if isinstance(event, Branched)), None)
     if (
@@ -55,7 +55,7 @@ def in_trees(items: Sequence[T], summary_of: Callable[[T], CachedSummary]) -> li
     children: dict[Path, list[tuple[int, Path]]] = {}
     roots: dict[Path, None] = {}
     for path, item in reversed(by_path.items()):
-        above = branched(summary_of(item))
+        above = branch_start(summary_of(item))
         parent = path if above is None else path.with_name(above.parent)
         if above is None or parent not in by_path:
             roots.setdefault(path)
@@ -72,7 +72,7 @@ def in_trees(items: Sequence[T], summary_of: Callable[[T], CachedSummary]) -> li
 
 
 def _root(path: Path, by_path: dict[Path, T], summary_of: Callable[[T], CachedSummary]) -> Path:
-    above = branched(summary_of(by_path[path]))
+    above = branch_start(summary_of(by_path[path]))
     if above is None or (parent := path.with_name(above.parent)) not in by_path:
         return path
     return _root(parent, by_path, summary_of)  # a name is longer than its parent's
@@ -81,7 +81,7 @@ def _root(path: Path, by_path: dict[Path, T], summary_of: Callable[[T], CachedSu
 def run_tree(run: RunDir) -> tuple[RunTreeMember, ...]:
     """Return the trunk of a run and all branches, in the order of a tree; empty without any."""
     trunk = run
-    while (above := branched(cached_summary(trunk))) is not None:
+    while (above := branch_start(cached_summary(trunk))) is not None:
         parent = RunDir(trunk.path.absolute().with_name(above.parent))
         if not parent.holds_run():
             break
@@ -96,8 +96,8 @@ def run_tree(run: RunDir) -> tuple[RunTreeMember, ...]:
     summaries = [
         cached_summary(member_run) for member_run in (trunk, *map(RunDir, sorted(siblings)))
     ]
-    members = [summary for summary in summaries if summary.run is trunk or branched(summary)]
-    if len(members) == 1 and branched(members[0]) is None:
+    members = [summary for summary in summaries if summary.run is trunk or branch_start(summary)]
+    if len(members) == 1 and branch_start(members[0]) is None:
         return ()
     return tuple(
         _member(member, depth) for depth, member in in_trees(members, lambda summary: summary)
@@ -105,7 +105,7 @@ def run_tree(run: RunDir) -> tuple[RunTreeMember, ...]:
 
 
 def _member(summary: CachedSummary, depth: int) -> RunTreeMember:
-    first = branched(summary)
+    first = branch_start(summary)
     return RunTreeMember(
         name=summary.run.path.absolute().name,
         depth=depth,

@@ -14,12 +14,12 @@ from typing import Any
 
 from instar.config.errors import ConfigError, nearest
 from instar.logs.query.basis import notes_on_bases, recorded_basis
-from instar.logs.query.family import branched
+from instar.logs.query.family import branch_start
 from instar.logs.query.labels import NONE, RunLabels, labels_of
 from instar.logs.query.state import STATES, RunStatus, run_status
 from instar.logs.read.summary_cache import CachedSummary, cached_summary
 from instar.record.events import to_words
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.record.rundir import RunDir, runs_in
 from instar.tasks.basis import Basis, digest
 
@@ -155,7 +155,7 @@ def row_to_json(row: Row) -> dict[str, Any]:
         "archived": row.labels.archived,
         "basis": digest(row.basis),
     }
-    if (first := branched(summary)) is not None:
+    if (first := branch_start(summary)) is not None:
         fixed["branch_of"] = {"run": first.parent, "step": first.step, "name": first.name}
     names = [field.name for field in fields(summary) if field.name not in _INNER]
     as_json: dict[str, Any] = to_words(fixed | {name: getattr(summary, name) for name in names})
@@ -236,7 +236,7 @@ def _rows(runs: Sequence[tuple[RunDir, RunLabels]]) -> list[Row]:
         if wait_s > cpu_s:
             pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
             more = pool.map(lambda pair: _row(*pair), later_runs)
-        return rows + list(tracked(more, "reading records", "runs", len(later_runs)))
+        return rows + list(track_items(more, "reading records", "runs", len(later_runs)))
 
 
 def _row(run: RunDir, labels: RunLabels) -> Row:

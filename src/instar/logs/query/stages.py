@@ -51,7 +51,7 @@ def stages(record: RunRecord) -> list[RunStage]:
     if not starts:
         return []
     first = starts[0].event
-    operations = [entry.event for entry in record.of(OperationEvent) if entry.kept]
+    operations = [entry.event for entry in record.of(OperationEvent) if entry.is_current]
     growths = [operation for operation in operations if operation.architecture]
     places = [place_at(record, first.step), *map(event_place, growths), last_place(record)]
     model, parameters, architecture = first.model, first.parameters or None, first.architecture
@@ -121,7 +121,9 @@ def place_at(record: RunRecord, step: int) -> Place:
 def last_place(record: RunRecord) -> Place:
     """Return the last place that is not superseded."""
     events = [
-        entry.event for entry in record.events if entry.kept and isinstance(entry.event, Placed)
+        entry.event
+        for entry in record.events
+        if entry.is_current and isinstance(entry.event, Placed)
     ]
     places = [event_place(event) for event in events]
     ruler = _ruler(record)

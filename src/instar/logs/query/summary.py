@@ -120,7 +120,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
     """Summarize `record`; `now`: Unix seconds, to judge whether a run on another machine is alive."""
     run = record.run
     events: list[Event] = [entry.event for entry in record.events]
-    current_events = [entry.event for entry in record.events if entry.kept]
+    current_events = [entry.event for entry in record.events if entry.is_current]
     starts = [event for event in events if isinstance(event, RunStarted)]
     first, current = (starts[0], starts[-1]) if starts else (None, None)
     operations = tuple(event for event in current_events if isinstance(event, OperationEvent))
@@ -204,12 +204,12 @@ def _best_values(curves: dict[str, Series]) -> dict[str, MetricValue]:
     return {
         name: _value(curves, name, index)
         for name, series in curves.items()
-        if (index := series.best(series.kept & np.isfinite(series.value))) is not None
+        if (index := series.best(series.is_current & np.isfinite(series.value))) is not None
     }
 
 
 def _end(series: Series) -> int | None:
-    current = np.flatnonzero(series.kept)
+    current = np.flatnonzero(series.is_current)
     return int(current[-1]) if len(current) else None
 
 
@@ -217,7 +217,7 @@ def _value(curves: dict[str, Series], name: str, index: int) -> MetricValue:
     series, error = curves[name], None
     errors = curves.get(name + _OF_ERRORS)
     if errors is not None:
-        same = np.flatnonzero(errors.kept & (errors.step == series.step[index]))
+        same = np.flatnonzero(errors.is_current & (errors.step == series.step[index]))
         error = float(errors.value[same[-1]]) if len(same) else None
     return MetricValue(float(series.value[index]), int(series.step[index]), error)
 

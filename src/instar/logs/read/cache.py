@@ -52,7 +52,7 @@ from instar.logs.read.sidecar import (
     write_checked,
 )
 from instar.processes.pool import WorkerLost, Workers
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.record.rundir import RunDir
 
 SMALL_BYTES = 1 << 20
@@ -455,7 +455,7 @@ def fill_caches(runs: Sequence[RunDir]) -> None:
     with suppress(WorkerLost), Workers(_Filler, count) as workers:
         largest = sorted(unread, key=lambda run: -unread[run])
         pending = [workers.call(n % count, "fill", run) for n, run in enumerate(largest)]
-        for answer in tracked(pending, "reading records", "runs", len(pending)):
+        for answer in track_items(pending, "reading records", "runs", len(pending)):
             answer.result()
 
 

@@ -178,18 +178,18 @@ class LazyColumns(Mapping[str, Any]):
     def __init__(self, names: Sequence[str], make: Callable[[str], Any]) -> None:
         self._names = dict.fromkeys(names)
         self._make = make
-        self._made: dict[str, Any] = {}
+        self._columns: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            self._made[name] = self.once(name)
-        return self._made[name]
+        if name not in self._columns:
+            self._columns[name] = self.once(name)
+        return self._columns[name]
 
     def once(self, name: str) -> Any:
         """Return the value without caching it."""
         if name not in self._names:
             raise KeyError(name)
-        return self._made[name] if name in self._made else self._make(name)
+        return self._columns[name] if name in self._columns else self._make(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -31,7 +31,7 @@ class FilteredEvent:
     line: bytes
     """as it was written"""
     event: Event
-    superseded: bool
+    is_superseded: bool
     """the run was resumed from an earlier step"""
 
 

@@ -1,7 +1,7 @@
 """Reads the record of a run: metrics as columns, all other events as objects.
 
 Written events are never deleted. Steps superseded by a resume from an earlier step are masked
-(`kept` is false) but still available.
+(`is_current` is false) but still available.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instar.record.events import (
     RunStarted,
     decode_event,
 )
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ ALIASES = {
 class Series:
     """One metric of one run in the order of writing; all arrays have shape [n].
 
-    `kept` is false for superseded points: the run was resumed from an earlier step or from another
+    `is_current` is false for superseded points: the run was resumed from an earlier step or from another
     segment's checkpoint. Non-finite values are unchanged. Axes are loaded lazily. Arrays are shared
     between series; do not write to them.
     """
@@ -66,7 +66,7 @@ class Series:
         name: str,
         value: Floats,
         axes: Mapping[str, npt.NDArray[Any]],
-        kept: Bools,
+        is_current: Bools,
         better: Direction | None = None,
         since: float = -math.inf,
     ) -> None:
@@ -81,7 +81,7 @@ class Series:
         self.better = better or direction(name)
         """`min`, `max`, or None: the metric has no direction"""
         self.value = value
-        self.kept = kept
+        self.is_current = is_current
         self._axes = axes
 
     def __len__(self) -> int:
@@ -131,7 +131,9 @@ class Series:
     def take(self, rows: Ints | Bools) -> Series:
         """Return the series at these indices, or where the mask is true."""
         axes = LazyColumns([*self._axes], lambda name: self._axes[name][rows])
-        return Series(self.name, self.value[rows], axes, self.kept[rows], self.better, self.since)
+        return Series(
+            self.name, self.value[rows], axes, self.is_current[rows], self.better, self.since
+        )
 
     def best(self, usable: Bools) -> int | None:
         """Return the index of the first best of the usable values that are comparable with the last one;
@@ -145,7 +147,7 @@ class Series:
 
     def current(self) -> Series:
         """Return the series without superseded points; its steps never decrease."""
-        return self if self.kept.all() else self.take(self.kept)
+        return self if self.is_current.all() else self.take(self.is_current)
 
 
 E = TypeVar("E", bound=Event, covariant=True)
@@ -154,10 +156,10 @@ K = TypeVar("K", bound=Event)
 
 @dataclass(frozen=True)
 class RecordedEvent(Generic[E]):
-    """An event; `kept` is false if it was superseded."""
+    """An event; `is_current` is false if it was superseded."""
 
     event: E
-    kept: bool = True
+    is_current: bool = True
 
 
 class RunRecord:
@@ -259,7 +261,7 @@ def _decoded(run: RunDir, content: Content, attempt: int) -> RunRecord:
         if isinstance(event, RunStarted):
             better |= {name: "max" if b == "max" else "min" for name, b in event.better.items()}
     changes = [
-        entry.event for entry in entries if entry.kept and isinstance(entry.event, BeginsAnew)
+        entry.event for entry in entries if entry.is_current and isinstance(entry.event, BeginsAnew)
     ]
     since = changes[-1].time if changes else -math.inf
     table = _Metrics(run, content, last_steps, better, since, attempt)
@@ -281,7 +283,7 @@ class _Metrics(Mapping[str, Series]):
         self._better, self._since = better, since
         self._attempt = attempt
         self._run = run
-        self._found = content
+        self._content = content
         self._last_steps = last_steps
         self._tables: dict[str, str] = {}
         for table in sorted(content.tables, key=lambda name: name != "train"):
@@ -289,7 +291,7 @@ class _Metrics(Mapping[str, Series]):
             first = [metric for metric in TRAIN_METRICS if table == "train" and metric in columns]
             for metric in (*first, *columns):
                 self._tables.setdefault(metric, table)
-        self._kept = LazyColumns([*content.tables], self._kept_of)
+        self._is_current = LazyColumns([*content.tables], self._currents_of)
         self._series = LazyColumns([*self._tables], self._series_of)
 
     def __getitem__(self, metric: str) -> Series:
@@ -303,18 +305,18 @@ class _Metrics(Mapping[str, Series]):
 
     def _column(self, table: str, part: Literal["axes", "metrics"], name: str) -> Any:
         try:
-            return getattr(self._found.tables[table], part)[name]
+            return getattr(self._content.tables[table], part)[name]
         except cache.Damaged:
             self._attempt += 1
-            self._found = _reread(self._run, self._found, self._attempt)
+            self._content = _reread(self._run, self._content, self._attempt)
             return self._column(table, part, name)
         except KeyError as error:
             raise RecordError(
                 f"{self._run.path / cache.COLUMNS} does not match the record beside it: delete it"
             ) from error
 
-    def _kept_of(self, table: str) -> Bools:
-        is_current = np.ones(self._found.tables[table].rows, np.bool_)
+    def _currents_of(self, table: str) -> Bools:
+        is_current = np.ones(self._content.tables[table].rows, np.bool_)
         for segment, last in self._last_steps.items():
             if last != EVERYTHING:
                 segments, step = (self._column(table, "axes", n) for n in ("segment", "step"))
@@ -327,7 +329,7 @@ class _Metrics(Mapping[str, Series]):
         axes = LazyColumns([*AXES, "segment"], lambda name: self._column(table, "axes", name))
         better = self._better.get(metric.partition("/")[2]) if "/" in metric else None
         since = self._since if metric.startswith("val/") else -math.inf
-        all_values = Series(metric, value, axes, self._kept[table], better, since)
+        all_values = Series(metric, value, axes, self._is_current[table], better, since)
         is_present = present(value)
         return all_values if is_present.all() else all_values.take(is_present)
 
@@ -393,4 +395,4 @@ def read_records(runs: Sequence[RunDir]) -> list[RunRecord]:
         RecordError: see `read`.
     """
     cache.fill_caches(runs)
-    return [read_record(run) for run in tracked(runs, "reading records", "runs", len(runs))]
+    return [read_record(run) for run in track_items(runs, "reading records", "runs", len(runs))]

@@ -18,10 +18,10 @@ _TIMES_BITS, _STEP_BITS = 10, 40
 
 @dataclass(frozen=True)
 class Rows:
-    """Places and metrics by name; `measured` masks the rows in which each metric has a value."""
+    """Places and metrics by name; `is_measured` masks the rows in which each metric has a value."""
 
     values: dict[str, npt.NDArray[Any]]
-    measured: dict[str, npt.NDArray[np.bool_]]
+    is_measured: dict[str, npt.NDArray[np.bool_]]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -33,9 +33,9 @@ class Rows:
     def texts(self, name: str) -> list[str]:
         """Return a column as text: the shortest that reads back equal; empty where not measured."""
         values = self.values[name].tolist()
-        if name not in self.measured:
+        if name not in self.is_measured:
             return [_text(value) for value in values]
-        column_measured = self.measured[name].tolist()
+        column_measured = self.is_measured[name].tolist()
         return [
             _text(value) if is_measured else ""
             for value, is_measured in zip(values, column_measured, strict=True)

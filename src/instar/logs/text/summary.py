@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instar.extensions import layer_titles, metric_names
 from instar.logs.query.summary import MetricValue, Summary
-from instar.logs.text.tables import aligned, indented, wrapped
+from instar.logs.text.tables import align_columns, indent_text, wrapped
 from instar.record.events import OperationEvent
 from instar.record.format import (
     bytes_text,
@@ -92,7 +92,10 @@ def page(summary: Summary, width: int) -> list[str]:
     for label, parts in facts(summary):
         lines += _laid_out(label, parts, width)
     if rows := list(metric_rows(summary)):
-        lines += ["", *aligned([("metric", "last", "at", "best", "at"), *rows], range(1, 5), width)]
+        lines += [
+            "",
+            *align_columns([("metric", "last", "at", "best", "at"), *rows], range(1, 5), width),
+        ]
     if summary.operations:
         lines += ["", "operations"]
         for line in (
@@ -103,7 +106,10 @@ def page(summary: Summary, width: int) -> list[str]:
         lines += [
             "",
             "family",
-            *(f"  {line}" for line in aligned([FAMILY_HEADS, *family_rows(summary)], (3,), width)),
+            *(
+                f"  {line}"
+                for line in align_columns([FAMILY_HEADS, *family_rows(summary)], (3,), width)
+            ),
         ]
     for label, messages in (
         ("alerts", summary.alerts),
@@ -171,7 +177,7 @@ def family_rows(summary: Summary) -> list[tuple[str, ...]]:
     """Return a row for each run of a family, as a tree."""
     return [
         (
-            indented(member.name, member.depth),
+            indent_text(member.name, member.depth),
             "" if member.branched_at is None else f"step {member.branched_at:,}",
             member.state,
             NONE if member.step is None else f"{member.step:,}",
@@ -202,7 +208,7 @@ def one_lines(summaries: Sequence[Summary]) -> list[str]:
     `finished  demo-e5s6m  step 200  486k tok  loss 3.801  best val 4.2071 at 200  20.9k tok/s
     23.2s active  2 operations`, and the reason if the run was stopped or crashed.
     """
-    return aligned([_line_cells(summary) for summary in summaries]) if summaries else []
+    return align_columns([_line_cells(summary) for summary in summaries]) if summaries else []
 
 
 def _line_cells(summary: Summary) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 _GAP = "  "
 
 
-def aligned(
+def align_columns(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
 ) -> list[str]:
     """Return lines of aligned cells; the columns `right`, from 0, are right-aligned.
@@ -41,7 +41,7 @@ def columns_that_fit(
     return list(widths)
 
 
-def indented(text: str, depth: int) -> str:
+def indent_text(text: str, depth: int) -> str:
     """Return the name of a branch of a tree: `└ name`."""
     return f"{'  ' * (depth - 1)}└ {text}" if depth else text
 

@@ -35,8 +35,8 @@ from instar.record.trackers.tracker import (
     Outcome,
     TrackedRun,
     event_note,
-    measured,
     media_key,
+    metrics_of_event,
     totals,
 )
 
@@ -126,7 +126,7 @@ class Mlflow:
         from mlflow.entities import Metric
 
         if isinstance(event, Placed):
-            numbers = measured(event)
+            numbers = metrics_of_event(event)
             if isinstance(event, RunFinished):
                 numbers = {f"final/{name}": value for name, value in totals(event).items()}
             when = round(event.time * 1000)

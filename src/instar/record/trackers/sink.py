@@ -22,7 +22,7 @@ import msgspec
 from instar.config.errors import InstarError
 from instar.config.files import open_regular
 from instar.record.events import Event, Placed, Warn, events_in
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.record.recorder import Sink
 from instar.record.redact import redacted_error
 from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker, outcome
@@ -122,8 +122,8 @@ class TrackerQueue:
         self._tracker = tracker
         self._run = run
         self._faults = faults
-        self._offered = 0
-        self._taken = 0
+        self._n_offered = 0
+        self._n_taken = 0
         self._reported = False
         self._queue: queue.Queue[Event | None] = queue.Queue(queue_events)
         self._ending = threading.Event()
@@ -132,8 +132,8 @@ class TrackerQueue:
 
     def put(self, event: Event) -> None:
         """Queue an event; drop it if the queue is full."""
-        self._offered += 1
-        if self._offered == 1:
+        self._n_offered += 1
+        if self._n_offered == 1:
             self._attempt("starting", self._thread.start)
         with suppress(queue.Full):
             self._queue.put_nowait(event)
@@ -152,17 +152,17 @@ class TrackerQueue:
         """Return what a tracker that has not ended still has to do; "" if it has."""
         if not self._thread.is_alive():
             return ""
-        return f"{self._tracker.name} has taken {self._taken:,} of {self._offered:,} events"
+        return f"{self._tracker.name} has taken {self._n_taken:,} of {self._n_offered:,} events"
 
     def shortage(self) -> str:
         """Return a warning if the tracker lacks events and has not been reported before."""
-        missing = self._offered - self._taken
+        missing = self._n_offered - self._n_taken
         if self._reported or not (missing or self._thread.is_alive()):
             return ""
         still_running = ", and has not ended yet" if self._thread.is_alive() else ""
         return (
             f"{self._tracker.name} was too slow for this run: it lacks {missing:,} of "
-            f"{self._offered:,} events{still_running}; {self._replay_hint()}"
+            f"{self._n_offered:,} events{still_running}; {self._replay_hint()}"
         )
 
     def _replay_hint(self) -> str:
@@ -187,7 +187,7 @@ class TrackerQueue:
         if event is None:
             return False
         self._outcome = outcome(self._outcome, event)
-        self._taken += self._attempt("taking an event", lambda: self._tracker.take(event))
+        self._n_taken += self._attempt("taking an event", lambda: self._tracker.take(event))
         return True
 
     def _attempt(self, doing: str, call: Callable[[], None]) -> bool:
@@ -243,7 +243,7 @@ def replay_record(
     result: Outcome = "finished"
     try:
         tracker.start(run)
-        events = tracked(current_lines(record, last_steps), f"exporting {run.folder}", "events")
+        events = track_items(current_lines(record, last_steps), f"exporting {run.folder}", "events")
         for count, (event, _) in enumerate(events, 1):
             tracker.take(event)
             result = outcome(result, event)

@@ -24,8 +24,8 @@ from instar.record.trackers.tracker import (
     Outcome,
     TrackedRun,
     event_note,
-    measured,
     media_key,
+    metrics_of_event,
     totals,
 )
 
@@ -63,7 +63,7 @@ class TensorBoard:
             begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(event, event.step + 1, session_log=begin)
             self._describe(event)
-        if isinstance(event, Placed) and (numbers := measured(event)):
+        if isinstance(event, Placed) and (numbers := metrics_of_event(event)):
             summary = summary_pb2.Summary()
             for tag, value in numbers.items():
                 summary.value.add(tag=tag, simple_value=value)

@@ -173,7 +173,7 @@ class Note:
     level: Level = "info"
 
 
-def measured(event: Event) -> dict[str, float]:
+def metrics_of_event(event: Event) -> dict[str, float]:
     """Return the metrics of an event and its axes other than the step (`at/tokens`, …), for tools
     whose only axis is the step; empty if it has no metrics."""
     if not (isinstance(event, Placed) and (values := metrics(event))):

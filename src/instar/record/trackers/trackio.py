@@ -17,7 +17,14 @@ from typing import Any
 
 from instar.config.sections import TrackioConfig
 from instar.record.events import Event, Placed, RunFinished
-from instar.record.trackers.tracker import Note, Outcome, TrackedRun, event_note, measured, totals
+from instar.record.trackers.tracker import (
+    Note,
+    Outcome,
+    TrackedRun,
+    event_note,
+    metrics_of_event,
+    totals,
+)
 
 DIR = "TRACKIO_DIR"
 MAX_ROWS = 5000
@@ -68,7 +75,7 @@ class Trackio:
     def take(self, event: Event) -> None:
         if isinstance(event, Placed):
             self._last = event
-            if numbers := measured(event):
+            if numbers := metrics_of_event(event):
                 self._rows.append((event, event.step, numbers))
         if text_note := event_note(event):
             self._notes.append((event, text_note))

@@ -21,8 +21,8 @@ from instar.record.trackers.tracker import (
     Outcome,
     TrackedRun,
     event_note,
-    measured,
     media_key,
+    metrics_of_event,
     totals,
 )
 
@@ -90,7 +90,7 @@ class Wandb:
         )
 
     def take(self, event: Event) -> None:
-        if isinstance(event, Placed) and (numbers := measured(event)):
+        if isinstance(event, Placed) and (numbers := metrics_of_event(event)):
             self._log(event, event.step, numbers)
         if isinstance(event, ImageEvent | TableEvent):
             self._log_media(event)

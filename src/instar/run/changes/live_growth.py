@@ -98,7 +98,7 @@ class Ranks:
         """See `Peers`."""
         return raise_on_all_ranks(self.world, self.what)
 
-    def agreed(self, holds: bool) -> bool:
+    def all_agree(self, holds: bool) -> bool:
         """See `Peers`."""
         return all(gather(self.world, holds))
 
@@ -195,14 +195,14 @@ class RunGrowth:
                 probe(candidate.task, new.bare, samples),
             )
 
-    def doubled(self, candidate: Candidate) -> Doubled:
+    def in_double(self, candidate: Candidate) -> Doubled:
         """See `GrowthSubject`."""
         config, world = self.components.config, self.components.world
         strategy: Evaluable = self.components.stepper.strategy
         pairs = (strategy, self.components.task), (candidate.model, candidate.task)
         with self.peers.phase():
             old, new = (
-                model.doubled(build_meta_model(config, world, task)) for model, task in pairs
+                model.in_double(build_meta_model(config, world, task)) for model, task in pairs
             )
         fill_parameters(self.step, old.parameters, new.parameters, self.peers)
         with self.peers.phase():

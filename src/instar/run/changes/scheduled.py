@@ -140,7 +140,7 @@ def moment(state: RunState, parts: Components, loss: float | None) -> Moment:
         since_last=state.step - (last or 0),
         loss=loss,
         losses=state.losses,
-        operated=last == state.step,
+        has_changed=last == state.step,
         noise=None if noise is None else noise / state.settings.global_batch,
         flops_per_step=0.0 if loss is None else _flops_per_step(state, parts),
     )

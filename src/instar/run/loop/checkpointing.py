@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import replace
 
 from instar.checkpoint.manifest import COMPONENTS, Facts
-from instar.config.fields import kept
+from instar.config.fields import checkpoint_values
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import held
@@ -71,7 +71,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
             reason=reason,
             left_out=without,
             buffers=sorted(copies),
-            config=kept(parts.initial.config),
+            config=checkpoint_values(parts.initial.config),
             line=list(parts.line),
         ),
         best=tuple(parts.tracker.pointers[name] for name in best_is_now(state, parts)),

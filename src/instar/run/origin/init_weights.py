@@ -23,7 +23,7 @@ from instar.checkpoint.listing import (
 )
 from instar.checkpoint.manifest import MANIFEST, CheckpointError, encode_json, read_manifest
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.fields import CAUSAL_LM, LANGUAGE, kept
+from instar.config.fields import CAUSAL_LM, LANGUAGE, checkpoint_values
 from instar.config.load import Brought, Loaded
 from instar.config.origins import DEFAULT, WEIGHTS
 from instar.config.sections import FROM
@@ -108,7 +108,7 @@ def find_weights(text: str, task: str = LANGUAGE) -> Weights:
     run = RunDir(path.absolute().parent.parent)
     config = dict(manifest.config)
     if not config and run.config.is_file():
-        config = kept(began_with(run, manifest))
+        config = checkpoint_values(began_with(run, manifest))
     about = f"step {manifest.step:,} of {run.path.name}"
     task = str(config.get("task", LANGUAGE))
     return Weights(path, task, manifest.architecture, config, about)

@@ -86,12 +86,12 @@ class Resume:
 class Continuation:
     """Config of a resumed run, and its changes."""
 
-    loaded: Loaded
+    loaded_config: Loaded
     """the config at the checkpoint with the changes of this resume"""
     began: RunConfig
     """the config at step 0"""
     history: History
-    changed: Mapping[str, tuple[Any, Any]]
+    changes: Mapping[str, tuple[Any, Any]]
     """(before, after) of the keys that this resume changes"""
     origins: Mapping[str, str]
     """origin of each of these values"""
@@ -101,21 +101,21 @@ class Continuation:
     @property
     def operation(self) -> Operation | None:
         """The operation that the resume appends to the history, if any."""
-        after = {key: value for key, (_, value) in self.changed.items()}
+        after = {key: value for key, (_, value) in self.changes.items()}
         return override(after, self.origins) if after else None
 
     def resolved(self, config: RunConfig, derived_keys: Collection[str]) -> Continuation:
         """Return the continuation with the values of `config` for the open keys `derived_keys`."""
         began, now = values(self.began), values(config)
         filled_values = {key: now[key] for key in derived_keys if began.get(key) in (None, "auto")}
-        changes, origins = dict(self.changed), dict(self.origins)
+        changes, origins = dict(self.changes), dict(self.origins)
         for key in derived_keys:
             if is_launch_only(key) or key in filled_values:
                 continue
             if now[key] != (before := self._before(key)):
                 changes[key], origins[key] = (before, now[key]), DERIVED
         return replace(
-            self, began=with_values(self.began, filled_values), changed=changes, origins=origins
+            self, began=with_values(self.began, filled_values), changes=changes, origins=origins
         )
 
     def _before(self, key: str) -> Any:
@@ -289,7 +289,7 @@ class _Past:
 
 
 def _read_past(run: RunDir, loaded_config: Loaded, checkpoint: Checkpoint | None) -> _Past:
-    """Fold the run's history up to a checkpoint; launch-only keys have their values of `loaded`.
+    """Fold the run's history up to a checkpoint; launch-only keys have their values of `loaded_config`.
 
     Raises:
         ConfigError: the run is of another task.

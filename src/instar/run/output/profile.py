@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from instar.logs.text.tables import aligned
+from instar.logs.text.tables import align_columns
 from instar.record.atomic import TMP, rename
 
 UNPROFILED = 3
@@ -126,4 +126,4 @@ def operator_table(operators: Any, *, gpu: bool) -> list[str]:
         ]
         for operator in by_cost[:_ROWS]
     ]
-    return aligned([headers, *rows], right=range(1, len(headers)))
+    return align_columns([headers, *rows], right=range(1, len(headers)))

@@ -96,7 +96,7 @@ class RunLogger:
         self.budgets = budgets
         self.best_metric = best_metric
         self.folder = folder
-        self.logged = Logged(world)
+        self.logged_values = Logged(world)
         """what the task's code has logged in this interval"""
         self.peak = peak
         self.started = time.monotonic()
@@ -115,7 +115,7 @@ class RunLogger:
     def _start_interval(self, progress: Counters) -> None:
         """Start a new interval."""
         self.since = self.flushed = progress
-        self.logged.clear()
+        self.logged_values.clear()
         self.loss_sum: torch.Tensor | None = None
         self.weight = 0.0
         self.waited_s = 0.0
@@ -206,13 +206,13 @@ class RunLogger:
             event = msgspec.structs.replace(
                 event,
                 steps=progress.step - self.since.step,
-                extra=self.lr_new | self.noise | self.logged.numbers(),
+                extra=self.lr_new | self.noise | self.logged_values.numbers(),
             )
             self.console.train(self._write(progress, event), self._eta(progress))
             logger.info(
                 "step %d: loss %.4f, gradient norm %.3f", progress.step, event.loss, event.grad_norm
             )
-            self._media(progress, "train", self.logged.images, self.logged.tables)
+            self._media(progress, "train", self.logged_values.images, self.logged_values.tables)
             self.flushed = progress
         if has_grown:
             self._start_interval(progress)
@@ -262,7 +262,7 @@ class RunLogger:
 
     def log_round(self, progress: Counters, end: RoundEnd) -> None:
         """Log the steps of a round whose gradient was not finite."""
-        for rank, count in enumerate(end.skipped):
+        for rank, count in enumerate(end.n_skipped):
             if count:
                 self._write(progress, Skip(step=progress.step, consecutive=max(1, end.in_a_row)))
                 self.console.warn(
@@ -298,7 +298,7 @@ class RunLogger:
                 if name != "loss" and m.standard_error is not None
             },
         )
-        self.console.evaluated(self._write(progress, event))
+        self.console.show_eval(self._write(progress, event))
         self._media(progress, split, result.images, result.tables)
         split_name = {"val": "validation"}.get(split, split)
         logger.info("step %d: %s loss %.4f", progress.step, split_name, result.loss)
@@ -380,7 +380,7 @@ class RunLogger:
         for a branch."""
         changes = differences(before, after)
         event = operation_event(change, before, after, changes, proof, seconds, folder)
-        self.console.operated(self._write(progress, event))
+        self.console.show_operation(self._write(progress, event))
         self.sink.sync()
         logger.info("%s", log_block(change, changes, loss, proof, ddp=self.world.size > 1))
 
@@ -400,7 +400,7 @@ class RunLogger:
                 "train",
                 progress.step,
             )
-        elif watch.is_over and (dead := watch.unreached):
+        elif watch.is_over and (dead := watch.parameters_without_gradient):
             examples = ", ".join(f"{count} of {name}" for name, count in list(dead.items())[:3])
             self.warn(
                 f"some rows or columns that {watch.operation} added receive no gradient; they will "
@@ -465,7 +465,7 @@ class RunLogger:
         )
         event = self._write(progress, event)
         stop_reason = "" if decision.is_budget else decision.reason
-        self.console.finished(event, where, stopped=stop_reason)
+        self.console.show_end(event, where, stopped=stop_reason)
 
     def state(self) -> dict[str, Any]:
         """Return the logger's state as JSON. A collective."""
@@ -477,7 +477,7 @@ class RunLogger:
                 "weight": self.weight,
                 "waited_s": self.waited_s,
                 "since": dataclasses.asdict(self.since),
-                "logged": gather(self.world, self.logged.state()),
+                "logged": gather(self.world, self.logged_values.state()),
             }
         return {
             "interval": interval,
@@ -504,7 +504,7 @@ class RunLogger:
             self.weight = msgspec.convert(interval["weight"], float)
             self.waited_s = msgspec.convert(interval["waited_s"], float)
             self.since = msgspec.convert(interval["since"], Counters)
-            self.logged.restore(interval.get("logged", []))
+            self.logged_values.restore(interval.get("logged", []))
 
     def wall_s(self) -> float:
         """Wall-clock seconds since the run began, including pauses."""

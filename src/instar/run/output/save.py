@@ -66,7 +66,7 @@ class Snapshot:
             (shard,) = {part.shard for part in rows.values()}
             check_replicas_equal(world, {name: part.tensor for name, part in rows.items()}, shard)
 
-    def held(self, rank: int, spare: Snapshot | None = None) -> Snapshot:
+    def copy_for_rank(self, rank: int, spare: Snapshot | None = None) -> Snapshot:
         """Return a CPU copy of what this rank writes, so that the next step may change it.
 
         That of tensors on a GPU is complete when an event is that is recorded afterwards.
@@ -205,7 +205,7 @@ class Saver:
         if self.config.asynchronous and not (wait or must):
             spare, self.spare = self.spare, None
             with raise_on_all_ranks(self.world, "copying what is saved"):
-                copy = snapshot.held(self.world.rank, spare)
+                copy = snapshot.copy_for_rank(self.world.rank, spare)
             del spare  # what the new copy has not taken over is freed
             copy_event = recorded_event(self.world.device)
             stall_s = time.monotonic() - start

@@ -57,7 +57,7 @@ class DiLoCo(Replicated):
         """See `Strategy`."""
         freeze(self.parameters, patterns)
 
-    def unreduced(self) -> AbstractContextManager[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """See `Strategy`."""
         return nullcontext()
 

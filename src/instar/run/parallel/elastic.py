@@ -64,7 +64,7 @@ class VirtualRanks(Replicated):
         """See `Strategy`. The same bits as of sharded tensors."""
         return norms_of_rows([[row_squares(tensor) for tensor in group] for group in groups])
 
-    def unreduced(self) -> AbstractContextManager[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """See `Strategy`."""
         return nullcontext()
 

@@ -57,7 +57,7 @@ class Replicated:
             for name, parameter in parameters.items():
                 parameter.data = trained_values[name]
 
-    def doubled(self, shell: Module) -> Replicated:  # noqa: ARG002
+    def in_double(self, shell: Module) -> Replicated:  # noqa: ARG002
         """See `Evaluable`."""
         return Replicated(self.world, copy.deepcopy(self.bare).double())
 
@@ -96,7 +96,7 @@ class DataParallel(Replicated):
         # DDP reads requires_grad only when it wraps the model
         self._wrap()
 
-    def unreduced(self) -> AbstractContextManager[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """See `Strategy`."""
         return sync(self.model, enabled=False)
 

@@ -228,7 +228,7 @@ class Sharded:
             for name, value in weights.items():
                 own(self.parameters[name]).copy_(value)
 
-    def doubled(self, shell: Module) -> Sharded:
+    def in_double(self, shell: Module) -> Sharded:
         """See `Evaluable`."""
         double = Sharded(self._config, self.world, shell.double(), self._shards.size())
         for name, parameter in self.parameters.items():
@@ -237,7 +237,7 @@ class Sharded:
         return double
 
     @contextmanager
-    def unreduced(self) -> Iterator[None]:
+    def without_reduction(self) -> Iterator[None]:
         """See `Strategy`."""
         self._root.set_requires_gradient_sync(False)
         try:

@@ -51,7 +51,7 @@ class Evaluable(Protocol):
         """
         ...
 
-    def doubled(self, shell: Module) -> Evaluable:
+    def in_double(self, shell: Module) -> Evaluable:
         """Return a copy of the model in float64. A collective if `together`.
 
         Args:
@@ -63,7 +63,7 @@ class Evaluable(Protocol):
 class RoundEnd(NamedTuple):
     """What the ranks have agreed on at the end of a round."""
 
-    skipped: Sequence[int]
+    n_skipped: Sequence[int]
     """by rank: steps of the round whose gradient was not finite"""
     in_a_row: int
     """largest number of them at the end, over all ranks"""
@@ -121,7 +121,7 @@ class Strategy(Evaluable, Protocol):
         """Change the frozen parameters, see `is_frozen`. Does not communicate."""
         ...
 
-    def unreduced(self) -> AbstractContextManager[None]:
+    def without_reduction(self) -> AbstractContextManager[None]:
         """Context for a forward and backward pass whose gradients are not used."""
         ...
 

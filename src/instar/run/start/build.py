@@ -180,7 +180,7 @@ def _connect(
         MetricTracker(config),
         TextSampler(config.record, run_dir.path, world),
         WeightAnalyzer(config.record.analyze_every, world),
-        Hooks(all_hooks, world, config, run_dir.path, logger.logged, sync.request_stop),
+        Hooks(all_hooks, world, config, run_dir.path, logger.logged_values, sync.request_stop),
     )
 
 

@@ -43,16 +43,16 @@ def check_run(run: ResolvedRun, rank: RankContext) -> RunPlan:
     world.at("preparing data")
     with raise_on_all_ranks(world, "preparing data"):
         if world.is_main:
-            prepare_run_data(run.loaded, world.size, rank.console.say)
+            prepare_run_data(run.loaded_config, world.size, rank.console.say)
     loaded_config, preparation = _check_config(run, world)
-    derived_keys, reason = set(preparation.derived), ""
+    derived_keys, reason = set(preparation.derived_values), ""
     if preparation.config.precision == "auto":
         preparation, reason = resolve_precision(preparation, world)
         loaded_config = replace(
             loaded_config, origins={**loaded_config.origins, "precision": f"auto: {reason}"}
         )
         derived_keys.add("precision")
-    run = replace(run, loaded=loaded_config)
+    run = replace(run, loaded_config=loaded_config)
     initial: State | None = None
     with raise_on_all_ranks(world, _CHECKING):
         if run.continuation is not None:
@@ -84,7 +84,7 @@ def _check_config(run: ResolvedRun, world: World) -> tuple[Loaded, Prepared]:
 
     A collective.
     """
-    loaded_config, new = run.loaded, run.resume is None
+    loaded_config, new = run.loaded_config, run.resume is None
     with raise_on_all_ranks(world, _CHECKING):
         prepared_run = preflight(loaded_config, world.size, new=new)
     # all ranks choose one strategy, by the smallest of their devices
@@ -115,7 +115,7 @@ def _at_step_0(
     spec, began = prepared_run.spec, continuation.began
     if began.model != prepared_run.config.model:
         config = prepared_run.config.model_copy(update={"model": began.model})
-        loaded_config = replace(continuation.loaded, config=config)
+        loaded_config = replace(continuation.loaded_config, config=config)
         spec = spec_class(config.task).open(loaded_config, world.size)
     return replace(run, continuation=continuation), initial_state(began, spec.architecture)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from instar.distributed.agree import raise_on_all_ranks
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.run.changes.scheduled import stages_ahead
 from instar.run.loop.components import Components
 from instar.run.parallel.choose import build_meta_model
@@ -44,7 +44,7 @@ def compile_stages(state: RunState, parts: Components) -> int:
     stepper: Stepper | None = None
     before: State | None = None
     number = 0
-    stages = tracked(stages_ahead(state, parts), "compiling", "stages")
+    stages = track_items(stages_ahead(state, parts), "compiling", "stages")
     for number, stage in enumerate(stages, start=1):
         parts.sync.begin(f"compiling stage {number}", state.step)
         task = parts.task.at(stage.architecture, stage.settings.context)
@@ -80,7 +80,7 @@ def _run_once(stepper: Stepper, stage: State, what: str) -> None:
     """
     settings, task, world = stage.settings, stepper.task, stepper.world
     source = task.spec.held_out("val", task.context)
-    with stepper.strategy.unreduced():
+    with stepper.strategy.without_reduction():
         with raise_on_all_ranks(world, what):
             size = min(settings.batch_size, -(-settings.global_batch // world.size))
             # the last sample of a text may be shorter

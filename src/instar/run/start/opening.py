@@ -73,7 +73,7 @@ def open_run(plan: RunPlan, rank: RankContext) -> OpenRun:
     run_dir = _open_folder(plan, rank)
     sink, recorder = _open_record(plan, run_dir, rank)
     trainer = build_trainer(
-        plan.prepared,
+        plan.prepared_run,
         rank.world,
         RunOutputs(rank.signal, sink, rank.console, rank.log, run_dir),
         plan.initial,
@@ -116,7 +116,7 @@ def _open_folder(plan: RunPlan, rank: RankContext) -> RunDir:
     rank.log.open(run_dir.path)
     logger.info("rank %d of %d on %s", world.rank, world.size, world.device)
     if plan.precision_reason:
-        precision = plan.prepared.config.precision
+        precision = plan.prepared_run.config.precision
         logger.info("precision: auto is %s: %s", precision, plan.precision_reason)
     return run_dir
 
@@ -126,13 +126,13 @@ def _agree_on_run_dir(plan: RunPlan, rank: RankContext) -> RunDir:
 
     A collective.
     """
-    prepared_run, world, path = plan.prepared, rank.world, ""
+    prepared_run, world, path = plan.prepared_run, rank.world, ""
     with raise_on_all_ranks(world, "making the run's folder"):
         if world.is_main:
             run_dir = create_run_dir(
                 prepared_run.config.record,
                 prepared_run.config.name,
-                lambda folder: _write_config(folder, plan, plan.run.loaded.origins),
+                lambda folder: _write_config(folder, plan, plan.run.loaded_config.origins),
             )
             for name, file in prepared_run.spec.run_files.items():
                 replace_file(run_dir.path / name, file.read_bytes())
@@ -142,8 +142,8 @@ def _agree_on_run_dir(plan: RunPlan, rank: RankContext) -> RunDir:
 
 
 def _write_config(run_dir: RunDir, plan: RunPlan, origins: Mapping[str, str]) -> None:
-    origins = {**origins, **dict.fromkeys(plan.prepared.derived, DERIVED)}
-    replace_file(run_dir.config, config_text(plan.prepared.config, origins).encode())
+    origins = {**origins, **dict.fromkeys(plan.prepared_run.derived_values, DERIVED)}
+    replace_file(run_dir.config, config_text(plan.prepared_run.config, origins).encode())
 
 
 def _open_record(plan: RunPlan, run_dir: RunDir, rank: RankContext) -> tuple[Sink, Recorder | None]:
@@ -154,7 +154,7 @@ def _open_record(plan: RunPlan, run_dir: RunDir, rank: RankContext) -> tuple[Sin
         if rank.world.is_main:
             rank.record.enter_context(columns_written(run_dir))
             recorder = Recorder(run_dir.events, warn=rank.console.warn)
-            sink = _with_trackers(recorder, run_dir, plan.prepared.config, rank.console)
+            sink = _with_trackers(recorder, run_dir, plan.prepared_run.config, rank.console)
     rank.record.enter_context(closing(sink))
     rank.record.enter_context(_recorded_failure(sink, rank.log))
     return sink, recorder
@@ -281,8 +281,8 @@ def _log_start(plan: RunPlan, run: OpenRun) -> None:
     if continuation is None:
         return
     if not only_test and run.end is None:
-        run_logger.log_override(trainer.state.progress, continuation.changed)
-        steps = plan.prepared.forecast.steps if "train.until" in continuation.changed else None
+        run_logger.log_override(trainer.state.progress, continuation.changes)
+        steps = plan.prepared_run.forecast.steps if "train.until" in continuation.changes else None
         if note := early_end_of_decay(trainer.state.settings, steps):
             run_logger.console.say(note)
     for key, value in continuation.launch.items():
@@ -290,7 +290,7 @@ def _log_start(plan: RunPlan, run: OpenRun) -> None:
 
 
 def _start_event(plan: RunPlan, run: OpenRun) -> RunStarted:
-    trainer, prepared_run, continuation = run.trainer, plan.prepared, plan.run.continuation
+    trainer, prepared_run, continuation = run.trainer, plan.prepared_run, plan.run.continuation
     world, config = trainer.parts.world, trainer.parts.config
     facts = machine(str(world.device) if world.device.type == "cpu" else "cuda")
     name = str(facts.get("gpu", "cpu"))

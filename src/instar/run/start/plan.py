@@ -22,7 +22,7 @@ from instar.schedule.operations import State
 class RunRequest:
     """What a rank is asked to do; the same on all ranks."""
 
-    loaded: Loaded
+    loaded_config: Loaded
     resume: Resume | None = None
     """how to resume a run; None: a new run, unless the config or a restart says otherwise"""
     launch_key: str = ""
@@ -56,7 +56,7 @@ class ResolvedRun:
     """Which run it is, and from where it goes on."""
 
     request: RunRequest
-    loaded: Loaded
+    loaded_config: Loaded
     """the config that is in force from here on"""
     resume: Resume | None = None
     """None: a new run"""
@@ -73,7 +73,7 @@ class RunPlan:
     """A run that all ranks have checked and agreed on; nothing of it is created yet."""
 
     run: ResolvedRun
-    prepared: Prepared
+    prepared_run: Prepared
     initial: State | None
     """settings and architecture at step 0, of a resumed run"""
     warnings: Sequence[str]

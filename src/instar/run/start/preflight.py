@@ -24,7 +24,7 @@ from instar.config.schema import RunConfig
 from instar.extensions import active_extensions, load_target
 from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
-from instar.record.start_folder import explained
+from instar.record.start_folder import explain_error
 from instar.record.system import host_bytes
 from instar.record.trackers.configured import missing_libraries
 from instar.schedule.branches import BRANCH, branch_folder, read_branch
@@ -45,7 +45,7 @@ class Prepared:
     """config without open keys"""
     spec: TaskSpec
     forecast: Forecast
-    derived: Mapping[str, object]
+    derived_values: Mapping[str, object]
     """derived values by dotted key"""
 
     @property
@@ -101,7 +101,7 @@ def prepare_run_data(loaded_config: Loaded, world_size: int, say: Callable[[str]
     try:
         spec_class(config.task).prepare(loaded_config, world_size, say)
     except ConfigError as error:
-        raise explained(loaded_config, error) from error
+        raise explain_error(loaded_config, error) from error
 
 
 def preflight(
@@ -255,8 +255,8 @@ def check_memory(
     config, first = loaded_config.config, forecast.stages[0]
     first_need = first.memory[in_force(config, forecast.world_size)]
     if config.parallel.strategy == "auto":  # which is resolved when the devices are known
-        first_need = min(first.memory.values(), key=lambda memory: memory.kept)
-    memory, parameter_bytes = host_bytes() // ranks_here, first_need.kept
+        first_need = min(first.memory.values(), key=lambda memory: memory.kept_bytes)
+    memory, parameter_bytes = host_bytes() // ranks_here, first_need.kept_bytes
     machine = "the machine" if ranks_here == 1 else f"the machine, for each of {ranks_here} ranks,"
     what = "for weights, gradients and optimizer"
     bounds = [(first_need.step.get("weights", 0), memory, "for its weights", machine)]
@@ -305,7 +305,7 @@ def suggestion(loaded_config: Loaded, forecast: Forecast, available: int) -> str
     bytes_by_setting = {"strategy: fsdp": forecast.peak_bytes("fsdp")}
     if strategy in ("fsdp", "hsdp") and config.reproducible == "fixed":
         stages = [stage.memory[strategy] for stage in forecast.stages]
-        peaks = (max(sum(m.step.values()) - m.accumulated, m.growth) for m in stages)
+        peaks = (max(sum(m.step.values()) - m.accumulated_bytes, m.growth) for m in stages)
         bytes_by_setting["fsdp.reduce_each_micro_batch: true"] = max(peaks)
     for setting, needed_bytes in bytes_by_setting.items():
         if needed_bytes < min(peak, limit):

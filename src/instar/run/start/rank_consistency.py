@@ -263,7 +263,9 @@ def resolve_strategy(loaded_config: Loaded, prepared_run: Prepared, world: World
         *extension_conflicts(with_fsdp.config),
         *sharding_problems(with_fsdp, prepared_run.spec, world.size),
     ]
-    bytes_by_strategy = {name: memory.kept for name, memory in forecast.stages[0].memory.items()}
+    bytes_by_strategy = {
+        name: memory.kept_bytes for name, memory in forecast.stages[0].memory.items()
+    }
     if bytes_by_strategy["ddp" if conflicts else "fsdp"] > available:
         why = f"; fsdp is not possible: {conflicts[0].message}" if conflicts else ""
         raise ConfigError(

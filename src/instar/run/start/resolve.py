@@ -30,7 +30,7 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
         ConfigError: the run cannot be resumed with this config.
         RunFailed: the ranks' configs differ.
     """
-    loaded_config, world = request.loaded, rank.world
+    loaded_config, world = request.loaded_config, rank.world
     # first of all: what the config says decides which collectives follow
     compare_configs(loaded_config.config, world)
     resume, checkpoint_before = _agree_to_resume(request, world)
@@ -45,7 +45,9 @@ def resolve_run(request: RunRequest, rank: RankContext) -> ResolvedRun:
         resume = replace(resume, by_person=request.resume.by_person)
     with raise_on_all_ranks(world, "reading the config of the resumed run"):
         resumed_run = continuation(resume, loaded_config, checkpoint)
-    return ResolvedRun(request, resumed_run.loaded, resume, checkpoint, resumed_run, warnings)
+    return ResolvedRun(
+        request, resumed_run.loaded_config, resume, checkpoint, resumed_run, warnings
+    )
 
 
 def _agree_to_resume(request: RunRequest, world: World) -> tuple[Resume | None, str]:
@@ -63,7 +65,7 @@ def _agree_to_resume(request: RunRequest, world: World) -> tuple[Resume | None, 
         if world.is_main:
             folder, _, checkpoint_before = (recall(request.launch_key) or "").partition("\n")
             if folder or resume is None:
-                automatically = automatic(request.loaded.config, folder or None)
+                automatically = automatic(request.loaded_config.config, folder or None)
                 path = str(automatically.run.path) if automatically else ""
                 answer = [path, checkpoint_before]
     folder, checkpoint_before = map(str, cast("list[str]", agree(world, answer)))

@@ -113,13 +113,13 @@ def _check_family(prepared_run: Prepared) -> None:
 
 @dataclass(frozen=True)
 class _Trial:
-    prepared: Prepared
+    prepared_run: Prepared
     world: World
     spec: SampleSetSpec
 
     @property
     def config(self) -> RunConfig:
-        return self.prepared.config
+        return self.prepared_run.config
 
     @property
     def _wrapped(self) -> bool:
@@ -128,12 +128,12 @@ class _Trial:
         return is_sharded or (self.world.size > 1 and self.config.reproducible == "fixed")
 
     def run(self) -> list[str]:
-        task = self.prepared.spec.task(self.config)
+        task = self.prepared_run.spec.task(self.config)
         model = self.model_of(task)
         samples = self.training_samples(self.config.train.batch_size)
         batch = to_device(samples, self.world.device)
         warnings = self._train(task, model, samples, batch)
-        sizes = sizes_to_come(self.config, self.prepared.forecast, self.world.size)
+        sizes = sizes_to_come(self.config, self.prepared_run.forecast, self.world.size)
         batch_size = len(next(leaves(samples))[1])
         smaller = {size: comes for size, comes in sizes.items() if size < batch_size}
         warnings += self.try_sizes(task, model, samples, smaller)
@@ -165,7 +165,7 @@ class _Trial:
 
     def _check_new(self, model: Module) -> None:
         """Raise ValueError if `module` reuses parameters: each rank and growth need a new model."""
-        before = self.prepared.spec.built
+        before = self.prepared_run.spec.built
         alive = {id(parameter) for ref in before if (parameter := ref()) is not None}
         for name, parameter in model.named_parameters():
             if id(parameter) in alive:
@@ -316,7 +316,7 @@ class _Trial:
     def _grow(self, task: Task, model: Module, samples: Columns) -> None:
         """Check what the schedule's growth requires of the task."""
         initial, new_architectures = task.architecture, []
-        for stage in self.prepared.forecast.stages:
+        for stage in self.prepared_run.forecast.stages:
             if stage.architecture != initial and stage.architecture not in new_architectures:
                 new_architectures.append(stage.architecture)
         if not new_architectures:
@@ -354,7 +354,7 @@ class _Trial:
                 )
             parameters = dict(model.named_parameters())
             states = optimizer_tensors(optimizers, parameters)
-            stages = self.prepared.forecast.stages
+            stages = self.prepared_run.forecast.stages
             if any(stage.architecture != task.architecture for stage in stages):
                 check_states(shapes_of(states), shapes_of(parameters))
 

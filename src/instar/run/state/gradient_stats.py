@@ -191,7 +191,9 @@ class GradientWatch:
         """Whether the watch ends: after `WATCHED_STEPS`, or later if a parameter is unreached."""
         if self._steps < WATCHED_STEPS:
             return False
-        return self._steps >= MAX_WATCHED_STEPS or not (self.unreached or self._new_norm_is_noise)
+        return self._steps >= MAX_WATCHED_STEPS or not (
+            self.parameters_without_gradient or self._new_norm_is_noise
+        )
 
     @property
     def dead(self) -> bool:
@@ -200,7 +202,7 @@ class GradientWatch:
         return self.is_over and had and self._new_norm_is_noise
 
     @property
-    def unreached(self) -> dict[str, int]:
+    def parameters_without_gradient(self) -> dict[str, int]:
         """Number of new rows, or columns, of each tensor without a gradient so far."""
         counts: dict[str, int] = {}
         for (name, _), without_gradient in self._unreached.items():
@@ -250,7 +252,7 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
         return []
     if isinstance(how, Reindexed):
         return [(0, ~_kept_rows(how))]
-    if not isinstance(how, Grown) or how.copied:
+    if not isinstance(how, Grown) or how.is_copy:
         return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]
     slices = [(edit.dim, ~_kept(edit)) for edit in how.edits]
     return [(dim, new) for dim, new in slices if new.any()]
@@ -259,7 +261,7 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
 def _split_norm(how: TensorPlan, gradient: Tensor) -> Tensor:
     """Return the norms over the kept elements and over the new ones: (2,), in float64."""
     zero = gradient.new_zeros((), dtype=torch.float64)
-    if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.copied):
+    if isinstance(how, Averaged | Fresh | Truncated) or (isinstance(how, Grown) and how.is_copy):
         return torch.stack((zero, _norm(gradient)))
     kept_gradient, new = gradient, [zero]
     for dim, is_kept in _kept_slices(how).items():
@@ -292,14 +294,14 @@ def _kept(edit: Edit) -> Tensor:
     """Return the mask of kept slices along an edited dimension."""
     return torch.cat(
         [
-            torch.full((len(piece),), isinstance(piece, Old) and not piece.copied)
+            torch.full((len(piece),), isinstance(piece, Old) and not piece.is_copy)
             for piece in edit.pieces
         ]
     )
 
 
 def _kept_rows(how: Reindexed) -> Tensor:
-    return torch.tensor([row in how.kept for row in range(len(how.rows))])
+    return torch.tensor([row in how.kept_rows for row in range(len(how.rows))])
 
 
 _DECAY = 0.95
@@ -336,7 +338,7 @@ class NoiseScale:
     count: int = 0
     """measurements so far"""
 
-    def measured(self, part: PartNorm, samples: int, norm: float) -> NoiseScale:
+    def with_measurement(self, part: PartNorm, samples: int, norm: float) -> NoiseScale:
         """Return the average with one more measurement; unchanged if it is not finite, or if the part
         is the whole batch.
 

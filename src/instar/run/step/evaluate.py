@@ -27,7 +27,7 @@ from instar.distributed.all_reduce import exact_sums, total
 from instar.distributed.failure import exits_fail
 from instar.distributed.world import World
 from instar.models.module import evaluating
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 from instar.run.state.generators import EVALUATION, generators_kept, seed_generators
 from instar.run.state.sync_point import Stopped, SyncPoint
 from instar.run.step.stepper import to_device
@@ -186,7 +186,7 @@ def evaluate_source(
     weight = metrics["loss"].weight
     for name, value in task.derived({n: m.value for n, m in metrics.items()}).items():
         metrics[name] = Metric(value, None, weight)
-    logged_values = share.logged
+    logged_values = share.logged_values
     numbers = {name: v for name, v in logged_values.numbers().items() if name not in metrics}
     seconds = time.perf_counter() - began
     return Evaluation(
@@ -219,7 +219,7 @@ class _Share:
         self.tallies: list[tuple[Mapping[str, Tally], int]] = []
         """with the number of the first held-out sample"""
         self.set_metrics = set_metrics(task.set_metrics, world.device, len(indices))
-        self.logged = Logged(world)
+        self.logged_values = Logged(world)
 
     def measure(self) -> None:
         """Measure all micro-batches of this rank. A collective.
@@ -232,9 +232,9 @@ class _Share:
         generators = generators_kept(device) if self._task.random else nullcontext()
         # as many rounds on every rank, also on one with a shorter part: the ranks synchronize in them
         rounds = range(math.ceil(len(self._batches) / self._world.size))
-        with evaluating(self._model), torch.no_grad(), generators, recording(self.logged):
-            for number in tracked(rounds, "evaluating", "micro-batches", len(rounds)):
-                self._world.moved()
+        with evaluating(self._model), torch.no_grad(), generators, recording(self.logged_values):
+            for number in track_items(rounds, "evaluating", "micro-batches", len(rounds)):
+                self._world.note_progress()
                 self._measure_round(number)
         self._synchronize()
 

@@ -119,7 +119,7 @@ class Hooks:
         stop: Callable[[str], None],
     ) -> None:
         self.world, self.config, self.folder = world, config, folder
-        self.logged, self.stop = values, stop
+        self.logged_values, self.stop = values, stop
         self.hooks = _named(hooks)
 
     def call(
@@ -164,7 +164,7 @@ class Hooks:
             shared = (
                 nullcontext() if is_local else raise_on_all_ranks(self.world, f"running {what}")
             )
-            with shared, recording(self.logged):
+            with shared, recording(self.logged_values):
                 _run(what, partial(function, context))
 
     def have(self, method: str) -> bool:

@@ -201,7 +201,7 @@ class Stepper:
             with _shards_explained():
                 part = self._part_norm(batch, step, before_sync)
             load_buffers(self.unwrapped_model, buffers)
-            before_sync = nothing
+            before_sync = do_nothing
         calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
         with _shards_explained():
             loss_sum = self.strategy.accumulate(batch, calls)
@@ -273,7 +273,7 @@ class Stepper:
         return PartNorm(round(sums["samples"]), norm * factor)
 
     def _forward(self, step: int, micro: MicroBatch, model: Module | None = None) -> Tensor:
-        self.world.moved()
+        self.world.note_progress()
         if self.seed is not None:
             # no state to save, and the result does not depend on which rank runs a micro-batch
             seed_generators(self.seed, step, micro.first, self.world.device)
@@ -355,7 +355,7 @@ class Stepper:
         return GradNorm(norm)
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing."""
 
 

@@ -44,7 +44,7 @@ from instar.data.text.streams.source import (
 from instar.data.text.tokenizer import load_saved_tokenizer
 from instar.processes.pool import WorkerLost, Workers
 from instar.record.atomic import replace_file
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 
 LANES_FORMAT = "instar-lanes/1"
 LANES_FILE = "lanes.json"
@@ -199,12 +199,12 @@ def _count(
     context = 1  # counts do not depend on it
     if not workers:
         reader = _reader(_cut(tokens, data, context), folder)
-        for lane in tracked(range(tokens.lanes), "counting", "lanes", tokens.lanes):
+        for lane in track_items(range(tokens.lanes), "counting", "lanes", tokens.lanes):
             report(lane, reader.count(lane))
         return counts
     with Workers(partial(_worker, data, folder, context), workers) as hosts:
         coming = [hosts.call(lane % workers, "count", lane) for lane in range(tokens.lanes)]
-        for lane, future in enumerate(tracked(coming, "counting", "lanes", tokens.lanes)):
+        for lane, future in enumerate(track_items(coming, "counting", "lanes", tokens.lanes)):
             report(lane, future.result())
     return counts
 

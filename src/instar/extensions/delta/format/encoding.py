@@ -49,7 +49,7 @@ class Coding:
 class BlockDelta:
     """The encoded difference of a block."""
 
-    changed: int
+    n_changed: int
     """number of words that differ"""
     gaps: tuple[bytes, ...] | None
     """planes; None: dense"""
@@ -88,7 +88,7 @@ def apply_block(difference: BlockDelta, words: Words, coding: Coding) -> None:
         new = _from_planes(difference.values, words.size, words.dtype)
         words[...] = new if coding.absolute else _stepped(words, new, coding)
         return
-    places = _places(difference.gaps, difference.changed, words.size)
+    places = _places(difference.gaps, difference.n_changed, words.size)
     values = _from_planes(difference.values, places.size, words.dtype)
     words[places] = values if coding.absolute else _stepped(words[places], values, coding)
 
@@ -103,7 +103,7 @@ def changed_mask(difference: BlockDelta, size: int) -> npt.NDArray[np.bool_]:
     """
     mask = np.zeros(size, np.bool_)
     if difference.gaps is not None:
-        mask[_places(difference.gaps, difference.changed, size)] = True
+        mask[_places(difference.gaps, difference.n_changed, size)] = True
     for plane in difference.values if difference.gaps is None else ():
         mask |= np.frombuffer(decompress(plane, size), np.uint8) != 0
     return mask

@@ -77,7 +77,7 @@ class Link:
     """of all tensors"""
     full_bytes: int
     """of all tensors"""
-    changed: int
+    n_changed: int
     """number of changed elements; all in an anchor"""
     aliases: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[int, int] | None = None
@@ -117,7 +117,7 @@ def _warn_once(folder: Path, reason: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_chain(folder: Path) -> Iterator[None]:
     """Exclude other writers of a chain while the block runs; wait for one, e.g. a `gc`.
 
     On a file system without locks it logs a warning and excludes nobody.
@@ -214,7 +214,7 @@ def read_any(path: Path) -> Link:
         head = _read_anchor(path)
         return to_link(path, "anchor", head, path.stat().st_size, head.elements)
     file = read_link(path, check=False)
-    return to_link(path, "delta", file.footer, file.size_bytes, file.footer.changed)
+    return to_link(path, "delta", file.footer, file.size_bytes, file.footer.n_changed)
 
 
 def to_link(path: Path, kind: Kind, head: Head, size_bytes: int, n_changed: int) -> Link:

@@ -71,7 +71,7 @@ class Changes(msgspec.Struct, frozen=True, array_like=True):
     spans: tuple[Span, ...]
 
     @property
-    def changed(self) -> int:
+    def n_changed(self) -> int:
         return sum(span.changed for span in self.spans)
 
 
@@ -104,8 +104,8 @@ class Footer(Head, frozen=True, kw_only=True):
     tensors: dict[str, Changes]
 
     @property
-    def changed(self) -> int:
-        return sum(changes.changed for changes in self.tensors.values())
+    def n_changed(self) -> int:
+        return sum(changes.n_changed for changes in self.tensors.values())
 
 
 def coding(dtype: str, values: Values) -> Coding:
@@ -126,7 +126,7 @@ class LinkWriter:
         for plane in (*(difference.gaps or ()), *difference.values):
             self._write(plane)
         gaps = None if difference.gaps is None else tuple(map(len, difference.gaps))
-        span = Span(block, difference.changed, gaps, tuple(map(len, difference.values)))
+        span = Span(block, difference.n_changed, gaps, tuple(map(len, difference.values)))
         self._spans.setdefault(name, []).append(span)
 
     def finish(self, head: Head) -> Footer:
@@ -224,18 +224,18 @@ def read_link(path: Path, *, check: bool = True) -> LinkFile:
             if size < len(MAGIC) + _TAIL_BYTES or file.read(len(MAGIC)) != MAGIC:
                 raise CheckpointError(f"{path}: not a delta link, or it ends too early")
             if check and _digest(file, size - _DIGEST_BYTES) != file.read(_DIGEST_BYTES):
-                raise _changed(path)
+                raise _damage_error(path)
             file.seek(size - _TAIL_BYTES)
             lengths = file.read(16)
             raw_bytes, stored_bytes = struct.unpack("<QQ", lengths)
             begin = size - _TAIL_BYTES - stored_bytes
             if begin < len(MAGIC) or raw_bytes > _MAX_FOOTER_BYTES:
-                raise _changed(path)
+                raise _damage_error(path)
             digest = file.read(_DIGEST_BYTES)
             file.seek(begin)
             footer_bytes = file.read(stored_bytes)
         if xxhash.xxh3_128_digest(footer_bytes + lengths) != digest:
-            raise _changed(path)
+            raise _damage_error(path)
         raw = decompress(footer_bytes, raw_bytes)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
@@ -262,7 +262,7 @@ def decode_head(raw: bytes | str, kind: type[H], path: Path) -> H:
         raise CheckpointError(f"{path}: invalid: {error}") from error
 
 
-def _changed(path: Path) -> CheckpointError:
+def _damage_error(path: Path) -> CheckpointError:
     return CheckpointError(f"{path}: content has changed: its checksum does not match")
 
 

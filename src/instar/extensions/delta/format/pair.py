@@ -10,14 +10,14 @@ from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values
 from instar.extensions.delta.format.state import Outline, State, StateHash, open_state, outline
 from instar.extensions.delta.replay import Replay
 from instar.record import atomic
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 
 
 def compare_states(base: State, new: State, writer: LinkWriter, values: Values) -> tuple[str, str]:
     """Write the differences of two states of the same tensors; return the hashes of both."""
     entries = outline(new)
     hashes = StateHash(entries), StateHash(entries)
-    for name in tracked(sorted(new), "comparing", "tensors"):
+    for name in track_items(sorted(new), "comparing", "tensors"):
         for number, (old_words, new_words) in enumerate(
             zip(base[name].blocks(), new[name].blocks(), strict=True)
         ):

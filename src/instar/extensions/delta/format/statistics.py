@@ -23,7 +23,7 @@ from instar.extensions.delta.format.state import (
     outline,
     word_count,
 )
-from instar.record.progress import tracked
+from instar.record.progress import track_items
 
 _LAYER = re.compile(r"(?:.*?\.)??\d+(?=\.)")
 
@@ -95,7 +95,7 @@ def statistics(folder: Path) -> list[LinkStatistics]:
     """
     chain = links(folder)
     statistics_of_links = (entry for segment in segments(chain) for entry in _of_segment(segment))
-    return list(tracked(statistics_of_links, f"reading {folder}", "links", len(chain)))
+    return list(track_items(statistics_of_links, f"reading {folder}", "links", len(chain)))
 
 
 def _of_segment(segment: Segment) -> Iterator[LinkStatistics]:
@@ -143,7 +143,7 @@ def _share(name: str, entry: TensorEntry, now: LinkFile, before: LinkFile | None
 
 def _changed(link: LinkFile, name: str) -> int:
     changes = link.footer.tensors.get(name)
-    return 0 if changes is None else changes.changed
+    return 0 if changes is None else changes.n_changed
 
 
 def _mask(

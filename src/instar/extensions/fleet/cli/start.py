@@ -133,7 +133,7 @@ def resume_fleet(name: str, only: str | None, wait: bool, detach: bool) -> int:
 
     fleet_folder = reopen_fleet(find_fleet(name))
     with chdir(fleet_folder.cwd):
-        fleet_plan, _ = plan_and_gpus(fleet_folder.loaded, fleet_folder.gpus)
+        fleet_plan, _ = plan_and_gpus(fleet_folder.loaded_config, fleet_folder.gpus)
         _check_detach(fleet_plan.spec.engine, detach)
         return _run(fleet_folder, _chosen(only, len(fleet_plan.instances)), wait, detach)
 

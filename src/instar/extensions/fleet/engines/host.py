@@ -51,7 +51,7 @@ def run_on_host(folder: Path, index: int, say: Callable[[str], None]) -> tuple[i
         if was is not None and was.phase == "succeeded":
             return 0, ""
         gpus = given_gpus(os.environ, fleet_folder.gpus)
-        plan = replace(make_plan(fleet_folder.loaded, this_machine(gpus)), parallel=1)
+        plan = replace(make_plan(fleet_folder.loaded_config, this_machine(gpus)), parallel=1)
         todo = tuple(instance for instance in plan.instances if instance.index == index)
         if not todo:
             raise ConfigError.of(f"there is no instance {index}", where=str(folder))

@@ -81,8 +81,8 @@ class NodeProcess:
             close_all(locks)
             self._grace_s = command.grace_s
             process = RunningProcess(self._tree, lambda _: None)
-            await process.gone
-        return process.exited.result().status
+            await process.gone_future
+        return process.exit_future.result().status
 
     async def stop(self, kill: bool) -> None:
         """Ask the command to end, or kill its tree."""

@@ -43,9 +43,9 @@ def run_on_ray(work: Work, say: Callable[[str], None]) -> int:
     Raises:
         ConfigError: see `join_cluster`.
     """
-    folder = work.started.path / HOSTS
+    folder = work.fleet_folder.path / HOSTS
     folder.mkdir(exist_ok=True)
-    join_cluster(work.plan.spec, work.started.gpus, say)
+    join_cluster(work.plan.spec, work.fleet_folder.gpus, say)
     # Ray prints what its daemons report to stdout, whatever it is told about logs
     with (
         (folder / "ray.log").open("a") as messages,
@@ -157,7 +157,7 @@ class Placements:
     work: Work
     survives: bool = False
     _waiting: deque[Instance] = field(default_factory=deque)
-    _placed: dict[int, _Placement] = field(default_factory=dict)
+    _placements: dict[int, _Placement] = field(default_factory=dict)
     _losses: dict[int, list[str]] = field(default_factory=dict)
     _ends: dict[int, str] = field(default_factory=dict)
     _stopping: bool = False
@@ -166,7 +166,7 @@ class Placements:
         spec = self.work.plan.spec
         self._ray = ray_library()
         self._environ = {k: v for k, v in os.environ.items() if k not in _NODE_VARIABLES}
-        self._bundles = bundles(spec, self.work.started.gpus)
+        self._bundles = bundles(spec, self.work.fleet_folder.gpus)
         grace_s = max(process.stop.grace for process in spec.processes.values())
         self._grace_s = 2 * grace_s + _GRACE_S  # jobs, then services
 
@@ -177,7 +177,7 @@ class Placements:
     def hosts(self) -> Mapping[int, HostStatus]:
         self._collect()
         self._place()
-        alive = dict.fromkeys(self._placed, "placed")
+        alive = dict.fromkeys(self._placements, "placed")
         alive |= {instance.index: "waits for its turn" for instance in self._waiting}
         last_losses = {index: reasons[-1] for index, reasons in self._losses.items()}
         return {
@@ -192,16 +192,16 @@ class Placements:
         self._stopping = True
         while self._waiting:
             self._ends[self._waiting.pop().index] = "not started"
-        placements = [self._placed[index] for index in indices if index in self._placed]
+        placements = [self._placements[index] for index in indices if index in self._placements]
         for placement in placements:
             if placement.actor is None:
                 self._release(placement, "not started")
             else:
                 placement.actor.stop.remote(kill)
-        if kill and (ends := [p.waits_for for p in self._placed.values()]):
+        if kill and (ends := [p.waits_for for p in self._placements.values()]):
             self._ray.wait(ends, num_returns=len(ends), timeout=_KILLED_S)
             self._collect()
-            for placement in list(self._placed.values()):
+            for placement in list(self._placements.values()):
                 self._release(placement, "killed; its node does not answer")
 
     def close(self) -> None:
@@ -213,20 +213,20 @@ class Placements:
         from ray.util.placement_group import placement_group
 
         limit = 0 if self._stopping else self.work.plan.parallel
-        full = any(placement.actor is None for placement in self._placed.values())
-        while self._waiting and not full and len(self._placed) < limit:
+        full = any(placement.actor is None for placement in self._placements.values())
+        while self._waiting and not full and len(self._placements) < limit:
             instance = self._waiting.popleft()
             name = f"{self.work.plan.spec.name}-{instance.index}-{uuid.uuid4().hex[:8]}"
             group = placement_group(self._bundles, strategy(self._bundles), name)
             placement = _Placement(instance, name, group, group.ready())
-            self._placed[instance.index] = placement
+            self._placements[instance.index] = placement
             ready, full = self._ray.wait([placement.waits_for], timeout=_PLACED_S)
             if ready:
                 self._start(placement)
 
     def _collect(self) -> None:
         """Start hosts on nodes that were reserved, and take the ends of others."""
-        every = {placement.waits_for: placement for placement in self._placed.values()}
+        every = {placement.waits_for: placement for placement in self._placements.values()}
         if not every:
             return
         ready_references, _ = self._ray.wait(list(every), num_returns=len(every), timeout=0)
@@ -256,7 +256,7 @@ class Placements:
             memory=first.get("memory"),
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, 0),
         )
-        index, folder = placement.instance.index, self.work.started.path.absolute()
+        index, folder = placement.instance.index, self.work.fleet_folder.path.absolute()
         log = self._log(index)
         command = Command(
             tuple(host.host_command(folder, index)),
@@ -284,11 +284,11 @@ class Placements:
         from ray.util.placement_group import remove_placement_group
 
         self._ends[placement.instance.index] = end
-        del self._placed[placement.instance.index]
+        del self._placements[placement.instance.index]
         remove_placement_group(placement.group)  # and its actor, if it is still there
 
     def _log(self, index: int) -> Path:
-        return self.work.started.path.absolute() / HOSTS / f"{index}.log"
+        return self.work.fleet_folder.path.absolute() / HOSTS / f"{index}.log"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -42,7 +42,7 @@ class HostStatus:
     """in the scheduler's words, e.g. "NODE_FAIL" """
     loss: str = ""
     """why its last host was lost, if it runs again on another"""
-    cancelled: bool = False
+    is_cancelled: bool = False
     """whether somebody has cancelled it"""
 
 
@@ -66,7 +66,7 @@ class Scheduler(Protocol):
 
 def submit(work: Work, scheduler: Scheduler, instances: Sequence[Instance]) -> None:
     """Submit the hosts of these instances."""
-    with closing(StateLog(work.started.path)) as log:
+    with closing(StateLog(work.fleet_folder.path)) as log:
         log.write(started_now(work.todo), durable=True)
         for instance in instances:
             log.write(InstanceChanged(now(), instance.index, "waiting"))
@@ -110,7 +110,7 @@ def wait_for_hosts(
     Args:
         sizes: see `part_sizes`, before the submission.
     """
-    with closing(StateLog(work.started.path)) as log:
+    with closing(StateLog(work.fleet_folder.path)) as log:
         return _Waiting(work, scheduler, say, sizes, stop, log).exit_code()
 
 
@@ -128,7 +128,7 @@ class _Waiting:
     losses: dict[int, str] = field(default_factory=dict)
     stopping: bool = False
     killing: bool = False
-    cancelled: bool = False
+    is_cancelled: bool = False
 
     def exit_code(self) -> int:
         """Return the exit code when all instances have ended, or the waiting for them."""
@@ -149,7 +149,7 @@ class _Waiting:
                     self._conclude(instance, host)
             self._stop_after_failures()
         is_success = all(phase == "succeeded" for phase in self.outcomes.values())
-        is_stopped = self.stop.requested or self.cancelled
+        is_stopped = self.stop.requested or self.is_cancelled
         code = Interrupted.exit_code if is_stopped else InstarError.exit_code
         code = 0 if is_success else code
         self.log.write(Ended(now(), code), durable=True)
@@ -172,12 +172,12 @@ class _Waiting:
 
     def _conclude(self, instance: Instance, host: HostStatus) -> None:
         """Take how an instance has ended from its host's record, or from the scheduler if it says nothing."""
-        index, folder = instance.index, self.work.started.path
+        index, folder = instance.index, self.work.fleet_folder.path
         status = _status(_part(self.work, index), self.sizes[index], index)
         phase, reason = status.phase, status.reason
-        self.cancelled |= host.cancelled
+        self.is_cancelled |= host.is_cancelled
         if phase not in ENDED:
-            phase = "stopped" if self.stopping or host.cancelled else "failed"
+            phase = "stopped" if self.stopping or host.is_cancelled else "failed"
             reason = _loss_text(host, status, folder)
             self.log.write(InstanceChanged(now(), index, phase, reason), durable=True)
         del self.running[index]
@@ -204,7 +204,7 @@ def _status(path: Path, offset: int, index: int) -> InstanceStatus:
 
 def _loss_text(host: HostStatus, status: InstanceStatus, folder: Path) -> str:
     """Return why an instance has ended whose host did not say so."""
-    if host.cancelled:
+    if host.is_cancelled:
         return host.text
     if status.phase == "waiting":
         silence = f"its host wrote nothing to {folder}, which all hosts must see"
@@ -213,7 +213,7 @@ def _loss_text(host: HostStatus, status: InstanceStatus, folder: Path) -> str:
 
 
 def _part(work: Work, index: int) -> Path:
-    return work.started.path / part_name(STATE_FILE, index)
+    return work.fleet_folder.path / part_name(STATE_FILE, index)
 
 
 def _size(path: Path) -> int:

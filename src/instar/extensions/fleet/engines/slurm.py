@@ -49,8 +49,8 @@ def run_on_slurm(work: Work, say: Callable[[str], None], *, detach: bool) -> int
     Raises:
         SlurmFailed: SLURM refuses it, or cannot be reached.
     """
-    name = work.started.path.name
-    arrays = SlurmArrays(work.started.path, work.plan, work.started.gpus)
+    name = work.fleet_folder.path.name
+    arrays = SlurmArrays(work.fleet_folder.path, work.plan, work.fleet_folder.gpus)
     queued_indices = {index for index, host in arrays.hosts().items() if host.alive}
     fresh = [instance for instance in work.todo if instance.index not in queued_indices]
     with stop_signal() as stop:
@@ -159,7 +159,7 @@ class SlurmArrays:
             return HostStatus(True, text)
         log = self._folder / f"{task}.log"
         text += f", see {log}" if log.exists() else ""
-        return HostStatus(False, text, cancelled=state == "CANCELLED")
+        return HostStatus(False, text, is_cancelled=state == "CANCELLED")
 
     def stop(self, indices: Collection[int], *, kill: bool) -> None:
         jobs, hosts = self.jobs(), self.hosts()

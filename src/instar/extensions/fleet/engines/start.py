@@ -85,7 +85,9 @@ def _run_here(work: Work, say: Callable[[str], None], *, wait: bool) -> int:
         count = sum(len(gpus) for gpus in plan.slot(0).gpus.values())
         n_gpus = count * min(plan.parallel, len(work.todo))
         close_all(lock for _, lock in lock_gpus(work.gpus, n_gpus, (), "a check"))
-    say(f"fleet {work.started.path.name}: {len(work.todo)} instances, {plan.parallel} at a time")
+    say(
+        f"fleet {work.fleet_folder.path.name}: {len(work.todo)} instances, {plan.parallel} at a time"
+    )
     return work.launcher(say, wait_for_gpus=wait, trials=_trials(work, say)).run(
         work.todo, work.before
     )
@@ -98,5 +100,5 @@ def _trials(work: Work, say: Callable[[str], None]) -> Trials | None:
     from instar.extensions.fleet.search.trials import Trials
 
     todo = {instance.index for instance in work.todo}
-    events = events_before(work.started)
-    return Trials(search, work.started.path, work.plan.instances, events, todo, say)
+    events = events_before(work.fleet_folder)
+    return Trials(search, work.fleet_folder.path, work.plan.instances, events, todo, say)

@@ -31,7 +31,7 @@ _EARLIER_S = 10.0
 class Work:
     """A fleet's instances that have not succeeded, and what is known of all."""
 
-    started: FleetFolder
+    fleet_folder: FleetFolder
     plan: FleetPlan
     gpus: tuple[Gpu, ...]
     before: FleetStatus
@@ -42,15 +42,15 @@ class Work:
     def launcher(self, say: Callable[[str], None], **options: Any) -> Launcher:
         """Return a launcher of this machine with these values of its optional fields."""
         config_keys: dict[str, None] = {}
-        for file in self.started.configs.values():
+        for file in self.fleet_folder.configs.values():
             task = load_config(file, import_task=False).config.task
             config_keys |= dict.fromkeys(schema_keys(plain_root_of(task)))
         return Launcher(
             self.plan,
-            self.started.path,
+            self.fleet_folder.path,
             self.trees,
             self.gpus,
-            self.started.configs,
+            self.fleet_folder.configs,
             tuple(config_keys),
             say,
             **options,
@@ -75,7 +75,7 @@ def plan_and_gpus(
 
 def remaining_work(fleet_folder: FleetFolder, only: Collection[int], trees: int) -> Work:
     """Return what there is to do of these instances; of all, if `only` is empty."""
-    plan, gpus = plan_and_gpus(fleet_folder.loaded, fleet_folder.gpus)
+    plan, gpus = plan_and_gpus(fleet_folder.loaded_config, fleet_folder.gpus)
     before = status_before(fleet_folder)
     finished_indices = {
         index
@@ -99,5 +99,5 @@ def events_before(fleet_folder: FleetFolder) -> list[FleetEvent]:
 
 def patience_s(fleet_folder: FleetFolder) -> float:
     """Return how long processes of an earlier launcher are waited for."""
-    graces = [process.stop.grace for process in fleet_folder.loaded.spec.processes.values()]
+    graces = [process.stop.grace for process in fleet_folder.loaded_config.spec.processes.values()]
     return max(graces, default=0.0) + _EARLIER_S

@@ -23,7 +23,7 @@ from instar.extensions.fleet.view.table import (
     title,
     without_line_breaks,
 )
-from instar.logs.text.tables import aligned, columns_that_fit
+from instar.logs.text.tables import align_columns, columns_that_fit
 from instar.record.console import LiveScreen, PlainScreen, open_screen
 from instar.record.format import loss
 
@@ -74,7 +74,7 @@ def shown_below(folder: Path, stream: TextIO | None) -> Iterator[Callable[[str],
             began = time.thread_time()
             with suppress(ConfigError):
                 view = reader.read()
-                if reader.status.started is not None:
+                if reader.status.start is not None:
                     show_fleet(view, None, screen)
             pause = redraw_pause_s(time.thread_time() - began)
 
@@ -121,7 +121,7 @@ def block(view: FleetView, now: float, width: int, height: int) -> Iterator[tupl
         columns.index(HEADERS.index(header)) for header in RIGHT if HEADERS.index(header) in columns
     ]
     yield title(view), "bold"
-    lines = aligned([[row[number] for number in columns] for row in rows], right)
+    lines = align_columns([[row[number] for number in columns] for row in rows], right)
     yield from zip(lines, styles, strict=True)
     if hidden:
         yield f"… {hidden:,} more", "dim"

@@ -37,7 +37,7 @@ class FleetReader:
     """of its file and of what is recorded"""
     status: FleetStatus = field(default_factory=FleetStatus)
     """what its events add up to, as far as they were read"""
-    planned: Mapping[int, Instance] = field(default_factory=dict)
+    plan_instances: Mapping[int, Instance] = field(default_factory=dict)
     services: tuple[str, ...] = ()
     search: Search | None = None
     _stamp: Stamp = ()
@@ -67,7 +67,7 @@ class FleetReader:
             self.folder.name,
             self.status,
             pid,
-            self.planned.values(),
+            self.plan_instances.values(),
             self.services,
             self._progress() if runs else {},
             self.search,
@@ -81,11 +81,11 @@ class FleetReader:
         stamp = stamp_of_files(self.folder, "fleet.json")
         if stamp == self._file_stamp:
             return
-        self._file_stamp, self.planned, self._runs = stamp, {}, {}
+        self._file_stamp, self.plan_instances, self._runs = stamp, {}, {}
         with suppress(ConfigError, ValueError):
             self._check(stamp)
             spec, cwd = describe_fleet(self.folder)
-            self.planned = {instance.index: instance for instance in instances_of(spec)}
+            self.plan_instances = {instance.index: instance for instance in instances_of(spec)}
             self.services, self.search = tuple(spec.services), spec.search
             self._base = Path() if cwd == Path.cwd() else cwd
 
@@ -103,8 +103,8 @@ class FleetReader:
 
     def _progress(self) -> dict[int, RunProgress]:
         by_index = {}
-        for index in self.status.instances.keys() & self.planned.keys():
-            run = (self.run_of or self._as_written)(self.planned[index])
+        for index in self.status.instances.keys() & self.plan_instances.keys():
+            run = (self.run_of or self._as_written)(self.plan_instances[index])
             if run is not None and (index not in self._runs or self._runs[index].run != run):
                 self._runs[index] = ProgressReader(run)
             if run is not None and (progress := self._runs[index].read()) is not None:
@@ -119,7 +119,7 @@ class FleetReader:
         if self._compared != trials:
             bases = {}
             for index in trials:
-                trial = self.planned.get(index)
+                trial = self.plan_instances.get(index)
                 run = trial and (self.run_of or self._as_written)(trial)
                 if trial and run:
                     bases[trial.run_name] = recorded_basis(run)

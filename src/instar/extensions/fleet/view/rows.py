@@ -231,11 +231,11 @@ def fleet_state(status: FleetStatus, launcher: int | None) -> str:
     """Return the state of a fleet, given its launcher's process id if that runs."""
     if launcher is not None:
         return "running"
-    if status.started is None:
+    if status.start is None:
         return "not started"
-    if status.ended is None:
+    if status.end is None:
         return "launcher died"
-    return {0: "succeeded", 75: "stopped"}.get(status.ended.code, "failed")
+    return {0: "succeeded", 75: "stopped"}.get(status.end.code, "failed")
 
 
 def fleet_json(view: FleetView, status: FleetStatus, now: float) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _by_host(status: InstanceStatus, host: HostStatus) -> str:
     """Return the state of an instance whose host may have ended, or waits to run again."""
     if host.alive:
         return "waiting" if status.phase == "stopped" else status.phase
-    return "stopped" if host.cancelled or status.phase == "stopped" else "failed"
+    return "stopped" if host.is_cancelled or status.phase == "stopped" else "failed"
 
 
 def _process_row(

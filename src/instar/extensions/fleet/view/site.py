@@ -79,7 +79,7 @@ class FleetCatalog:
         groups: dict[str, str] = {}
         with self._lock:
             for name, reader in self._readers.items():
-                for index, instance in reader.planned.items():
+                for index, instance in reader.plan_instances.items():
                     if (key := self._key(str(instance.output_dir))) in keys:
                         status = reader.status.instances.get(index)
                         groups.setdefault(key, _text(group_name(name, instance, status)))

@@ -15,7 +15,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import World, join_group
-from instar.extensions.lab.find.training import opened, prepared_alone
+from instar.extensions.lab.find.training import open_trainer, prepared_alone
 from instar.record.system import peak_resident_bytes, usable_bytes
 from instar.run.start.preflight import Prepared
 
@@ -196,7 +196,7 @@ def _try(prepared_run: Prepared, world: World, size: int, limit: int) -> BatchTr
     try:
         gc.collect()
         _peak_bytes(world.device, reset=True)
-        with opened(prepared_run, config, world) as trainer:
+        with open_trainer(prepared_run, config, world) as trainer:
             for _ in range(2):  # the first ones also allocate, compile and choose kernels
                 trainer.step()
             start, before = time.perf_counter(), trainer.state.progress

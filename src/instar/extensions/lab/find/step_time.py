@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from instar.config.load import Loaded
 from instar.distributed.world import join_group
-from instar.extensions.lab.find.training import opened, prepared_alone
+from instar.extensions.lab.find.training import open_trainer, prepared_alone
 
 _TIMED_S = 1.0
 _FEWEST, _MOST = 4, 50
@@ -34,7 +34,7 @@ def step_time(loaded_config: Loaded, say: Callable[[str], None]) -> StepTime:
     prepared_run = prepared_alone(loaded_config, say)
     with (
         join_group(loaded_config.config.parallel, loaded_config.config.device) as world,
-        opened(prepared_run, prepared_run.config, world) as trainer,
+        open_trainer(prepared_run, prepared_run.config, world) as trainer,
     ):
         for _ in range(2):  # the first ones also allocate, compile and choose kernels
             trainer.step()

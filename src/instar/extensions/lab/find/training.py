@@ -39,7 +39,7 @@ def prepared_alone(loaded_config: Loaded, say: Callable[[str], None]) -> Prepare
 
 
 @contextmanager
-def opened(prepared_run: Prepared, config: RunConfig, world: World) -> Iterator[Trainer]:
+def open_trainer(prepared_run: Prepared, config: RunConfig, world: World) -> Iterator[Trainer]:
     """Context manager: a trainer at step 0 that records and saves nothing, without operations and
     without an outer optimizer.
 
@@ -70,7 +70,7 @@ def final_loss(prepared_run: Prepared, config: RunConfig, world: World, steps: i
     """Train for a number of steps and return the validation loss; infinity if it diverges."""
     doing = f"training with learning rate {config.optimizer.lr:.3g}"
     with (
-        opened(prepared_run, config, world) as trainer,
+        open_trainer(prepared_run, config, world) as trainer,
         progress(doing, steps, "steps") as advance,
     ):
         while trainer.state.step < steps:
