@@ -48,6 +48,18 @@ record: {sample_tokens: 4}
 """
 
 
+SMALL_DEMO = (
+    "data.max_bytes=60000",
+    "data.vocab_size=300",
+    "model.n_embd=16",
+    "model.n_mlp=16",
+    "train.batch_size=4",
+    "train.until=4it",
+    "eval.eval_interval=2",
+    "eval.eval_iters=1",
+)
+
+
 def copy_without(folder: Path, *names: str) -> Path:
     """Return a folder with a copy of the package in which these extensions are deleted."""
     shutil.copytree(SOURCE, folder / "instar", ignore=shutil.ignore_patterns("__pycache__"))
@@ -105,6 +117,12 @@ def test_the_core_trains_without_any_extension(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     listed = run(package, "logs", "list", "--json", at=tmp_path)
     assert '"step": 4' in listed.stdout
+    small = [f"--set={setting}" for setting in SMALL_DEMO]
+    done = run(package, "demo", *small, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def ")
+    assert "instar logs plot" in done.stderr
+    assert "instar report" not in done.stderr
 
 
 def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:

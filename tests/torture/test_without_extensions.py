@@ -1,0 +1,51 @@
+"""The core's own tests pass on a copy of the package in which all extensions are deleted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import figures
+
+import instar
+from instar.extensions import BUILT_IN
+
+TESTS = Path(__file__).parents[1]
+BESIDE = {"benchmarks", "clients", "docs", "examples", "extensions", "gpu", "support", "torture"}
+"""folders of tests of more than the core"""
+SHORT = ("config/test_fields.py", "logs/test_family.py", "schedule/test_operations.py")
+
+
+def rooms() -> list[str]:
+    """Return the folders of the core's tests."""
+    folders = {path.parent.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/test_*.py")}
+    return sorted(folders - BESIDE)
+
+
+def test_the_cores_tests_pass_without_extensions(tmp_path: Path) -> None:
+    package = tmp_path / "instar"
+    ignored = shutil.ignore_patterns("__pycache__", *BUILT_IN)
+    source = Path(instar.__file__).parent
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(package / "extensions")
+    shutil.copytree(source / "extensions", package / "extensions", ignore=ignored)
+    files = [str(TESTS / name) for name in (rooms() if figures.FULL else SHORT)]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-m", "not torture and not hosts", *files]
+    workers = ["-n", "2", "--dist", "loadfile"] if figures.FULL else []
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "INSTAR_TORTURE": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *workers],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+        cwd=TESTS.parent,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    skipped = re.findall(r"^SKIPPED .*", done.stdout, re.MULTILINE)
+    print(len(skipped), "left out")
+    assert all("without the extension" in line for line in skipped if "/support/" not in line)
