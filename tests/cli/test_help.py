@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from needed import needs
 
 from instar import __version__
 from instar.cli.main import COMMANDS, main
@@ -52,6 +53,16 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
 
 def test_config_commands_import_no_torch() -> None:
     assert modules_after("config", "show") & {"torch", "numpy", "rich"} == set()
+
+
+@needs("fleet")
+def test_help_of_a_group_leaves_out_what_only_programs_call(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["fleet", "--help"])
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[2:].strip()]
+    assert "up" in listed
+    assert "host" not in listed
 
 
 def test_help_lists_every_command_without_importing_it() -> None:

@@ -282,11 +282,14 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        names = self.list_commands(ctx)
-        commands = {name: command for name in names if (command := self.get_command(ctx, name))}
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, command.get_short_help_str(1000)) for name, command in commands.items()]
+                [
+                    (name, command.get_short_help_str(1000))
+                    for name, command in commands
+                    if command and not command.hidden
+                ]
             )
 
 
