@@ -77,17 +77,17 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
     with pytest.raises(GrowthError, match="more than its label 'exact' allows"):
         prepare(sharded, EXACT["widen_mlp"], wrap=wrap)
     growing.LiveGrowth.in_double = doubled  # type: ignore[method-assign]
-    grown_state = vars(states)["_grown"]
+    grown_state = vars(states)["_grow_state"]
 
     def without_room(growth: GrowthStep, name: str, *rest: Any) -> Any:
         if is_last and name.startswith("blocks.1."):
             raise MemoryError("no room")
         return grown_state(growth, name, *rest)
 
-    vars(states)["_grown"] = without_room
+    vars(states)["_grow_state"] = without_room
     with pytest.raises(MemoryError if is_last else GrowthError, match=r"no room|another process"):
         prepare(sharded, EXACT["widen_mlp"], wrap=wrap, optimizer=optimizer)
-    vars(states)["_grown"] = grown_state
+    vars(states)["_grow_state"] = grown_state
 
     def without_memory(module: nn.Module) -> None:
         wrap(module)

@@ -172,24 +172,11 @@ NO_PARTICIPLES = frozenset(
 )
 """Words in -ed that are nouns, verbs, builtins, or what the field itself says."""
 
-FINISHED = 30
+FINISHED = 29
 """Occurrences per 1,000 lines that a folder may have which is not in LIMITS."""
 
 LIMITS = {
-    "distributed": 39,
-    "extensions/board": 76,
-    "extensions/delta": 80,
-    "extensions/fleet": 60,
-    "extensions/graphs": 45,
-    "extensions/grpo": 45,
-    "extensions/lab": 107,
-    "growth": 77,
-    "logs": 71,
-    "loops": 89,
-    "processes": 40,
-    "record": 38,
-    "run": 88,
-    "schedule": 81,
+    "extensions/lab": 39,
 }
 """The same for folders that are not finished. Lower them as they are; nobody raises one."""
 

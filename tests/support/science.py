@@ -332,7 +332,7 @@ MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "a piece of the last save": DISK,
     "a pointer to the best": [(save, "point")],
     "a micro-batch of the test": [(UserTask, "_predictions")],
-    "the file of predictions": [(test_phase, "_encoded")],
+    "the file of predictions": [(test_phase, "_encode")],
     "the file of results": [(test_phase, "encode_json")],
 }
 """When a signal may come, and the functions that are about to be called then."""

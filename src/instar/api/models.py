@@ -119,7 +119,7 @@ def stream_samples(
 
     tokenizer = _tokenizer(path)
     if chat:
-        tokens, end = _opened(path, tokenizer, prompt)
+        tokens, end = _begin_conversation(path, tokenizer, prompt)
         stop = (*stop, *end)
     else:
         tokens = prompt_tokens(tokenizer, prompt).tolist()
@@ -219,7 +219,9 @@ def _tokenizer(path: Path) -> Tokenizer:
     return load_saved_tokenizer(path.absolute().parent.parent)
 
 
-def _opened(path: Path, tokenizer: Tokenizer, message: str) -> tuple[list[int], list[str]]:
+def _begin_conversation(
+    path: Path, tokenizer: Tokenizer, message: str
+) -> tuple[list[int], list[str]]:
     """Return the tokens of a conversation up to the answer, and the texts that end one."""
     from instar.data.text.foreign.chat_template import template_beside
     from instar.data.text.tokenizer import BPETokenizer

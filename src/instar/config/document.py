@@ -346,7 +346,7 @@ class _Reader:
     def syntax_problem(self, error: Exception) -> ConfigProblem:
         place, text_of_error, hint = SourceLocation(self.source), str(error), ""
         if isinstance(error, MarkedYAMLError):
-            text_of_error, hint, line, column = _explained(error, self.lines)
+            text_of_error, hint, line, column = _explain_yaml_error(error, self.lines)
             place = place if line is None else self.place(line, column)
         elif isinstance(error, ReaderError):
             text_of_error = f"the character U+{int(error.character):04X} is not allowed in YAML"
@@ -385,7 +385,9 @@ _SAID = (
 )
 
 
-def _explained(error: MarkedYAMLError, lines: Sequence[str]) -> tuple[str, str, int | None, int]:
+def _explain_yaml_error(
+    error: MarkedYAMLError, lines: Sequence[str]
+) -> tuple[str, str, int | None, int]:
     """Return message, hint, line and column (from 0; None: unknown) of a YAML error.
 
     A line that is not 'key: value' is often detected by the parser only on the next line.

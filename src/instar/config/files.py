@@ -50,7 +50,7 @@ def open_regular(
     Raises:
         OSError: it is missing, unreadable, or not a regular file.
     """
-    return os.fdopen(_opened(path, os.O_RDONLY, follow, folder), "rb")
+    return os.fdopen(_open_file(path, os.O_RDONLY, follow, folder), "rb")
 
 
 def own_regular(
@@ -64,7 +64,7 @@ def own_regular(
             regular file: writing would change something outside its folder.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0)
-    descriptor = _opened(path, flags, False, folder, mode)
+    descriptor = _open_file(path, flags, False, folder, mode)
     if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
         raise OSError(errno.EMLINK, "another name for a file outside this folder", str(path))
@@ -183,7 +183,7 @@ def _is_of_run(folder: Path) -> bool:
     )
 
 
-def _opened(
+def _open_file(
     path: Path | str, flags: int, follow: bool, folder: int | None, mode: int = 0o644
 ) -> int:
     flags |= _SAFE | (0 if follow else os.O_NOFOLLOW)

@@ -89,7 +89,7 @@ class Loaded:
     def problem(self, key: str, message: str, hint: str = "") -> ConfigProblem:
         """Return a problem at the origin of the value of `key` (also "train.until[0]")."""
         place = place_of(self.places, key) or SourceLocation(DEFAULT)
-        return replace(problem_at(place, message, hint, key), task=_shown(self.config.task))
+        return replace(problem_at(place, message, hint, key), task=_task_text(self.config.task))
 
     def to_yaml(self, *, origin: bool = True) -> str:
         """Return the resolved config with the origin of each value; `load` reads it back equal."""
@@ -183,7 +183,7 @@ def load_config(
             else {}
         )
     schedule_is_open = _open_schedule(root, layer, findings)
-    config = _validated(root, layer, findings)
+    config = _validate_layer(root, layer, findings)
     if config is not None and (path is None or file is not None):
         config, refusals = _grown(root, config, layer, findings, schedule_is_open=schedule_is_open)
         problems = (problem for check in checks for problem in check(config))
@@ -280,7 +280,7 @@ def _root(documents: Sequence[Document], findings: _Findings, *, import_task: bo
     names = [str(key) for document in documents for key in document.data]
     try:
         root = task_config_class(task, names, plain=not import_task)
-        findings.task = _shown(task)
+        findings.task = _task_text(task)
         return root
     except ConfigError as error:
         if not naming:
@@ -294,7 +294,7 @@ def _root(documents: Sequence[Document], findings: _Findings, *, import_task: bo
 _OF_METRICS = ("early_stopping.rules", "checkpoint.best_of", "learning_rate.plateau.metric")
 
 
-def _shown(task: str) -> str:
+def _task_text(task: str) -> str:
     """Return the `--task` argument for `instar config schema`; empty if it needs none."""
     return "" if task == LANGUAGE else task
 
@@ -434,7 +434,7 @@ def _tree(root: Root, layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, Any]:
     )
 
 
-def _validated(
+def _validate_layer(
     root: Root, layer: Mapping[KeyPath, ConfigEntry], findings: _Findings
 ) -> RunConfig | None:
     """Return the config; if values are invalid, the config without them, for further checks."""

@@ -137,7 +137,7 @@ def in_yaml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(in_yaml, value))}]"
     if isinstance(value, str):
-        return value if _needs_no_quotes(value) else _quoted(value)
+        return value if _needs_no_quotes(value) else _quote(value)
     return json.dumps(value)
 
 
@@ -160,13 +160,13 @@ def _needs_no_quotes(text: str) -> bool:
     return not problems and document is not None and document.data == [text]
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return YAML's double-quoted form; unprintable characters are escaped by code point."""
     escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
-    return f'"{"".join(escapes.get(char) or _escaped(char) for char in text)}"'
+    return f'"{"".join(escapes.get(char) or _escape(char) for char in text)}"'
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     code = ord(char)
     if char.isprintable() and code < 0x10000:
         return char
@@ -235,10 +235,10 @@ def redacted_value(key: str, value: Any) -> Any:
 
 def redacted_lines(lines: Sequence[ConfigLine]) -> list[ConfigLine]:
     """Redact the lines of a config."""
-    return [_redacted(line) for line in lines]
+    return [_redact_line(line) for line in lines]
 
 
-def _redacted(line: ConfigLine) -> ConfigLine:
+def _redact_line(line: ConfigLine) -> ConfigLine:
     if is_secret(line.key) and line.value not in _EMPTY:
         # "--set key=value" repeats the value
         text = line.text.replace(line.value, HIDDEN)

@@ -232,14 +232,14 @@ def _bounds(node: dict[str, Any], value: Any) -> str:
     }
     number = value if isinstance(value, int | float) else 0
     bounds = [
-        f"{word} {_bound(node[name])}"
+        f"{word} {_limit_text(node[name])}"
         for name, word in words.items()
         if name in node and (name.startswith("ex") or abs(node[name]) < max(FAR, abs(number)))
     ]
     return f" {' and '.join(bounds)}" if bounds else ""
 
 
-def _bound(number: float) -> str:
+def _limit_text(number: float) -> str:
     for power in (31, 32, 63, 64):
         if number == 2**power:
             return f"2^{power}"

@@ -140,7 +140,7 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
         return
     from instar.config.document import value_text
 
-    code_keys = {key: text for document in documents for key, text in _named(document)}
+    code_keys = {key: text for document in documents for key, text in _code_references(document)}
     problems = []
     for key, text in code_keys.items():
         files = [*_of_config(path), *([] if key == _PROGRAM else module_files(text))]
@@ -197,7 +197,7 @@ def _is_pythons(path: Path) -> bool:
     return any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
 
 
-def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _code_references(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key of a config that names code to run, and the code."""
     for key in (*_CODE, _PROGRAM):
         value = _value(document, key)

@@ -52,13 +52,13 @@ def agree(world: World, value: Json) -> Json:
         RunFailed: on every rank, if rank 0's value is not JSON (NaN, infinity, keys that are not
             strings, other types).
     """
-    content = _encoded(value) if world.is_main else b""
-    return _decoded(_broadcast(world, content))
+    content = _encode(value) if world.is_main else b""
+    return _decode(_broadcast(world, content))
 
 
 def gather(world: World, value: Json) -> list[Json]:
     """All-gather every rank's `value`, in the order of ranks; raises as `agree` does."""
-    return [_decoded(data) for data in _gather(world, _encoded(value))]
+    return [_decode(data) for data in _gather(world, _encode(value))]
 
 
 def gather_parts(world: World, part: bytes) -> list[bytes]:
@@ -238,7 +238,7 @@ def _fault(error: BaseException) -> dict[str, Json]:
     }
 
 
-def _encoded(value: Json) -> bytes:
+def _encode(value: Json) -> bytes:
     """Encode as "=" and JSON, or as "!" and an error message, which all ranks then raise."""
     problem = _not_json(value, "value")
     if problem:
@@ -246,7 +246,7 @@ def _encoded(value: Json) -> bytes:
     return b"=" + json.dumps(value, separators=(",", ":")).encode()
 
 
-def _decoded(data: bytes) -> Json:
+def _decode(data: bytes) -> Json:
     if data[:1] == b"!":
         raise RunFailed(f"ranks can only agree on JSON: {data[1:].decode()}")
     return cast(Json, json.loads(data[1:]))

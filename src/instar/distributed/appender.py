@@ -120,7 +120,7 @@ class Appender:
                 while self._torn_bytes < len(chunk):
                     self._torn_bytes += os.write(self._descriptor, chunk[self._torn_bytes :])
             except OSError as error:
-                self._refused(error)
+                self._note_refusal(error)
                 return
             self._torn_bytes = 0
             self._held_lines.popleft()
@@ -128,7 +128,7 @@ class Appender:
             self.size += len(chunk)
         self.refused_since = None
 
-    def _refused(self, error: OSError) -> None:
+    def _note_refusal(self, error: OSError) -> None:
         if self._alone:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self.size)

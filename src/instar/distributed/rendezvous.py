@@ -74,7 +74,7 @@ def _lead(store: RendezvousStore, size: int) -> Iterator[str]:
 
 def _follow(store: RendezvousStore, rank: int, token: str) -> Iterator[str]:
     while True:
-        name = _offered(store, rank, token)
+        name = _offered_prefix(store, rank, token)
         if name:
             store.set(_answer_key(name, rank), "")
             if store.check([_go_key(name)]):
@@ -82,7 +82,7 @@ def _follow(store: RendezvousStore, rank: int, token: str) -> Iterator[str]:
         yield ""
 
 
-def _offered(store: RendezvousStore, rank: int, token: str) -> str:
+def _offered_prefix(store: RendezvousStore, rank: int, token: str) -> str:
     """Return the prefix that rank 0 offers to this rank's current token; "" if there is none."""
     if not store.check([_OFFER]):
         return ""
@@ -93,7 +93,7 @@ def _offered(store: RendezvousStore, rank: int, token: str) -> str:
 
 def _absent(store: RendezvousStore, rank: int, size: int, token: str) -> list[int]:
     """Return the ranks that have not come, as far as this rank can tell from the store."""
-    name = _offered(store, rank, token)
+    name = _offered_prefix(store, rank, token)
     peers = [other for other in range(1, size) if other != rank]
     if name:
         absent = [other for other in peers if not store.check([_answer_key(name, other)])]
@@ -157,7 +157,7 @@ def listen(port: int, host: str = "127.0.0.1", key: str = PORT_KEY) -> tuple[int
             listener.bind((host, port))
             listener.listen(socket.SOMAXCONN)
         except OSError as error:
-            raise _refused(host, port, key, error) from error
+            raise _listen_error(host, port, key, error) from error
         free_port: int = listener.getsockname()[1]
         return listener.detach(), free_port
 
@@ -196,7 +196,7 @@ def port_in_use(host: str, port: int, key: str) -> ConfigError:
     )
 
 
-def _refused(host: str, port: int, key: str, error: OSError) -> ConfigError:
+def _listen_error(host: str, port: int, key: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return port_in_use(host, port, key)
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):

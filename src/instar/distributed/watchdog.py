@@ -212,7 +212,7 @@ class Watchdog:
             first = first or {rank: beat.count for rank, beat in news.beats.items()}
             if news.verdict:
                 return _missing(news.verdict)
-            diagnosis = self._ended(news.beats, cause)
+            diagnosis = self._diagnose_ended_ranks(news.beats, cause)
             if diagnosis is not None:
                 return diagnosis
             if time.monotonic() > deadline:
@@ -225,7 +225,7 @@ class Watchdog:
         message = f"{cause}; {self._last_seen(culprits, news.beats)}"
         return _missing(self._decide(Diagnosis(message, tuple(culprits))))
 
-    def _ended(self, beats: Mapping[int, Heartbeat], cause: str) -> RunFailed | None:
+    def _diagnose_ended_ranks(self, beats: Mapping[int, Heartbeat], cause: str) -> RunFailed | None:
         """Return the error for a rank that failed by itself, or whose process is gone."""
         for rank, beat in beats.items():
             if beat.end is not None and not beat.is_loss:

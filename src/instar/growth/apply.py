@@ -218,13 +218,13 @@ def apply_one(
         return _Growing(role, copies, name, key).grow(tensor_plan, read(tensor_plan.source))
     if isinstance(tensor_plan, Stacked):
         joined_sources = torch.cat([read(source) for source in tensor_plan.sources])
-        return _stacked(tensor_plan, joined_sources, role, named_generator(*key, name, "noise"))
+        return _stack(tensor_plan, joined_sources, role, named_generator(*key, name, "noise"))
     if isinstance(tensor_plan, Reindexed):
-        return _reindexed(tensor_plan, read(tensor_plan.source), role, copies)
+        return _reindex(tensor_plan, read(tensor_plan.source), role, copies)
     if isinstance(tensor_plan, Averaged):
         # as of any copy, moments of the first order begin at 0
         zero = role is Role.FIRST_MOMENT and copies == "asymmetric"
-        return _averaged(tensor_plan, read).mul_(0.0 if zero else 1.0)
+        return _average(tensor_plan, read).mul_(0.0 if zero else 1.0)
     if role is not Role.PARAMETER:
         # merging an adapter does not change the gradient of the matrix
         return read(tensor_plan.source) if isinstance(tensor_plan, Merged) else None
@@ -232,7 +232,7 @@ def apply_one(
         weight, a, b = read(tensor_plan.source), read(tensor_plan.a), read(tensor_plan.b)
         return torch.addmm(weight, b, a, alpha=tensor_plan.scale)
     if isinstance(tensor_plan, Truncated):
-        factor, is_unused = _truncated(tensor_plan, read(tensor_plan.a), read(tensor_plan.b))
+        factor, is_unused = _truncate(tensor_plan, read(tensor_plan.a), read(tensor_plan.b))
         rows = torch.zeros_like(factor)
         if tensor_plan.side == "a":
             _fill(rows, New(1, "normal", tensor_plan.std), named_generator(*key, name, 0))
@@ -252,9 +252,7 @@ def apply_one(
     return fresh
 
 
-def _stacked(
-    tensor_plan: Stacked, tensor: Tensor, role: Role, generator: torch.Generator
-) -> Tensor:
+def _stack(tensor_plan: Stacked, tensor: Tensor, role: Role, generator: torch.Generator) -> Tensor:
     stack = tensor.expand(tensor_plan.count, *tensor.shape).clone()
     if role is not Role.PARAMETER:
         return stack.div_(
@@ -267,7 +265,7 @@ def _stacked(
     return stack
 
 
-def _averaged(tensor_plan: Averaged, read: Read) -> Tensor:
+def _average(tensor_plan: Averaged, read: Read) -> Tensor:
     """Return the weighted mean, one source at a time and in float32 at least."""
     first = read(tensor_plan.sources[0])
     wide = torch.promote_types(first.dtype, torch.float32)
@@ -278,7 +276,7 @@ def _averaged(tensor_plan: Averaged, read: Read) -> Tensor:
     return mean.to(first.dtype)
 
 
-def _reindexed(tensor_plan: Reindexed, tensor: Tensor, role: Role, copies: Copies) -> Tensor:
+def _reindex(tensor_plan: Reindexed, tensor: Tensor, role: Role, copies: Copies) -> Tensor:
     """Return a tensor with other rows; means are taken in float32 at least, a few thousand at a time."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     firsts = torch.tensor([row[0] if row else 0 for row in tensor_plan.rows])
@@ -395,7 +393,7 @@ def _fill(view: Tensor, new: New, generator: torch.Generator, offset: float = 0.
         view.fill_((1.0 if new.fill == "one" else 0.0) - offset)
 
 
-def _truncated(tensor_plan: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _truncate(tensor_plan: Truncated, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return one factor of the best approximation of b @ a by a lower rank (Eckart and Young), and
     the mask of its ranks whose singular value is 0 up to rounding, as in
     `torch.linalg.matrix_rank`.

@@ -123,7 +123,7 @@ def _pieces(use: Use, sizes: Mapping[str, int], layouts: Mapping[str, Layout]) -
         for factor in product.split("*"):
             if factor in layouts:
                 layout = layouts[factor](replace(use, summand=summand))
-                scaled_pieces = _along(product, factor, sizes, layout)
+                scaled_pieces = _pieces_along(product, factor, sizes, layout)
         pieces += (
             piece
             if isinstance(piece, New)
@@ -134,7 +134,7 @@ def _pieces(use: Use, sizes: Mapping[str, int], layouts: Mapping[str, Layout]) -
     return tuple(pieces)
 
 
-def _along(
+def _pieces_along(
     axis: str, factor: str, sizes: Mapping[str, int], pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
     """Return the pieces of one factor of a product as pieces of the product."""

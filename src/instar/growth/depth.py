@@ -55,7 +55,7 @@ def stack_layers(
         raise GrowthError(_NO_LAYER.format("use insert_layers with from: normal"))
     # before the blocks are listed
     grown_size(len(value) if isinstance(value, list | tuple) else value * layers, layers, "layers")
-    blocks = _stacked(value, layers, options)
+    blocks = _stack_blocks(value, layers, options)
     grown_size(len(blocks), layers, "layers")
     order = [block.source for block in blocks]
     if unknown_layers := [layer for layer in order if layer >= layers]:
@@ -69,7 +69,7 @@ def stack_layers(
     return deeper, GrowthPlan(tensors, "lossy", blocks=tuple(order))
 
 
-def _stacked(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block]:
+def _stack_blocks(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block]:
     if isinstance(value, list | tuple):
         if options.keys() & {"how", "drop"}:
             raise GrowthError("a layer map says itself where copies are: leave out how and drop")
@@ -195,7 +195,7 @@ def _tensors(
         elif blocks[layer].is_inserted and entry.writes in streams:
             tensors[name] = Fresh(entry.shape, "zero", offset=entry.offset)
         elif blocks[layer].is_inserted and origin == "normal":
-            tensors[name] = _drawn(name, entry)
+            tensors[name] = _fresh(name, entry)
         elif (share := blocks[layer].share) and _shape(old, _above(source)) == entry.shape:
             tensors[name] = Averaged((source, _above(source)), (1 - share, share))
         else:
@@ -203,7 +203,7 @@ def _tensors(
     return tensors
 
 
-def _drawn(name: str, entry: Parameter) -> Fresh:
+def _fresh(name: str, entry: Parameter) -> Fresh:
     new = initial_slices(Use(name, entry, 0), entry.shape[0])
     return Fresh(entry.shape, new.fill, new.std, entry.offset)
 

@@ -65,7 +65,7 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
         GrowthError: the operation is not possible for this model; the message says what would be.
     """
     operator = check(operation)
-    with _named(operation.name):
+    with _naming_errors(operation.name):
         if not operator.fits(arch):
             fitting = ", ".join(name for name, other in OPERATORS.items() if other.fits(arch))
             raise GrowthError(
@@ -94,7 +94,7 @@ def check(operation: Operation) -> Operator:
             f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(OPERATORS)}"
         )
         raise GrowthError(f"no growth operation is called {operation.name!r}; {hint}")
-    with _named(operation.name):
+    with _naming_errors(operation.name):
         operator.value(operation.value)
         values.check_each(operation.options, {**operator.options, **_COMMON_OPTIONS})
     return operator
@@ -126,7 +126,7 @@ def _operator_of_package(name: str) -> Operator | None:
 
 
 @contextmanager
-def _named(operation: str) -> Iterator[None]:
+def _naming_errors(operation: str) -> Iterator[None]:
     try:
         yield
     except GrowthError as error:

@@ -132,7 +132,7 @@ class GrowthSchedule:
                 Change(entry.operation, step, 0, entry.number, reason=reason),
                 entry,
                 partial(
-                    self._prepared,
+                    self._prepare,
                     entry.operation,
                     model,
                     optimizer,
@@ -169,7 +169,7 @@ class GrowthSchedule:
                 if not change.skipped:
                     peers = peers_of(model)
                     self._swap(
-                        self._prepared(change.operation, model, optimizer, peers, probe=False)
+                        self._prepare(change.operation, model, optimizer, peers, probe=False)
                     )
         self.check(model)
 
@@ -229,7 +229,7 @@ class GrowthSchedule:
         if self._shape is not None:
             self._shape = growth.shape
 
-    def _prepared(
+    def _prepare(
         self,
         operation: Operation,
         model: Module,

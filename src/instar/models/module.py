@@ -67,20 +67,20 @@ def persistent_buffers(model: Module) -> dict[str, Tensor]:
 
     Do not cache the result: a forward pass may replace a buffer, or fill one that was None.
     """
-    return {name: buffer for name, buffer in _registered(model) if buffer is not None}
+    return {name: buffer for name, buffer in _registered_buffers(model) if buffer is not None}
 
 
 def empty_buffers(model: Module) -> list[str]:
     """Return the names of persistent buffers that are None."""
-    return [name for name, buffer in _registered(model) if buffer is None]
+    return [name for name, buffer in _registered_buffers(model) if buffer is None]
 
 
 def has_buffers(model: Module) -> bool:
     """Whether the model has persistent buffers, including those that are None."""
-    return next(_registered(model), None) is not None
+    return next(_registered_buffers(model), None) is not None
 
 
-def _registered(model: Module) -> Iterator[tuple[str, Tensor | None]]:
+def _registered_buffers(model: Module) -> Iterator[tuple[str, Tensor | None]]:
     """Yield persistent buffers by name, each tensor once."""
     tensors: set[Tensor] = set()
     for prefix, module in model.named_modules():
@@ -102,7 +102,7 @@ def held_buffers(model: Module) -> dict[str, Tensor | None]:
     """Return copies of all persistent buffers, including None, for `load_buffers`."""
     return {
         name: None if buffer is None else buffer.detach().clone()
-        for name, buffer in _registered(model)
+        for name, buffer in _registered_buffers(model)
     }
 
 

@@ -63,7 +63,7 @@ class Workers:
         """
         if number < 1:
             raise ValueError(f"needs at least one worker, got {number}")
-        opening = _packed(open_object)
+        opening = _pack(open_object)
         self._workers: list[_Worker] = []
         try:
             for index in range(number):
@@ -82,7 +82,7 @@ class Workers:
         Raises:
             WorkerLost: the workers are closed.
         """
-        return self._workers[worker].ask(_packed((method, args)))
+        return self._workers[worker].ask(_pack((method, args)))
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -115,7 +115,7 @@ class _Worker:
         self._asking = threading.Lock()
         self._is_closed = False
         self.process = AnsweringProcess(
-            serve_calls, env=_ONE_THREAD | os.environ, allocate=_uninitialized
+            serve_calls, env=_ONE_THREAD | os.environ, allocate=_empty_bytes
         )
         self._thread = threading.Thread(target=self._talk, name=f"instar-{name}", daemon=True)
         self._thread.start()
@@ -150,7 +150,7 @@ class _Worker:
 
     def _answer(self, request: Parts) -> Any:
         try:
-            has_raised, content = _unpacked(self.process.exchange(request))
+            has_raised, content = _unpack(self.process.exchange(request))
         except ProcessLost as ending:
             end = f"(process {self.process.pid}) {exit_text(ending.status)}"
             raise WorkerLost(f"{self.name} {'is closed' if self._is_closed else end}") from None
@@ -167,25 +167,25 @@ def serve_calls(connection: socket.socket) -> None:
     with connection, suppress(EOFError, OSError):
         objects: list[Any] = []
         while True:
-            request = receive_parts(connection, _uninitialized)
+            request = receive_parts(connection, _empty_bytes)
             try:
                 if objects:
-                    method, args = _unpacked(request)
-                    answer = _packed((False, getattr(objects[0], method)(*args)))
+                    method, args = _unpack(request)
+                    answer = _pack((False, getattr(objects[0], method)(*args)))
                 else:
-                    objects.append(_unpacked(request)())
-                    answer = _packed((False, None))
+                    objects.append(_unpack(request)())
+                    answer = _pack((False, None))
             except BaseException as error:  # the other side waits for an answer
-                answer = _packed((True, _described(error)))
+                answer = _pack((True, _describe_error(error)))
             send_parts(connection, answer)
 
 
-def _uninitialized(size: int) -> memoryview:
+def _empty_bytes(size: int) -> memoryview:
     """Return a buffer that, unlike a bytearray, is written once only: batches are large."""
     return np.empty(size, dtype=np.uint8).data
 
 
-def _described(error: BaseException) -> tuple[BaseException, list[str], str]:
+def _describe_error(error: BaseException) -> tuple[BaseException, list[str], str]:
     """Return an exception that can be pickled, its notes, and its traceback."""
     notes = list(getattr(error, "__notes__", ()))
     place = "".join(traceback.format_exception(error)).rstrip()
@@ -196,12 +196,12 @@ def _described(error: BaseException) -> tuple[BaseException, list[str], str]:
     return error, notes, place
 
 
-def _packed(value: object) -> Parts:
+def _pack(value: object) -> Parts:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return [memoryview(head), *(buffer.raw() for buffer in buffers)]
 
 
-def _unpacked(parts: Parts) -> Any:
+def _unpack(parts: Parts) -> Any:
     head, *buffers = parts
     return pickle.loads(head, buffers=buffers)  # noqa: S301

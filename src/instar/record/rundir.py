@@ -291,7 +291,7 @@ def _claim(path: Path, fill: Callable[[RunDir], None]) -> RunDir:
             run.checkpoints.mkdir(exist_ok=True)
             fill(run)
     except RunDirBusy:
-        raise _taken(path, _starter(run)) from None
+        raise _taken_error(path, _starter(run)) from None
     return run
 
 
@@ -308,7 +308,7 @@ def _starter(run: RunDir) -> int | None:
     return None
 
 
-def _taken(path: Path, pid: int | None) -> ConfigError:
+def _taken_error(path: Path, pid: int | None) -> ConfigError:
     owner = f"process {pid}" if pid else "another process"
     return ConfigError.of(
         f"{path}: {owner} has started a run there",
@@ -334,7 +334,7 @@ def _claim_new(record: RecordConfig, name: str) -> RunDir:
 
 def _check_empty(path: Path) -> None:
     if (pid := _starter(RunDir(path))) is not None:
-        raise _taken(path, pid)
+        raise _taken_error(path, pid)
     _check_unused(path)
 
 

@@ -68,7 +68,7 @@ def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAna
     against = against or _saved_before(path)
     checkpoint = load_checkpoint(path)
     manifest = checkpoint.manifest
-    parameters = _described(checkpoint)
+    parameters = _parameter_table(checkpoint)
     before = steps = None
     if against is not None:
         earlier = load_checkpoint(against)
@@ -87,7 +87,7 @@ def analyze_checkpoint(path: Path, against: Path | None = None) -> CheckpointAna
     return CheckpointAnalysis(path, against, analysis)
 
 
-def _described(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
+def _parameter_table(checkpoint: Checkpoint) -> Mapping[str, Parameter]:
     """Return the parameters of a checkpoint. If no built-in task has its architecture, every tensor
     with two or more dimensions counts as a matrix."""
     manifest = checkpoint.manifest

@@ -131,7 +131,7 @@ def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branche
     A collective. All ranks pass the phases together: each phase ends where all ranks know that none of them
     failed in it, so that no rank ever waits for another in a collective that the other does not reach.
     """
-    with _joined(request, log, signal) as rank:
+    with _join_ranks(request, log, signal) as rank:
         resolved_run = resolve_run(
             request, rank
         )  # which run, from which checkpoint, with which config
@@ -151,7 +151,7 @@ def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branche
 
 
 @contextmanager
-def _joined(request: RunRequest, log: RankLog, signal: StopSignal) -> Iterator[RankContext]:
+def _join_ranks(request: RunRequest, log: RankLog, signal: StopSignal) -> Iterator[RankContext]:
     """Context manager: this rank in the process group, with its console. A collective."""
     parallel, device = request.loaded_config.config.parallel, request.loaded_config.config.device
     with ExitStack() as record, join_group(parallel, device) as world, ExitStack() as live:

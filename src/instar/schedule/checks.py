@@ -68,12 +68,12 @@ def _operation(entry: ScheduledOperation) -> Iterator[Finding]:
         if entry.repeat > 1:
             yield "repeat", "is of no use: a branch has one name", "write an entry for each branch"
         return
-    if value := _refused(operation_of_entry, None):
+    if value := _refusal(operation_of_entry, None):
         yield value
     for option in operation_of_entry.options:
-        if suggestion := _misspelled(option):
+        if suggestion := _known_spelling(option):
             yield option, "is unknown", f"did you mean '{suggestion}'?"
-        elif value is None and (reason := _refused(operation_of_entry, option)):
+        elif value is None and (reason := _refusal(operation_of_entry, option)):
             yield reason
 
 
@@ -121,12 +121,12 @@ def _branches(config: RunConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem((key, SCHEDULE), text, "set it to true, or leave the branches out")
 
 
-def _misspelled(option: str) -> str | None:
+def _known_spelling(option: str) -> str | None:
     """Return the schedule's own key that an unknown option is probably a misspelling of."""
     return nearest(option, ScheduledOperation.model_fields, 0.8)
 
 
-def _refused(operation_of_entry: Operation, option: str | None) -> Finding | None:
+def _refusal(operation_of_entry: Operation, option: str | None) -> Finding | None:
     """Check an operation with only this option, or with none, so that a problem is attributed to
     the option that causes it."""
     part = option or "value"
@@ -146,19 +146,19 @@ def _refused(operation_of_entry: Operation, option: str | None) -> Finding | Non
 
 def _triggers(entry: ScheduledOperation, config: RunConfig) -> Iterator[Finding]:
     has_loss_trigger = entry.trigger_loss is not None or entry.max_wait_iters is not None
-    is_mistyped = any(map(_misspelled, entry.model_extra or {}))
+    is_mistyped = any(map(_known_spelling, entry.model_extra or {}))
     if entry.when is not None:
         if has_loss_trigger:
             hint = "write them as loss_below and waited, under 'any:'"
             yield "when", "cannot be combined with trigger_loss and max_wait_iters", hint
         yield from _when(entry.when, "when", config)
-        yield from _repeated(entry)
+        yield from _repeat_problems(entry)
     elif not has_loss_trigger and not is_mistyped:
         hint = "give it trigger_loss, max_wait_iters or when"
         yield "", "this operation could never fire", hint
 
 
-def _repeated(entry: ScheduledOperation) -> Iterator[Finding]:
+def _repeat_problems(entry: ScheduledOperation) -> Iterator[Finding]:
     with suppress(ValueError, IndexError):  # an invalid trigger is reported itself
         if entry.repeat > 1 and not entry.min_steps and stays_due(trigger(entry)):
             hint = "add min_steps, or use waited, plateau or trigger_loss"

@@ -285,7 +285,7 @@ def _branches(
         entry = leg.entry
         if entry is None or entry.operation.name != BRANCH:
             continue
-        early, late = (_begun(line, number) for line in timelines)
+        early, late = (_clock_at(line, number) for line in timelines)
         if early is None:
             end = timelines[0].end
             when = f" after {end.step:,} steps" if end is not None else ""
@@ -351,7 +351,7 @@ def _own_totals(
 
 def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
     after, plan = _after(before, entry)
-    skip_reason = _skipped(after, entry)
+    skip_reason = _skip_reason(after, entry)
     if skip_reason:
         return Leg(entry, before, _pace(before, spec), skipped=skip_reason)
     _check_data(after, entry, spec, world_size)
@@ -365,7 +365,7 @@ def _after(state: State, entry: Entry) -> tuple[State, GrowthPlan | None]:
         after, plan = plan_operation(state, entry.operation, 0)
     except ValueError as error:
         part = _faulty(state, entry.operation)
-        raise _refused(entry, part, f"is not possible here: {error}") from None
+        raise _schedule_error(entry, part, f"is not possible here: {error}") from None
     return after, plan
 
 
@@ -381,12 +381,12 @@ def _faulty(state: State, operation: Operation) -> str:
     return "name" if operation.value is None else "value"
 
 
-def _skipped(larger: State, entry: Entry) -> str:
+def _skip_reason(larger: State, entry: Entry) -> str:
     """Return the reason for skipping an entry, or ""."""
     reason = too_large(entry, larger.architecture)
     if reason and entry.on_failure == "stop":
         hint = "on_failure: skip continues without it"
-        raise _refused(entry, "max_params", f"is exceeded: there would be {reason}", hint)
+        raise _schedule_error(entry, "max_params", f"is exceeded: there would be {reason}", hint)
     return reason
 
 
@@ -394,7 +394,7 @@ def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> 
     """Raise ScheduleError if a rank would have no samples."""
     settings = state.settings
     if settings.global_batch < world_size:
-        raise _refused(
+        raise _schedule_error(
             entry,
             "value",
             f"leaves some of {world_size} ranks without any of {settings.global_batch} samples at "
@@ -403,7 +403,7 @@ def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> 
         )
     samples = spec.samples(settings.context)
     if state.config.data.drop_last and samples is not None and samples < settings.global_batch:
-        raise _refused(
+        raise _schedule_error(
             entry,
             "value",
             f"leaves out every sample, by data.drop_last: an epoch has {samples:,} samples, fewer than a global "
@@ -411,14 +411,14 @@ def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> 
         )
     tokens = spec.units(settings.context)
     if spec.unit == "token" and tokens is not None and tokens <= settings.context:
-        raise _refused(
+        raise _schedule_error(
             entry,
             "value",
             f"needs samples of {settings.context:,} tokens, but the training data has {tokens:,}",
         )
 
 
-def _refused(entry: Entry, part: str, message: str, hint: str = "") -> ScheduleError:
+def _schedule_error(entry: Entry, part: str, message: str, hint: str = "") -> ScheduleError:
     key = f"{entry.place}.{part}"
     return ScheduleError(ConfigProblem((key, entry.place), f"{key} {message}", hint))
 
@@ -446,12 +446,12 @@ def _basis(state: State, spec: TaskSpec) -> tuple[int | None, ...]:
     return context, state.architecture.sizes().get("vocab"), limit
 
 
-def _begun(timeline: Timeline, number: int) -> Clock | None:
+def _clock_at(timeline: Timeline, number: int) -> Clock | None:
     return timeline.starts[number] if number < len(timeline.starts) else None
 
 
 def _first_step(timeline: Timeline, number: int) -> int | None:
-    clock = _begun(timeline, number)
+    clock = _clock_at(timeline, number)
     return None if clock is None else clock.step
 
 

@@ -139,7 +139,7 @@ def rank_memory(
     growth = (
         0 if before is None else _growth(plan, parts, before, whole_model.get("activations", 0))
     )
-    return RankMemory(plan.shards, parts, growth, _sent(plan, state))
+    return RankMemory(plan.shards, parts, growth, _sent_bytes(plan, state))
 
 
 def _sharded_parts(plan: RankPlan) -> dict[str, int]:
@@ -184,7 +184,7 @@ def _two_blocks(root: int, blocks: Sequence[int]) -> int:
     return root + 2 * max(blocks, default=0)
 
 
-def _sent(plan: RankPlan, state: Mapping[str, int]) -> int:
+def _sent_bytes(plan: RankPlan, state: Mapping[str, int]) -> int:
     """Return the bytes that a rank sends per step; `state`: of what it holds."""
     config, share, world_size, shards = plan.config, plan.share, plan.world_size, plan.shards
     weights, gradients = state["weights"], state["gradients"]

@@ -278,7 +278,7 @@ def plan_operation(
     config, settings = _effective(state.config, state.settings, operation, step)
     with_config = partial(dataclasses.replace, state, config=config)
     if operation.name == OVERRIDE:
-        architecture = _switched(state.architecture, config, operation.value)
+        architecture = _switch(state.architecture, config, operation.value)
         return with_config(settings=settings, architecture=architecture), None
     if growth.is_growth(operation.name):
         architecture, plan = growth.plan(state.architecture, operation, step=step)
@@ -416,7 +416,7 @@ def _overridden(
     return config, dataclasses.replace(settings, **{name: getattr(fresh, name) for name in keys})
 
 
-def _switched(architecture: Any, config: RunConfig, values: Mapping[str, Any]) -> Growable:
+def _switch(architecture: Any, config: RunConfig, values: Mapping[str, Any]) -> Growable:
     """Return the architecture with the config's values of the fields that `model.*` keys name."""
     names = [key.removeprefix("model.") for key in values if key.startswith("model.")]
     fields = {field.name for field in dataclasses.fields(architecture)}
@@ -489,7 +489,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _rounded(value: float) -> int:
+def _round(value: float) -> int:
     return max(1, math.floor(value + 0.5))
 
 
@@ -502,8 +502,8 @@ def _set_warmup(settings: Settings, warmup: int) -> Settings:
     end, every = settings.lr_decay_iters, settings.decay_every
     if settings.warmup_iters > 0:
         factor = warmup / settings.warmup_iters
-        end = None if end is None else max(warmup + 1, _rounded(end * factor))
-        every = None if every is None else _rounded(every * factor)
+        end = None if end is None else max(warmup + 1, _round(end * factor))
+        every = None if every is None else _round(every * factor)
     return dataclasses.replace(settings, warmup_iters=warmup, lr_decay_iters=end, decay_every=every)
 
 
@@ -519,7 +519,7 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
     """
     now = (settings.warmup_iters, settings.lr_decay_iters, settings.decay_every)
     first_intervals, before = settings.unscaled_intervals, settings.interval_factor
-    if first_intervals is None or _scaled(first_intervals, before) != now:
+    if first_intervals is None or _scale(first_intervals, before) != now:
         first_intervals, before = now, 1.0
     total = before * factor
     if not 1 / LARGEST <= total <= LARGEST:
@@ -527,7 +527,7 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
             f"change_warmup_iters {factor:g}: the product of all factors would be {total:g}; it "
             f"must be from {1 / LARGEST:g} to {LARGEST:g}"
         )
-    warmup, end, every = _scaled(first_intervals, total)
+    warmup, end, every = _scale(first_intervals, total)
     return dataclasses.replace(
         settings,
         warmup_iters=warmup,
@@ -538,7 +538,7 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
     )
 
 
-def _scaled(intervals: Intervals, factor: float) -> Intervals:
+def _scale(intervals: Intervals, factor: float) -> Intervals:
     warmup, end, every = int(intervals[0] * factor), intervals[1], intervals[2]
     # the decay ends after the warm-up, and a decay interval is at least one step
     return (
@@ -549,7 +549,7 @@ def _scaled(intervals: Intervals, factor: float) -> Intervals:
 
 
 def _eval_iters(settings: Settings, iters: float) -> Settings:
-    return dataclasses.replace(settings, eval_iters=_rounded(iters))
+    return dataclasses.replace(settings, eval_iters=_round(iters))
 
 
 def _change_eval_iters(settings: Settings, factor: float, _step: int) -> Settings:
@@ -579,11 +579,11 @@ SETTINGS: Mapping[str, Effect] = {
     "change_lr": lambda s, factor, _: _lr(s, s.lr * factor),
     "set_lr": lambda s, value, _: _lr(s, value),
     "change_batch_size": lambda s, factor, _: dataclasses.replace(
-        s, batch_size=_rounded(s.batch_size * factor)
+        s, batch_size=_round(s.batch_size * factor)
     ),
     "set_batch_size": lambda s, value, _: dataclasses.replace(s, batch_size=int(value)),
     "change_grad_accum": lambda s, factor, _: dataclasses.replace(
-        s, grad_accum=_rounded(s.grad_accum * factor)
+        s, grad_accum=_round(s.grad_accum * factor)
     ),
     "set_grad_accum": lambda s, value, _: dataclasses.replace(s, grad_accum=int(value)),
     "change_warmup_iters": lambda s, factor, _: _change_warmup(s, factor),
@@ -591,12 +591,12 @@ SETTINGS: Mapping[str, Effect] = {
     "change_eval_iters": _change_eval_iters,
     "set_eval_iters": lambda s, value, _: _eval_iters(s, value),
     "change_eval_interval": lambda s, factor, _: dataclasses.replace(
-        s, eval_interval=_rounded(s.eval_interval * factor)
+        s, eval_interval=_round(s.eval_interval * factor)
     ),
     "set_eval_interval": lambda s, value, _: dataclasses.replace(s, eval_interval=int(value)),
     "reset_lr_schedule": lambda s, _, step: s.restarted(step),
     "change_context": lambda s, factor, _: dataclasses.replace(
-        s, context=_rounded(s.context * factor)
+        s, context=_round(s.context * factor)
     ),
     "set_context": lambda s, value, _: dataclasses.replace(s, context=int(value)),
     "freeze": _freeze,

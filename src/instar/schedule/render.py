@@ -26,7 +26,7 @@ def render(forecast: Forecast, notes: Sequence[str] = ()) -> str:
         rows_before = [] if before is None else _rows(before, forecast.unit, forecast.world_size)
         if len(forecast.stages) > 1:
             rows += _stage_header(number, stage, forecast)
-        if before is not None and (changes := _changed(before.settings, stage.settings)):
+        if before is not None and (changes := _change_texts(before.settings, stage.settings)):
             rows.append(("settings", [", ".join(changes)]))
         rows += [
             row
@@ -82,7 +82,7 @@ _WORDS = {
 }
 
 
-def _changed(before: Settings, after: Settings) -> list[str]:
+def _change_texts(before: Settings, after: Settings) -> list[str]:
     """Describe the settings that an operation changes."""
     lines = [
         f"{_WORDS[name]} {_short(getattr(before, name))} → {_short(getattr(after, name))}"

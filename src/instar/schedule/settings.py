@@ -188,7 +188,7 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
     elif share is None:
         share = _share_of_peak(settings, steps_done)
     rewarm_share = _rising(step - settings.rewarm_start, settings.rewarm_iters)
-    return settings.lr * _decayed(settings, step, share) * rewarm_share
+    return settings.lr * _decay(settings, step, share) * rewarm_share
 
 
 def early_end_of_decay(settings: Settings, steps: int | None) -> str:
@@ -205,7 +205,7 @@ def early_end_of_decay(settings: Settings, steps: int | None) -> str:
     )
 
 
-def _decayed(settings: Settings, step: int, share: float) -> float:
+def _decay(settings: Settings, step: int, share: float) -> float:
     """Return the share in the last decay of a branch, which began with `share`."""
     if not settings.decay_iters or step <= settings.decay_start:
         return share
@@ -220,13 +220,13 @@ def _rising(steps_done: int, iters: int) -> float:
 def _share_of_peak(settings: Settings, steps_done: int) -> float:
     match settings.lr_shape:
         case "step" | "exponential":
-            return _fallen(settings, steps_done - settings.warmup_iters)
+            return _share_after_falls(settings, steps_done - settings.warmup_iters)
         case "cosine" | "linear" | "wsd":
             return _falling(settings, steps_done)
     return 1.0
 
 
-def _fallen(settings: Settings, steps_done: int) -> float:
+def _share_after_falls(settings: Settings, steps_done: int) -> float:
     """Step or exponential decay by gamma, without an end."""
     every = settings.decay_every
     if every is None:

@@ -74,7 +74,7 @@ class Clock(Counters):
 
     def after(self, pace: Pace, steps: int) -> Clock:
         """Return the clock after a number of steps."""
-        samples = _passed(self.in_order, steps, pace)
+        samples = _samples_passed(self.in_order, steps, pace)
         samples_trained = steps * pace.global_batch if pace.drop_last else samples
         tokens = round(samples_trained * pace.weight)
         return replace(
@@ -111,7 +111,7 @@ class Clock(Counters):
         return _first(over, self.step)
 
 
-def _passed(begin: int, steps: int, pace: Pace) -> int:
+def _samples_passed(begin: int, steps: int, pace: Pace) -> int:
     """Return by how much `steps` steps move the cursor from position `begin`."""
     size, batch, in_epoch = pace.samples_per_epoch, pace.global_batch, pace.steps_per_epoch
     if not size or not in_epoch:
@@ -332,12 +332,12 @@ def frozen_parameters(
     state = legs[number].state
     frozen = [n for n in state.architecture.parameters() if is_frozen(state.settings.frozen, n)]
     frozen_throughout = {
-        name for name in frozen if not _trained(legs[: number + 1], name, with_steps)
+        name for name in frozen if not _is_trained(legs[: number + 1], name, with_steps)
     }
     return FrozenParameters(frozenset(frozen), frozenset(frozen_throughout))
 
 
-def _trained(legs: Sequence[Leg], name: str, with_steps: Collection[int]) -> bool:
+def _is_trained(legs: Sequence[Leg], name: str, with_steps: Collection[int]) -> bool:
     """Whether a parameter of the last leg, or its source, was trained in an earlier leg."""
     for number in range(len(legs) - 1, 0, -1):
         plan = legs[number].plan

@@ -237,12 +237,12 @@ def words(trigger: Trigger) -> str:
         case NoiseAbove(multiple):
             return f"noise scale > {multiple:g} × the batch"
         case AnyOf(triggers):
-            return " or ".join(_bracketed(part, AllOf) for part in triggers)
+            return " or ".join(_in_brackets(part, AllOf) for part in triggers)
         case AllOf(triggers):
-            return " and ".join(_bracketed(part, AnyOf) for part in triggers)
+            return " and ".join(_in_brackets(part, AnyOf) for part in triggers)
 
 
-def _bracketed(trigger: Trigger, kind: type[AnyOf | AllOf]) -> str:
+def _in_brackets(trigger: Trigger, kind: type[AnyOf | AllOf]) -> str:
     text = words(trigger)
     return f"({text})" if isinstance(trigger, kind) and len(trigger.triggers) > 1 else text
 

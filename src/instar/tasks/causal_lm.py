@@ -105,12 +105,12 @@ class CausalLMTask(TextTask):
         return True
 
     def build(self) -> PretrainedModel:
-        return self._built(None if self.config.starts_from else self.config.seed)
+        return self._build_model(None if self.config.starts_from else self.config.seed)
 
     def shell(self) -> PretrainedModel:
-        return self._built(None)
+        return self._build_model(None)
 
-    def _built(self, seed: int | None) -> PretrainedModel:
+    def _build_model(self, seed: int | None) -> PretrainedModel:
         from instar.models.hf.module import PretrainedModel
 
         checkpointing = self.config.train.gradient_checkpointing

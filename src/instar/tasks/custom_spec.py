@@ -57,7 +57,7 @@ class CustomSpec(SampleSetSpec):
             check_shape_buffers(config.task, shape, _facts_in(module))
         first = tuple(map(weakref.ref, module.parameters()))
         del module
-        data, unused_batch = _opened(task, config)
+        data, unused_batch = _open_source(task, config)
         data.held_out("val")
         return cls(config, shape, data, task, first, unused_batch)
 
@@ -131,7 +131,7 @@ def _section(task: type[CustomTask[Any, Any]], config: RunConfig) -> Section:
     return task.Model.model_construct(fields_set & values.keys(), **values)
 
 
-def _opened(
+def _open_source(
     task: CustomTask[Any, Any], config: RunConfig
 ) -> tuple[SampleSet | StreamedSet, int | None]:
     """Return the user's samples, split by themselves or as the config says, and the batch size of a

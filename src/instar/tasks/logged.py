@@ -91,7 +91,7 @@ class Logged:
         if isinstance(value, Tensor):
             value = value.detach().double()
             if value.ndim:
-                value, weight = _reduced(value, reduce), float(value.numel())
+                value, weight = _reduce(value, reduce), float(value.numel())
             elif reduce == "mean":
                 value = value * weight
         else:
@@ -156,8 +156,8 @@ class Logged:
             for name, (reduce, values, weights, decisive) in state.items():
                 number = self._numbers.setdefault(name, _Number(reduce))
                 is_sum = reduce in ("mean", "sum")
-                number.values.append(_parsed(values) if is_sum else float(decisive))
-                number.weights.append(_parsed(weights))
+                number.values.append(_parse(values) if is_sum else float(decisive))
+                number.weights.append(_parse(weights))
 
 
 def _reduced_over_ranks(name: str, parts: Sequence[_Sums]) -> float:
@@ -334,7 +334,7 @@ def _check_name(name: object, names: Mapping[str, object], limit: int) -> None:
         raise ValueError(f"{name!r} is not logged: there are {limit} names already")
 
 
-def _reduced(values: Tensor, reduce: Reduction) -> Tensor:
+def _reduce(values: Tensor, reduce: Reduction) -> Tensor:
     match reduce:
         case "mean" | "sum":
             return values.sum()
@@ -346,7 +346,7 @@ def _reduced(values: Tensor, reduce: Reduction) -> Tensor:
             return values.reshape(-1)[-1]
 
 
-def _parsed(text: str) -> float | Fraction:
+def _parse(text: str) -> float | Fraction:
     if not _SUM.fullmatch(text):
         raise ValueError(f"not a sum: {text[:40]!r}")
     return parse_sum(text)

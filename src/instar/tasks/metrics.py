@@ -101,7 +101,7 @@ def compute(world: World, metrics: Mapping[str, SetMetric]) -> dict[str, float]:
     with raise_on_all_ranks(world, "computing metrics"):
         if world.is_main:
             for name, metric in metrics.items():
-                with _named(name):
+                with _naming_errors(name):
                     metric.finish()
                     value = metric.compute()
                 values[name] = repr(_number(name, value))
@@ -115,7 +115,7 @@ def _merge(world: World, metrics: Mapping[str, SetMetric]) -> None:
     part, rank_states = b"", dict[str, Tensor]()
     with raise_on_all_ranks(world, "collecting metrics"):
         for number, (name, metric) in enumerate(metrics.items()):
-            with _named(name):
+            with _naming_errors(name):
                 state = metric.state()
             for key, tensors in state.items():
                 for place, tensor in enumerate(tensors):
@@ -146,9 +146,9 @@ def update(metrics: Mapping[str, SetMetric], inputs: Mapping[str, Inputs]) -> No
             if not isinstance(tensor, Tensor) or not tensor.ndim:
                 raise ValueError(
                     f"measure's {name} must be a tuple of tensors [samples, …]; number {place + 1} of "
-                    f"{len(tensors)} is of type {_shown(tensor)}"
+                    f"{len(tensors)} is of type {_value_text(tensor)}"
                 )
-        with _named(name):
+        with _naming_errors(name):
             metric.add([at_least_float32(tensor.detach()) for tensor in inputs[name]])
 
 
@@ -160,7 +160,7 @@ def try_out(metrics: Mapping[str, SetMetric], inputs: Mapping[str, Inputs]) -> N
     """
     update(metrics, inputs)
     for name, metric in metrics.items():
-        with _named(name):
+        with _naming_errors(name):
             metric.finish()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -176,12 +176,12 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(
-            f"the metric {name} must be one number, not {_shown(value)}: choose an average, or "
+            f"the metric {name} must be one number, not {_value_text(value)}: choose an average, or "
             "declare a metric for each value"
         ) from None
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     shape = getattr(value, "shape", None)
     return type(value).__name__ + ("" if shape is None else f" {list(shape)}")
 
@@ -226,12 +226,12 @@ class _AtOnce(_Held):
 
     def __init__(self, metric: Any, device: torch.device = CPU) -> None:
         super().__init__()
-        self._metric = _prepared(metric, device)
+        self._metric = _prepare(metric, device)
         self._nan = torch.zeros((), dtype=torch.bool, device=device)
         """whether an input has NaN, which many metrics would rank or count like a number"""
 
     def finish(self) -> None:
-        for inputs in _joined(self._batches):
+        for inputs in _join_batches(self._batches):
             if any(map(len, inputs)):  # several metrics fail without a sample
                 self._metric.update(*inputs)
                 self._nan |= torch.stack([tensor.isnan().any() for tensor in inputs]).any()
@@ -285,7 +285,7 @@ class _States(_AtOnce):
                     setattr(part, key, stack if reduce is None else reduce(stack))
 
 
-def _prepared(metric: Any, device: torch.device) -> Any:
+def _prepare(metric: Any, device: torch.device) -> Any:
     """Return the metric, empty and on the device. Its sums are in float64, so that they hardly depend
     on the number of batches and ranks."""
     metric.reset()
@@ -312,7 +312,7 @@ def _never() -> bool:
     return False
 
 
-def _joined(batches: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+def _join_batches(batches: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
     """Join consecutive batches whose samples have the same shapes."""
     for _, group in groupby(batches, lambda batch: [tensor.shape[1:] for tensor in batch]):
         yield [torch.cat(tensors) for tensors in zip(*group, strict=True)]
@@ -330,7 +330,7 @@ def _of(tensors: Mapping[str, Tensor], number: str) -> State:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _naming_errors(name: str) -> Iterator[None]:
     """Context manager that names the metric in an error."""
     try:
         with _quiet():

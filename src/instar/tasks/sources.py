@@ -51,11 +51,11 @@ def task_files(task: str) -> tuple[tuple[str, bytes], ...]:
         except (OSError, ValueError):
             continue
         if file.suffix == ".py":
-            modules += _imported(file, contents[file], root)
+            modules += _imported_files(file, contents[file], root)
     return tuple((str(file.relative_to(root)), content) for file, content in contents.items())
 
 
-def _imported(file: Path, content: bytes, root: Path) -> Iterator[Path]:
+def _imported_files(file: Path, content: bytes, root: Path) -> Iterator[Path]:
     """Yield the files below a folder that a module imports."""
     try:
         tree = ast.parse(content)

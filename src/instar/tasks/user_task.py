@@ -51,7 +51,7 @@ class UserTask(Task):
         )
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        return at_least_float32(self._losses(model, batch, self._collated(batch))[0]).sum()
+        return at_least_float32(self._losses(model, batch, self._collate(batch))[0]).sum()
 
     def hooks(self) -> Sequence[object]:
         return (self.custom_task,)
@@ -71,7 +71,7 @@ class UserTask(Task):
         return metrics
 
     def measure(self, model: nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
-        user_batch = self._collated(batch)
+        user_batch = self._collate(batch)
         losses, outputs = self._losses(model, batch, user_batch)
         with exits_fail(f"{name_of(self.custom_task)}.measure"):
             result = self.custom_task.measure(outputs, user_batch)
@@ -109,7 +109,7 @@ class UserTask(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         with exits_fail(f"{name_of(self.custom_task)}.outputs"):
-            outputs: object = self.custom_task.outputs(model, self._collated(batch))
+            outputs: object = self.custom_task.outputs(model, self._collate(batch))
         if not (
             isinstance(outputs, Tensor)
             and outputs.is_floating_point()
@@ -123,12 +123,12 @@ class UserTask(Task):
             )
         return outputs
 
-    def _collated(self, batch: Batch) -> Any:
+    def _collate(self, batch: Batch) -> Any:
         """Return what the user's `collate` makes of a batch; the batch itself without one."""
         if type(self.custom_task).collate is CustomTask.collate:
             return batch
         with exits_fail(f"{name_of(self.custom_task)}.collate"):
-            return self.custom_task.collate(_each(batch))
+            return self.custom_task.collate(_split_samples(batch))
 
     def _losses(self, model: nn.Module, batch: Batch, user_batch: Any) -> tuple[Tensor, Any]:
         """Return the losses, and what `measure` and `predict` get: outputs, or the model."""
@@ -164,7 +164,7 @@ def _numbers(values: Tensor) -> NDArray[Any]:
     return numbers
 
 
-def _each(batch: Batch) -> list[dict[str, Tensor]]:
+def _split_samples(batch: Batch) -> list[dict[str, Tensor]]:
     """Return the samples of a batch, as views."""
     columns: dict[str, Sequence[Tensor]] = {}
     for name, values in batch.items():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from records import make_run
 from shown_runs import START, place, started, steps, told_run, write
 
-from instar.extensions.board.curves import SIGNIFICANT_FIGURES, _rounded, chart_data
+from instar.extensions.board.curves import SIGNIFICANT_FIGURES, _round_values, chart_data
 from instar.logs.read.record import AXES, read_record
 from instar.record.events import OperationEvent, Train
 
@@ -109,7 +109,7 @@ def test_an_operation_without_a_change_has_its_value_for_a_title(tmp_path: Path)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=20))
 def test_rounding_keeps_six_figures(values: list[float]) -> None:
     column = np.array(values, np.float64)
-    for before, after in zip(column.tolist(), _rounded(column).tolist(), strict=True):
+    for before, after in zip(column.tolist(), _round_values(column).tolist(), strict=True):
         if not math.isfinite(before):
             assert math.isnan(before) == math.isnan(after)
             assert math.isnan(before) or before == after

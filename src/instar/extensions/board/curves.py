@@ -113,7 +113,7 @@ def chart_groups(
 def _columns(series: Series, axes: Sequence[str]) -> dict[str, Any]:
     return {
         "x": {axis: _axis(series, axis) for axis in axes},
-        "value": _numbers(_rounded(series.value)),
+        "value": _numbers(_round_values(series.value)),
     }
 
 
@@ -124,7 +124,7 @@ def _axis(series: Series, axis: str) -> list[Any]:
     values = series.axis(axis)
     if axis in _DECIMALS:
         return _numbers(np.round(values, _DECIMALS[axis]))
-    return _numbers(_rounded(values))
+    return _numbers(_round_values(values))
 
 
 def _numbers(values: Floats) -> list[float | None]:
@@ -133,7 +133,7 @@ def _numbers(values: Floats) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _rounded(values: Floats) -> Floats:
+def _round_values(values: Floats) -> Floats:
     """Round to `SIGNIFICANT_FIGURES`."""
     mask = np.isfinite(values) & (values != 0)
     size = np.floor(np.log10(np.abs(np.where(mask, values, 1.0))))

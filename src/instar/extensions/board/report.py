@@ -93,7 +93,7 @@ def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | Non
     charts = panels(records)
     rows = max(10, MAX_ROWS // len(records))
     parts = [part for part in PARTS if part != "config" or len(records) <= MAX_CONFIGS]
-    answers: dict[str, Any] = {"/api/curves": {"runs": _charted(records, charts)}}
+    answers: dict[str, Any] = {"/api/curves": {"runs": _chart_data(records, charts)}}
     if len(records) > 1:
         answers["/api/compare"] = {"sections": comparison(records)}
         answers["/api/groups"] = {"groups": chart_groups(_by_key(records), "seed", groups)}
@@ -226,7 +226,7 @@ def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
     titles = {**_GROUPS, **layer_titles()}
     layer_curves = tuple(name for name in curves if name.startswith(tuple(titles)))
     for prefix, title in titles.items():
-        members = _numbered(name for name in layer_curves if name.startswith(prefix))
+        members = _sort_by_number(name for name in layer_curves if name.startswith(prefix))
         if members and len(records) <= MAX_LAYERED:
             charts.append(ReportPanel(title, members, log=True, wide=True))
     curves_in_groups = {*losses, *layer_curves}
@@ -235,7 +235,7 @@ def panels(records: Sequence[RunRecord]) -> list[ReportPanel]:
     return [*charts[:1], *held_out, *(p for p in single if p not in held_out), *charts[1:]]
 
 
-def _numbered(names: Iterable[str]) -> tuple[str, ...]:
+def _sort_by_number(names: Iterable[str]) -> tuple[str, ...]:
     """Sort names that differ only in numbers by these, so that inserted layers are in place; other
     names keep their order."""
     ordered_names = list(names)
@@ -251,7 +251,9 @@ def _numbered(names: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _charted(records: Sequence[RunRecord], charts: Sequence[ReportPanel]) -> list[dict[str, Any]]:
+def _chart_data(
+    records: Sequence[RunRecord], charts: Sequence[ReportPanel]
+) -> list[dict[str, Any]]:
     """Return the data of the curves, with as many points as fit into `CURVE_BYTES`."""
     # losses, single curves and layers get equal shares
     kinds = [[p for p in charts if p.wide and not p.log], [p for p in charts if not p.wide]]

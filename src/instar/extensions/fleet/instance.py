@@ -128,8 +128,8 @@ class InstanceRunner:
                 for task in ended_tasks:
                     task.result()
         finally:
-            await _cancelled(jobs)
-            await _cancelled(services)
+            await _cancel_all(jobs)
+            await _cancel_all(services)
 
     def kill(self) -> None:
         """Kill every process at once."""
@@ -214,7 +214,7 @@ class InstanceRunner:
             check = asyncio.ensure_future(checker.check(max(left_s, 0.1), probe=True))
             await _first(check, process.exit_future)
             if process.exit_future.done():
-                await _cancelled([check])
+                await _cancel_all([check])
                 return self._end_text(process) + " before it was ready"
             try:
                 check.result()
@@ -277,29 +277,29 @@ class InstanceRunner:
                 await _first(process.exit_future, loss)
                 if process.exit_future.done():
                     if process.exit_future.result().status == 0:
-                        await _cancelled([loss])
+                        await _cancel_all([loss])
                         return None, ""
                     # it may have failed because of a server whose end is heard of a moment later
                     await asyncio.wait([loss], timeout=_LATE_NEWS_S if job.depends_on else 0)
                     what = loss.result() if loss.done() else ""
-                    await _cancelled([loss])
+                    await _cancel_all([loss])
                     return self._end_text(process), what
                 if job.on_dependency_failure != "wait":
                     return f"was stopped: {loss.result()}", loss.result()
-                await self._until(lambda: self._lost(job) == "" or self._lost_for_good(job))
+                await self._until(lambda: self._loss_text(job) == "" or self._lost_for_good(job))
                 if self._lost_for_good(job):
                     raise InstanceFailed(
-                        self._lost_service(job), f"{name} was stopped: {self._lost(job)}"
+                        self._lost_service(job), f"{name} was stopped: {self._loss_text(job)}"
                     )
         finally:
             await self._stop(name, job, process)
 
     async def _loss(self, job: Job) -> str:
         """Wait until a service that the job depends on is down; return which, and why."""
-        await self._until(lambda: self._lost(job) != "")
-        return self._lost(job)
+        await self._until(lambda: self._loss_text(job) != "")
+        return self._loss_text(job)
 
-    def _lost(self, process: Process) -> str:
+    def _loss_text(self, process: Process) -> str:
         name = self._lost_service(process)
         return f"{name} {self._services[name].loss or 'is not ready'}" if name else ""
 
@@ -324,7 +324,7 @@ class InstanceRunner:
         )
         if self._lost_for_good(process):
             raise InstanceFailed(
-                self._lost_service(process), f"{name} cannot run: {self._lost(process)}"
+                self._lost_service(process), f"{name} cannot run: {self._loss_text(process)}"
             )
 
     def _is_met(self, name: str, condition: str) -> bool:
@@ -462,7 +462,7 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until all have ended."""
     for task in tasks:
         task.cancel()

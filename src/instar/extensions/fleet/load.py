@@ -70,9 +70,9 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     except ValidationError as error:
         reading = LoadedFleet(FleetSpec(name="unread"), tuple(documents))
         for item in error.errors(include_url=False):
-            location = _written(tuple(item["loc"]), data)
+            location = _key_path(tuple(item["loc"]), data)
             if not any(location[: len(path)] == path for path in unreadable):
-                problems.append(_explained(reading, location, item, data))
+                problems.append(_explain(reading, location, item, data))
         raise ConfigError(*_sorted(problems)) from None
     loaded_config = LoadedFleet(spec, tuple(documents))
     for place, address in addresses(data):
@@ -84,7 +84,7 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     return loaded_config
 
 
-def _written(location: tuple[Any, ...], data: Any) -> KeyPath:
+def _key_path(location: tuple[Any, ...], data: Any) -> KeyPath:
     """Return the part of pydantic's location that is in the data: without branches of unions."""
     path: list[str | int] = []
     for number, step in enumerate(location):
@@ -100,9 +100,7 @@ def _written(location: tuple[Any, ...], data: Any) -> KeyPath:
     return tuple(path)
 
 
-def _explained(
-    reading: LoadedFleet, path: KeyPath, item: Any, data: dict[str, Any]
-) -> ConfigProblem:
+def _explain(reading: LoadedFleet, path: KeyPath, item: Any, data: dict[str, Any]) -> ConfigProblem:
     if item["type"] == "extra_forbidden":
         message, hint, _ = unknown_key(FleetSpec, path)
         return problem_at(reading.place(path, key=True), message, hint)

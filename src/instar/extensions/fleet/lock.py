@@ -63,10 +63,10 @@ class FolderLock:
             check_inside(folder, FOLDERS)
         except OSError as error:
             raise ConfigError.of(str(error.strerror), where=str(error.filename)) from None
-        self._descriptor = _opened(folder / part_name(_LOCK_FILE, part))
+        self._descriptor = _open_lock(folder / part_name(_LOCK_FILE, part))
         deadline = time.monotonic() + patience_s
         # the host of a part may have lost touch with its engine, and is then ending
-        if not _locked(folder, self._descriptor, 0.0 if part is None else deadline):
+        if not _try_lock(folder, self._descriptor, 0.0 if part is None else deadline):
             holder = named_holder(self._descriptor)
             os.close(self._descriptor)
             raise FolderBusy.of(
@@ -75,9 +75,9 @@ class FolderLock:
                 hint=f"see `instar fleet status {folder.name}`",
             )
         write_holder(self._descriptor)
-        self.trees = _opened(folder / part_name(_TREES_FILE, part))
+        self.trees = _open_lock(folder / part_name(_TREES_FILE, part))
         """descriptor that every process tree of the fleet inherits"""
-        if not _locked(folder, self.trees, deadline):
+        if not _try_lock(folder, self.trees, deadline):
             self.close()
             raise FolderBusy.of(
                 "processes of an earlier launcher do not end",
@@ -91,14 +91,14 @@ class FolderLock:
         os.close(self.trees)
 
 
-def _opened(path: Path) -> int:
+def _open_lock(path: Path) -> int:
     try:
         return open_lock(path)
     except OSError as error:
         raise ConfigError.of(f"cannot be opened: {error.strerror}", where=str(path)) from None
 
 
-def _locked(folder: Path, descriptor: int, deadline: float) -> bool:
+def _try_lock(folder: Path, descriptor: int, deadline: float) -> bool:
     """Lock a file, if others let go of it in time."""
     try:
         while not try_flock(descriptor, fcntl.LOCK_EX):

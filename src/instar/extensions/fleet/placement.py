@@ -105,7 +105,7 @@ def try_lock_resource(name: str, holder: str) -> Lock | str:
     """
     path = locks_folder() / f"{re.sub(r'[^A-Za-z0-9-]', '_', name)}.lock"
     try:
-        descriptor = _opened(path)
+        descriptor = _open_lock(path)
     except OSError as error:
         raise LockUnusable(f"{path} cannot be locked: {error.strerror}") from None
     try:
@@ -127,7 +127,7 @@ def try_lock_resource(name: str, holder: str) -> Lock | str:
     return Lock(name, descriptor)
 
 
-def _opened(path: Path) -> int:
+def _open_lock(path: Path) -> int:
     """Open the file of a lock, created for all users if missing.
 
     Raises:

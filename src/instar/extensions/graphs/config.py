@@ -230,7 +230,7 @@ class GraphConfig(RunConfig):
 
 def graph_checks(config: GraphConfig) -> list[ConfigProblem]:
     """Return the conflicts within the model, its heads and its data."""
-    return [*_heads(config.model), *_shape(config.model), *_generated(config.data)]
+    return [*_heads(config.model), *_shape(config.model), *_generator_problems(config.data)]
 
 
 def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
@@ -316,7 +316,7 @@ def _shape(model: GraphModelConfig) -> Iterator[ConfigProblem]:
         )
 
 
-def _generated(data: GraphDataConfig) -> Iterator[ConfigProblem]:
+def _generator_problems(data: GraphDataConfig) -> Iterator[ConfigProblem]:
     if (options := data.generator_options) is not None:
         conflicts = options_of(data.source).conflicts(options, f"data.{data.source}")
         yield from (ConfigProblem(keys, message) for keys, message in conflicts)

@@ -143,7 +143,7 @@ class _Aggregation(nn.Module):
 
     def forward(self, h_ND: Tensor, edges: _Edges) -> Tensor:
         if self.heads:
-            sums_ND = self._attended(h_ND, edges)
+            sums_ND = self._attend(h_ND, edges)
         elif edges.features is None:
             sums_ND = edges.sum(h_ND)
         else:
@@ -154,7 +154,7 @@ class _Aggregation(nn.Module):
         messages: Tensor = self.heard(sums_ND)
         return messages
 
-    def _attended(self, h_ND: Tensor, edges: _Edges) -> Tensor:
+    def _attend(self, h_ND: Tensor, edges: _Edges) -> Tensor:
         """GATv2 (arXiv 2105.14491, equation 7): Σ_j α_ij s_j, where α is the softmax over the
         senders j of score · LeakyReLU(s_j + r_i)."""
         nodes = len(h_ND)

@@ -96,7 +96,7 @@ class GraphSpec(SampleSetSpec):
     def open(cls, loaded_config: Loaded, world_size: int) -> Self:  # noqa: ARG003
         """See `TaskSpec`: reads every graph once."""
         config = _graph(loaded_config.config)
-        source, splits = _opened(config)
+        source, splits = _open_source(config)
         survey = survey_graphs(source, splits, config.model)
         try:
             shape = _shape(config, survey)
@@ -106,7 +106,7 @@ class GraphSpec(SampleSetSpec):
             ) from None
         nodes = _nodes(source)
         if config.model.level == "node":
-            source = WeightedSource(source, _counted(source, config, nodes))
+            source = WeightedSource(source, _count_in_loss(source, config, nodes))
         # nearly all of a step's work is per node
         measure = NodeCounts(config.model.mask) if config.model.level == "node" else None
         samples = SampleSet(source, splits, config.data, costs=nodes, measure=measure)
@@ -195,7 +195,7 @@ def _shape(config: GraphConfig, survey: GraphSurvey) -> GraphShape:
     return resolve_graph(config.model, survey.features, survey.graph_features, survey.edge_features)
 
 
-def _opened(config: GraphConfig) -> tuple[Source, Mapping[str, Int64Array]]:
+def _open_source(config: GraphConfig) -> tuple[Source, Mapping[str, Int64Array]]:
     """Return all graphs, and those of each split."""
     data, seed = config.data, config.data_seed
     if _is_stored(config):
@@ -242,7 +242,7 @@ def _nodes(source: Source) -> Int64Array:
     return as_ragged(source.read(np.arange(len(source)))["x"]).sizes
 
 
-def _counted(source: Source, config: GraphConfig, nodes: Int64Array) -> Int64Array:
+def _count_in_loss(source: Source, config: GraphConfig, nodes: Int64Array) -> Int64Array:
     """Number of nodes of every graph that count in the loss."""
     if (mask := config.model.mask) is None:
         return nodes

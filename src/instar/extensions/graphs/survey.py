@@ -159,7 +159,7 @@ class _Wanted:
         )
 
 
-def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
+def _requirements(model: GraphModelConfig) -> Iterator[_Wanted]:
     yield _Wanted("x", 2, "iuf", "numbers [nodes, features]")
     yield _Wanted("edges", 2, "iu", "pairs of node numbers [edges, 2]")
     if model.graph_features:
@@ -179,7 +179,7 @@ def _wanted(model: GraphModelConfig) -> Iterator[_Wanted]:
 
 def _missing(columns: Columns, model: GraphModelConfig) -> Iterator[ConfigProblem]:
     """Yield a problem per required column that is missing or malformed; any samples will do."""
-    for requirement in _wanted(model):
+    for requirement in _requirements(model):
         column = columns.get(requirement.column)
         if column is None:
             hint = f"there are {', '.join(columns) or 'none'}"

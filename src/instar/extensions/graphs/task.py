@@ -66,7 +66,7 @@ class GraphTask(Task):
 
     def measure(self, model: torch.nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
         outputs = self.outputs(model, batch)
-        offsets = _ragged(batch, "x")[1]
+        offsets = _ragged_column(batch, "x")[1]
         mask = self._mask(batch)
         everywhere = outputs.new_ones(len(outputs)) if mask is None else mask.to(outputs.dtype)
         total = outputs.new_zeros(len(outputs))
@@ -111,17 +111,19 @@ class GraphTask(Task):
         arrays = {name: values.cpu().numpy() for name, values in columns.items()}
         if self.architecture.level == "graph":
             return dict(arrays)
-        offsets = _ragged(batch, "x")[1].cpu().numpy()
+        offsets = _ragged_column(batch, "x")[1].cpu().numpy()
         return {name: Ragged(values, offsets) for name, values in arrays.items()}
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        x_NF, offsets = _ragged(batch, "x")
-        edges_E2, edge_offsets = _ragged(batch, "edges")
+        x_NF, offsets = _ragged_column(batch, "x")
+        edges_E2, edge_offsets = _ragged_column(batch, "edges")
         first_of_graph = offsets[:-1].repeat_interleave(
             edge_offsets.diff(), output_size=len(edges_E2)
         )
         graph_GF = batch["graph"] if self.architecture.graph_features else None
-        edges_EF = _ragged(batch, "edge_attr")[0] if self.architecture.edge_features else None
+        edges_EF = (
+            _ragged_column(batch, "edge_attr")[0] if self.architecture.edge_features else None
+        )
         edges_E2 = edges_E2 + first_of_graph[:, None]
         outputs: Tensor = model(x_NF, edges_E2, offsets, graph_GF, edges_EF)
         return at_least_float32(outputs)
@@ -139,7 +141,7 @@ class GraphTask(Task):
         for head, of_head in zip(heads, parts, strict=True):
             target = batch[head.column]
             if self.architecture.level == "node":
-                target = _ragged(batch, head.column)[0]
+                target = _ragged_column(batch, head.column)[0]
             if mask is not None and head.kind == "classification":
                 target = target.masked_fill(~mask, NO_CLASS)
             elif mask is not None:
@@ -149,7 +151,7 @@ class GraphTask(Task):
     def _mask(self, batch: Batch) -> Tensor | None:
         """Return where losses and metrics count, [nodes]; None: everywhere."""
         name = self.config.model.mask
-        return None if name is None else _ragged(batch, name)[0]
+        return None if name is None else _ragged_column(batch, name)[0]
 
 
 def _set_metric(name: HeadMetric, classes: int) -> object:
@@ -180,7 +182,7 @@ def _loss(head: HeadConfig, of_head: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(of_head.squeeze(-1), target.to(of_head.dtype), reduction="none")
 
 
-def _ragged(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
+def _ragged_column(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
     """Return a column's concatenated values and its offsets [samples + 1], ragged or not."""
     values = batch[name]
     offsets = batch.get(f"{name}.offsets")

@@ -32,7 +32,7 @@ def final_answer(text: str) -> str | None:
     The first of these that occurs, and of several the last: `\boxed{…}`, `#### …`, "the answer is …", a
     number.
     """
-    if (box := _boxed(text)) is not None:
+    if (box := _boxed_answer(text)) is not None:
         return box
     for pattern in (_MARKED, _STATED):
         if answers := [match[1].strip() for match in pattern.finditer(text)]:
@@ -50,7 +50,7 @@ def is_correct(completion: str, expected: str) -> bool:
 def final_answer_of_solution(solution: str) -> str:
     r"""Return the answer that a reference solution marks by `\boxed` or `####`, or all of it."""
     marks = _MARKED.findall(solution)
-    box = _boxed(solution)
+    box = _boxed_answer(solution)
     return box if box is not None else marks[-1].strip() if marks else solution.strip()
 
 
@@ -67,7 +67,7 @@ def same_answer(answer: str, expected: str) -> bool:
     )
 
 
-def _boxed(text: str) -> str | None:
+def _boxed_answer(text: str) -> str | None:
     """Return the content of the last box, whose braces are balanced, or None."""
     for match in reversed([*_BOX.finditer(text)]):
         following = text[match.end() :]
@@ -136,28 +136,28 @@ def _value(text: str) -> object:
     """Return a value whose equality is that of answers."""
     parts = [*_split(text, r"\cup")]
     if len(parts) > 1:
-        return _Group("∪", _unordered(parts))
+        return _Group("∪", _as_multiset(parts))
     text = parts[0]
     if text[:1] in tuple("([⦃") and text[-1:] in tuple(")]⦄") and _closes_at(text) == len(text) - 1:
         items = [*_split(text[1:-1], ",")]
         if text[0] == "⦃":
-            return _Group("", _unordered(items))
+            return _Group("", _as_multiset(items))
         if len(items) > 1:
             return _Group(text[0] + text[-1], tuple(map(_value, items)))
         inner = text[1:-1].strip()
         return _value(inner) if text[0] == "(" and text[-1] == ")" and inner else text
     items = [*_split(re.sub(r"\s+(?:and|or)\s+", ",", text), ",")]
     if len(items) > 1:
-        return _Group("", _unordered(items))
+        return _Group("", _as_multiset(items))
     if r"\pm" in text:
-        return _Group("", _unordered([text.replace(r"\pm", sign) for sign in "+-"]))
+        return _Group("", _as_multiset([text.replace(r"\pm", sign) for sign in "+-"]))
     try:
         return evaluate_expression(text)
     except NotANumber:
         return _as_text(text)
 
 
-def _unordered(texts: list[str]) -> tuple[object, ...]:
+def _as_multiset(texts: list[str]) -> tuple[object, ...]:
     counts = Counter(map(_value, texts))
     return (frozenset(counts.items()),)
 

@@ -49,7 +49,7 @@ class RunCallback(TrainerCallback):
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         if state.global_step == 0:
-            self._evaluated(0)
+            self._log_pass_rates(0)
 
     def on_step_end(
         self,
@@ -93,7 +93,7 @@ class RunCallback(TrainerCallback):
             logs.get("step_time") or 0.0,
         )
         if step % self._options.eval_every == 0 or step == state.max_steps:
-            self._evaluated(step)
+            self._log_pass_rates(step)
 
     def on_save(
         self,
@@ -117,7 +117,7 @@ class RunCallback(TrainerCallback):
         for delta in writer.finished_links():
             self._record.wrote_delta(delta)
 
-    def _evaluated(self, step: int) -> None:
+    def _log_pass_rates(self, step: int) -> None:
         began = time.perf_counter()
         pass_rates = self._evaluate(step)
         self._record.evaluated(step, pass_rates, time.perf_counter() - began)

@@ -107,12 +107,12 @@ class _Parser:
         return value
 
     def _product(self) -> Value:
-        value = self._signed()
+        value = self._signed_term()
         while True:
             if self._take("/", r"\div"):
-                value = _divide(value, self._signed())
+                value = _divide(value, self._signed_term())
             elif self._take("*", r"\cdot", r"\times"):
-                value = _multiply(value, self._signed())
+                value = _multiply(value, self._signed_term())
             elif (token := self._next()) is None or token in ("+", "-", ")", "}", "]", "^"):
                 return value
             elif isinstance(token, Fraction):
@@ -122,7 +122,7 @@ class _Parser:
             else:
                 value = _multiply(value, self._power())
 
-    def _signed(self) -> Value:
+    def _signed_term(self) -> Value:
         sign = 1
         while operator := self._take("+", "-"):
             sign = -sign if operator == "-" else sign
@@ -190,7 +190,7 @@ def _decimal(number: str, exponent: str | None) -> Fraction:
     return Fraction(number.rstrip(".")) * Fraction(10) ** int(exponent or 0)
 
 
-def _bounded(value: Value) -> Value:
+def _check_bounds(value: Value) -> Value:
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
             raise NotANumber("too large")
@@ -207,29 +207,29 @@ def _real(value: Value) -> Decimal:
 
 def _add(first: Value, two: Value, sign: int) -> Value:
     if isinstance(first, Fraction) and isinstance(two, Fraction):
-        return _bounded(first + sign * two)
-    return _bounded(_real(first) + sign * _real(two))
+        return _check_bounds(first + sign * two)
+    return _check_bounds(_real(first) + sign * _real(two))
 
 
 def _multiply(first: Value, two: Value) -> Value:
     if isinstance(first, Fraction) and isinstance(two, Fraction):
-        return _bounded(first * two)
-    return _bounded(_real(first) * _real(two))
+        return _check_bounds(first * two)
+    return _check_bounds(_real(first) * _real(two))
 
 
 def _divide(first: Value, two: Value) -> Value:
     if isinstance(first, Fraction) and isinstance(two, Fraction):
-        return _bounded(first / two)
-    return _bounded(_real(first) / _real(two))
+        return _check_bounds(first / two)
+    return _check_bounds(_real(first) / _real(two))
 
 
 def _integer_power(base: Value, exponent: int) -> Value:
     if isinstance(base, Decimal):
-        return _bounded(base**exponent)
+        return _check_bounds(base**exponent)
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits * abs(exponent) > MOST_BITS:
         raise NotANumber("too large")
-    return _bounded(base**exponent)
+    return _check_bounds(base**exponent)
 
 
 def _root(value: Value, degree: int) -> Value:

@@ -95,9 +95,11 @@ class ServerSampler:
         }
         answer = self._request("POST", "/v1/completions", json=body)
         while answer.status_code == 409:
-            self._accepted(self._request("PUT", "/weights", content=self._content))
+            self._check_answer(self._request("PUT", "/weights", content=self._content))
             answer = self._request("POST", "/v1/completions", json=body)
-        return Drawn([choice["token_ids"] for choice in self._accepted(answer).json()["choices"]])
+        return Drawn(
+            [choice["token_ids"] for choice in self._check_answer(answer).json()["choices"]]
+        )
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         import httpx
@@ -113,7 +115,7 @@ class ServerSampler:
                         f"{str(error) or type(error).__name__}; restart it, then continue with --resume"
                     ) from error
 
-    def _accepted(self, answer: httpx.Response) -> httpx.Response:
+    def _check_answer(self, answer: httpx.Response) -> httpx.Response:
         if not answer.is_success:
             raise ServerLost(
                 f"{self._server.address}{answer.request.url.path}: status {answer.status_code}: "
@@ -155,7 +157,7 @@ def find_server(generation: str, port: int, model: str) -> CompletionServer:
         ConfigError: none answers there, it has another model, or takes no weights.
     """
     address = f"http://127.0.0.1:{port}"
-    models = _listed(generation, address)
+    models = _list_models(generation, address)
     names = [str(entry.get("id")) for entry in models]
     if model not in names:
         raise ConfigError.of(
@@ -173,7 +175,7 @@ def find_server(generation: str, port: int, model: str) -> CompletionServer:
     return CompletionServer(address, model, str(dtype))
 
 
-def _listed(generation: str, address: str) -> list[dict[str, Any]]:
+def _list_models(generation: str, address: str) -> list[dict[str, Any]]:
     import httpx
 
     command = "vllm serve MODEL" if generation == "vllm" else "python -m instar.recipes.grpo.serve"

@@ -149,8 +149,10 @@ class _Run:
         from instar.extensions.grpo.callbacks import RunCallback
 
         rows = {
-            "prompt": [self._prompt(question) for question in self._ordered()],
-            "solution": [final_answer_of_solution(question.answer) for question in self._ordered()],
+            "prompt": [self._prompt(question) for question in self._questions_in_order()],
+            "solution": [
+                final_answer_of_solution(question.answer) for question in self._questions_in_order()
+            ],
         }
         options = self._options
         deltas: list[Any] = []
@@ -182,7 +184,7 @@ class _Run:
         wait = options.server_timeout
         return ServerSampler(self._model, server, sampling, wait, self._stop.wait)
 
-    def _ordered(self) -> Iterator[Question]:
+    def _questions_in_order(self) -> Iterator[Question]:
         """Yield the questions of all steps: one long epoch, a function of the seed alone."""
         options, questions = self._options, self._questions.train
         count = -(-options.max_steps // options.num_iterations) * options.prompts

@@ -148,7 +148,7 @@ class PilotFindings:
     @cached_property
     def grown_cases(self) -> tuple[GrownCase, ...]:
         """The grown runs, seed by seed."""
-        return tuple(run for runs in self._seeds for run in _grown(runs))
+        return tuple(run for runs in self._seeds for run in _cases_of(runs))
 
     @cached_property
     def noise(self) -> float:
@@ -185,7 +185,7 @@ class PilotFindings:
         for _ in range(DRAWS):
             shift = random.gauss(b, self.trend[1]) * longer + random.gauss(*_MIXING) * difference
             seeds = random.choices(self._seeds, k=len(self._seeds))
-            noisy = [run for runs in seeds for run in _grown(runs, random, self.noise)]
+            noisy = [run for runs in seeds for run in _cases_of(runs, random, self.noise)]
             # the mean of the runs lies at the middle of their logarithms
             slope = shift / math.log(cost) if cost < 1 else 0.0
             samples.append(fmean(run.exponent for run in noisy) + slope)
@@ -252,7 +252,7 @@ def _is_enough(runs: Sequence[PilotRun]) -> bool:
     )
 
 
-def _grown(
+def _cases_of(
     runs: Sequence[PilotRun], random: Random | None = None, noise: float = 0.0
 ) -> list[GrownCase]:
     """Return what the grown runs of a seed came to, with noise on all losses if `random` is given."""
@@ -382,7 +382,7 @@ def predict_saving(pilot: Pilot, *runs: Sequence[Spent], source: str = "") -> Ex
         lows.append(shares[round(0.025 * DRAWS)])
         highs.append(shares[round(0.975 * DRAWS) - 1])
     share, of_time, tokens_worth = (fmean(column) for column in zip(*middles, strict=True))
-    extrapolations = _beyond(findings, runs)
+    extrapolations = _extrapolations(findings, runs)
     return ExpectedSaving(
         share, min(lows), max(highs), of_time, tokens_worth, extrapolations, source
     )
@@ -397,7 +397,7 @@ def _seconds(pilot: Pilot, flops_per_token: float) -> float:
     return step / pilot.tokens_per_step
 
 
-def _beyond(findings: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
+def _extrapolations(findings: PilotFindings, runs: Sequence[Sequence[Spent]]) -> tuple[str, ...]:
     """Return where runs are beyond what a pilot measured."""
     pilot_runs = [(before_growth(run.run.spent), run.run.tokens) for run in findings.grown_cases]
     new_runs = [(before_growth(costs), sum(stage.tokens for stage in costs)) for costs in runs]

@@ -74,7 +74,7 @@ def prepare_optimizer(
                 if all(field in before[source] for source in sources):
                     values = {source: before[source][field] for source in sources}
                     pair = old[sources[0]], new[name]
-                    states.setdefault(name, {})[field] = _grown(
+                    states.setdefault(name, {})[field] = _grow_state(
                         step, f"{name}/{field}", values, pair
                     )
                     yield
@@ -170,7 +170,7 @@ def _prefix(labels: Mapping[str, str], names: Mapping[str, str]) -> str:
     return next(iter(prefixes), "")
 
 
-def _grown(
+def _grow_state(
     step: GrowthStep,
     name: str,
     values: Mapping[str, Any],

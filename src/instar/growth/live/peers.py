@@ -46,13 +46,13 @@ class GroupPeers:
 
     def all_agree(self, holds: bool) -> bool:
         """See `Peers`."""
-        return self._exchanged(float(holds), dist.ReduceOp.MIN) == 1.0
+        return self._exchange(float(holds), dist.ReduceOp.MIN) == 1.0
 
     def at(self, what: str) -> GroupPeers:  # noqa: ARG002
         """See `Peers`."""
         return self
 
-    def _exchanged(self, value: float, how: Any) -> float:
+    def _exchange(self, value: float, how: Any) -> float:
         message = torch.tensor(value, dtype=torch.float64, device=self._device)
         for group in self._groups:
             dist.all_reduce(message, op=how, group=group)
@@ -62,7 +62,7 @@ class GroupPeers:
         """Return the value of the first process. A collective."""
         is_first = all(dist.get_rank(group) == 0 for group in self._groups)
         # of others nothing is added, also if theirs is not finite
-        return self._exchanged(value if is_first else 0.0, dist.ReduceOp.SUM)
+        return self._exchange(value if is_first else 0.0, dist.ReduceOp.SUM)
 
 
 def peers_of(model: Module) -> Alone | GroupPeers:

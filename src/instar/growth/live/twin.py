@@ -63,7 +63,7 @@ def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) 
     why: Exception | None = None
     for times in range(1, _TRIED):
         ratio = {
-            axis: (_narrowed(axis, unit, sizes[0][axis], times), unit)
+            axis: (_narrow_unit(axis, unit, sizes[0][axis], times), unit)
             for axis, unit in units.items()
         }
         narrow = [
@@ -71,7 +71,7 @@ def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) 
         ]
         try:
             shape = _shrunk(shapes[0], narrow[0])
-            smaller = tuple(map(_resized, operations, narrow[1:]))
+            smaller = tuple(map(_narrow_operation, operations, narrow[1:]))
             _check_growth(shape, smaller)
         except (ArchitectureError, CheckpointError, GrowthError) as error:
             why = error
@@ -81,7 +81,7 @@ def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) 
     raise CheckpointError(f"no small model of this config can be grown so: {why}")
 
 
-def _narrowed(axis: str, unit: int, size: int, times: int) -> int:
+def _narrow_unit(axis: str, unit: int, size: int, times: int) -> int:
     """Return what takes the place of the common divisor of all sizes of an axis."""
     smallest = -(-_SMALLEST[axis] * unit // size) * (times if axis == "embed" else 1)
     return min(unit, smallest + smallest % 2)
@@ -96,7 +96,7 @@ def _shrunk(shape: PretrainedShape, sizes: Mapping[str, int]) -> PretrainedShape
     return PretrainedShape(completed(explicit_config(config)))
 
 
-def _resized(operation: Operation, sizes: Mapping[str, int]) -> Operation:
+def _narrow_operation(operation: Operation, sizes: Mapping[str, int]) -> Operation:
     if (axis := _AXES.get(operation.name)) in sizes:
         assert axis is not None
         return Operation(operation.name, sizes[axis], operation.options)
@@ -115,7 +115,7 @@ def _check_growth(shape: PretrainedShape, operations: Sequence[Operation]) -> No
 def write_twin(shape: PretrainedShape, folder: Path, *, single_experts: bool) -> None:
     """Write a model of this shape with drawn weights, as `save_pretrained` would."""
     table, generator = shape.parameters(), torch.Generator().manual_seed(0)
-    tensors = {name: _drawn(entry, generator) for name, entry in table.items()}
+    tensors = {name: _draw_tensor(entry, generator) for name, entry in table.items()}
     parts = file_parts(shape, single_experts=single_experts)
     folder.mkdir()
     write_weights(
@@ -126,7 +126,7 @@ def write_twin(shape: PretrainedShape, folder: Path, *, single_experts: bool) ->
     (folder / CONFIG).write_bytes(encode_json_file(explicit_config(shape.config)))
 
 
-def _drawn(entry: Parameter, generator: torch.Generator) -> Tensor:
+def _draw_tensor(entry: Parameter, generator: torch.Generator) -> Tensor:
     values = torch.randn(entry.shape, generator=generator)
     if len(entry.shape) > 1:
         return values / math.sqrt(entry.shape[-1])

@@ -216,7 +216,7 @@ def _curve(
         raw=_line(series, values, request) if weight else None,
         superseded=tuple(
             _line(part, np.where(_drawable(part, request), part.value, np.nan), request)
-            for part in _superseded(all_series[0])
+            for part in _superseded_stretches(all_series[0])
         ),
         best=_best(series, mask, request) if held_out else None,
         held_out=held_out,
@@ -258,7 +258,7 @@ def _line(series: Series, values: Floats, request: ChartRequest) -> Polyline:
     return Polyline(x, y)
 
 
-def _superseded(series: Series) -> Iterator[Series]:
+def _superseded_stretches(series: Series) -> Iterator[Series]:
     """Yield the superseded part of each segment, starting at the last point that was not."""
     for segment in np.unique(series.segment[~series.is_current]):
         part = series.take(series.segment == segment)

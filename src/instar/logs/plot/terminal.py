@@ -191,7 +191,7 @@ def _legend(
         if used and used + length > size.width:
             yield line
             line, used = "", 0
-        line += f"  {_tinted(look.key, look.colour)} {text}"
+        line += f"  {_tint(look.key, look.colour)} {text}"
         used += length
     yield line
     if n_omitted:
@@ -262,7 +262,7 @@ def _mark_lines(chart: Chart, marks: Sequence[Annotation], size: TerminalSize) -
     for at, mark in zip(places, first_marks, strict=True):
         of_run = f" of {names[mark.run]}" if len(chart.runs) > 1 else ""
         text = _words(f"{mark.text}{of_run}", size, size.width - label_width - 3)
-        bar = _tinted("│", _bar_colour(chart, mark, size))
+        bar = _tint("│", _bar_colour(chart, mark, size))
         lines.append(f"{at.rjust(label_width)} {bar} {text}")
     n_omitted = len(first) - len(first_marks)
     return [*lines, f"{'':label_width}   and {n_omitted} more"] if n_omitted else lines
@@ -286,7 +286,7 @@ def _place_text(chart: Chart, x: float) -> str:
     return tick_texts(chart.axis, [rough, chart.limits[1]])[0]
 
 
-def _tinted(text: str, colour: str | None) -> str:
+def _tint(text: str, colour: str | None) -> str:
     if colour is None:
         return text
     import plotext

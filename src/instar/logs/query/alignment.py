@@ -269,7 +269,7 @@ def saving(
     other_logs, base_logs = _logs(other, axis), _logs(base, axis)
     shared_keys = [key for key in base if key in other]
     if not shared_keys:
-        return _unpaired(other_logs, base_logs, len(base) + len(other))
+        return _unpaired_saving(other_logs, base_logs, len(base) + len(other))
     logs = [
         other_logs[key] - base_logs[key]
         for key in shared_keys
@@ -291,7 +291,7 @@ def _logs(group: Mapping[object, LossReached | None], axis: str) -> dict[object,
     }
 
 
-def _unpaired(
+def _unpaired_saving(
     other: Mapping[object, float], base: Mapping[object, float], runs: int
 ) -> Saving | None:
     """Compare geometric means; the spread is that of a ratio of independent runs, to first order."""

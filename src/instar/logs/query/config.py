@@ -38,7 +38,7 @@ def config_lines(run: RunDir) -> list[ConfigLine]:
         return []
     changes = set_at_resumes(run)
     lines = [
-        _changed(line, *changes[line.key])
+        _changed_line(line, *changes[line.key])
         if line.key in changes and not line.text.lstrip().startswith("- ")
         else line
         for line in lines_of(text)
@@ -46,7 +46,7 @@ def config_lines(run: RunDir) -> list[ConfigLine]:
     return redacted_lines(lines)
 
 
-def _changed(line: ConfigLine, value: Any, step: int) -> ConfigLine:
+def _changed_line(line: ConfigLine, value: Any, step: int) -> ConfigLine:
     text = in_yaml(value)
     name = line.text.partition(":")[0]
     return replace(line, text=f"{name}: {text}", value=text, origin=f"set at step {step}")

@@ -182,12 +182,12 @@ def given_values(runs: Sequence[RunDir]) -> list[Given]:
         for line in lines:
             if not line.key or line.key in keys_left_out or line.key.partition(".")[0] in _KEPT:
                 continue
-            values[line.key] = f"{values.get(line.key, '')} {_unquoted(line.value)}".strip()
+            values[line.key] = f"{values.get(line.key, '')} {_unquote(line.value)}".strip()
         all_values.append(values)
     return all_values
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     """Return a value of a config's line as a table shows it."""
     if not text.startswith('"'):
         return text
@@ -203,10 +203,10 @@ def _label(name: str, values: Given, keys: Sequence[str]) -> str:
 def _short(value: str) -> str:
     """Return a value short enough for a legend: for a list of operations, their number."""
     items = value.count("- {") if len(value) > _LONGEST else 0
-    return _counted(items) if items else shortened(value, _LONGEST)
+    return _count_text(items) if items else shortened(value, _LONGEST)
 
 
-def _counted(operations: int) -> str:
+def _count_text(operations: int) -> str:
     return f"{operations} operation{'' if operations == 1 else 's'}"
 
 
@@ -217,7 +217,7 @@ def short_values(key: str, values: Sequence[object], texts: Sequence[str]) -> li
     beginning. `differs` is appended where an earlier, different value has the same short form.
     """
     short = [
-        text if len(text) <= _LONGEST_IN_TABLE else _abbreviated(key, value, text)
+        text if len(text) <= _LONGEST_IN_TABLE else _abbreviate(key, value, text)
         for value, text in zip(values, texts, strict=True)
     ]
     return [
@@ -226,11 +226,11 @@ def short_values(key: str, values: Sequence[object], texts: Sequence[str]) -> li
     ]
 
 
-def _abbreviated(key: str, value: object, text: str) -> str:
+def _abbreviate(key: str, value: object, text: str) -> str:
     if not isinstance(value, list | tuple):
         return shortened(text, _LONGEST_IN_TABLE)
     operations = key == "schedule" and all(isinstance(item, Mapping) for item in value)
-    return _counted(len(value)) if operations else f"{len(value)} items"
+    return _count_text(len(value)) if operations else f"{len(value)} items"
 
 
 Config = Mapping[str, Any]

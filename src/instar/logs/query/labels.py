@@ -94,7 +94,7 @@ def _change(path: Path, names: Iterable[str], change: Callable[[RunLabels], RunL
         fcntl.flock(lock, fcntl.LOCK_EX)
         by_name = _read(path) if path.exists() else {}
         for name in names:
-            by_name[name] = _checked(change(by_name.get(name, NONE)))
+            by_name[name] = _check_labels(change(by_name.get(name, NONE)))
         new_labels = {name: labels for name, labels in sorted(by_name.items()) if labels != NONE}
         content = msgspec.json.format(msgspec.json.encode(_File(runs=new_labels)), indent=1)
         replace_file(path, content + b"\n")
@@ -107,7 +107,7 @@ def _read(path: Path) -> dict[str, RunLabels]:
         return {}
 
 
-def _checked(labels: RunLabels) -> RunLabels:
+def _check_labels(labels: RunLabels) -> RunLabels:
     for tag in labels.tags:
         if not _TAG.fullmatch(tag):
             hint = "up to 40 letters, digits and any of . : / + = - _"

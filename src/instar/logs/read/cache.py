@@ -233,7 +233,7 @@ def load_columns(record: Path, folder: Path, *, portable: bool = False) -> Conte
         inode = record.stat().st_ino if portable else index.stamp.inode
     except (OSError, ValueError, msgspec.MsgspecError, Damaged):
         return None
-    tables = {name: _stored(place, table) for name, table in index.tables.items()}
+    tables = {name: _read_table(place, table) for name, table in index.tables.items()}
     faults = tuple(index.faults)
     return Content(
         tables, tuple(events), index.stamp.end, index.lines, faults, index.passed_over, inode
@@ -307,7 +307,7 @@ def _names(index: _Index) -> Iterator[str]:
         yield from (file.name for part in (table.axes, table.metrics) for file in part.values())
 
 
-def _stored(place: Path, table: _Table) -> MetricTable:
+def _read_table(place: Path, table: _Table) -> MetricTable:
     def axis(name: str) -> Any:
         return _column(place, table.axes[name], AXIS_TYPES[name], table.rows)
 
@@ -358,7 +358,7 @@ def _add(
         create_cache_folder(folder, 0o777 if portable else 0o700)
         if folder.is_symlink():
             return False
-        with _locked(folder, mode):
+        with _lock_columns(folder, mode):
             index = _index(record, folder, portable) if columns else None
             if columns and (index is None or index.stamp.end != columns.end):
                 return False
@@ -432,7 +432,7 @@ def _write(place: Path, file: _File, values: Any, mode: int) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, mode: int) -> Iterator[None]:
+def _lock_columns(folder: Path, mode: int) -> Iterator[None]:
     """Lock the columns for writing.
 
     Raises:

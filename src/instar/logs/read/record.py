@@ -237,14 +237,14 @@ def read_record(run: RunDir) -> RunRecord:
 
 def _record(run: RunDir, content: Content, attempt: int = 0) -> RunRecord:
     try:
-        return _decoded(run, content, attempt)
+        return _decode_record(run, content, attempt)
     except (cache.Damaged, *NOT_AN_EVENT):
         if attempt > 1:
             raise
         return _record(run, _reread(run, content, attempt + 1), attempt + 1)
 
 
-def _decoded(run: RunDir, content: Content, attempt: int) -> RunRecord:
+def _decode_record(run: RunDir, content: Content, attempt: int) -> RunRecord:
     events = [decode_event(line) for line in content.events]
     lineage = SegmentTree()
     for event in events:

@@ -150,7 +150,7 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
     for name, group, losses_reached in zip(names, comparison.groups, goal.reached, strict=True):
         for run, run_reached in zip(group.runs, losses_reached, strict=True):
             label = name if len(group.runs) == 1 else f"{name}: {run.path.name}"
-            rows.append((label, *_reached(run_reached)))
+            rows.append((label, *_reached_cells(run_reached)))
             if run_reached is not None and run_reached.left_at_step is not None:
                 notes.append(f"{label} is worse again at step {run_reached.left_at_step:,}")
             if run_reached is not None and run_reached.from_the_start:
@@ -165,7 +165,7 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
     return Block(f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), tuple(notes))
 
 
-def _reached(loss_reached: LossReached | None) -> tuple[str, ...]:
+def _reached_cells(loss_reached: LossReached | None) -> tuple[str, ...]:
     if loss_reached is None:
         return ("not reached", NONE, NONE, NONE, NONE)
     at = loss_reached.at

@@ -34,7 +34,7 @@ class PretrainedModel(nn.Module):
         """`seed`: of initial values as transformers draws them; None: parameters may have any values."""
         super().__init__()
         self.arch = shape
-        self.inner = _built(shape, seed)
+        self.inner = _build_model(shape, seed)
         _adapt(self.inner, shape)
         if gradient_checkpointing:
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
@@ -119,7 +119,7 @@ def class_name(shape: PretrainedShape) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.config["model_type"]])
 
 
-def _built(shape: PretrainedShape, seed: int | None) -> Any:
+def _build_model(shape: PretrainedShape, seed: int | None) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

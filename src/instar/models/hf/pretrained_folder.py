@@ -134,7 +134,7 @@ def open_folder(path: Path | str) -> PretrainedFolder:
     layout = weights_layout(path)
     _check_counts(where, config, FAMILIES[kind], len(layout.entries))
     shape = _shape(where, config)
-    stored_names = _stored(path, shape, layout)
+    stored_names = _names_in_files(path, shape, layout)
     return PretrainedFolder(path, config, shape, layout, stored_names)
 
 
@@ -155,7 +155,7 @@ def _shape(where: Path, config: Mapping[str, Any]) -> PretrainedShape:
         raise CheckpointError("\n  ".join([f"{where}: no model of this shape:", *lines])) from error
 
 
-def _stored(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str]:
+def _names_in_files(path: Path, shape: PretrainedShape, layout: Layout) -> dict[str, str]:
     """Return the names in the files by full names; raises CheckpointError unless they are the model's."""
     sizes = shape.sizes()
     single = has_single_experts(layout.entries)

@@ -27,13 +27,13 @@ def pinned(config: Mapping[str, Any], context: int) -> dict[str, Any]:
     if not isinstance(rope, Mapping):
         return dict(config)
     if any(isinstance(value, Mapping) for value in rope.values()):
-        pinned_rope = {key: _pinned(value, context) for key, value in rope.items()}
+        pinned_rope = {key: _pin_rope(value, context) for key, value in rope.items()}
     else:
-        pinned_rope = _pinned(rope, context)
+        pinned_rope = _pin_rope(rope, context)
     return {**config, "rope_parameters": pinned_rope}
 
 
-def _pinned(rope: Any, context: int) -> Any:
+def _pin_rope(rope: Any, context: int) -> Any:
     original = rope.get("original_max_position_embeddings") if isinstance(rope, Mapping) else None
     if original is None or rope.get("factor") is not None:
         return rope

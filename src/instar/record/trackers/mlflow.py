@@ -69,7 +69,7 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if is_folder(uri):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        with _alone(uri):
+        with _creating_alone(uri):
             try:
                 self._open(run, uri)
             except Exception:
@@ -173,7 +173,7 @@ def is_folder(uri: str) -> bool:
 
 
 @contextmanager
-def _alone(uri: str) -> Iterator[None]:
+def _creating_alone(uri: str) -> Iterator[None]:
     """Keep other runs from creating the same folder and experiment, which MLflow does unlocked.
 
     The folder's parent is locked: MLflow creates its default experiment only with a new folder.

@@ -223,7 +223,7 @@ class RunGrowth:
             RunFailed: the candidate differs between ranks.
         """
         parts, world = self.components, self.components.world
-        check_replicas_equal(world, _replicated(candidate))
+        check_replicas_equal(world, _replicated_tensors(candidate))
         with raise_on_all_ranks(world, "preparing the model for training"):
             settings = self.after.settings
             strategy = wrap_for_training(parts.config, candidate.model, settings.frozen)
@@ -266,7 +266,7 @@ def grow_run(
     return RunGrowth(parts, state.step, after, step, peers)
 
 
-def _replicated(candidate: Candidate) -> dict[str, Tensor]:
+def _replicated_tensors(candidate: Candidate) -> dict[str, Tensor]:
     """Return the tensors that must be equal on all ranks, as `<component>/<name>`."""
     parts = {
         "model": _tensors(candidate.model),

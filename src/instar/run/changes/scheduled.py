@@ -187,7 +187,7 @@ def carry_out(
         failures=(*FAILURES, PeerError, CheckpointError),
     )
     if candidate is None:
-        what = _failed(change, change.skipped)
+        what = _failure_text(change, change.skipped)
         parts.logger.warn(f"{what}; skipped, the run is unchanged", step)
         return state.changed(change, before)
     growth = candidate.growth
@@ -295,7 +295,7 @@ def _apply_settings(
     return state
 
 
-def _failed(change: Change, error: object) -> str:
+def _failure_text(change: Change, error: object) -> str:
     return f"{change.operation.name} after step {change.step:,} failed: {error}"
 
 
@@ -303,6 +303,6 @@ def _stop(state: RunState, parts: Components, change: Change, error: Exception) 
     """Save, and raise RunFailed."""
     save_checkpoint(state, parts, "an operation failed", must=True)
     raise RunFailed(
-        f"{_failed(change, error)}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
+        f"{_failure_text(change, error)}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
         f"the entry, then resume with: instar resume {RunDir(parts.saver.root).quoted} --set schedule=FILE"
     ) from error

@@ -73,7 +73,7 @@ def run_final_test(
                 (folder / RESULT).unlink(missing_ok=True)
                 Predictions.clear(folder)
         numbers = source.numbers if isinstance(source, Subset) else None
-        predictions = Predictions(folder, world, numbers) if _wanted(state, parts) else None
+        predictions = Predictions(folder, world, numbers) if _is_wanted(state, parts) else None
         options = EvaluationOptions(
             parts.config.eval.batch_size or state.settings.batch_size,
             parts.config.seed,
@@ -122,7 +122,7 @@ def is_tested(parts: Components, run: Path) -> bool:
     return all(result.get(key) == value for key, value in now.items())
 
 
-def _wanted(state: RunState, parts: Components) -> bool:
+def _is_wanted(state: RunState, parts: Components) -> bool:
     """Whether predictions are configured; warns and returns False if pyarrow is missing."""
     if parts.config.test.predictions and find_spec("pyarrow") is None:
         parts.logger.warn(
@@ -246,16 +246,16 @@ class Predictions:
         part = b""
         with raise_on_all_ranks(self._world, "encoding predictions"):
             if self._tables:
-                part = _encoded(self._tables)
+                part = _encode(self._tables)
         parts = gather_parts(self._world, part)
         with raise_on_all_ranks(self._world, "writing predictions"):
-            if tables := [_decoded(table) for table in parts if table]:
+            if tables := [_decode(table) for table in parts if table]:
                 self.samples = len(set().union(*(table[SAMPLE].to_pylist() for table in tables)))
-                replace_file(self._folder / FILE, _encoded(tables, sort=True))
+                replace_file(self._folder / FILE, _encode(tables, sort=True))
         return self._folder / FILE if self.samples else None
 
 
-def _encoded(tables: Sequence[Any], *, sort: bool = False) -> bytes:
+def _encode(tables: Sequence[Any], *, sort: bool = False) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -265,7 +265,7 @@ def _encoded(tables: Sequence[Any], *, sort: bool = False) -> bytes:
     return content
 
 
-def _decoded(content: bytes) -> Any:
+def _decode(content: bytes) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

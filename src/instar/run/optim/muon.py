@@ -126,9 +126,9 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         nesterov = torch._foreach_lerp(gradients, buffers, group["momentum"])
         updates = [update.to(self.dtype) for update in nesterov]
         if sharded_params := [parameter for parameter in parameters if is_sharded(parameter)]:
-            updates = on_owners(sharded_params, updates, self._orthogonalised, first_owner)
+            updates = on_owners(sharded_params, updates, self._orthogonalise, first_owner)
         else:
-            updates = self._orthogonalised(updates)
+            updates = self._orthogonalise(updates)
         rows = [own(parameter) for parameter in parameters]
         torch._foreach_mul_(rows, 1.0 - group["lr"] * group["weight_decay"] * factor)
         for parameter, row, update in zip(parameters, rows, updates, strict=True):
@@ -143,7 +143,7 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         buffer: Tensor = state["momentum_buffer"]
         return buffer
 
-    def _orthogonalised(self, updates: Sequence[Tensor]) -> list[Tensor]:
+    def _orthogonalise(self, updates: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalise matrices, or batches of them, of the same shape or its transpose."""
         if not updates:
             return []

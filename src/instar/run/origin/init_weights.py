@@ -99,7 +99,7 @@ def find_weights(text: str, task: str = LANGUAGE) -> Weights:
     path = Path(text)
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         if task == CAUSAL_LM:
-            return _pretrained(path)
+            return _pretrained_weights(path)
         config = read_config(path)
         shape = from_config(config).to_dict()
         return Weights(path, LANGUAGE, shape, {}, f"{TITLES[config['model_type']]} of {path}", True)
@@ -114,7 +114,7 @@ def find_weights(text: str, task: str = LANGUAGE) -> Weights:
     return Weights(path, task, manifest.architecture, config, about)
 
 
-def _pretrained(path: Path) -> Weights:
+def _pretrained_weights(path: Path) -> Weights:
     from instar.models.hf.pretrained_folder import open_folder  # imports torch
 
     shape = open_folder(path).shape
@@ -150,7 +150,7 @@ def _checkpoint(path: Path) -> Path:
     return pointer_target(root, BEST) or latest_checkpoint(root)
 
 
-def brought(config_values: Mapping[str, Any]) -> Brought:
+def values_with_weights(config_values: Mapping[str, Any]) -> Brought:
     """Return the config that comes with the weights of `model.from`, for the given values."""
     text, folder = config_values[KEY], config_values.get("record.run_dir")
     is_resumed = config_values.get("resume") == "auto" and isinstance(folder, str)
@@ -161,7 +161,7 @@ def brought(config_values: Mapping[str, Any]) -> Brought:
         weights = find_weights(text, str(task))
         if weights.task != task:
             raise ConfigError.of(f"{weights.about} is of task {weights.task}, not of {task}")
-        section = _prefixed(weights.section())
+        section = _with_prefix(weights.section())
         source = weights.tokenizer() if task in _ON_TEXT else None
     except CheckpointError as error:
         return {}, "", (ConfigProblem((KEY,), f"{KEY}: {error}"),)
@@ -265,10 +265,10 @@ def starting_weights(loaded_config: Loaded, spec: TaskSpec) -> Weights | None:
     except ConfigError as error:
         weight_problems = (_problem(KEY, problem) for problem in error.problems)
         raise ConfigError(
-            *(_located(loaded_config, problem) for problem in weight_problems)
+            *(_with_place(loaded_config, problem) for problem in weight_problems)
         ) from None
     problems = [
-        _located(
+        _with_place(
             loaded_config,
             ConfigProblem(
                 (f"model.{key}", KEY), f"{KEY}: {weights.about} has {key} {was!r}, this run {now!r}"
@@ -286,7 +286,7 @@ def starting_weights(loaded_config: Loaded, spec: TaskSpec) -> Weights | None:
             and tokenizer_name is not None
             and not same_vocabulary(source, tokenizer_name)
         ):
-            problems.append(_located(loaded_config, _other_tokenizer(tokenizer_text, weights)))
+            problems.append(_with_place(loaded_config, _other_tokenizer(tokenizer_text, weights)))
     if problems:
         raise ConfigError(*problems)
     return weights
@@ -298,18 +298,18 @@ def _differences(weights: Weights, spec: TaskSpec) -> Iterator[tuple[str, Any, A
     was: Mapping[str, Any] = weights.architecture
     if weights.task == LANGUAGE:  # in which adapters are merged, and the context may be shorter
         was, now = weights.section(), spec.section({}, now)
-        if _is_free("model.context", {"model.context": now["context"]}, _prefixed(was)):
+        if _is_free("model.context", {"model.context": now["context"]}, _with_prefix(was)):
             was = {**was, "context": now["context"]}
     for key in {**was, **now}:
         if key not in ("dropout", FROM) and was.get(key) != now.get(key):
             yield key, was.get(key), now.get(key)
 
 
-def _prefixed(section: Mapping[str, Any]) -> dict[str, Any]:
+def _with_prefix(section: Mapping[str, Any]) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in section.items()}
 
 
-def _located(loaded_config: Loaded, problem: ConfigProblem) -> ConfigProblem:
+def _with_place(loaded_config: Loaded, problem: ConfigProblem) -> ConfigProblem:
     """Return the problem at the first of its keys that was given."""
     set_keys = [key for key in problem.keys if loaded_config.origins.get(key, DEFAULT) != DEFAULT]
     return loaded_config.problem(next(iter(set_keys), KEY), problem.message, problem.hint)

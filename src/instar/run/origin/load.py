@@ -29,11 +29,12 @@ def load_run_config(
     """
     file = Path(path or "")
     is_of_run = file == RunDir(file.parent).config and RunDir(file.parent).holds_parts()
-    weights = None if resuming or is_of_run else _brought
+    weights = None if resuming or is_of_run else _values_with_weights
     return load_checked(path, overrides, import_task=import_task, weights=weights)
 
 
-def _brought(config_values: Mapping[str, Any]) -> Brought:
-    from instar.run.origin.init_weights import brought  # takes a while, and few runs need it
+def _values_with_weights(config_values: Mapping[str, Any]) -> Brought:
+    # takes a while, and few runs need it
+    from instar.run.origin.init_weights import values_with_weights
 
-    return brought(config_values)
+    return values_with_weights(config_values)

@@ -78,7 +78,7 @@ class Snapshot:
         """
         earlier = spare.components if spare is not None else {}
         copies = {
-            component: _copied(part, earlier.get(component, {}))
+            component: _copy_part(part, earlier.get(component, {}))
             for component, part in self.components.items()
             if rank == 0
             or COMPONENTS[component].pattern is Pattern.PER_RANK
@@ -87,7 +87,7 @@ class Snapshot:
         return replace(self, components=copies)
 
 
-def _copied(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedRows]:
+def _copy_part(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedRows]:
     """Return a copy of what a rank writes of a component, in the memory of `spare` if that matches.
 
     Rows that another rank saves are left out.

@@ -91,7 +91,7 @@ class DiLoCo(Replicated):
         )
         mean_states: dict[str, Tensor] | None = None
         if len({other for _, _, other in answers}) > 1:
-            mean_states = self._joined(states, cast(list[Layout], gather(self.world, layout)))
+            mean_states = self._join_states(states, cast(list[Layout], gather(self.world, layout)))
         start, self._start = self._start, {}
         movements = [before - self.parameters[name] for name, before in start.items()]
         entries = sorted((mean_states or states).items())
@@ -122,7 +122,7 @@ class DiLoCo(Replicated):
                 step = gradient.add(momentum, alpha=self._decay)
             self.parameters[name].copy_(before.sub(step, alpha=self._lr))
 
-    def _joined(
+    def _join_states(
         self, states: Mapping[str, Tensor], everyones: Sequence[Layout]
     ) -> dict[str, Tensor]:
         """Return the states that any rank has: where a rank has none, as all its gradients were skipped,

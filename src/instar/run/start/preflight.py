@@ -158,7 +158,7 @@ def preflight(
     forecast = checked_forecast(loaded_config, spec, world_size)
     if not assumptions:
         _check_last_step(loaded_config, forecast)
-    return _resolved(config, spec, forecast)
+    return _resolve(config, spec, forecast)
 
 
 def _open_spec(
@@ -314,7 +314,7 @@ def suggestion(loaded_config: Loaded, forecast: Forecast, available: int) -> str
     return ""
 
 
-def _resolved(config: RunConfig, spec: TaskSpec, forecast: Forecast) -> Prepared:
+def _resolve(config: RunConfig, spec: TaskSpec, forecast: Forecast) -> Prepared:
     derived_values = {**spec.derived, "eval.at_start": evaluates_at_start(config)}
     derived_values["data.seed"] = config.seed
     if (end := decay_end(config, forecast.steps)) is not None:

@@ -64,7 +64,7 @@ def run_trial(prepared_run: Prepared, world: World) -> list[str]:
     if not isinstance(prepared_run.spec, SampleSetSpec):
         _check_family(prepared_run)
         return []
-    with _undone(world):
+    with _undo_at_end(world):
         return _Trial(prepared_run, world, prepared_run.spec).run()
 
 
@@ -76,7 +76,7 @@ def try_sizes(prepared_run: Prepared, world: World, sizes: Mapping[int, Comes]) 
     """
     if not isinstance(prepared_run.spec, SampleSetSpec):
         return []
-    with _undone(world):
+    with _undo_at_end(world):
         trial, task = (
             _Trial(prepared_run, world, prepared_run.spec),
             prepared_run.spec.task(prepared_run.config),
@@ -86,7 +86,7 @@ def try_sizes(prepared_run: Prepared, world: World, sizes: Mapping[int, Comes]) 
 
 
 @contextmanager
-def _undone(world: World) -> Iterator[None]:
+def _undo_at_end(world: World) -> Iterator[None]:
     """Restore the generators afterwards, and free the device's memory."""
     generators = generator_states(world.device)
     try:
@@ -122,7 +122,7 @@ class _Trial:
         return self.prepared_run.config
 
     @property
-    def _wrapped(self) -> bool:
+    def _is_wrapped(self) -> bool:
         """Whether the model that is trained is another one than the task's."""
         is_sharded = self.config.parallel.shards_of(self.world.size) > 1
         return is_sharded or (self.world.size > 1 and self.config.reproducible == "fixed")
@@ -214,7 +214,7 @@ class _Trial:
             with counting, self._autocast(), recording(Logged(self.world)):
                 loss = task.loss_sum(model, batch)
             self._check_loss(loss, model, samples)
-            if self._wrapped and not calls:
+            if self._is_wrapped and not calls:
                 raise ValueError(
                     "it calls parts of the model, but not the model itself, around whose forward() ranks "
                     "exchange gradients and parameters: let forward() return what the loss needs"
@@ -224,7 +224,7 @@ class _Trial:
         half = [n for n, p in trainable.items() if p.dtype == torch.float16]
         if half and self.config.precision == "fp16":
             raise self._error(
-                f"{_listed(half)} is float16 already, and precision: fp16 scales gradients of "
+                f"{_list_text(half)} is float16 already, and precision: fp16 scales gradients of "
                 "float32 parameters",
                 "leave the parameters in float32, or set precision: fp32",
             )
@@ -236,11 +236,11 @@ class _Trial:
             )
         warnings = []
         if unused_names := [name for name, p in trainable.items() if p.grad is None]:
-            warnings.append(self._unused(unused_names))
+            warnings.append(self._unused_text(unused_names))
         grads = {n: p.grad for n, p in trainable.items() if p.grad is not None}
         if broken := [name for name, grad in grads.items() if not grad.isfinite().all()]:
             warnings.append(
-                f"{self.config.task}: the gradient of {_listed(broken)} is not finite on the first "
+                f"{self.config.task}: the gradient of {_list_text(broken)} is not finite on the first "
                 "micro-batch; steps with such a gradient are skipped"
             )
         return warnings
@@ -283,14 +283,14 @@ class _Trial:
             cause = f": {problem}" if problem else ""
             raise ValueError(f"the loss of the first micro-batch is {value}{cause}")
 
-    def _unused(self, names: list[str]) -> str:
+    def _unused_text(self, names: list[str]) -> str:
         """Return a warning about unused parameters.
 
         Raises:
             ConfigError: DDP would wait for their gradients.
         """
-        parallel, name_list = self.config.parallel, _listed(names)
-        ddp = self._wrapped and parallel.shards_of(self.world.size) == 1
+        parallel, name_list = self.config.parallel, _list_text(names)
+        ddp = self._is_wrapped and parallel.shards_of(self.world.size) == 1
         if ddp and not (parallel.ddp.find_unused_parameters or parallel.ddp.static_graph):
             raise self._error(
                 f"{name_list} took no part in the loss of the first micro-batch, and with "
@@ -384,7 +384,7 @@ class _Trial:
             ) from error
         except (Exception, SystemExit) as error:
             message = str(error) if isinstance(error, RunFailed) else what_happened(error)
-            batch = f"; the batch has {_described(samples)}" if samples is not None else ""
+            batch = f"; the batch has {_columns_text(samples)}" if samples is not None else ""
             hint = hint or _hint(samples, model)
             raise self._error(f"{what} failed: {message}{batch}", hint) from error
 
@@ -412,7 +412,7 @@ def _hint(samples: Columns | None, model: Module | None) -> str:
     return f"the model is not in float64: return {double[0]}.astype('float32') from samples()"
 
 
-def _described(samples: Columns) -> str:
+def _columns_text(samples: Columns) -> str:
     columns = []
     for name, column in leaves(samples):
         shape = column.flat.shape if isinstance(column, Ragged) else column.shape
@@ -437,6 +437,6 @@ def _bytes(column: NDArray[Any] | Ragged) -> tuple[bytes, ...]:
     return (column.tobytes(),)
 
 
-def _listed(names: list[str], limit: int = 5) -> str:
+def _list_text(names: list[str], limit: int = 5) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -254,7 +254,7 @@ def new_slices(how: TensorPlan, shape: Sequence[int]) -> list[tuple[int, Tensor]
         return [(0, ~_kept_rows(how))]
     if not isinstance(how, Grown) or how.is_copy:
         return [(dim, torch.ones(size, dtype=torch.bool)) for dim, size in enumerate(shape)]
-    slices = [(edit.dim, ~_kept(edit)) for edit in how.edits]
+    slices = [(edit.dim, ~_kept_mask(edit)) for edit in how.edits]
     return [(dim, new) for dim, new in slices if new.any()]
 
 
@@ -278,7 +278,7 @@ def _kept_slices(how: TensorPlan) -> dict[int, Tensor]:
         return {0: _kept_rows(how)}
     slices_by_dim: dict[int, Tensor] = {}
     for edit in how.edits if isinstance(how, Grown) else ():
-        mask = _kept(edit)
+        mask = _kept_mask(edit)
         slices_by_dim[edit.dim] = (
             slices_by_dim[edit.dim] & mask if edit.dim in slices_by_dim else mask
         )
@@ -290,7 +290,7 @@ def _norm(tensor: Tensor) -> Tensor:
     return norm
 
 
-def _kept(edit: Edit) -> Tensor:
+def _kept_mask(edit: Edit) -> Tensor:
     """Return the mask of kept slices along an edited dimension."""
     return torch.cat(
         [

@@ -378,12 +378,12 @@ def _join(
             for number, v, w in rank_pieces:
                 parts_by_unit[name].setdefault(number, []).append((float(v), float(w)))
     return {
-        name: _columns([_parts(*_added(parts)) for parts in units.values()])
+        name: _columns([_parts(*_add_exactly(parts)) for parts in units.values()])
         for name, units in parts_by_unit.items()
     }
 
 
-def _added(parts: Sequence[tuple[float, float]]) -> tuple[Tensor, Tensor]:
+def _add_exactly(parts: Sequence[tuple[float, float]]) -> tuple[Tensor, Tensor]:
     """Return Σ values and Σ weights of one unit, independent of the order of its parts."""
     v, w = (total(column) for column in zip(*parts, strict=True))
     return torch.tensor([v], dtype=torch.float64), torch.tensor([w], dtype=torch.float64)

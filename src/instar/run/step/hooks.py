@@ -86,7 +86,7 @@ def check_hooks(hooks: Sequence[object], world: World) -> None:
     Raises:
         ConfigError, PeerError: a method is unknown, or the ranks have different hooks.
     """
-    hook_names = _named(hooks)
+    hook_names = _by_name(hooks)
     with raise_on_all_ranks(world, "checking hooks"):
         for name, hook in hook_names.items():
             _check(name, hook)
@@ -120,7 +120,7 @@ class Hooks:
     ) -> None:
         self.world, self.config, self.folder = world, config, folder
         self.logged_values, self.stop = values, stop
-        self.hooks = _named(hooks)
+        self.hooks = _by_name(hooks)
 
     def call(
         self,
@@ -202,7 +202,7 @@ class Hooks:
         return [message] if unknown_hooks else []
 
 
-def _named(hooks: Sequence[object]) -> dict[str, object]:
+def _by_name(hooks: Sequence[object]) -> dict[str, object]:
     """Return the hooks by the name of their class; numbered if a class has several."""
     counts: Counter[str] = Counter()
     names = {}

@@ -86,11 +86,11 @@ def apply_block(difference: BlockDelta, words: Words, coding: Coding) -> None:
     """
     if difference.gaps is None:
         new = _from_planes(difference.values, words.size, words.dtype)
-        words[...] = new if coding.absolute else _stepped(words, new, coding)
+        words[...] = new if coding.absolute else _apply_steps(words, new, coding)
         return
     places = _places(difference.gaps, difference.n_changed, words.size)
     values = _from_planes(difference.values, places.size, words.dtype)
-    words[places] = values if coding.absolute else _stepped(words[places], values, coding)
+    words[places] = values if coding.absolute else _apply_steps(words[places], values, coding)
 
 
 def changed_mask(difference: BlockDelta, size: int) -> npt.NDArray[np.bool_]:
@@ -159,15 +159,15 @@ def _zstandard() -> Any:
 def _values(old: Words, new: Words, coding: Coding) -> Words:
     if coding.absolute:
         return new
-    steps = _ordered(new, coding) - _ordered(old, coding)
+    steps = _to_ordered(new, coding) - _to_ordered(old, coding)
     top = 8 * steps.itemsize - 1
     zigzag: Words = (steps << 1) ^ np.negative(steps >> top)
     return zigzag
 
 
-def _stepped(old: Words, zigzag: Words, coding: Coding) -> Words:
+def _apply_steps(old: Words, zigzag: Words, coding: Coding) -> Words:
     steps: Words = np.bitwise_xor(zigzag >> 1, np.negative(zigzag & 1))
-    key = _ordered(old, coding) + steps
+    key = _to_ordered(old, coding) + steps
     if not coding.floating:
         return key
     top = 8 * key.itemsize - 1
@@ -175,7 +175,7 @@ def _stepped(old: Words, zigzag: Words, coding: Coding) -> Words:
     return ordered_words
 
 
-def _ordered(words: Words, coding: Coding) -> Words:
+def _to_ordered(words: Words, coding: Coding) -> Words:
     """Map words of floats to integers in the order of the floats; others are in order already."""
     if not coding.floating:
         return words

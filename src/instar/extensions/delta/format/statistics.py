@@ -129,7 +129,7 @@ def link_statistics(link: LinkFile, entries: Outline, before: LinkFile | None) -
 
 def _share(name: str, entry: TensorEntry, now: LinkFile, before: LinkFile | None) -> Share:
     if before is None:
-        return Share(_changed(now, name), entry.elements, None, 0)
+        return Share(_n_changed(now, name), entry.elements, None, 0)
     common: int | None = 0
     # one block of each at a time: the masks of a whole tensor may take as much memory as itself
     for block in range(-(-word_count(entry) // block_words(entry))):
@@ -138,10 +138,10 @@ def _share(name: str, entry: TensorEntry, now: LinkFile, before: LinkFile | None
             common = None
         else:
             common += int(np.count_nonzero(mask & last))
-    return Share(_changed(now, name), entry.elements, common, _changed(before, name))
+    return Share(_n_changed(now, name), entry.elements, common, _n_changed(before, name))
 
 
-def _changed(link: LinkFile, name: str) -> int:
+def _n_changed(link: LinkFile, name: str) -> int:
     changes = link.footer.tensors.get(name)
     return 0 if changes is None else changes.n_changed
 

@@ -241,7 +241,7 @@ class Placements:
                 self._release(placement, str(error.cause))
             except self._ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[-1]
-                self._lost(placement, shorten(reason, _REASON_CHARS, placeholder=" …"))
+                self._note_loss(placement, shorten(reason, _REASON_CHARS, placeholder=" …"))
             else:
                 log = self._log(placement.instance.index)
                 self._release(placement, f"it {exit_text(status)}; see {log}")
@@ -269,7 +269,7 @@ class Placements:
         placement.actor = actor.remote()
         placement.waits_for = placement.actor.run.remote(command, group=placement.name)
 
-    def _lost(self, placement: _Placement, reason: str) -> None:
+    def _note_loss(self, placement: _Placement, reason: str) -> None:
         index = placement.instance.index
         reasons = self._losses.setdefault(index, [])
         limit = self.work.plan.spec.ray.restarts

@@ -52,7 +52,7 @@ def tail_logs(
     for log in filter(is_selected, process_logs(folder)):
         lines, end = last_lines(log.path, count, MAX_TAIL_BYTES)
         logs[log] = LineFollower(log.path, end)
-        yield from _shown(log, lines)
+        yield from _visible_lines(log, lines)
     listed_at = time.monotonic()
     runs = True
     while runs:
@@ -66,13 +66,13 @@ def tail_logs(
         for log, follower in logs.items():
             while lines := follower.lines(MAX_BYTES, partial=not runs):
                 is_announced = True
-                yield from _shown(log, lines)
+                yield from _visible_lines(log, lines)
         taken_s = time.monotonic() - began
         if runs and not is_announced:
             time.sleep(max(POLL_S, taken_s / SHARE))
 
 
-def _shown(log: ProcessLog, lines: list[bytes]) -> Iterator[tuple[ProcessLog, str]]:
+def _visible_lines(log: ProcessLog, lines: list[bytes]) -> Iterator[tuple[ProcessLog, str]]:
     for line in lines:
         # of a progress bar that returns to the beginning of its line, only its last state
         last = line.rstrip(b"\r").rpartition(b"\r")[2]

@@ -96,7 +96,7 @@ class FleetCatalog:
         root = Path(os.path.abspath(self.folder)).parent / FLEETS  # noqa: PTH100 (links are not followed)
         folders = {} if RunDir(self.folder).holds_run() else _folders(root)
         folders = {name: path for name, path in folders.items() if (path / STATE_FILE).exists()}
-        names = sorted(folders, key=lambda name: -_written(folders[name]))[:MAX_FLEETS]
+        names = sorted(folders, key=lambda name: -_written_at(folders[name]))[:MAX_FLEETS]
         self._readers = {
             name: self._readers.get(name)
             or FleetReader(folders[name], self._run_of, most_bytes=MAX_BYTES)
@@ -227,7 +227,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _written(folder: Path) -> float:
+def _written_at(folder: Path) -> float:
     try:
         return (folder / STATE_FILE).lstat().st_mtime
     except OSError:

@@ -58,7 +58,7 @@ def lr(
     training has the whole learning rate schedule in small.
     """
     kind = None if output is None else picture_kind(output, "-o")
-    loaded_config = _loaded(cfg, overrides)
+    loaded_config = _load(cfg, overrides)
 
     from instar.extensions.lab.find.learning_rate import find_learning_rate
 
@@ -95,7 +95,7 @@ def batch(
     Trains some steps of CFG's model with 1, 2, 4 … samples at once, on one device, and prints
     train.batch_size and train.gradient_accumulation_steps that keep the global batch.
     """
-    loaded_config = _loaded(cfg, overrides)
+    loaded_config = _load(cfg, overrides)
 
     from instar.extensions.lab.find.batch_size import find_batch_size
     from instar.record.format import bytes_text, si
@@ -157,7 +157,7 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
         print_named(advice_lines, 22)
 
 
-def _loaded(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
+def _load(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
     from instar.run.origin.load import load_run_config
 
     return load_run_config(cfg, overrides)
