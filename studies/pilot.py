@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from instar.extensions.lab.pilot import pilot
+from instar.extensions.lab.pilot import run_pilot
+from instar.extensions.lab.short_runs import ShortRunRequest
 from instar.config.load import load_config
 from instar.data.text.prepare import prepare_dataset
 from instar.schedule.forecast import checked_forecast
@@ -170,12 +171,13 @@ def foretold(
     """The savings of the schedules that were not measured, by a pilot, and its share of the FLOPs of the
     final size."""
     given = [*base, f"record.out_dir={work}"]
-    found = pilot(
+    request = ShortRunRequest(
         None,
         [*given, *effort.measured.settings()],
         steps=effort.pilot_steps,
         out=work / f"{named(trial)}.pilot.json",
-    ).pilot
+    )
+    found = run_pilot(request).pilot
     savings = {}
     for schedule in effort.unseen:
         loaded = load_config(None, [*given, *schedule.settings()])

@@ -18,7 +18,7 @@ from instar.config.language import ModelConfig, shape_checks
 from instar.config.sections import Operation
 from instar.growth.operators import plan
 from instar.models.architecture import Architecture, resolve_architecture, section_of
-from instar.models.cost import flops_per_token, memory_estimate, state_bytes
+from instar.models.cost import TrainingSetup, flops_per_token, memory_estimate, state_bytes
 from instar.models.experts import (
     Groups,
     each_linear,
@@ -177,7 +177,9 @@ def test_flops_count_the_experts_that_a_token_uses_and_memory_all() -> None:
         state_bytes(LLAMA.parameters())["weights"] - state_bytes(dense.parameters())["weights"]
         == 4 * more
     )
-    held = [memory_estimate(arch, batch_size=4)["activations"] for arch in (dense, LLAMA)]
+    held = [
+        memory_estimate(arch, TrainingSetup(batch_size=4))["activations"] for arch in (dense, LLAMA)
+    ]
     assert held[1] > held[0]
 
 

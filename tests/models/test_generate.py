@@ -15,7 +15,7 @@ from instar.data.text.tokenizer import ByteTokenizer, train_bpe
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT, KVCache
 from instar.models.module import SMALL_FLOPS, enough_threads
-from instar.models.sampling import TextStream, continuations, filtered, generate
+from instar.models.sampling import SamplingOptions, TextStream, continuations, filtered, generate
 
 ARCH = resolve_architecture(
     ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20
@@ -206,7 +206,9 @@ def test_a_sample_does_not_depend_on_the_others(model: GPT) -> None:
 
     def texts(samples: int) -> list[str]:
         found = [""] * samples
-        for number, piece in continuations(model, tokenizer, [1, 2], 20, samples, seed=5):
+        for number, piece in continuations(
+            model, tokenizer, [1, 2], 20, samples, SamplingOptions(seed=5)
+        ):
             found[number] += piece
         return found
 

@@ -5,7 +5,7 @@ import torch
 
 from instar.config.language import ModelConfig
 from instar.models.architecture import Architecture, resolve_architecture
-from instar.models.cost import chunk_rows, memory_estimate
+from instar.models.cost import TrainingSetup, chunk_rows, memory_estimate
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
 from instar.models.shape import count_parameters
@@ -50,7 +50,9 @@ def kept_bytes(arch: Architecture, samples: int, *, bf16: bool = False) -> int:
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_activations_are_those_that_autograd_keeps(arch: Architecture, bf16: bool) -> None:
     samples = 16
-    estimate = memory_estimate(arch, batch_size=samples, precision="bf16" if bf16 else "fp32")
+    estimate = memory_estimate(
+        arch, TrainingSetup(batch_size=samples, precision="bf16" if bf16 else "fp32")
+    )
     normalised_logits = 4 * samples * arch.context * arch.vocab_size
     measured = kept_bytes(arch, samples, bf16=bf16) - normalised_logits
     assert estimate["activations"] == pytest.approx(measured, rel=0.1)
@@ -62,37 +64,45 @@ def test_adapters_keep_what_autograd_keeps() -> None:
         samples = 16
         normalised_logits = 4 * samples * arch.context * arch.vocab_size
         more = kept_bytes(arch, samples) - kept_bytes(plain, samples)
-        told = [memory_estimate(each, batch_size=samples)["activations"] for each in (arch, plain)]
+        told = [
+            memory_estimate(each, TrainingSetup(batch_size=samples))["activations"]
+            for each in (arch, plain)
+        ]
         assert told[0] - told[1] == pytest.approx(more, rel=0.1)
         assert told[0] == pytest.approx(kept_bytes(arch, samples) - normalised_logits, rel=0.1)
 
 
 def test_state_is_counted_per_parameter() -> None:
     count = count_parameters(GPT2).total
-    parts = memory_estimate(GPT2, batch_size=1, ema=True)
+    parts = memory_estimate(GPT2, TrainingSetup(batch_size=1, ema=True))
     assert parts["weights"] == parts["gradients"] == parts["ema"] == 4 * count
     assert parts["optimizer"] == 8 * count
 
 
 def test_muon_and_sgd_keep_one_moment() -> None:
-    adamw = memory_estimate(LLAMA, batch_size=1)["optimizer"]
-    muon = memory_estimate(LLAMA, batch_size=1, optimizer="muon")["optimizer"]
+    adamw = memory_estimate(LLAMA, TrainingSetup(batch_size=1))["optimizer"]
+    muon = memory_estimate(LLAMA, TrainingSetup(batch_size=1, optimizer="muon"))["optimizer"]
     matrices = count_parameters(LLAMA).matmul - LLAMA.vocab_size * LLAMA.n_embd
     assert adamw - muon == 4 * matrices
-    assert adamw == 2 * memory_estimate(LLAMA, batch_size=1, optimizer="sgd")["optimizer"]
+    assert (
+        adamw
+        == 2 * memory_estimate(LLAMA, TrainingSetup(batch_size=1, optimizer="sgd"))["optimizer"]
+    )
 
 
 def test_checkpointing_keeps_one_stream_per_block_and_one_block() -> None:
     deep = replace(GPT2, n_layer=30)
-    whole = memory_estimate(deep, batch_size=4)["activations"]
-    frugal = memory_estimate(deep, batch_size=4, gradient_checkpointing=True)["activations"]
+    whole = memory_estimate(deep, TrainingSetup(batch_size=4))["activations"]
+    frugal = memory_estimate(deep, TrainingSetup(batch_size=4, gradient_checkpointing=True))[
+        "activations"
+    ]
     assert frugal < whole / 10
 
 
 def test_logits_in_chunks_do_not_grow_with_the_tokens_by_their_own_number() -> None:
     wide = replace(GPT2, vocab_size=50_000)
-    few = memory_estimate(wide, batch_size=8)["logits"]
-    many = memory_estimate(wide, batch_size=64)["logits"]
+    few = memory_estimate(wide, TrainingSetup(batch_size=8))["logits"]
+    many = memory_estimate(wide, TrainingSetup(batch_size=64))["logits"]
     assert many < 1.1 * few
 
 

@@ -115,7 +115,7 @@ def stream_samples(
     path = _folder(checkpoint)
 
     from instar.data.text.tokenizer import prompt_tokens
-    from instar.models.sampling import continuations
+    from instar.models.sampling import SamplingOptions, continuations
 
     tokenizer = _tokenizer(path)
     if chat:
@@ -129,7 +129,8 @@ def stream_samples(
             f"the {where} text is empty", where=f"--{where}", hint="give at least one token"
         )
     model = _load(path, device)
-    pieces = continuations(model, tokenizer, tokens, max_tokens, num, stops=stop, **options)
+    sampling = SamplingOptions(stops=stop, **options)
+    pieces = continuations(model, tokenizer, tokens, max_tokens, num, sampling)
     last = -1
     try:
         for number, piece in pieces:

@@ -153,21 +153,9 @@ def load_config(
     if import_task:
         check_trusted(path, [document.data for document in documents])
     root = _root(documents, findings, import_task=import_task)
-    typed_entries: dict[KeyPath, ConfigEntry] = {}
-    emptied_keys: dict[KeyPath, str] = {}
-    for document in documents:
-        origin = SET if document in options else ""
-        entries = _entries(root, document, findings, origin)
-        for section in emptied_sections(root, document.data, null=bool(origin)):
-            emptied_keys[section] = origin or str(document.place(section, key=True))
-            typed_entries = {p: e for p, e in typed_entries.items() if p[: len(section)] != section}
-        typed_entries |= {p: entry.over(typed_entries.get(p)) for p, entry in entries.items()}
-    layer: dict[KeyPath, ConfigEntry] = {}
-    for name in _chosen_presets(root, typed_entries, findings):
-        text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
-        preset = findings.add(*parse(text, f"{PRESET}{name}"))
-        layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
-    layer = {p: e for p, e in layer.items() if not any(p[: len(up)] == up for up in emptied_keys)}
+    typed_entries, emptied_keys = _typed_entries(root, documents, options, findings)
+    presets = _preset_entries(root, typed_entries, findings)
+    layer = {p: e for p, e in presets.items() if not any(p[: len(up)] == up for up in emptied_keys)}
     layer |= typed_entries
     if checks:
         _refuse_addresses(layer, findings)
@@ -194,6 +182,35 @@ def load_config(
     origins |= {dotted(entry.path): entry.origin for entry in layer.values()}
     origins |= operation_places(layer)
     return Loaded(config, origins, _tree(root, layer), value_places(layer))
+
+
+def _typed_entries(
+    root: Root, documents: Sequence[Document], options: Sequence[Document], findings: _Findings
+) -> tuple[dict[KeyPath, ConfigEntry], dict[KeyPath, str]]:
+    """Return the entries of a file and of options, the last of a key; and the origins of the sections that
+    were given their defaults."""
+    merged: dict[KeyPath, ConfigEntry] = {}
+    emptied_keys: dict[KeyPath, str] = {}
+    for document in documents:
+        origin = SET if document in options else ""
+        entries = _entries(root, document, findings, origin)
+        for section in emptied_sections(root, document.data, null=bool(origin)):
+            emptied_keys[section] = origin or str(document.place(section, key=True))
+            merged = {p: e for p, e in merged.items() if p[: len(section)] != section}
+        merged |= {p: entry.over(merged.get(p)) for p, entry in entries.items()}
+    return merged, emptied_keys
+
+
+def _preset_entries(
+    root: Root, typed_entries: dict[KeyPath, ConfigEntry], findings: _Findings
+) -> dict[KeyPath, ConfigEntry]:
+    """Return the entries of the chosen presets, of a later one over those of an earlier one."""
+    layer: dict[KeyPath, ConfigEntry] = {}
+    for name in _chosen_presets(root, typed_entries, findings):
+        text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+        preset = findings.add(*parse(text, f"{PRESET}{name}"))
+        layer |= _entries(root, preset, findings, f"{PRESET}{name}") if preset else {}
+    return layer
 
 
 def _refuse_addresses(layer: dict[KeyPath, ConfigEntry], findings: _Findings) -> None:

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
@@ -147,27 +148,10 @@ def on_owners(
     Returns:
         this rank's rows of the results.
     """
-    mesh, empty = like[0].device_mesh, parts[0].new_empty(0)
-    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    mesh = like[0].device_mesh
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    exchange = partial(_exchange, mesh.get_group(), parts[0].new_empty(0))
     indices_of = [range((peer - first_owner) % ranks, len(like), ranks) for peer in range(ranks)]
-
-    def exchange(
-        outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
-        """Send tensors to each rank; return those that each rank has sent, which have these shapes."""
-        sizes = [[math.prod(shape) for shape in group] for group in shapes]
-        flat = torch.cat([empty, *(tensor.reshape(-1) for group in outgoing for tensor in group)])
-        incoming = flat.new_empty(sum(map(sum, sizes)))
-        width = flat.element_size()
-        dist.all_to_all_single(
-            incoming.view(torch.uint8),  # gloo does not support every dtype
-            flat.view(torch.uint8),
-            [width * sum(group) for group in sizes],
-            [width * sum(tensor.numel() for tensor in group) for group in outgoing],
-            group=group,
-        )
-        pieces = iter(torch.split(incoming, [size for group in sizes for size in group]))
-        return [[next(pieces).view(shape) for shape in group] for group in shapes]
 
     def heights(index: int) -> list[int]:
         return [
@@ -195,6 +179,34 @@ def on_owners(
         for index, tensor in zip(indices, tensors, strict=True)
     }
     return [by_index[index] for index in range(len(like))]
+
+
+def _exchange(
+    group: dist.ProcessGroup,
+    empty: Tensor,
+    outgoing: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+) -> list[list[Tensor]]:
+    """Send tensors to each rank of a group; return those that each rank has sent, which have these shapes.
+
+    A collective.
+
+    Args:
+        empty: a tensor without elements, of the tensors' dtype and device.
+    """
+    sizes = [[math.prod(shape) for shape in peer] for peer in shapes]
+    flat = torch.cat([empty, *(tensor.reshape(-1) for peer in outgoing for tensor in peer)])
+    incoming = flat.new_empty(sum(map(sum, sizes)))
+    width = flat.element_size()
+    dist.all_to_all_single(
+        incoming.view(torch.uint8),  # gloo does not support every dtype
+        flat.view(torch.uint8),
+        [width * sum(peer) for peer in sizes],
+        [width * sum(tensor.numel() for tensor in peer) for peer in outgoing],
+        group=group,
+    )
+    pieces = iter(torch.split(incoming, [size for peer in sizes for size in peer]))
+    return [[next(pieces).view(shape) for shape in peer] for peer in shapes]
 
 
 class Wholes(Mapping[str, Tensor]):

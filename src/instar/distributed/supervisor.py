@@ -202,7 +202,7 @@ class _Rank:
                 RECORD_VARIABLE: str(self._record),
             },
             # rank 0 has the terminal; output of the others before their logs are open is captured
-            capture=folder if rank else None,
+            output=folder if rank else None,
             new_session=True,
         )
 

@@ -122,26 +122,26 @@ class Extension:
     """makers of what the dashboard shows besides runs, by the name of the part of its page"""
 
 
+WordKind = Literal["commands", "programs", "sections", "plots", "tasks", "starters"]
+
+
 class Words(NamedTuple):
     """What the user types that belongs to an extension of Instar, also where its folder is deleted."""
 
     extra: str
     """of the distribution, for `pip install`"""
-    commands: tuple[str, ...] = ()
-    programs: tuple[str, ...] = ()
-    sections: tuple[str, ...] = ()
-    plots: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    starters: tuple[str, ...] = ()
+    words: Mapping[WordKind, Collection[str]]
 
 
 BUILT_IN: Mapping[str, Words] = {
-    "board": Words("dashboard", commands=("report", "dashboard", "logs report"), plots=("html",)),
-    "delta": Words("delta", commands=("delta",), sections=("checkpoint.delta",)),
-    "fleet": Words("fleet", commands=("fleet",)),
-    "lab": Words("lab", commands=("find", "doctor", "schedule pilot", "schedule search")),
-    "graphs": Words("graph", tasks=("graph",), starters=("graph",)),
-    "grpo": Words("grpo", programs=("instar.recipes.grpo", "instar.recipes.grpo.serve")),
+    "board": Words(
+        "dashboard", {"commands": ("report", "dashboard", "logs report"), "plots": ("html",)}
+    ),
+    "delta": Words("delta", {"commands": ("delta",), "sections": ("checkpoint.delta",)}),
+    "fleet": Words("fleet", {"commands": ("fleet",)}),
+    "lab": Words("lab", {"commands": ("find", "doctor", "schedule pilot", "schedule search")}),
+    "graphs": Words("graph", {"tasks": ("graph",), "starters": ("graph",)}),
+    "grpo": Words("grpo", {"programs": ("instar.recipes.grpo", "instar.recipes.grpo.serve")}),
 }
 """The extensions of Instar."""
 
@@ -189,13 +189,11 @@ def extend_commands(
     return {name: rows[name] for name in names}
 
 
-def how_to_install(
-    kind: Literal["commands", "programs", "sections", "plots", "tasks", "starters"], word: str
-) -> str:
+def how_to_install(kind: WordKind, word: str) -> str:
     """Return the command that installs a deleted extension to which a word belongs; empty if none does."""
-    for name, words in BUILT_IN.items():
-        if word in getattr(words, kind) and name not in built_in():
-            return f"pip install 'instar[{words.extra}]'"
+    for name, (extra, words) in BUILT_IN.items():
+        if word in words.get(kind, ()) and name not in built_in():
+            return f"pip install 'instar[{extra}]'"
     return ""
 
 

@@ -112,43 +112,48 @@ def state_bytes(
     }
 
 
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How a model is trained, as far as the memory of a step depends on it."""
+
+    batch_size: int
+    """samples of a micro-batch"""
+    context: int | None = None
+    """None: the model's"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    optimizer: OptimizerName = "adamw"
+    ema: bool = False
+    gradient_checkpointing: bool = False
+    compiled: bool = False
+    device: str = "cpu"
+
+
 def memory_estimate(
-    arch: Architecture,
-    frozen: FrozenParameters = NONE_FROZEN,
-    *,
-    batch_size: int,
-    context: int | None = None,
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    optimizer: OptimizerName = "adamw",
-    ema: bool = False,
-    gradient_checkpointing: bool = False,
-    compiled: bool = False,
-    device: str = "cpu",
+    arch: Architecture, setup: TrainingSetup, frozen: FrozenParameters = NONE_FROZEN
 ) -> dict[str, int]:
-    """Return the bytes of each part at the peak of a step on one rank, for a micro-batch of
-    `batch_size` samples.
+    """Return the bytes of each part at the peak of a step on one rank.
 
     Their sum is the peak of live tensors, without allocator overhead, kernel workspaces and Python
     itself. Not counted are attention dropout (on a CPU a context × context matrix per head) and
     masks; activations are those of a model that trains as a whole.
     """
-    context = arch.context if context is None else context
-    tokens = batch_size * context
+    context = arch.context if setup.context is None else setup.context
+    tokens, device = setup.batch_size * context, setup.device
     count = count_parameters(arch)
-    low = _WIDE if precision == "fp32" else 2
+    low = _WIDE if setup.precision == "fp32" else 2
     return {
-        **state_bytes(arch.parameters(), frozen, optimizer=optimizer, ema=ema),
+        **state_bytes(arch.parameters(), frozen, optimizer=setup.optimizer, ema=setup.ema),
         "activations": _activation_bytes(
             arch,
             tokens,
             low,
-            gradient_checkpointing,
+            setup.gradient_checkpointing,
             context if materializes_scores(context, low < _WIDE, device) else 0,
             repeats_keys(low < _WIDE, device),
         )
-        + _adapter_bytes(arch, tokens, low, gradient_checkpointing)
+        + _adapter_bytes(arch, tokens, low, setup.gradient_checkpointing)
         + (low * count.matmul if low < _WIDE else 0),
-        "logits": _logit_bytes(arch, tokens, low, device, compiled=compiled),
+        "logits": _logit_bytes(arch, tokens, low, device, compiled=setup.compiled),
     }
 
 

@@ -191,18 +191,26 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How texts are drawn from a model."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token"""
+    top_k: int | None = None
+    top_p: float | None = None
+    stops: Sequence[str] = ()
+    """a text ends before the first of these"""
+    seed: int = 0
+
+
 def continuations(
     model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     n_new: int,
     samples: int = 1,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stops: Sequence[str] = (),
-    seed: int = 0,
+    options: SamplingOptions = SamplingOptions(),
 ) -> Iterator[tuple[int, str]]:
     """Yield pieces of text that continue a prompt, each with the number of its sample.
 
@@ -216,15 +224,15 @@ def continuations(
     next_tokens = stream(
         model,
         torch.tensor([list(prompt)] * samples, device=device),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
         vocab_size=tokenizer.vocab_size,
-        generator=[named_generator(seed, number) for number in range(samples)],
+        generator=[named_generator(options.seed, number) for number in range(samples)],
     )
     prompt_ids = [int(token) for token in prompt]
     texts = [
-        TextStream(tokenizer, stops, _ids=list(prompt_ids), _given=len(prompt_ids))
+        TextStream(tokenizer, options.stops, _ids=list(prompt_ids), _given=len(prompt_ids))
         for _ in range(samples)
     ]
     waiting = [""] * samples

@@ -43,9 +43,8 @@ class Child:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
-        capture: Path | None = None,
+        output: Path | int | None = None,
         stdin: int | None = None,
-        silent: bool = False,
         new_session: bool = False,
         pass_fds: Sequence[int] = (),
         blocked_signals: Iterable[signal.Signals] = (),
@@ -53,8 +52,8 @@ class Child:
         """Start the process.
 
         Args:
-            capture: folder for stdout.log and stderr.log; None: inherit this process's streams.
-            silent: discard stdout and stderr.
+            output: folder for stdout.log and stderr.log, or `subprocess.DEVNULL`; None: inherit this
+                process's streams.
             new_session: make the child the leader of a new session, which `kill` ends as a whole.
             blocked_signals: signals blocked at the start, so that none arrives before the child has
                 installed its handlers.
@@ -63,11 +62,13 @@ class Child:
         """files of the captured output; empty unless captured"""
         self._leads_session = new_session
         with ExitStack() as files:
-            stdout: BinaryIO | int | None = subprocess.DEVNULL if silent else None
-            stderr = stdout
-            if capture is not None:
-                self.output = (capture / "stdout.log", capture / "stderr.log")
+            stdout: BinaryIO | int | None
+            stderr: BinaryIO | int | None
+            if isinstance(output, Path):
+                self.output = (output / "stdout.log", output / "stderr.log")
                 stdout, stderr = (files.enter_context(path.open("wb")) for path in self.output)
+            else:
+                stdout = stderr = output
             before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
             try:
                 self._process = subprocess.Popen(

@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,7 @@ class AnsweringProcess:
         self._child, self._socket = Child.connected(
             [sys.executable, "-u", "-c", start],
             env=env,
-            silent=silent,
+            output=subprocess.DEVNULL if silent else None,
             blocked_signals=GROUP_SIGNALS,
         )
         self._allocate = allocate

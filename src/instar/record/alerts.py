@@ -11,6 +11,7 @@ import math
 import os
 import queue
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -301,7 +302,11 @@ def run_alert_command(argv: Sequence[str], payload: dict[str, Any], timeout_s: f
         environment = child_environment(os.environ) | variables | {"INSTAR_ALERT": text}
         try:
             child = Child(
-                argv, env=environment, stdin=stdin.fileno(), silent=True, new_session=True
+                argv,
+                env=environment,
+                stdin=stdin.fileno(),
+                output=subprocess.DEVNULL,
+                new_session=True,
             )
         except OSError as error:
             raise RuntimeError(f"its program cannot be started: {error.strerror}") from None

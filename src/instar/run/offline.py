@@ -127,21 +127,12 @@ def grow_checkpoint(
     """
     start = time.perf_counter()
     check_new(out)
-    run = RunDir(source.path.absolute().parent.parent)
-    if not run.config.is_file():
-        raise CheckpointError(
-            f"{source.path}: not in the folder of a run, whose {run.config.name} says from which "
-            "seed new values are drawn"
-        )
+    run = _run_of(source)
     source = replace(source, path=source.path.absolute())
     _, base, overrides = begun_in(run, ())
     with chdir(base):
         config = _with_task(run, source.manifest)
-    try:
-        history = history_from_json(source.manifest.history)
-    except ValueError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error
-    model, state = _in_force(config, history, source)
+    model, history, state = _in_force(config, source)
     planned = _plan_checkpoint(operations, config.seed, history, state, source)
     with (
         atomic_dir(out) as temporary,
@@ -175,6 +166,17 @@ def grow_checkpoint(
     seconds = time.perf_counter() - start
     checked_on = growth.checked_on if proof else ""
     return OfflineGrowth(path, before, planned.stages, proof, seconds, dead, checked_on)
+
+
+def _run_of(source: Checkpoint) -> RunDir:
+    """Return the run that has a checkpoint."""
+    run = RunDir(source.path.absolute().parent.parent)
+    if not run.config.is_file():
+        raise CheckpointError(
+            f"{source.path}: not in the folder of a run, whose {run.config.name} says from which "
+            "seed new values are drawn"
+        )
+    return run
 
 
 def _begin_run(new_run: RunDir, run: RunDir, base: Path) -> None:
@@ -217,8 +219,12 @@ def _code_of(task: str) -> Iterator[None]:
         raise ConfigError.of(message, where="task", key="task") from error
 
 
-def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[SavedModel, State]:
-    """Return the model of a checkpoint, and its settings and architecture."""
+def _in_force(config: RunConfig, source: Checkpoint) -> tuple[SavedModel, History, State]:
+    """Return the model of a checkpoint, its history, and its settings and architecture."""
+    try:
+        history = history_from_json(source.manifest.history)
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
     try:
         model = spec_class(config.task).saved(config, source.manifest.architecture)
         state = fold_history(initial_state(config, model.initial_shape, model.facts), history)
@@ -230,7 +236,7 @@ def _in_force(config: RunConfig, history: History, source: Checkpoint) -> tuple[
         )
     shapes = {name: entry.shape for name, entry in state.architecture.parameters().items()}
     check_shapes(source.path, source.layout("model").entries, shapes)
-    return model, state
+    return model, history, state
 
 
 def _plan_checkpoint(

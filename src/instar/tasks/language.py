@@ -15,7 +15,7 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
 from instar.models.architecture import Architecture, resolve_architecture, section_of
-from instar.models.cost import NONE_FROZEN, FrozenParameters, memory_estimate
+from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import Batch, SavedModel
 from instar.tasks.text import TextSpec, TextTask
@@ -75,9 +75,7 @@ class LanguageSpec(TextSpec):
         frozen_parameters: FrozenParameters = NONE_FROZEN,
     ) -> dict[str, int]:
         config = self.config
-        return memory_estimate(
-            architecture,
-            frozen_parameters,
+        setup = TrainingSetup(
             batch_size=batch_size,
             context=context,
             precision=self._likely_precision(device),
@@ -87,6 +85,7 @@ class LanguageSpec(TextSpec):
             compiled=config.compile,
             device=device,
         )
+        return memory_estimate(architecture, setup, frozen_parameters)
 
     def _likely_precision(self, device: str) -> Literal["fp32", "bf16", "fp16"]:
         """Return the precision; for `auto`, the likely one of a device that is not initialised yet."""

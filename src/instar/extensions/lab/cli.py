@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from instar.cli.output import print_json
 
 if TYPE_CHECKING:
     from instar.extensions.lab.pilot_file import Pilot
+    from instar.extensions.lab.search import SearchResult
     from instar.extensions.lab.search_state import ScheduleSearch
 
 
@@ -88,22 +90,16 @@ def pilot(
     budget allows, as ordinary runs in the folder of runs. From then on `instar schedule check` and
     `instar train --dry-run` print the saving to expect. The same command goes on after an interruption.
     """
-    from instar.extensions.lab.pilot import pilot as run_pilot
+    from instar.extensions.lab.pilot import run_pilot
+    from instar.extensions.lab.short_runs import ShortRunRequest
     from instar.extensions.lab.text import render_saving
 
     budget_s = _seconds(budget, steps)
     settings = (*overrides, *([schedule_option(file)] if file else ()))
-    result = run_pilot(
-        cfg,
-        settings,
-        budget_s=budget_s,
-        steps=steps,
-        seeds=seeds,
-        out=output,
-        world_size=nproc,
-        devices=devices,
-        say=lambda text: click.echo(text, err=True),
+    request = ShortRunRequest(
+        cfg, settings, budget_s, steps, seeds, output, nproc, devices, partial(click.echo, err=True)
     )
+    result = run_pilot(request)
     if as_json:
         findings = result.pilot.found
         print_json({"file": str(result.file), "saving": result.saving.to_dict(), **findings})
@@ -148,39 +144,26 @@ def search(
     written as a schedule's file, for `instar train CONFIG --schedule FILE`. The same command goes on after
     an interruption.
     """
-    from instar.extensions.lab.search import search as run_search
+    from instar.extensions.lab.search import run_search
+    from instar.extensions.lab.short_runs import ShortRunRequest
     from instar.extensions.lab.text import render_saving
 
-    result = run_search(
+    budget_s = _seconds(budget, steps)
+    request = ShortRunRequest(
         cfg,
         overrides,
-        budget_s=_seconds(budget, steps),
-        steps=steps,
-        seeds=seeds,
-        out=output,
-        world_size=nproc,
-        devices=devices,
-        dry_run=dry_run,
-        say=lambda text: click.echo(text, err=True),
+        budget_s,
+        steps,
+        seeds,
+        output,
+        nproc,
+        devices,
+        partial(click.echo, err=True),
     )
+    result = run_search(request, dry_run=dry_run)
     schedule_search, saving = result.search, result.saving
     if as_json:
-        flops, runs = schedule_search.work(
-            lambda per_token: per_token * schedule_search.tokens_per_step
-        )
-        values = {
-            "file": None if result.file is None else str(result.file),
-            "saving": None if saving is None else saving.to_dict(),
-            "complete": schedule_search.missing is None,
-            "losses": {
-                candidate.name: schedule_search.losses(candidate)
-                for candidate in schedule_search.candidates
-            },
-            "rungs": schedule_search.rungs,
-            "runs": runs,
-            "flops": flops,
-        }
-        print_json(values)
+        print_json(_search_values(result))
         return
     _print_search(schedule_search)
     if saving is not None:
@@ -192,6 +175,21 @@ def search(
         click.echo(
             "no schedule is better than the final size from scratch with the same FLOPs: none is written"
         )
+
+
+def _search_values(result: SearchResult) -> dict[str, Any]:
+    """Return what a search has found as JSON-ready data."""
+    search = result.search
+    flops, runs = search.work(lambda per_token: per_token * search.tokens_per_step)
+    return {
+        "file": None if result.file is None else str(result.file),
+        "saving": None if result.saving is None else result.saving.to_dict(),
+        "complete": search.missing is None,
+        "losses": {candidate.name: search.losses(candidate) for candidate in search.candidates},
+        "rungs": search.rungs,
+        "runs": runs,
+        "flops": flops,
+    }
 
 
 def _print_search(schedule_search: ScheduleSearch) -> None:

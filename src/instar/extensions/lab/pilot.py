@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from instar.config.errors import ConfigError
+from instar.extensions.lab import short_runs
 from instar.extensions.lab.pilot_file import (
     Pilot,
     PilotCase,
@@ -23,25 +21,7 @@ from instar.extensions.lab.pilot_file import (
     settings_of,
     write_json,
 )
-from instar.extensions.lab.short_runs import (
-    BUDGET_USED,
-    EVALUATED,
-    FEWEST_STEPS,
-    START_S,
-    WARMUP,
-    MeasuredConfig,
-    evaluations,
-    loss_at_end,
-    losses_of,
-    options,
-    prepare_measurement,
-    refusal,
-    run_values,
-    shape_of_stage,
-    shape_settings,
-    too_short,
-    train_or_resume,
-)
+from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest
 
 if TYPE_CHECKING:
     from instar.config.schema import RunConfig
@@ -65,33 +45,14 @@ class PilotResult:
     file: Path
 
 
-def pilot(
-    config: str | os.PathLike[str] | None,
-    overrides: Sequence[str] = (),
-    *,
-    budget_s: float = math.inf,
-    steps: int | None = None,
-    seeds: Sequence[int] = (),
-    out: Path | None = None,
-    world_size: int | None = None,
-    devices: Sequence[int] | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> PilotResult:
+def run_pilot(request: ShortRunRequest) -> PilotResult:
     """Run what is missing of a pilot, and write its file after each run.
 
     The runs are ordinary ones, `<name>-pilot-…` in the config's folder of runs: the final size from
     scratch, half as long and as long as the pilot's horizon; the config's own run with its schedule,
     shortened to this horizon; and its first size without growth, a little longer, at a stable rate.
     Decay, moments of growth and evaluations are shortened in proportion. A pilot that was interrupted
-    goes on.
-
-    Args:
-        budget_s: seconds that it may take, about.
-        steps: of the longest runs, the horizon; default: as many as the budget allows. It is chosen at
-            the first call.
-        seeds: of the runs; default: the config's.
-        out: the pilot's file; default: beside the config, or in the folder of runs.
-        world_size, devices: see `launch`.
+    goes on; its horizon is chosen at the first call.
 
     Raises:
         ConfigError: the config has no schedule of growth, or is of a kind that pilots do not know;
@@ -102,31 +63,31 @@ def pilot(
     from instar.extensions.lab.saving import ExpectedSaving, pilot_summary
 
     start = time.monotonic()
-    path = None if config is None else os.fspath(config)
-    measurement = prepare_measurement(path, overrides, world_size, devices, say)
+    measurement = short_runs.prepare_measurement(request)
     _check_growth(measurement)
-    file = out or pilot_file(path, measurement.config)
-    pilot_before = read_pilot(file) if file.exists() else None
-    if pilot_before is None:
-        planned = _plan(measurement, budget_s, steps, seeds or (measurement.config.seed,), say)
+    file = request.out or pilot_file(request.config, measurement.config)
+    if file.exists():
+        planned = read_pilot(file)
+        _check_same(file, planned, measurement)
+    else:
+        planned = _plan(measurement, request)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, planned)
-    else:
-        planned = pilot_before
-        _check_same(file, planned, measurement)
     slowest = 0.0
     for number, case in enumerate(planned.missing):
         spent = time.monotonic() - start
-        if number >= MUST and spent + slowest > budget_s:
-            say(f"the budget is used up: {len(planned.missing)} runs are left for the next call")
+        if number >= MUST and spent + slowest > request.budget_s:
+            request.say(
+                f"the budget is used up: {len(planned.missing)} runs are left for the next call"
+            )
             break
-        say(f"pilot: {case.name}, run {len(planned.runs) + 1} of {len(planned.cases)}")
+        request.say(f"pilot: {case.name}, run {len(planned.runs) + 1} of {len(planned.cases)}")
         done = _run(measurement, planned, case)
         slowest = max(slowest, time.monotonic() - start - spent)
         planned = structs.replace(planned, runs=(*planned.runs, done))
         planned = structs.replace(planned, found=pilot_summary(planned))
         write_json(file, planned)
-    saving = expected_saving(measurement.forecast, measurement.loaded_config, path, file)
+    saving = expected_saving(measurement.forecast, measurement.loaded_config, request.config, file)
     if not isinstance(saving, ExpectedSaving):
         raise ConfigError.of("has no runs to predict from", str(file))
     return PilotResult(planned, saving, file)
@@ -142,28 +103,23 @@ def _check_growth(measurement: MeasuredConfig) -> None:
     for number, entry in enumerate(measurement.config.schedule):
         if entry.name == "set_context" or "lora" in entry.name:
             key, hint = f"schedule[{number}]", "leave it out"
-            raise refusal(
+            raise short_runs.refusal(
                 measurement.loaded_config, key, f"{entry.name} is not known to pilots", hint
             )
     if len({stage.architecture for stage in measurement.forecast.stages}) < 2:
         hint = "add an operation such as stack_layers"
-        raise refusal(measurement.loaded_config, "schedule", "grows no model", hint)
+        raise short_runs.refusal(measurement.loaded_config, "schedule", "grows no model", hint)
 
 
-def _plan(
-    measurement: MeasuredConfig,
-    budget_s: float,
-    steps: int | None,
-    seeds: Sequence[int],
-    say: Callable[[str], None],
-) -> Pilot:
+def _plan(measurement: MeasuredConfig, request: ShortRunRequest) -> Pilot:
     """Choose the runs that the budget allows, by the time of a few steps."""
     from instar.growth.operators import is_growth
 
     config, forecast = measurement.config, measurement.forecast
+    steps, seeds = request.steps, request.seeds or (config.seed,)
     first, last = forecast.stages[0], forecast.stages[-1]
     times = [
-        measurement.seconds([*_model(measurement, stage), "schedule=[]"], say)
+        measurement.seconds([*_model(measurement, stage), "schedule=[]"], request.say)
         for stage in (0, len(forecast.stages) - 1)
     ]
     small, final = (
@@ -175,13 +131,17 @@ def _plan(
     ratio = min(1.0, small.seconds_per_step / final.seconds_per_step)
     costs = [1.0, 0.5, 1 - shares[-1] * (1 - ratio), longer * ratio]
     count = len(seeds) * len(costs)
-    seconds = BUDGET_USED * budget_s - count * START_S
-    per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + EVALUATED)
+    seconds = short_runs.BUDGET_USED * request.budget_s - count * short_runs.START_S
+    per_step = len(seeds) * sum(costs) * final.seconds_per_step * (1 + short_runs.EVALUATED)
     if steps is None:
         steps = int(min(measurement.run_steps, seconds / per_step))
-    if steps < 2 * FEWEST_STEPS:
-        needed = (2 * FEWEST_STEPS * per_step + count * START_S) / BUDGET_USED
-        raise too_short(f"{count} runs of at least {FEWEST_STEPS} steps", budget_s, needed)
+    if steps < 2 * short_runs.FEWEST_STEPS:
+        needed = (
+            2 * short_runs.FEWEST_STEPS * per_step + count * short_runs.START_S
+        ) / short_runs.BUDGET_USED
+        raise short_runs.too_short(
+            f"{count} runs of at least {short_runs.FEWEST_STEPS} steps", request.budget_s, needed
+        )
     cases: list[PilotCase] = []
     for seed in seeds:
         cases += [
@@ -202,7 +162,7 @@ def _plan(
         small=small,
         final=final,
         cases=tuple(cases),
-        evaluations=evaluations(steps, *times[1]),
+        evaluations=short_runs.evaluations(steps, *times[1]),
     )
 
 
@@ -242,8 +202,8 @@ def _stable_share(config: RunConfig) -> float:
 
 def _model(measurement: MeasuredConfig, stage: int) -> list[str]:
     """Return settings of a run that begins with the shape of a stage."""
-    shapes = (shape_of_stage(measurement, number) for number in (0, stage))
-    return options(shape_settings(*shapes)) if stage else []
+    shapes = (short_runs.shape_of_stage(measurement, number) for number in (0, stage))
+    return short_runs.options(short_runs.shape_settings(*shapes)) if stage else []
 
 
 def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list[str]:
@@ -256,7 +216,7 @@ def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list
     share = (horizon if case.arm == "small" else case.steps) / plan.run_steps
     schedule = config.learning_rate
     counts: dict[str, int | None] = {
-        "learning_rate.warmup_iters": min(schedule.warmup_iters, horizon // WARMUP),
+        "learning_rate.warmup_iters": min(schedule.warmup_iters, horizon // short_runs.WARMUP),
         "learning_rate.lr_decay_iters": _scaled(schedule.lr_decay_iters, share),
         "learning_rate.decay_every": _scaled(schedule.decay_every, share),
         "eval.eval_interval": max(1, case.steps // plan.evaluations),
@@ -264,7 +224,7 @@ def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list
     folder = Path(config.record.out_dir) / f"{config.name}-pilot-{case.name}"
     values: dict[str, Any] = {
         **{key: value for key, value in counts.items() if value is not None},
-        **run_values(config, "pilot", folder, case.steps, case.seed),
+        **short_runs.run_values(config, "pilot", folder, case.steps, case.seed),
     }
     entries: list[dict[str, Any]] = []
     grown_at = list(case.grown_at)
@@ -286,7 +246,7 @@ def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list
     if case.arm == "small":
         values["learning_rate.shape"] = "constant"
     model = _model(measurement, len(stages) - 1) if case.arm == "final" else []
-    return [*model, *options(values)]
+    return [*model, *short_runs.options(values)]
 
 
 def _scaled(iters: int | None, share: float) -> int | None:
@@ -299,16 +259,18 @@ def _run(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> PilotRun:
     from instar.extensions.lab.saving import spending
 
     settings = _settings(measurement, plan, case)
-    path = train_or_resume(
+    path = short_runs.train_or_resume(
         measurement, measurement.path, [*measurement.overrides, *settings], "pilot"
     )
-    loss = loss_at_end(path, case.steps)
+    loss = short_runs.loss_at_end(path, case.steps)
     if loss is None:
         raise RunFailed(
             f"{path}: did not end at step {case.steps:,} with a loss, so nothing can be predicted from "
             "it; delete it to try again"
         )
-    return PilotRun(case, loss, spending(measurement.forecast_of(settings)), losses_of(path))
+    return PilotRun(
+        case, loss, spending(measurement.forecast_of(settings)), short_runs.losses_of(path)
+    )
 
 
 def _check_same(file: Path, plan: Pilot, measurement: MeasuredConfig) -> None:

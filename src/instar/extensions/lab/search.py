@@ -7,10 +7,9 @@ a branch leaves it, so that what trials have in common is trained once.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from msgspec import structs
 from instar.config.errors import ConfigError
 from instar.config.origins import in_yaml
 from instar.distributed.failure import RunFailed
+from instar.extensions.lab import short_runs
 from instar.extensions.lab.candidates import (
     SCRATCH,
     CandidateStage,
@@ -30,26 +30,7 @@ from instar.extensions.lab.candidates import (
 )
 from instar.extensions.lab.pilot_file import pilot_path, settings_of, write_json
 from instar.extensions.lab.search_state import SUFFIX, ScheduleSearch, SearchTrial, read_search
-from instar.extensions.lab.short_runs import (
-    BUDGET_USED,
-    EVALUATED,
-    FEWEST_STEPS,
-    START_S,
-    WARMUP,
-    MeasuredConfig,
-    Say,
-    evaluations,
-    loss_at_end,
-    losses_of,
-    options,
-    prepare_measurement,
-    refusal,
-    run_values,
-    shape_of_stage,
-    shape_settings,
-    too_short,
-    train_or_resume,
-)
+from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest
 from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import branch_folder
@@ -87,39 +68,24 @@ class _Final:
     @property
     def settings(self) -> list[str]:
         """With which the config has it, and no schedule."""
-        return options({**self.begin, "schedule": []})
+        return short_runs.options({**self.begin, "schedule": []})
 
     @property
     def config(self) -> RunConfig:
         return self.asked.config
 
 
-def search(
-    config: str | os.PathLike[str] | None,
-    overrides: Sequence[str] = (),
-    *,
-    budget_s: float = math.inf,
-    steps: int | None = None,
-    seeds: Sequence[int] = (),
-    out: Path | None = None,
-    world_size: int | None = None,
-    devices: Sequence[int] | None = None,
-    dry_run: bool = False,
-    say: Say = lambda _: None,
-) -> SearchResult:
+def run_search(request: ShortRunRequest, *, dry_run: bool = False) -> SearchResult:
     """Run what is missing of a search for a schedule that leads to a config's final shape.
 
     Trials are ordinary runs, `<name>-search-…` in the config's folder of runs. They are compared at the FLOPs of
     a quarter, half and all of the horizon's steps of the final size, all with their rate decayed; the better
     half goes on. A search that was interrupted goes on.
 
+    The request's `out` is the schedule's file, by default the config's name with `.schedule.yaml`, beside it. Beside
+    it in turn are the search's file, `.search.json`, and a pilot's, from which forecasts predict the saving.
+
     Args:
-        budget_s: seconds that it may take, about.
-        steps: of the final size, the horizon; default: as many as the budget allows, at most the config's.
-        seeds: of the trials, whose mean losses are compared; default: the config's.
-        out: the schedule's file; default: the config's name with `.schedule.yaml`, beside it. Beside it in turn are
-            the search's file, `.search.json`, and a pilot's, from which forecasts predict the saving.
-        world_size, devices: see `launch`.
         dry_run: only plan.
 
     Raises:
@@ -128,42 +94,51 @@ def search(
         RunFailed, Interrupted: see `launch`; the same call goes on.
     """
     start = time.monotonic()
-    path = None if config is None else os.fspath(config)
-    final = _final(prepare_measurement(path, overrides, world_size, devices, say))
-    file = out or _file(path, final.config)
+    final = _final(short_runs.prepare_measurement(request))
+    file = request.out or _file(request.config, final.config)
     state = file.with_suffix(SUFFIX)
+    plan = _read_or_plan(file, state, final, request)
+    if dry_run:
+        return SearchResult(plan)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(state, plan)
+    slowest = 0.0
+    while (trial := plan.missing) is not None:
+        spent = time.monotonic() - start
+        if slowest and spent + slowest > request.budget_s:
+            remaining = plan.count - len(plan.trials)
+            request.say(f"the budget is used up: {remaining} trials are left for the next call")
+            return SearchResult(plan)
+        candidate, rung, seed = trial
+        request.say(
+            f"search: {candidate.name} at {plan.rungs[rung]:,} steps of the final size, seed {seed}: "
+            f"trial {len(plan.trials) + 1} of {plan.count}"
+        )
+        done = _Runs(final, plan).run(*trial)
+        plan = structs.replace(plan, trials=(*plan.trials, done))
+        write_json(state, plan)
+        _Runs(final, plan).delete_given_up()
+        slowest = max(slowest, time.monotonic() - start - spent)
+    return _result(final, plan, file)
+
+
+def _read_or_plan(
+    file: Path, state: Path, final: _Final, request: ShortRunRequest
+) -> ScheduleSearch:
+    """Return the search that was begun, or begin one.
+
+    Raises:
+        ConfigError: another search has the files, or the budget is too small.
+    """
     candidates = tuple(_candidates(final))
     if state.exists():
-        found = read_search(state)
-        _check_same(state, found, candidates, final.config)
-    elif file.exists():
+        plan = read_search(state)
+        _check_same(state, plan, candidates, final.config)
+        return plan
+    if file.exists():
         hint = "choose another file with -o"
         raise ConfigError.of("exists, and is not the file of a search", str(file), hint)
-    else:
-        planned = seeds or (final.config.seed,)
-        found = _plan(final, candidates, budget_s, steps, planned, say)
-    if dry_run:
-        return SearchResult(found)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(state, found)
-    slowest = 0.0
-    while (trial := found.missing) is not None:
-        spent = time.monotonic() - start
-        if slowest and spent + slowest > budget_s:
-            remaining = found.count - len(found.trials)
-            say(f"the budget is used up: {remaining} trials are left for the next call")
-            return SearchResult(found)
-        candidate, rung, seed = trial
-        say(
-            f"search: {candidate.name} at {found.rungs[rung]:,} steps of the final size, seed {seed}: "
-            f"trial {len(found.trials) + 1} of {found.count}"
-        )
-        done = _Runs(final, found).run(*trial)
-        found = structs.replace(found, trials=(*found.trials, done))
-        write_json(state, found)
-        _Runs(final, found).delete_given_up()
-        slowest = max(slowest, time.monotonic() - start - spent)
-    return _result(final, found, file)
+    return _plan(final, candidates, request)
 
 
 def _file(path: str | None, config: RunConfig) -> Path:
@@ -203,9 +178,10 @@ def _final(measurement: MeasuredConfig) -> _Final:
             *(loaded_config.problem(k, f"{k} {text}", hint) for k, text, hint in problems)
         )
     first, last = (
-        shape_of_stage(measurement, stage) for stage in (0, len(measurement.forecast.stages) - 1)
+        short_runs.shape_of_stage(measurement, stage)
+        for stage in (0, len(measurement.forecast.stages) - 1)
     )
-    return _Final(measurement, last, shape_settings(first, last))
+    return _Final(measurement, last, short_runs.shape_settings(first, last))
 
 
 def _candidates(final: _Final) -> Iterator[GrowthCandidate]:
@@ -227,14 +203,16 @@ def _candidates(final: _Final) -> Iterator[GrowthCandidate]:
     ]
     if not candidates:
         text = f"n_layer {final.shape.n_layer} leaves nothing to grow, and the width has no half"
-        raise refusal(measurement.loaded_config, "model", text, "give the final shape more layers")
+        raise short_runs.refusal(
+            measurement.loaded_config, "model", text, "give the final shape more layers"
+        )
     yield from candidates
 
 
 def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
     """Return the candidate of a proposal with its costs; None if no run could carry it out, if it ends with
     another shape, or if it costs no less."""
-    begin = shape_settings(final.shape, proposal.shape)
+    begin = short_runs.shape_settings(final.shape, proposal.shape)
     stages = [
         CandidateStage(0.0, 1.0),
         *(CandidateStage(share, 1.0, operations) for share, operations in proposal.growth),
@@ -268,23 +246,18 @@ def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
 def _settings(final: _Final, candidate: GrowthCandidate) -> list[str]:
     """Return the settings of the config's run with a candidate's schedule."""
     entries = candidate.entries(final.asked.run_steps, shares=True)
-    return [*final.settings, *options({**candidate.begin, "schedule": entries})]
+    return [*final.settings, *short_runs.options({**candidate.begin, "schedule": entries})]
 
 
 def _plan(
-    final: _Final,
-    candidates: tuple[GrowthCandidate, ...],
-    budget_s: float,
-    steps: int | None,
-    seeds: Sequence[int],
-    say: Say,
+    final: _Final, candidates: tuple[GrowthCandidate, ...], request: ShortRunRequest
 ) -> ScheduleSearch:
     """Choose the horizon that the budget allows, by the time of a few steps."""
     measurement = final.asked
     (stage,) = measurement.forecast_of(final.settings).stages
     smallest = min(candidates, key=lambda candidate: candidate.stages[0].flops_per_token)
     times = [
-        measurement.seconds([*final.settings, *options(candidate.begin)], say)
+        measurement.seconds([*final.settings, *short_runs.options(candidate.begin)], request.say)
         for candidate in (smallest, candidates[0])
     ]
     costs = [candidate.stages[0].flops_per_token for candidate in (smallest, candidates[0])]
@@ -292,7 +265,7 @@ def _plan(
         name=final.config.name,
         settings=_compared(final.config),
         candidates=candidates,
-        seeds=tuple(seeds),
+        seeds=tuple(request.seeds or (final.config.seed,)),
         rungs=rung_steps(measurement.run_steps),
         run_steps=measurement.run_steps,
         decay=final.config.learning_rate.decay_fraction,
@@ -301,16 +274,21 @@ def _plan(
         seconds=((costs[0], times[0][0]), (costs[1], times[1][0])),
     )
     seconds, count = plan.work(plan.step_seconds)
-    seconds_each = seconds * (1 + EVALUATED)
-    fixed = count * START_S
+    seconds_each = seconds * (1 + short_runs.EVALUATED)
+    fixed = count * short_runs.START_S
+    steps = request.steps
     if steps is None:
-        share = (BUDGET_USED * budget_s - fixed) / seconds_each
+        share = (short_runs.BUDGET_USED * request.budget_s - fixed) / seconds_each
         steps = int(measurement.run_steps * min(1.0, share))
-    fewest = FEWEST_STEPS * RUNGS[0]
+    fewest = short_runs.FEWEST_STEPS * RUNGS[0]
     if steps < fewest:
-        needed = (seconds_each * fewest / measurement.run_steps + fixed) / BUDGET_USED
-        raise too_short(f"{count} runs of {FEWEST_STEPS} steps and more", budget_s, needed)
-    return structs.replace(plan, rungs=rung_steps(steps), evaluations=evaluations(steps, *times[1]))
+        needed = (seconds_each * fewest / measurement.run_steps + fixed) / short_runs.BUDGET_USED
+        raise short_runs.too_short(
+            f"{count} runs of {short_runs.FEWEST_STEPS} steps and more", request.budget_s, needed
+        )
+    return structs.replace(
+        plan, rungs=rung_steps(steps), evaluations=short_runs.evaluations(steps, *times[1])
+    )
 
 
 def _compared(config: RunConfig) -> dict[str, Any]:
@@ -359,12 +337,14 @@ class _Runs:
             self._train_trunk(candidate, rung, seed)
         if not folder.exists():
             raise RunFailed(f"{folder} is gone; delete the folder of its trunk to train both again")
-        settings = ["resume=auto", *options({"record.run_dir": os.fspath(folder)})]
-        train_or_resume(self.final.asked, os.fspath(folder / "run.yaml"), settings, _RUN)
+        settings = ["resume=auto", *short_runs.options({"record.run_dir": os.fspath(folder)})]
+        short_runs.train_or_resume(self.final.asked, os.fspath(folder / "run.yaml"), settings, _RUN)
         at = candidate.branches_at(steps, plan.decay)
-        before = (point for point in losses_of(self.trunk(candidate, seed)) if point[0] <= at)
-        after = (point for point in losses_of(folder) if point[0] > at)
-        loss = loss_at_end(folder, steps)
+        before = (
+            point for point in short_runs.losses_of(self.trunk(candidate, seed)) if point[0] <= at
+        )
+        after = (point for point in short_runs.losses_of(folder) if point[0] > at)
+        loss = short_runs.loss_at_end(folder, steps)
         return SearchTrial(candidate.name, rung, seed, steps, loss, (*before, *after))
 
     def _train_trunk(self, candidate: GrowthCandidate, rung: int, seed: int) -> None:
@@ -389,19 +369,19 @@ class _Runs:
         )
         values = {
             **candidate.begin,
-            **run_values(config, _RUN, self.trunk(candidate, seed), last + 1, seed),
+            **short_runs.run_values(config, _RUN, self.trunk(candidate, seed), last + 1, seed),
             "learning_rate.shape": "constant",
             "learning_rate.warmup_iters": min(
-                config.learning_rate.warmup_iters, plan.rungs[0] // WARMUP
+                config.learning_rate.warmup_iters, plan.rungs[0] // short_runs.WARMUP
             ),
             "eval.eval_interval": max(1, plan.rungs[-1] // plan.evaluations),
             "schedule": schedule,
         }
         measurement = self.final.asked
-        train_or_resume(
+        short_runs.train_or_resume(
             measurement,
             measurement.path,
-            [*measurement.overrides, *self.final.settings, *options(values)],
+            [*measurement.overrides, *self.final.settings, *short_runs.options(values)],
             _RUN,
         )
 
@@ -424,7 +404,9 @@ def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     if winner is None:
         return SearchResult(plan)
     folders = {seed: _Runs(final, plan).trunk(winner, seed) for seed in plan.seeds}
-    trunks = {seed: losses_of(folder) for seed, folder in folders.items() if folder.exists()}
+    trunks = {
+        seed: short_runs.losses_of(folder) for seed, folder in folders.items() if folder.exists()
+    }
     settings = _settings(final, winner)
     pilot = plan.pilot(winner, settings_of(measurement.load(settings).config), trunks)
     try:

@@ -35,6 +35,27 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class ShortRunRequest:
+    """Which config short runs are to say something of, and what they may use."""
+
+    config: str | None
+    """the path of its file"""
+    overrides: Sequence[str] = ()
+    budget_s: float = math.inf
+    """seconds that all may take, about"""
+    steps: int | None = None
+    """the horizon, steps of the longest run; None: as many as the budget allows"""
+    seeds: Sequence[int] = ()
+    """of the runs; empty: the config's"""
+    out: Path | None = None
+    """the file of what is found; None: beside the config, or in the folder of runs"""
+    world_size: int | None = None
+    devices: Sequence[int] | None = None
+    """see `launch`"""
+    say: Say = lambda _: None
+
+
+@dataclass(frozen=True)
 class MeasuredConfig:
     """A config that short runs are to say something of."""
 
@@ -75,13 +96,7 @@ class MeasuredConfig:
         return time.step / n_parallel, time.evaluation / n_parallel
 
 
-def prepare_measurement(
-    path: str | None,
-    overrides: Sequence[str],
-    world_size: int | None,
-    devices: Sequence[int] | None,
-    say: Say,
-) -> MeasuredConfig:
+def prepare_measurement(request: ShortRunRequest) -> MeasuredConfig:
     """Load a config and prepare its data.
 
     Raises:
@@ -91,18 +106,20 @@ def prepare_measurement(
     from instar.run.origin.load import load_run_config
     from instar.run.start.preflight import prepare_run_data
 
-    loaded_config = load_run_config(path, overrides)
-    start = resolve_ranks(loaded_config.config.parallel, placement(os.environ), world_size, devices)
+    loaded_config = load_run_config(request.config, request.overrides)
+    start = resolve_ranks(
+        loaded_config.config.parallel, placement(os.environ), request.world_size, request.devices
+    )
     _check_kind(loaded_config)
-    prepare_run_data(loaded_config, start.ranks, say)
+    prepare_run_data(loaded_config, start.ranks, request.say)
     forecast = _forecast(loaded_config, start.ranks)
     if forecast.steps is None:
         raise refusal(
             loaded_config, "train.until", "has no last step, of which a short run is a share"
         )
-    options = (*overrides, *_without_presets(loaded_config))
+    overrides = (*request.overrides, *_without_presets(loaded_config))
     return MeasuredConfig(
-        path, options, loaded_config, forecast, start.ranks, start.devices or None
+        request.config, overrides, loaded_config, forecast, start.ranks, start.devices or None
     )
 
 

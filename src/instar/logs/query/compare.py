@@ -118,10 +118,10 @@ def compare_groups(
     Raises:
         ConfigError: no run has such a metric, or nothing has been measured yet.
     """
-    axes = {place.axis for place in places} or {axis}
     patterns = tuple(ALIASES.get(metric, metric) for metric in metrics)
     goal = ALIASES.get(target_metric, target_metric)
     by_run = {record.run: record for record in records}
+    axes = {place.axis for place in places} or {axis}
     curves = [
         [_curves(by_run[run], patterns or COMPARED, axes, target, goal) for run in group.runs]
         for group in groups
@@ -134,9 +134,7 @@ def compare_groups(
     if target is not None:
         _check_goal(goal, evaluations, configs, new_bases)
     all_runs = [run for group in curves for run in group]
-    names = sorted(
-        {name: None for run in all_runs for name in run.metrics}, key=_rank(patterns or COMPARED)
-    )
+    names = {name: None for run in all_runs for name in run.metrics}
     if not names:
         raise ConfigError.of(f"nothing has been measured yet in {_names(groups)}")
     at = tuple(places or even_places(axis, _furthest(all_runs, axis)))
@@ -148,7 +146,7 @@ def compare_groups(
             name: tuple(
                 _cells([run.metrics.get(name, {}) for run in group], at) for group in curves
             )
-            for name in names
+            for name in sorted(names, key=_rank(patterns or COMPARED))
         },
         config=differing_keys([group.config() or None for group in groups]),
         warnings=(

@@ -24,6 +24,7 @@ from instar.run.changes.live_growth import Candidate, grow_run
 from instar.run.loop.checkpointing import best_is_now, save_checkpoint
 from instar.run.loop.components import Components
 from instar.run.loop.validation import evaluate_validation, is_comparable
+from instar.run.output.operation_text import ChangeOutcome
 from instar.run.state.gradient_stats import GradientWatch
 from instar.run.state.run_state import RunState
 from instar.run.step.stepper import freeze_parameters
@@ -199,23 +200,16 @@ def carry_out(
     )
     if growth is not None:
         parts.logger.flush_interval(state.progress, has_grown=True)
-    parts.logger.log_operation(
-        state.progress,
-        change,
-        before,
-        after,
-        proof=growth.proof if growth else None,
-        seconds=time.perf_counter() - start,
-        loss=loss,
-        folder=candidate.folder,
-    )
-    if growth is not None and growth.candidate.stays_equal:
-        parts.logger.warn(
-            f"the copies that {operation.name} made have the optimizer state of their sources, or none, and will stay "
-            "equal to them but for dropout: choose moments: asymmetric after the first step",
-            step,
-        )
+    proof, seconds = growth.proof if growth else None, time.perf_counter() - start
+    outcome = ChangeOutcome(change, before, after, seconds, proof, candidate.folder)
+    parts.logger.log_operation(state.progress, outcome, loss)
     if growth is not None:
+        if growth.candidate.stays_equal:
+            parts.logger.warn(
+                f"the copies that {operation.name} made have the optimizer state of their sources, or none, and will "
+                "stay equal to them but for dropout: choose moments: asymmetric after the first step",
+                step,
+            )
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,25 @@ _MEMORY = {
     "reset": "optimizer reset",
 }
 """Effect of an operation on the optimizer's state, in words."""
+
+
+@dataclass(frozen=True)
+class ChangeOutcome:
+    """What an operation between two steps has changed, for the log."""
+
+    change: Change
+    before: State
+    after: State
+    seconds: float
+    proof: Proof | None = None
+    """of an operation on the model"""
+    folder: Path | None = None
+    """of a branch"""
+
+    @cached_property
+    def differences(self) -> Differences:
+        """See `differences`."""
+        return differences(self.before, self.after)
 
 
 def differences(before: State, after: State) -> Differences:
@@ -80,26 +101,15 @@ def changed_text(changes: Differences) -> str:
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
-def operation_event(
-    change: Change,
-    before: State,
-    after: State,
-    changes: Differences,
-    proof: Proof | None,
-    seconds: float,
-    folder: Path | None,
-) -> OperationEvent:
-    """Return the event of an operation between two steps.
-
-    Args:
-        changes: see `differences`.
-        proof: of an operation on the model.
-        folder: of a branch.
-    """
-    operation = change.operation
+def operation_event(outcome: ChangeOutcome) -> OperationEvent:
+    """Return the event of an operation between two steps."""
+    change, proof, folder = outcome.change, outcome.proof, outcome.folder
+    operation, changes = change.operation, outcome.differences
     notes, proof_values = list[str](), dict[str, float]()
     if proof is not None:
-        sizes = [count_parameters(state.architecture).total for state in (before, after)]
+        sizes = [
+            count_parameters(state.architecture).total for state in (outcome.before, outcome.after)
+        ]
         notes = ["→".join(map(si, sizes)), _MEMORY[moments_mode(operation)]]
         proof_values = {
             "max_logit_diff": proof.max_logit_diff,
@@ -120,15 +130,14 @@ def operation_event(
         notes=tuple(notes),
         preserves=proof.label if proof else "",
         proof=proof_values,
-        seconds=seconds,
-        architecture=dict(after.architecture.to_dict()) if proof else {},
+        seconds=outcome.seconds,
+        architecture=dict(outcome.after.architecture.to_dict()) if proof else {},
     )
 
 
-def log_block(
-    change: Change, changes: Differences, loss: float | None, proof: Proof | None, *, ddp: bool
-) -> str:
+def log_block(outcome: ChangeOutcome, loss: float | None, *, ddp: bool) -> str:
     """Return the log lines of an operation, in the format that existing log parsers expect."""
+    change, changes, proof = outcome.change, outcome.differences, outcome.proof
     value = "" if change.operation.value is None else f" {change.operation.value}"
     lines = [
         f"=== SCALING OPERATION TRIGGERED{' (DDP SYNC)' * ddp} ===",

@@ -15,11 +15,11 @@ import torch
 
 from instar.config.budget import Budget, Counters, eta
 from instar.config.origins import in_yaml, redacted_value
+from instar.config.schema import RunConfig
 from instar.data.loader import StepBatch
 from instar.distributed.agree import gather, reduce_sums
 from instar.distributed.world import World
 from instar.growth.analysis import WeightAnalysis
-from instar.growth.proof import Proof
 from instar.record.console import Console
 from instar.record.events import (
     AnalysisEvent,
@@ -40,9 +40,9 @@ from instar.record.events import (
     Warn,
 )
 from instar.record.format import begins_anew_line, confusion_lines
-from instar.record.recorder import Sink
+from instar.record.recorder import Silent, Sink
 from instar.record.system import PeakFlops, memory_bytes
-from instar.run.output.operation_text import differences, log_block, operation_event
+from instar.run.output.operation_text import ChangeOutcome, log_block, operation_event
 from instar.run.output.save import SaveResult
 from instar.run.parallel.strategy import RoundEnd
 from instar.run.state.early_stopping import RuleState
@@ -50,7 +50,6 @@ from instar.run.state.gradient_stats import GradientWatch, GradNorm, LayerStats
 from instar.run.state.run_state import Decision, Interval, RunState
 from instar.run.step.evaluate import Evaluation, TestResult
 from instar.run.step.stepper import StepResult
-from instar.schedule.operations import Change, State
 from instar.tasks.logged import Logged, Pixels, TableData, media_events
 
 logger = logging.getLogger(__name__)
@@ -77,28 +76,30 @@ class RunLogger:
         sink: Sink,
         console: Console,
         *,
-        log_interval: int,
+        config: RunConfig,
         budgets: Sequence[Budget],
-        peak: PeakFlops | None,
-        best_metric: str = "loss",
-        folder: Path | None = None,
+        folder: Path,
     ) -> None:
         """
         Args:
             folder: the run's; images are saved there.
-            peak: peak FLOP/s of all ranks' devices together; None on ranks that do not log.
-            best_metric: metric of the pointer `checkpoints/best`.
         """
         self.world, self.sink, self.console = world, sink, console
-        self.interval = Interval(log_interval)
+        self.interval = Interval(config.record.log_interval)
         self.epochs: Callable[[int], float] = lambda _: 0.0
         """passes over the data at a cursor; set by the trainer"""
         self.budgets = budgets
-        self.best_metric = best_metric
+        self.best_metric = config.checkpoint.best_of[0]
+        """metric of the pointer `checkpoints/best`"""
         self.folder = folder
         self.logged_values = Logged(world)
         """what the task's code has logged in this interval"""
-        self.peak = peak
+        self.peak = (
+            None
+            if isinstance(sink, Silent)
+            else PeakFlops(world.device, config.precision, world.size)
+        )
+        """peak FLOP/s of all ranks' devices together; None on ranks that do not log"""
         self.started = time.monotonic()
         self.paused_s = 0.0
         """total seconds between saves and the resumes from them"""
@@ -316,7 +317,7 @@ class RunLogger:
         tables: Mapping[str, TableData],
     ) -> None:
         """Log images and tables of rank 0."""
-        if self.folder is None or not self.world.is_main:
+        if not self.world.is_main:
             return
         for event in media_events(self.folder, split, progress.step, images, tables):
             if isinstance(event, Warn):
@@ -367,22 +368,13 @@ class RunLogger:
     def log_operation(
         self,
         progress: Counters,
-        change: Change,
-        before: State,
-        after: State,
-        *,
-        proof: Proof | None,
-        seconds: float,
+        outcome: ChangeOutcome,
         loss: float | None,
-        folder: Path | None = None,
     ) -> None:
-        """Log an operation between two steps; `proof` is given for operations on the model, `folder`
-        for a branch."""
-        changes = differences(before, after)
-        event = operation_event(change, before, after, changes, proof, seconds, folder)
-        self.console.show_operation(self._write(progress, event))
+        """Log an operation between two steps, and the validation loss before it, if there is one."""
+        self.console.show_operation(self._write(progress, operation_event(outcome)))
         self.sink.sync()
-        logger.info("%s", log_block(change, changes, loss, proof, ddp=self.world.size > 1))
+        logger.info("%s", log_block(outcome, loss, ddp=self.world.size > 1))
 
     def log_new_gradients(self, progress: Counters, watch: GradientWatch) -> None:
         """Log the gradients of an operation's new parameters; warn if they are dead."""

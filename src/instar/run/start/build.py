@@ -19,9 +19,8 @@ from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
 from instar.record.console import Console
 from instar.record.control import Inbox
-from instar.record.recorder import Silent, Sink
+from instar.record.recorder import Sink
 from instar.record.rundir import RunDir
-from instar.record.system import PeakFlops
 from instar.run.loop.components import Components
 from instar.run.output.extension import RunPlace, open_extensions
 from instar.run.output.run_logger import RunLogger
@@ -132,19 +131,14 @@ def _connect(
 ) -> Components:
     """Connect all that a run consists of."""
     run_dir, signal = outputs.run_dir, outputs.signal
-    best_metric = config.checkpoint.best_of[0]
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
     logger = RunLogger(
         world,
         outputs.sink,
         outputs.console,
-        log_interval=config.record.log_interval,
+        config=config,
         budgets=budgets,
-        peak=None
-        if isinstance(outputs.sink, Silent)
-        else PeakFlops(world.device, config.precision, world.size),
-        best_metric=best_metric,
         folder=run_dir.path,
     )
 
@@ -172,7 +166,7 @@ def _connect(
             run_dir.path,
             log_save,
             limit_s=limit_s,
-            better=config.metrics[best_metric],
+            better=config.metrics[config.checkpoint.best_of[0]],
         ),
         open_extensions(place) if outputs.extends else (),
         logger,
