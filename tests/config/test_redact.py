@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.config.errors import HIDDEN, ConfigError, redacted
+from instar.config.errors import HIDDEN, ConfigError, redact_text
 from instar.config.load import load_config
 from instar.config.origins import lines_of, redacted_lines, redacted_value
 
@@ -57,9 +57,9 @@ def test_values_are_hidden_by_key_and_by_what_they_are() -> None:
         {"path": f"s3://{HIDDEN}@c"},
     )
     assert redacted_value("model.n_layer", 3) == 3
-    assert redacted("see https://a.org/b?c=d") == "see https://a.org/b?c=d"
+    assert redact_text("see https://a.org/b?c=d") == "see https://a.org/b?c=d"
     long = ["a." * 200_000, "?" + "token" * 100_000, "://" + "a" * 400_000]
-    assert [redacted(text) for text in long] == long  # in milliseconds
+    assert [redact_text(text) for text in long] == long  # in milliseconds
 
 
 BAD = {

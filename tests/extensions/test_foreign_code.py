@@ -205,7 +205,7 @@ def test_what_the_dashboard_tells_of_a_foreign_run_imports_nothing(
     app.summary_of(run)
     for part in PARTS:
         app.sections_of(run, part)
-    app.compared([run, run])
+    app.compare_runs([run, run])
     assert not mark.exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.logs.text.tables import align_columns, wrapped
+from instar.logs.text.tables import align_columns, wrap_line
 
 words = st.text("abcde12", min_size=1, max_size=12)
 tables = st.integers(1, 6).flatmap(
@@ -41,6 +41,6 @@ def test_nothing_is_lost_however_narrow(rows: list[list[str]], width: int) -> No
 
 @given(st.lists(words, min_size=1, max_size=30), st.integers(13, 80))
 def test_wrapped_lines_keep_their_words(parts: list[str], width: int) -> None:
-    lines = wrapped(" ".join(parts), width, indent="")
+    lines = wrap_line(" ".join(parts), width, indent="")
     assert " ".join(lines).split() == parts
     assert max(map(len, lines)) <= width

@@ -14,7 +14,7 @@ from instar.logs.plot.axes import decades, round_places, tick_texts
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.transforms import band, smooth
 from instar.logs.query.alignment import axis_named, place_on
-from instar.logs.query.groups import grouped, run_labels
+from instar.logs.query.groups import group_indices, run_labels
 from instar.logs.read.record import AXES
 from instar.record.events import Alert, Failed, RunStarted
 
@@ -46,7 +46,7 @@ def test_what_a_resume_superseded_hangs_on_the_last_point_that_counts(tmp_path):
 
     (curve,) = chart.panels[0].curves
     assert (np.diff(curve.line.x) > 0).all()
-    (lost,) = curve.superseded
+    (lost,) = curve.old_lines
     assert lost.x.tolist() == list(range(20, 31))
     assert [(mark.kind, mark.x) for mark in chart.marks] == [("resume", 20)]
 
@@ -154,11 +154,14 @@ def test_runs_are_called_by_what_tells_them_apart(tmp_path):
     assert run_labels([one, two]) == ["demo seed=1", "demo seed=2"]
     assert run_labels([one, wide]) == ["demo n_mlp=64", "demo n_mlp=96"]
     assert run_labels([one, two, bare])[2] == "demo seed=none n_mlp=none"
-    assert grouped([one, two, wide], "seed") == {"demo n_mlp=64": [0, 1], "demo n_mlp=96": [2]}
+    assert group_indices([one, two, wide], "seed") == {
+        "demo n_mlp=64": [0, 1],
+        "demo n_mlp=96": [2],
+    }
     derived = write_run(tmp_path / "demo-fffff", [], "name: demo\nmodel:\n  n_mlp: 64  # derived\n")
     said = write_run(tmp_path / "demo-ggggg", [], "name: demo\nmodel:\n  n_mlp: 96  # --set\n")
-    assert grouped([derived, said], "seed") == {"demo n_mlp=64": [0], "demo n_mlp=96": [1]}
-    assert grouped([one, two, other], "name") == {"demo": [0, 1], "other": [2]}
+    assert group_indices([derived, said], "seed") == {"demo n_mlp=64": [0], "demo n_mlp=96": [1]}
+    assert group_indices([one, two, other], "name") == {"demo": [0, 1], "other": [2]}
 
 
 def test_seeds_become_a_mean_with_a_band_over_what_all_have(tmp_path):

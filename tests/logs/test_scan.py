@@ -123,11 +123,11 @@ def in_all_ways(path: Path, text: bytes, block: int, piece: int) -> Iterator[Con
         patch.setattr(scanning, "BLOCK_BYTES", block)
         yield scan(path)
         patch.setattr(scanning, "AT_ONCE_BYTES", piece)
-        yield Content().then(*pieces(path, workers=1))
+        yield Content().extended_by(*pieces(path, workers=1))
         patch.setattr(scanning, "WORTH_BYTES", 0)
         patch.setattr(scanning, "PIECE_BYTES", piece)
         patch.setattr(scanning, "Workers", Here)
-        yield Content().then(*pieces(path, workers=3))
+        yield Content().extended_by(*pieces(path, workers=3))
 
 
 counts = st.one_of(st.integers(0, 200), st.integers(0, 2**63 - 1))

@@ -16,10 +16,10 @@ def test_a_request_is_there_until_it_is_answered(tmp_path: Path) -> None:
     assert commands(inbox) == []
     request = send_request(folder, "save")
     assert commands(inbox) == ["save"]
-    assert not request.answered()
+    assert not request.is_answered()
     assert inbox.is_requested("save")
     inbox.answer("save")
-    assert request.answered()
+    assert request.is_answered()
     assert commands(inbox) == []
 
 
@@ -30,8 +30,8 @@ def test_an_answer_is_to_requests_of_its_kind(tmp_path: Path) -> None:
     assert inbox.is_requested("save")
     assert inbox.is_requested("stop")
     inbox.answer("save")
-    assert all(save.answered() for save in saves)
-    assert not stop.answered()
+    assert all(save.is_answered() for save in saves)
+    assert not stop.is_answered()
     assert commands(inbox) == ["stop"]
 
 
@@ -65,8 +65,8 @@ def test_an_answer_is_not_to_requests_that_came_after_it_was_begun(tmp_path: Pat
     assert inbox.is_requested("save")
     second = send_request(inbox.folder, "save")
     inbox.answer("save")
-    assert first.answered()
-    assert not second.answered()
+    assert first.is_answered()
+    assert not second.is_answered()
     assert inbox.is_requested("save")
 
 

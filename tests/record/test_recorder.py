@@ -86,15 +86,15 @@ def test_a_record_that_is_a_link_is_not_written(tmp_path: Path) -> None:
 def test_sync_covers_all_that_was_written(path: Path) -> None:
     with Recorder(path) as recorder:
         recorder.write(Train(step=1, loss=2.0))
-        assert recorder.synced < recorder.size
+        assert recorder.synced_bytes < recorder.size
         recorder.sync()
-        assert recorder.synced == recorder.size == path.stat().st_size
+        assert recorder.synced_bytes == recorder.size == path.stat().st_size
 
 
 def test_a_write_long_after_the_last_sync_syncs(path: Path) -> None:
     with Recorder(path, sync_every_s=0.0) as recorder:
         recorder.write(Train(step=1, loss=2.0))
-        assert recorder.synced == recorder.size > 0
+        assert recorder.synced_bytes == recorder.size > 0
 
 
 def test_closing_twice_does_nothing(path: Path) -> None:
@@ -146,7 +146,7 @@ def test_lines_that_a_full_disk_refuses_are_held_and_written_in_order(path: Path
         recorder.sync()
         assert path.read_bytes().endswith(b"}\n")
         assert len(steps(path)) < step
-        assert recorder.synced <= recorder.size == path.stat().st_size
+        assert recorder.synced_bytes <= recorder.size == path.stat().st_size
         assert len(said) == 1
         assert "File too large" in said[0]
         assert recorder.failure() is None

@@ -111,12 +111,12 @@ def test_the_loss_on_held_out_samples_is_what_it_was(make_grown: Make) -> None:
     while run.state.progress.step < 12:
         run.step()
         original()
-        before.append(run.state.evaluated["loss"])
+        before.append(run.state.evaluated_metrics["loss"])
         grown = len(run.state.history)
         change_if_due(run)
         if len(run.state.history) > grown:
             original()
-            after.append((before[-1], run.state.evaluated["loss"]))
+            after.append((before[-1], run.state.evaluated_metrics["loss"]))
     assert len(after) == 4
     for was, now in after:
         assert now == pytest.approx(was, abs=1e-5)

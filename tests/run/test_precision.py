@@ -175,9 +175,9 @@ def warnings(path: Path) -> list[str]:
 
 def test_bf16_without_units_is_warned_of_with_the_figure(cfg: Path, tmp_path: Path) -> None:
     peak = PeakFlops(CPU, "bf16", 1)
-    peak.measured = {"fp32": 2.6e11, "bf16": 1e11}
+    peak.measured_flops = {"fp32": 2.6e11, "bf16": 1e11}
     assert "2.6 times as long as in fp32" in peak.warning
-    peak.measured = {"fp32": 1e11, "bf16": 2.6e11}
+    peak.measured_flops = {"fp32": 1e11, "bf16": 2.6e11}
     assert not peak.warning
     assert not PeakFlops(CPU, "fp32", 1).warning
     run_dir = tmp_path / "run"
@@ -191,14 +191,14 @@ def test_bf16_without_units_is_warned_of_with_the_figure(cfg: Path, tmp_path: Pa
 
 def test_the_peak_of_a_slow_type_is_that_of_fp32() -> None:
     peak = PeakFlops(CPU, "bf16", 2)
-    assert peak.measured.keys() == {"fp32", "bf16"}
-    fastest = max(peak.measured.values())
+    assert peak.measured_flops.keys() == {"fp32", "bf16"}
+    fastest = max(peak.measured_flops.values())
     assert peak.share(fastest) == pytest.approx(0.5)
 
 
 def test_no_run_uses_more_than_all_that_was_seen_to_be_possible() -> None:
     peak = PeakFlops(CPU, "fp32", 1)
-    possible = peak.measured["fp32"]
+    possible = peak.measured_flops["fp32"]
     assert peak.share(possible / 2) == pytest.approx(0.5)
     assert peak.share(20 * possible) == 1.0
     assert peak.share(possible) == pytest.approx(0.05)

@@ -247,9 +247,9 @@ def test_a_person_may_ask_for_it_and_has_it_when_the_request_is_gone(trainer: Ma
     assert run.parts.sync.inbox is not None
     request = send_request(run.parts.sync.inbox.folder, "save")
     run.step()
-    assert not request.answered()
+    assert not request.is_answered()
     save_when_due(run)
-    assert request.answered()
+    assert request.is_answered()
     assert (
         load_checkpoint(run.parts.saver.root / "checkpoints" / "step-1").manifest.reason
         == "asked for"

@@ -38,7 +38,7 @@ def test_a_run_learns_and_counts_everything(trainer: Make, losses: Losses, tmp_p
     run = trainer("train.until=[40it]", "optimizer.lr=1e-2")
     outcome = run.train()
     progress = outcome.progress
-    assert outcome.decision == Decision("reached 40it", interrupted=False)
+    assert outcome.decision == Decision("reached 40it", is_interrupted=False)
     assert (progress.step, progress.samples) == (40, 40 * 8)
     assert progress.flops == run.parts.task.flops(progress.tokens)
     assert losses("events")[-1] < 0.7 * losses("events")[0]
@@ -208,11 +208,11 @@ def test_the_moving_average_is_what_is_evaluated(trainer: Make) -> None:
         torch.testing.assert_close(average, reference[name])
     live = weights(run)
     run.evaluate()
-    averaged = run.state.evaluated
+    averaged = run.state.evaluated_metrics
     run.parts.stepper.ema = None
     run.evaluate()
     assert equal(live, weights(run))
-    assert averaged["loss"] != run.state.evaluated["loss"]
+    assert averaged["loss"] != run.state.evaluated_metrics["loss"]
 
 
 def test_a_loss_budget_ends_the_run_at_the_evaluation_that_meets_it(
@@ -229,7 +229,7 @@ def test_a_loss_budget_ends_the_run_at_the_evaluation_that_meets_it(
 def test_a_time_budget_ends_the_run(trainer: Make) -> None:
     run = trainer("train.until=[0.2s]", "learning_rate.shape=constant")
     outcome = run.train()
-    assert outcome.decision == Decision("reached 0.2s", interrupted=False)
+    assert outcome.decision == Decision("reached 0.2s", is_interrupted=False)
     assert outcome.progress.step > 0
 
 

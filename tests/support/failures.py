@@ -331,9 +331,9 @@ def rank_1_grows_otherwise(argv: Sequence[str]) -> int:
     def otherwise(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
         return applied(plan, tensors, role, (*key, 1))
 
-    applied = fill.applied
+    applied = fill.apply_each
     if is_rank(1):
-        fill.applied = otherwise  # type: ignore[assignment]
+        fill.apply_each = otherwise  # type: ignore[assignment]
     return main(argv)
 
 
@@ -346,7 +346,7 @@ def rank_1_has_no_memory_to_grow(argv: Sequence[str]) -> int:
         yield
 
     if is_rank(1):
-        fill.applied = refuse  # type: ignore[assignment]
+        fill.apply_each = refuse  # type: ignore[assignment]
     return main(argv)
 
 

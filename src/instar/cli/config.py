@@ -163,7 +163,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, str, str]]:
     """Return key, type, default and meaning of every key of a config class, or of those of the
     section or key `name`."""
-    from instar.config.document import dotted
+    from instar.config.document import dotted_key
     from instar.config.fields import default, schedule_keys, schema_keys
     from instar.config.origins import in_yaml
     from instar.config.suggestions import expected
@@ -181,7 +181,7 @@ def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, s
     if name == "schedule":
         rows += [
             (
-                dotted(path),
+                dotted_key(path),
                 _short_type(expected(root, path)),
                 "" if field.is_required() else in_yaml(default(field)),
                 field.description or "",

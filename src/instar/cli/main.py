@@ -179,7 +179,7 @@ def _leave() -> NoReturn:
     abandon()
     with suppress(OSError):
         if (work := _display.current) is not None:
-            os.write(2, f"\n{work.interrupted}\n".encode(errors="replace"))
+            os.write(2, f"\n{work.interruption_text}\n".encode(errors="replace"))
     exit_now(INTERRUPTED)
 
 

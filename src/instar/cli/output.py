@@ -17,7 +17,7 @@ import click
 
 from instar.cli.completion import candidates
 from instar.cli.options import Command
-from instar.config.errors import ConfigError, unfiltered, visible
+from instar.config.errors import ConfigError, visible, without_filter
 from instar.extensions import run_set
 from instar.logs.text.encoding import ENCODING
 from instar.logs.text.tables import align_columns, columns_that_fit
@@ -105,7 +105,7 @@ def _draw(
         )
     for row in rows:
         table.add_row(*(Text(as_shown(row[number])) for number in columns))
-    with unfiltered(sys.stdout):
+    with without_filter(sys.stdout):
         console.print(table)
 
 

@@ -22,7 +22,7 @@ from instar.cli.output import (
     selected_groups,
     terminal_width,
 )
-from instar.config.errors import ConfigError, unfiltered
+from instar.config.errors import ConfigError, without_filter
 from instar.extensions import how_to_install, plot_in
 from instar.record.atomic import replace_file
 
@@ -185,7 +185,7 @@ def _deliver(
 
         size = _screen(to_stdout=to_stdout)
         if to_stdout and not open_it:
-            with unfiltered(sys.stdout):
+            with without_filter(sys.stdout):
                 click.echo(terminal(chart, size), color=True)  # already in stdout's encoding
         else:
             deliver(terminal(chart, size), None if to_stdout else output, open_it=open_it)

@@ -350,13 +350,13 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
         return 0
     if lock_owner(run_dir.lock) is None:
         raise NotRunning(
-            f"{run_dir.path} is not running; resume it with: instar resume {run_dir.quoted}"
+            f"{run_dir.path} is not running; resume it with: instar resume {run_dir.shell_word}"
         )
     latest = run_dir.checkpoints / "latest"
     before = _identity(latest)
     request = send_request(run_dir.control, "save" if command == "save" else "stop")
     deadline = time.monotonic() + timeout
-    while not request.answered():
+    while not request.is_answered():
         # a run that cannot delete another user's request still handles it
         if command == "save" and _identity(latest) != before and _saved_on_request(latest):
             request.withdraw()

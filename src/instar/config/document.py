@@ -16,7 +16,13 @@ from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from ruamel.yaml.reader import ReaderError
 
-from instar.config.errors import ConfigProblem, SourceLocation, near_path, printable_text, shortened
+from instar.config.errors import (
+    ConfigProblem,
+    SourceLocation,
+    near_path,
+    printable_text,
+    shorten_text,
+)
 from instar.config.files import HINT, is_address, message_of, open_regular
 
 MAX_BYTES = 1 << 20
@@ -145,7 +151,7 @@ def parse_option(
     text: str, example: str = "model.n_layer=6"
 ) -> tuple[Document | None, list[ConfigProblem]]:
     """Parse the `--set` text `a.b=v` as a document {a: {b: v}}; without a value, v is None."""
-    source = f"--set {shortened(text, 80)}"
+    source = f"--set {shorten_text(text, 80)}"
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or path == ("",):
@@ -181,10 +187,10 @@ def problem_at(place: SourceLocation, message: str, hint: str = "", key: str = "
 def value_text(data: Any, limit: int = 60) -> str:
     """Format data as a short text for a message: strings quoted, constants as in YAML."""
     text = printable_text(json.dumps(data, ensure_ascii=False, default=str))
-    return shortened(text, limit)
+    return shorten_text(text, limit)
 
 
-def dotted(path: KeyPath) -> str:
+def dotted_key(path: KeyPath) -> str:
     """Format a path for messages: ("train", "until", 0) is train.until[0]."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)[1:]
 
@@ -224,7 +230,7 @@ class _Reader:
         return SourceLocation(self.source, line + 1, column + 1, text)
 
     def name(self, path: KeyPath) -> str:
-        return dotted((*self.within, *path))
+        return dotted_key((*self.within, *path))
 
     def report(self, message: str, place: SourceLocation, key: str = "", hint: str = "") -> None:
         if len(self.problems) < MAX_PROBLEMS:

@@ -143,7 +143,7 @@ def sentence_of(error: OSError) -> str:
     """Return the operating system's message with the file's name, and a hint if there is one."""
     name = error.filename if isinstance(error.filename, str | bytes) else ""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
-    text = shortened(text, 200)
+    text = shorten_text(text, 200)
     text_of_error = f"{text}: {error.strerror or error}" if text else str(error.strerror or error)
     hints = {
         errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
@@ -199,16 +199,16 @@ def is_secret(key: str) -> bool:
 def may_hold_secret(line: str) -> bool:
     """Whether a line of a config has a key of a secret, or a URL with a user or a key."""
     names = _NAME.findall(line)
-    return bool(_HOLDERS & {*names}) or any(map(is_secret, names)) or redacted(line) != line
+    return bool(_HOLDERS & {*names}) or any(map(is_secret, names)) or redact_text(line) != line
 
 
 def redacted_option(text: str) -> str:
     """Return an option such as "--set key=value" without the value of a secret key."""
     key = text.partition("=")[0]
-    return key if is_secret(key.rpartition(" ")[2]) else redacted(text)
+    return key if is_secret(key.rpartition(" ")[2]) else redact_text(text)
 
 
-def redacted(text: str) -> str:
+def redact_text(text: str) -> str:
     """Remove user and password of URLs in `text`, and keys in their queries."""
     return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
 
@@ -226,7 +226,7 @@ def visible(text: str) -> str:
 
 
 @contextmanager
-def unfiltered(stream: Any) -> Iterator[None]:
+def without_filter(stream: Any) -> Iterator[None]:
     """Let `stream` pass escape sequences; text from outside must be `visible` already."""
     before = getattr(stream, "is_filtered", None)
     if before is not None:
@@ -243,7 +243,7 @@ def printable_text(text: str) -> str:
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
-def shortened(text: str, length: int = 1000) -> str:
+def shorten_text(text: str, length: int = 1000) -> str:
     """Return at most `length` characters of a text, with an ellipsis if it is cut."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 

@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 
 from instar.config.document import KeyPath
 from instar.config.errors import ConfigError, nearest
-from instar.config.schema import Direction, FeedConfig, RunConfig, SamplesConfig, extended
+from instar.config.schema import Direction, FeedConfig, RunConfig, SamplesConfig, extend_section
 from instar.config.sections import (
     CurveSection,
     NoiseTrigger,
@@ -139,13 +139,13 @@ def task_config_class(task: str, names: Iterable[str], *, plain: bool = False) -
 def _with_packages(root: type[C], names: tuple[str, ...], plain: bool) -> type[C]:
     """Return a config class with the sections of packages; of one that adds none, as it is."""
     if plain:
-        return extended(root, dict.fromkeys(names, (PlainSection, "of another package")))
+        return extend_section(root, dict.fromkeys(names, (PlainSection, "of another package")))
     sections_by_name = {
         name: (load_target(spec.target), spec.description)
         for name in names
         if (extension := third_party(name)) and (spec := extension.sections.get(name))
     }
-    config = extended(root, sections_by_name)
+    config = extend_section(root, sections_by_name)
     config.extension_names = tuple(sections_by_name)
     return config
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from instar.config.errors import ConfigError, ConfigProblem, printable_text, redacted
+from instar.config.errors import ConfigError, ConfigProblem, printable_text, redact_text
 
 _SAFE = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _Text = TypeVar("_Text", bytes, str)
@@ -251,7 +251,7 @@ def is_address(text: object) -> bool:
 
 def message_of(text: str) -> str:
     """Return the refusal of an address."""
-    return f"{redacted(printable_text(text))} is an address, not a path"
+    return f"{redact_text(printable_text(text))} is an address, not a path"
 
 
 def check_path(text: str, what: str) -> None:

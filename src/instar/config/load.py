@@ -24,7 +24,7 @@ from instar.config.document import (
     MOST_SHOWN,
     Document,
     KeyPath,
-    dotted,
+    dotted_key,
     parse,
     parse_option,
     problem_at,
@@ -162,7 +162,7 @@ def load_config(
     conflicts: Sequence[ConfigProblem] = ()
     if weights is not None and ("model", FROM) in typed_entries and ("model", FROM) in layer:
         weight_values, origin, conflicts = weights(
-            {dotted(p): entry.value for p, entry in typed_entries.items()}
+            {dotted_key(p): entry.value for p, entry in typed_entries.items()}
         )
         weights_layer = findings.add(*parse(yaml_of(weight_values), origin))
         layer |= (
@@ -179,7 +179,7 @@ def load_config(
     if findings.problems or config is None:
         raise findings.error()
     origins = {key: _emptied_by(emptied_keys, key) for key in values(config)}
-    origins |= {dotted(entry.path): entry.origin for entry in layer.values()}
+    origins |= {dotted_key(entry.path): entry.origin for entry in layer.values()}
     origins |= operation_places(layer)
     return Loaded(config, origins, _tree(root, layer), value_places(layer))
 
@@ -216,7 +216,7 @@ def _preset_entries(
 def _refuse_addresses(layer: dict[KeyPath, ConfigEntry], findings: _Findings) -> None:
     """Note values that are addresses where paths are meant, and remove them."""
     for path, entry in list(layer.items()):
-        name = dotted(path)
+        name = dotted_key(path)
         if name.startswith(WEB):
             continue
         for inner, text in addresses(entry.value):
@@ -257,7 +257,7 @@ class _Findings:
 
     def mark_doubtful(self, root: Root, path: KeyPath) -> None:
         """Mark a key, or all keys of a section, as unreliable."""
-        self.doubtful.add(name := dotted(path))
+        self.doubtful.add(name := dotted_key(path))
         if is_section(root, path):
             self.doubtful |= {key for key in schema_keys(root) if key.startswith(f"{name}.")}
 
@@ -327,15 +327,15 @@ def _entries(
     for path, value in flatten_config(root, document.data):
         if path[0] in ("model", "data") and path[0] in findings.doubtful:
             continue  # sections of an unknown task
-        if dotted(path) in FORMER:
+        if dotted_key(path) in FORMER:
             continue
         if path in unreadable_paths:
-            findings.doubtful.add(dotted(path))
+            findings.doubtful.add(dotted_key(path))
         elif not is_section(root, path):
             place = document.place(path, key=True)
             entries[path] = ConfigEntry(value, origin or str(place), document, path, path)
         elif value is not None:
-            name = dotted(path)
+            name = dotted_key(path)
             findings.mark_doubtful(root, path)
             text = value_text(redacted_value(name, value))
             message = f"{name} is a section of 'key: value' lines, got {text}"
@@ -362,7 +362,7 @@ def _chosen_presets(
     presets = names_in(PRESETS)
     for index, name in enumerate(names):
         if name not in presets:
-            findings.doubtful |= schema_keys(root).keys() - {dotted(path) for path in entries}
+            findings.doubtful |= schema_keys(root).keys() - {dotted_key(path) for path in entries}
             suggestion = nearest(str(name), presets)
             hint = (
                 f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(presets)}"
@@ -482,7 +482,7 @@ def _validate_layer(
                 message, hint = suggestions.wrong_value(
                     root, path, value, item["type"], item["msg"]
                 )
-            findings.note(place, message, hint, dotted(key if key in layer else path))
+            findings.note(place, message, hint, dotted_key(key if key in layer else path))
         if key == (SCHEDULE,) and inner and key in valid:
             # replace an invalid operation by an empty one, so that the others are checked too
             operations = list(valid[key].value)
@@ -490,7 +490,7 @@ def _validate_layer(
             valid[key] = replace(valid[key], value=operations)
             findings.doubtful.add(f"{SCHEDULE}[{inner[0]}]")
         else:
-            findings.doubtful.add(dotted(key))
+            findings.doubtful.add(dotted_key(key))
             valid = {p: e for p, e in valid.items() if p[: len(key)] != key}
     try:
         return root.model_validate(_tree(root, valid))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from instar.config.document import Document, KeyPath, dotted, merge_data, parse
-from instar.config.errors import HIDDEN, SourceLocation, is_secret, printable_text, redacted
+from instar.config.document import Document, KeyPath, dotted_key, merge_data, parse
+from instar.config.errors import HIDDEN, SourceLocation, is_secret, printable_text, redact_text
 from instar.config.fields import Root, section_types, values
 from instar.config.schema import RunConfig
 
@@ -69,7 +69,7 @@ def value_places(layer: Mapping[KeyPath, ConfigEntry]) -> dict[str, SourceLocati
             if start is not None:
                 entry = within[id(document), start]
                 is_generated = entry.origin.startswith((PRESET, WEIGHTS))
-                name = dotted((*entry.path, *path[len(start) :]))
+                name = dotted_key((*entry.path, *path[len(start) :]))
                 places[name] = SourceLocation(entry.origin) if is_generated else place
     return places
 
@@ -225,7 +225,7 @@ def redacted_value(key: str, value: Any) -> Any:
     if is_secret(key):
         return HIDDEN if value else value
     if isinstance(value, str):
-        return redacted(value)
+        return redact_text(value)
     if isinstance(value, list | tuple):
         return type(value)(redacted_value(key, item) for item in value)
     if isinstance(value, dict):
@@ -244,5 +244,8 @@ def _redact_line(line: ConfigLine) -> ConfigLine:
         text = line.text.replace(line.value, HIDDEN)
         return replace(line, text=text, value=HIDDEN, origin=line.origin.partition("=")[0])
     return replace(
-        line, text=redacted(line.text), value=redacted(line.value), origin=redacted(line.origin)
+        line,
+        text=redact_text(line.text),
+        value=redact_text(line.value),
+        origin=redact_text(line.origin),
     )

@@ -48,7 +48,9 @@ OptimizerName = Literal["adamw", "muon", "sgd"]
 S = TypeVar("S", bound=BaseModel)
 
 
-def extended(section: type[S], sections: Mapping[str, tuple[type[BaseModel], str]]) -> type[S]:
+def extend_section(
+    section: type[S], sections: Mapping[str, tuple[type[BaseModel], str]]
+) -> type[S]:
     """Return a config class with more sections, given with their descriptions."""
     fields: Any = {
         name: (inner, Field(default_factory=inner, description=description))
@@ -69,7 +71,7 @@ def with_extensions(name: str) -> Callable[[type[S]], type[S]]:
         inner: (load_target(spec.target), spec.description)
         for inner, spec in sections_in(name).items()
     }
-    return lambda section: extended(section, sections) if sections else section
+    return lambda section: extend_section(section, sections) if sections else section
 
 
 class FeedConfig(Section):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from instar.config import PRESETS, STARTERS, names_in
-from instar.config.document import dotted, parse
+from instar.config.document import dotted_key, parse
 from instar.config.errors import ConfigError, printable_text
 from instar.config.fields import LANGUAGE, flatten_config, root_of, schema_keys, values
 from instar.config.load import load_config
@@ -87,7 +87,7 @@ def _set_values(
         for key, _ in flatten_config(root, document.data)
     }
     set_values = {
-        dotted(key): value for key, value in flatten_config(root, data) if key not in by_preset
+        dotted_key(key): value for key, value in flatten_config(root, data) if key not in by_preset
     }
     return set_values | ({"preset": [*presets]} if presets else {})
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from instar.config.budget import meant_number
-from instar.config.document import KeyPath, dotted, odd_space, value_text
+from instar.config.document import KeyPath, dotted_key, odd_space, value_text
 from instar.config.errors import is_secret, nearest
 from instar.config.fields import Root, alternatives, choices, default, schema_keys, section_types
 from instar.extensions import how_to_install
@@ -128,12 +128,12 @@ RENAMED: Mapping[str, tuple[str, str]] = {
 
 def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
     """Return message and hint for an unknown key, and the dotted key that was meant ("")."""
-    section, name = dotted(path[:-1]), str(path[-1])
+    section, name = dotted_key(path[:-1]), str(path[-1])
     message = f"unknown key '{name}'" + (f" in {section}" if section else "")
-    if remedy := how_to_install("sections", dotted(path)):
+    if remedy := how_to_install("sections", dotted_key(path)):
         return message, f"its extension is not installed: {remedy}", ""
-    if dotted(path) in RENAMED:
-        new_name, hint = RENAMED[dotted(path)]
+    if dotted_key(path) in RENAMED:
+        new_name, hint = RENAMED[dotted_key(path)]
         return message, hint, new_name
     if section not in section_types(root):  # in an item of a list
         candidates = [
@@ -256,7 +256,7 @@ def wrong_value(root: Root, path: KeyPath, value: Any, kind: str, reason: str) -
         kind: pydantic's error type.
         reason: pydantic's message; both are used only if the schema does not describe the allowed values.
     """
-    name = dotted(path)
+    name = dotted_key(path)
     if kind == "missing":
         return f"{name} is missing", ""
     if is_secret(name):

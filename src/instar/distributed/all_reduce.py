@@ -170,12 +170,12 @@ def exact_sums(world: World, columns: Mapping[str, Sequence[float]]) -> dict[str
     own_sums = [str(exact_sum(values)) for values in columns.values()]
     everyones = cast(list[list[str]], gather(world, own_sums))
     sums = (exact_sum([*map(parse_sum, texts)]) for texts in zip(*everyones, strict=True))
-    return dict(zip(columns, map(rounded, sums), strict=True))
+    return dict(zip(columns, map(nearest_float, sums), strict=True))
 
 
 def total(values: Sequence[float]) -> float:
     """Return the sum of `values`, rounded once, so that their order does not matter."""
-    return rounded(exact_sum(values))
+    return nearest_float(exact_sum(values))
 
 
 def exact_sum(values: Sequence[float | Fraction]) -> Fraction | float:
@@ -184,7 +184,7 @@ def exact_sum(values: Sequence[float | Fraction]) -> Fraction | float:
     return sum(odd) if odd else sum((Fraction(value) for value in values), Fraction())
 
 
-def rounded(value: Fraction | float) -> float:
+def nearest_float(value: Fraction | float) -> float:
     """Return the nearest float; inf beyond the largest one."""
     try:
         return float(value)

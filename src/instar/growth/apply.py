@@ -103,10 +103,10 @@ def apply(
     Raises:
         KeyError: a parameter is missing.
     """
-    return dict(applied(plan, tensors, role, key, copies))
+    return dict(apply_each(plan, tensors, role, key, copies))
 
 
-def applied(
+def apply_each(
     plan: GrowthPlan,
     tensors: Mapping[str, Tensor],
     role: Role,

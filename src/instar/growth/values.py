@@ -17,7 +17,7 @@ Check = Callable[[Any], None]
 """Raises GrowthError, without the name of the operation, for an invalid value."""
 
 
-def checked(valid: Callable[[Any], bool], description: str) -> Check:
+def make_check(valid: Callable[[Any], bool], description: str) -> Check:
     """Return a check of a condition; `description` completes the sentence of its error."""
 
     def check(value: Any) -> None:
@@ -83,38 +83,38 @@ def is_lr(value: Any) -> None:
     check_each(value, {"rewarm": is_count, "rewarm_new": is_count})
 
 
-is_count = checked(_is_count, "needs a whole number above 0")
-is_multiple = checked(lambda value: _is_count(value, 2), "needs a whole factor of at least 2")
-are_experts = checked(
+is_count = make_check(_is_count, "needs a whole number above 0")
+is_multiple = make_check(lambda value: _is_count(value, 2), "needs a whole factor of at least 2")
+are_experts = make_check(
     lambda value: _is_count(value, 2), "needs a whole number of experts, at least 2"
 )
-is_rank = checked(
+is_rank = make_check(
     lambda value: _is_count(value, 0), "needs a whole number, 0 to take adapters away"
 )
-is_positions = checked(
+is_positions = make_check(
     _are_positions, "must be end, start, even, or a list of the old layers before which they come"
 )
-is_share = checked(
+is_share = make_check(
     lambda value: type(value) is float and 0 < value < 1, "must be a number between 0 and 1"
 )
-is_flag = checked(lambda value: type(value) is bool, "must be true or false")
-is_positive = checked(
+is_flag = make_check(lambda value: type(value) is bool, "must be true or false")
+is_positive = make_check(
     lambda value: type(value) in (int, float) and 0 < value < math.inf, "must be a number above 0"
 )
-is_not_negative = checked(
+is_not_negative = make_check(
     lambda value: type(value) in (int, float) and 0 <= value < math.inf,
     "must be a number from 0 on",
 )
-is_text = checked(lambda value: isinstance(value, str) and value != "", "needs a name")
-is_text_or_nothing = checked(
+is_text = make_check(lambda value: isinstance(value, str) and value != "", "needs a name")
+is_text_or_nothing = make_check(
     lambda value: value is None or (isinstance(value, str) and value != ""), "needs a name"
 )
-is_nothing = checked(lambda value: value is None, "takes no value")
+is_nothing = make_check(lambda value: value is None, "takes no value")
 
 
 def one_of(*words: str) -> Check:
     """A check for one of these words."""
-    return checked(lambda value: value in words, f"must be {' or '.join(words)}")
+    return make_check(lambda value: value in words, f"must be {' or '.join(words)}")
 
 
 def has(**keys: Check) -> Check:

@@ -132,7 +132,7 @@ class _Tree:
         self.child_ended = child_ended
         self.request = request
         self.running = True
-        self.stopped = False
+        self.was_stopped = False
         """whether the command was asked to end before it did"""
         self.is_ignored = False
         """whether every process of the tree ignored the signal, so that a status of 0 is that of its own end"""
@@ -173,7 +173,7 @@ class _Tree:
         first = self.kill_at == float("inf")
         self.kill_at = min(self.kill_at, time.monotonic() + grace_s)
         if self.running:
-            self.stopped = True
+            self.was_stopped = True
             if first and grace_s > 0:
                 # a child that handles it may save and end, and its parent then exit with 0
                 self.is_ignored = all(_ignores(pid, number) for pid in _descendants(os.getpid()))
@@ -203,7 +203,7 @@ class _Tree:
         unit = 1 if sys.platform == "darwin" else 1024
         result = {
             "status": status,
-            "stopped": self.stopped and not (self.is_ignored and status == 0),
+            "stopped": self.was_stopped and not (self.is_ignored and status == 0),
             "time": time.time(),
             "cpu_s": round(usage.ru_utime + usage.ru_stime, 3),
             "peak_bytes": usage.ru_maxrss * unit,

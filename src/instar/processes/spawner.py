@@ -47,7 +47,7 @@ class Exit:
     """How a command ended; `status` as in `subprocess`: negative if a signal ended it."""
 
     status: int
-    stopped: bool
+    was_stopped: bool
     """whether it was asked to end before it did"""
     time: float
     cpu_s: float

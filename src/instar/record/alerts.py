@@ -87,9 +87,9 @@ class Rules:
                 alerts.append(("stall", message))
         elif isinstance(event, OperationEvent):
             if self._divergence:
-                self._divergence.changed(comparable=self._comparable(event.name, event.value))
+                self._divergence.restart(comparable=self._comparable(event.name, event.value))
             if self._stall:
-                self._stall.changed()
+                self._stall.restart()
         elif isinstance(event, Skip) and (message := self._skip(event.consecutive)):
             alerts.append(("nan_skips", message))
         if not isinstance(event, Placed):
@@ -136,7 +136,7 @@ class Divergence:
         self._lowest = math.inf
         self._records = 0
 
-    def changed(self, *, comparable: bool) -> None:
+    def restart(self, *, comparable: bool) -> None:
         """Start over after an operation; keep the minimum if losses are still comparable."""
         lowest, highest = self._lowest, self._highest
         self._begin()
@@ -185,9 +185,9 @@ class Stall:
     def __init__(self, share: float) -> None:
         self._share = share
         self._slow = 0
-        self.changed()
+        self.restart()
 
-    def changed(self) -> None:
+    def restart(self) -> None:
         """Forget the usual speed, because a step may take longer from here on."""
         self._speeds: deque[float] = deque(maxlen=SPEED_WINDOW)
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from instar.config.errors import unfiltered
+from instar.config.errors import without_filter
 from instar.distributed.signals import detach_closed_streams
 from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Train
 from instar.record.format import (
@@ -179,7 +179,7 @@ class LiveScreen:
 
         self._stream = stream
         self._own_escapes = ExitStack()
-        self._own_escapes.enter_context(unfiltered(stream))
+        self._own_escapes.enter_context(without_filter(stream))
         self._encoding = encoding
         self._clock = clock
         self._terminal = RichConsole(

@@ -35,7 +35,7 @@ class Request:
     command: Command
     path: Path
 
-    def answered(self) -> bool:
+    def is_answered(self) -> bool:
         """Whether the run has carried it out."""
         return not self.path.exists()
 

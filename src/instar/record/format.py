@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from instar.config.errors import shortened, visible
+from instar.config.errors import shorten_text, visible
 from instar.record.events import (
     BeginsAnew,
     Eval,
@@ -292,7 +292,7 @@ def progress_line(
     first = min(len(doing), max(width // 3, width - 60))
     line = _fit("x" * first, parts, width - 1)[first:]
     room = width - 1 - len(line)
-    return shortened(doing, room) + line
+    return shorten_text(doing, room) + line
 
 
 def _amount(number: float, unit: str) -> str:

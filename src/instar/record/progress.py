@@ -63,13 +63,13 @@ class Activity:
         return progress_line(self.doing, self.n_done, self.total, self.unit, seconds, width)
 
     @property
-    def interrupted(self) -> str:
+    def interruption_text(self) -> str:
         """What to say after an interruption."""
         return f"interrupted while {self.doing}: {self.remaining_text}"
 
     def note(self, error: KeyboardInterrupt) -> None:
         if not hasattr(error, "__notes__"):
-            error.add_note(self.interrupted)
+            error.add_note(self.interruption_text)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def progress(
         if display is None:
             yield _ignore
         else:
-            with display.shown(work):
+            with display.showing(work):
                 yield work.advance
     except KeyboardInterrupt as error:
         work.note(error)
@@ -145,7 +145,7 @@ class Display:
         return self._works[-1] if self._works else None
 
     @contextmanager
-    def shown(self, work: Activity) -> Iterator[None]:
+    def showing(self, work: Activity) -> Iterator[None]:
         self._works.append(work)
         self.unfinished_work = None
         if self._painter is None:

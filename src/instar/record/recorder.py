@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from instar.config.errors import redacted
+from instar.config.errors import redact_text
 from instar.config.files import own_regular, sync_folder
 from instar.distributed.appender import Appender
 from instar.record.events import (
@@ -78,7 +78,7 @@ class Recorder:
         """`warn`: shows a warning to the user."""
         self.path = path
         self.segment = 0
-        self.synced = 0
+        self.synced_bytes = 0
         """Bytes of the file that survive a loss of power."""
         self._clock = clock
         self._warn = warn
@@ -134,7 +134,7 @@ class Recorder:
             RecordError: the recorder is closed.
         """
         if isinstance(event, Warn | Failed):  # of which some repeat what a library said
-            event = msgspec.structs.replace(event, message=redacted(event.message))
+            event = msgspec.structs.replace(event, message=redact_text(event.message))
         segment = self.segment + isinstance(event, RunStarted)
         try:
             self._file.append(encode_event(event, self._clock(), segment))
@@ -148,7 +148,7 @@ class Recorder:
     def sync(self) -> None:
         """Wait until everything written is on disk; tries again later if the disk refuses."""
         if self._file.sync():
-            self.synced = self.size
+            self.synced_bytes = self.size
         self._last_sync = time.monotonic()
         self._report_refusal()
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote, unquote, urlsplit
 
-from instar.config.errors import HIDDEN, is_secret, redacted
+from instar.config.errors import HIDDEN, is_secret, redact_text
 
 _SHORTEST = 4
 """characters of a secret that can be replaced in a text without replacing other words; shorter parts of an
@@ -41,7 +41,7 @@ def redacted_error(
         if len(part) < _SHORTEST:
             return "its text is not shown, since it may hold a secret"
         text = text.replace(part, HIDDEN)
-    return redacted(text)[:LENGTH]
+    return redact_text(text)[:LENGTH]
 
 
 def _parts(secret: str) -> Iterator[str]:

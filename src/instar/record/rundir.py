@@ -53,7 +53,7 @@ class RunDir:
     path: Path
 
     @property
-    def quoted(self) -> str:
+    def shell_word(self) -> str:
         """Its path as a word of a command that is printed to be pasted."""
         return shlex.quote(str(self.path))
 
@@ -192,7 +192,7 @@ def _busy(run: RunDir, holder: ProcessName | None) -> str:
         )
     return (
         f"{run.path}: process {process} is training there; wait for it, or end it with: "
-        f"instar control {run.quoted} stop"
+        f"instar control {run.shell_word} stop"
     )
 
 
@@ -345,7 +345,7 @@ def _check_unused(path: Path) -> None:
         raise ConfigError.of(
             f"{path} holds another run",
             where="record.run_dir",
-            hint=f"choose another folder, or resume that run: instar resume {RunDir(path).quoted}",
+            hint=f"choose another folder, or resume that run: instar resume {RunDir(path).shell_word}",
         )
     if first is not None:
         raise ConfigError.of(

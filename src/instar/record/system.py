@@ -277,10 +277,10 @@ class PeakFlops:
         self._dtypes = {name: torch_dtype(name) for name in (*cpu_types, precision)}
         self._remaining_measurements = MAX_REMEASUREMENTS
         self._precision = precision
-        self.measured = {
+        self.measured_flops = {
             name: measure_peak_flops(str(device), dtype) for name, dtype in self._dtypes.items()
         }
-        self._best = ranks * max(self.measured.values())
+        self._best = ranks * max(self.measured_flops.values())
 
     def share(self, flops_per_s: float) -> float:
         """Return the model FLOPs utilization at this speed, ≤ 1; a higher speed raises the peak."""
@@ -292,7 +292,7 @@ class PeakFlops:
         if self._remaining_measurements == 0:
             return
         self._remaining_measurements -= 1
-        fastest = max(self.measured, key=self.measured.__getitem__)
+        fastest = max(self.measured_flops, key=self.measured_flops.__getitem__)
         limit = _SHORT_S[self._device.type]
         speed = measure_peak_flops(str(self._device), self._dtypes[fastest], limit)
         self._best = max(self._best, self._ranks * speed)
@@ -302,7 +302,7 @@ class PeakFlops:
         """Warning that the configured precision is slower than fp32 on this CPU; else empty."""
         if self._device.type != "cpu" or self._precision != "bf16" or has_bf16_units():
             return ""
-        times = self.measured["fp32"] / self.measured["bf16"]
+        times = self.measured_flops["fp32"] / self.measured_flops["bf16"]
         if times <= 1.0:
             return ""
         return (

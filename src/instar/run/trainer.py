@@ -97,11 +97,11 @@ class Trainer:
         self._wait_for_step()
         parts.sync.end_training()
         parts.weight_analyzer.finish(self.state, parts.logger)
-        if not decision.interrupted and self.state.evaluated_at != self.state.step:
+        if not decision.is_interrupted and self.state.evaluated_at != self.state.step:
             self.state = evaluate_validation(self.state, parts, at_end=True)
         parts.logger.flush_interval(self.state.progress)
         self.state = parts.text_sampler.sample_if_due(
-            self.state, parts.stepper, parts.logger, last=not decision.interrupted
+            self.state, parts.stepper, parts.logger, last=not decision.is_interrupted
         )
         parts.hooks.call("on_train_end", self.state, parts.stepper)
         return Outcome(self.state.progress, decision)
@@ -206,7 +206,7 @@ class Trainer:
         """Return the state after a step; `before`: at the beginning of its round."""
         samples = batch.plan.after - batch.plan.cursor
         flops = self.parts.task.flops(batch.weight)
-        state = self.state.stepped(samples, round(batch.weight), flops, seconds)
+        state = self.state.after_step(samples, round(batch.weight), flops, seconds)
         noise = state.noise
         if result.part is not None:
             noise = noise.with_measurement(result.part, batch.plan.count, result.norm.item())
@@ -305,11 +305,11 @@ class Trainer:
         (progress, skips, _), self._unjudged = self._unjudged, None
         parts, n_skipped = self.parts, skips.in_a_row
         if parts.stepper.strategy.rounds is None:
-            if skips.searched:
+            if skips.lowers_scale:
                 parts.logger.log_lowered_scale(progress, parts.stepper.scaler.get_scale())
             elif n_skipped:
                 parts.logger.log_skip(progress, n_skipped)
-        if not skips.searched and n_skipped >= parts.config.train.max_skipped_steps:
+        if not skips.lowers_scale and n_skipped >= parts.config.train.max_skipped_steps:
             advice = "lower optimizer.lr or clip harder, or look for bad samples"
             if parts.stepper.scaler.is_enabled():
                 advice = (
@@ -347,7 +347,7 @@ class Trainer:
         if reason is None and self.state.evaluated_at != self.state.step:
             return None
         agreed_reason = agree(parts.world, reason)
-        return None if agreed_reason is None else Decision(str(agreed_reason), interrupted=False)
+        return None if agreed_reason is None else Decision(str(agreed_reason), is_interrupted=False)
 
     def over(self) -> str | None:
         """Return why a run that was just resumed is complete; None: there is something left to do.

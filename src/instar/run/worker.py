@@ -100,7 +100,7 @@ def run(
         try:
             branches = [*_train_and_report(request, log, signal), *branches]
         except Interrupted:
-            raise Interrupted(f"resume with: instar resume {RunDir(folder).quoted}") from None
+            raise Interrupted(f"resume with: instar resume {RunDir(folder).shell_word}") from None
         point_to_log(path, os.environ)
     if has_branches and log.rank == 0:
         end_extensions(
@@ -143,7 +143,7 @@ def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branche
         decision = _train(plan, run, rank)
         trainer = run.trainer
         branches = Branches()
-        if not decision.interrupted:
+        if not decision.is_interrupted:
             branches = unfinished_branches(trainer.state, trainer.parts, run.run_dir.path)
     # outside, so that neither is recorded as a failure: the record has the decision
     _raise_unless_ended(decision, run)
@@ -167,7 +167,7 @@ def _test_only(plan: RunPlan, run: OpenRun) -> None:
     checkpoint, trainer = plan.run.checkpoint, run.trainer
     name = checkpoint.path.name if checkpoint else "last"
     if run_final_test(trainer.state, trainer.parts, run.run_dir.path, weights=name) is None:
-        raise Interrupted(f"again: instar test {run.run_dir.quoted}")
+        raise Interrupted(f"again: instar test {run.run_dir.shell_word}")
 
 
 def _train(plan: RunPlan, run: OpenRun, rank: RankContext) -> Decision:
@@ -192,7 +192,7 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
         compile_stages(trainer.state, trainer.parts)
         outcome = trainer.train()
         extension_error: InstarError | None = None
-        if not outcome.decision.failed:
+        if not outcome.decision.is_failure:
             try:
                 finish_extensions(trainer.state, trainer.parts)
             except (CheckpointError, PeerError) as error:
@@ -211,11 +211,11 @@ def _train_to_end(trainer: Trainer, run_dir: RunDir) -> Decision:
 
 def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decision:
     """End a resumed run that is complete: save nothing, and run the final test only if missing."""
-    go_on = f"set a later end, e.g.: instar resume {run_dir.quoted} --until {2 * max(1, trainer.state.step)}it"
-    if not Decision(reason, interrupted=False).is_budget:
+    go_on = f"set a later end, e.g.: instar resume {run_dir.shell_word} --until {2 * max(1, trainer.state.step)}it"
+    if not Decision(reason, is_interrupted=False).is_budget:
         go_on = (
             "give early_stopping.rules more patience, or leave them out: "
-            f"instar resume {run_dir.quoted} --set early_stopping=null"
+            f"instar resume {run_dir.shell_word} --set early_stopping=null"
         )
     trainer.parts.logger.console.say(
         f"{reason}: nothing is left to train in it, and nothing was saved or set; to continue, {go_on}"
@@ -229,13 +229,13 @@ def _end_complete_run(trainer: Trainer, run_dir: RunDir, reason: str) -> Decisio
             if trainer.parts.world.is_main:
                 missing = not is_tested(trainer.parts, run_dir.path)
         missing = bool(agree(trainer.parts.world, missing))
-    decision = Decision(reason, interrupted=False)
+    decision = Decision(reason, is_interrupted=False)
     return _finish(trainer, run_dir, decision, test=missing)
 
 
 def _finish(trainer: Trainer, run_dir: RunDir, decision: Decision, *, test: bool) -> Decision:
     """Run the final test, unless a stop was requested, and log the end of the run."""
-    if test and not decision.interrupted:
+    if test and not decision.is_interrupted:
         weights = trainer.parts.config.test.weights
         if run_final_test(trainer.state, trainer.parts, run_dir.path, weights=weights) is None:
             decision = trainer.parts.sync.decision()
@@ -248,10 +248,10 @@ def _finish(trainer: Trainer, run_dir: RunDir, decision: Decision, *, test: bool
 
 def _raise_unless_ended(decision: Decision, run: OpenRun) -> None:
     """Raise RunFailed or Interrupted if the run did not reach its end."""
-    if decision.failed:
+    if decision.is_failure:
         raise RunFailed(
             f"{decision.reason}; saved at step {run.trainer.state.step:,}: correct this, then resume with: "
-            f"instar resume {run.run_dir.quoted}"
+            f"instar resume {run.run_dir.shell_word}"
         )
-    if decision.interrupted:
-        raise Interrupted(f"resume with: instar resume {run.run_dir.quoted}")
+    if decision.is_interrupted:
+        raise Interrupted(f"resume with: instar resume {run.run_dir.shell_word}")

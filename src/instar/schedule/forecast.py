@@ -353,7 +353,7 @@ def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
     after, plan = _after(before, entry)
     skip_reason = _skip_reason(after, entry)
     if skip_reason:
-        return Leg(entry, before, _pace(before, spec), skipped=skip_reason)
+        return Leg(entry, before, _pace(before, spec), skip_reason=skip_reason)
     _check_data(after, entry, spec, world_size)
     return Leg(entry, after, _pace(after, spec), plan)
 
@@ -483,12 +483,12 @@ def _stage(
         for strategy, shards in shards_by_strategy(config, world_size).items()
     }
     return Stage(
-        operation=described(leg.entry.operation) if leg.entry else "",
+        operation=operation_line(leg.entry.operation) if leg.entry else "",
         label=leg.label,
         when=words(leg.entry.trigger) if leg.entry else "",
         first_step=early,
         latest_step=late,
-        skipped=leg.skipped,
+        skipped=leg.skip_reason,
         settings=settings,
         architecture=architecture,
         style=tuple((label, tuple(lines)) for label, lines in spec.style(architecture)),
@@ -509,7 +509,7 @@ def _has_steps(timeline: Timeline, number: int) -> bool:
     return begin is None or end is None or begin < end
 
 
-def described(operation: Operation) -> str:
+def operation_line(operation: Operation) -> str:
     """Return an operation as one line: "insert_layers 2, where start"."""
     name = operation.name
     first = name if operation.value is None else f"{name} {in_yaml(operation.value)}"

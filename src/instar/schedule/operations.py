@@ -431,7 +431,7 @@ def _after_growth(settings: Settings, operation: Operation, step: int) -> Settin
     """Apply the growth option `lr` to all parameters: restart the learning rate schedule, or rewarm it."""
     lr = operation.options.get("lr", "keep")
     if lr == "reset":
-        return settings.restarted(step)
+        return settings.with_restart(step)
     if lr == "keep" or "rewarm" not in lr:
         return settings
     return dataclasses.replace(settings, rewarm_start=step, rewarm_iters=lr["rewarm"])
@@ -594,7 +594,7 @@ SETTINGS: Mapping[str, Effect] = {
         s, eval_interval=_round(s.eval_interval * factor)
     ),
     "set_eval_interval": lambda s, value, _: dataclasses.replace(s, eval_interval=int(value)),
-    "reset_lr_schedule": lambda s, _, step: s.restarted(step),
+    "reset_lr_schedule": lambda s, _, step: s.with_restart(step),
     "change_context": lambda s, factor, _: dataclasses.replace(
         s, context=_round(s.context * factor)
     ),

@@ -90,7 +90,7 @@ class Settings:
         still in the last decay of a branch."""
         return min(step, self.decay_start) if self.decay_iters else step
 
-    def restarted(self, step: int) -> Settings:
+    def with_restart(self, step: int) -> Settings:
         """Return the settings with a learning rate schedule that begins at `step`, which ends a decay."""
         decay_iters = self.decay_iters if step < self.decay_start else 0
         return replace(self, lr_start=step, decay_iters=decay_iters)

@@ -150,7 +150,7 @@ class Leg:
     pace: Pace
     plan: GrowthPlan | None = None
     """The growth of the model at its beginning, if any."""
-    skipped: str = ""
+    skip_reason: str = ""
     """The reason for skipping the operation."""
 
     @property

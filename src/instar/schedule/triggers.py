@@ -90,7 +90,7 @@ class Plateau:
 
 @dataclass(frozen=True)
 class SlopeBelow:
-    """Fires when the validation loss fell by at most `bound` per FLOP, by the least-squares line
+    """Fires when the validation loss fell by at most `limit` per FLOP, by the least-squares line
     through `window` evaluations, at each of the last `patience`; all since the last operation.
 
     A model should grow when the larger one would learn more from the next FLOP: at the same loss, as
@@ -98,14 +98,14 @@ class SlopeBelow:
     """
 
     window: int
-    bound: float | PowerLaw
+    limit: float | PowerLaw
     """Nats per 1e15 FLOPs; or another model's loss by FLOPs: its slope at the mean loss of these
     evaluations."""
     patience: int = 1
 
     def at(self, loss: float) -> float:
         """Return the bound in nats per 1e15 FLOPs while the loss is `loss`."""
-        return self.bound.slope_at(loss) if isinstance(self.bound, PowerLaw) else self.bound
+        return self.limit.slope_at(loss) if isinstance(self.limit, PowerLaw) else self.limit
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from instar.config.errors import shortened
+from instar.config.errors import shorten_text
 from instar.distributed.agree import Json, gather
-from instar.distributed.all_reduce import exact_sum, parse_sum, rounded
+from instar.distributed.all_reduce import exact_sum, nearest_float, parse_sum
 from instar.distributed.world import World
 from instar.models.loss import at_least_float32
 from instar.record.events import TRAIN_METRICS, Event, ImageEvent, TableEvent, Warn
@@ -170,9 +170,9 @@ def _reduced_over_ranks(name: str, parts: Sequence[_Sums]) -> float:
     decisive = [float(part[3]) for part in parts]
     match reduce:
         case "mean":
-            return rounded(values / weights)
+            return nearest_float(values / weights)
         case "sum":
-            return rounded(values)
+            return nearest_float(values)
         case "min" | "max":
             return _extreme(decisive, reduce)
         case "last":
@@ -180,7 +180,7 @@ def _reduced_over_ranks(name: str, parts: Sequence[_Sums]) -> float:
 
 
 def _decisive(number: _Number) -> float:
-    values = [*map(rounded, _plain(number.values))]
+    values = [*map(nearest_float, _plain(number.values))]
     return _extreme(values, number.reduce) if number.reduce in ("min", "max") else values[-1]
 
 
@@ -321,7 +321,7 @@ def _cell(value: Any) -> Cell:
 
 
 def _short(text: str) -> str:
-    return shortened(text, LONGEST_TEXT)
+    return shorten_text(text, LONGEST_TEXT)
 
 
 def _check_name(name: object, names: Mapping[str, object], limit: int) -> None:

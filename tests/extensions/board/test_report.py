@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page
 from records import make_run
 from shown_runs import place, started, steps, told_run, write
 
-from instar.extensions.board.report import inlined, panels, report_html, write_report
+from instar.extensions.board.report import inline_json, panels, report_html, write_report
 from instar.extensions.delta.events import Delta
 from instar.logs.query import final_test
 from instar.logs.query.config import config_lines, config_values, derived_keys
@@ -245,7 +245,7 @@ def test_nothing_in_a_run_breaks_out_of_the_page(tmp_path: Path, shown: Shown) -
 @settings(max_examples=50, deadline=None)
 @given(st.recursive(st.text() | st.floats() | st.none(), st.lists))
 def test_inlined_data_is_json_and_ends_nothing(data: Any) -> None:
-    text = inlined(data)
+    text = inline_json(data)
     assert not set(text) & set("<>&\u2028\u2029")
     finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
     assert json.loads(text) == finite

@@ -99,7 +99,7 @@ def test_a_training_of_full_length_is_the_run_itself(
     )
     world = World(0, 0, 1, torch.device("cpu"), "none")
     short = shorten_config(alone.config, 0.004, 8, 8, 100)
-    assert final_loss(alone, short, world, 8) == run.state.evaluated["loss"]
+    assert final_loss(alone, short, world, 8) == run.state.evaluated_metrics["loss"]
 
 
 @pytest.mark.parametrize(("true", "bound"), [(1, 64), (11, 64), (37, 10**6), (64, 64), (50, 50)])

@@ -150,7 +150,7 @@ class Site:
     def compare(self, request: Request) -> Response:
         keys = request.query_params.getlist("run")[:MAX_COMPARED]
         runs = [run for key in keys if (run := self._catalog.find(key)) is not None]
-        return _json({"sections": compared(runs)})
+        return _json({"sections": compare_runs(runs)})
 
     def groups(self, request: Request) -> Response:
         keys = request.query_params.getlist("run")[:MAX_RUNS]
@@ -261,7 +261,7 @@ def sections_of(run: RunDir, part: str) -> dict[str, Any]:
     return answer
 
 
-def compared(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
+def compare_runs(runs: Iterable[RunDir]) -> list[dict[str, Any]]:
     """Return the comparison of the runs that can be read."""
     records = []
     for run in runs:

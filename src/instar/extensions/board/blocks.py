@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from instar.config.errors import shortened
+from instar.config.errors import shorten_text
 from instar.logs.text.encoding import encodable
 from instar.record.events import Event, ImageEvent, TableEvent
 from instar.record.format import duration, si
@@ -67,7 +67,7 @@ def notices(title: str, items: Sequence[tuple[str, int | None, str]], rows: int)
     if not items:
         return {}
     texts = [
-        (kind, "" if step is None else f"step {step:,}", shortened(text, 4000))
+        (kind, "" if step is None else f"step {step:,}", shorten_text(text, 4000))
         for kind, step, text in items[-rows:]
     ]
     left_out = max(0, len(items) - rows)
@@ -142,7 +142,7 @@ def image_section(record: RunRecord, share: float) -> dict[str, Any]:
         room -= len(content)
         items.append(
             {
-                "label": f"{shortened(event.name)} ({shortened(event.split)}), step {event.step:,}",
+                "label": f"{shorten_text(event.name)} ({shorten_text(event.split)}), step {event.step:,}",
                 "src": f"data:image/png;base64,{base64.b64encode(content).decode()}",
             }
         )
@@ -160,8 +160,8 @@ def table_sections(record: RunRecord, rows: int) -> Iterator[dict[str, Any]]:
         columns = event.columns[:MAX_COLUMNS]
         yield {
             "kind": "table",
-            "title": shortened(f"{event.name} ({event.split}), step {event.step:,}"),
-            "heads": [shortened(column) for column in columns],
+            "title": shorten_text(f"{event.name} ({event.split}), step {event.step:,}"),
+            "heads": [shorten_text(column) for column in columns],
             "numbers": [n for n in range(len(columns)) if all(map(_is_number, _column(cells, n)))],
             "rows": [[_text(value) for value in row] for row in cells],
             "superseded": [],
@@ -180,4 +180,4 @@ def _is_number(value: object) -> bool:
 def _text(value: object) -> str:
     if value is None:
         return "–"
-    return f"{value:.5g}" if isinstance(value, float) else shortened(str(value))
+    return f"{value:.5g}" if isinstance(value, float) else shorten_text(str(value))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from instar.config.errors import shortened
+from instar.config.errors import shorten_text
 from instar.config.fields import differing_keys
 from instar.config.origins import plain_text
 from instar.extensions.board.blocks import (
@@ -56,7 +56,7 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
         full_texts = [plain_text(config[key]) if key in config else "" for config in configs]
         short = short_values(key, values, full_texts)
         cells: list[Cell] = [
-            {"text": brief, "full": "" if brief == text else shortened(text, 20_000)}
+            {"text": brief, "full": "" if brief == text else shorten_text(text, 20_000)}
             for brief, text in zip(short, full_texts, strict=True)
         ]
         differences.append([key, *cells])
@@ -65,7 +65,7 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
     blocks = [
         notices("", warnings, MAX_ROWS),
         _runs(records, differences),
-        text_section(*(f"Not compared: {shortened(fault)}" for fault in faults)),
+        text_section(*(f"Not compared: {shorten_text(fault)}" for fault in faults)),
         table_section(title, heads, differences, MAX_ROWS, runs=True),
     ]
     return [printable_section(block) for block in blocks if block]
@@ -80,7 +80,7 @@ def _runs(records: Sequence[RunRecord], differences: Sequence[Sequence[Cell]]) -
     for key, *cells in differences:
         for row, cell in zip(rows, cells, strict=True):
             text = cell["text"] if isinstance(cell, dict) else cell
-            row[str(key)] = [shortened(text, 60), "", _number(text)]
+            row[str(key)] = [shorten_text(text, 60), "", _number(text)]
     keys = [str(key) for key, *_ in differences]
     first = list(islice((k for k in keys if k.partition(".")[0] not in _RECORDED), _FIRST_KEYS))
     present = dict.fromkeys(head for row in rows for head in row)
@@ -104,7 +104,7 @@ def _row(
 ) -> dict[str, list[Any]]:
     row: dict[str, list[Any]] = {"state": [summary.state, "", None]}
     if labels.tags:
-        row["tags"] = [", ".join(shortened(tag, 40) for tag in labels.tags[:20]), "", None]
+        row["tags"] = [", ".join(shorten_text(tag, 40) for tag in labels.tags[:20]), "", None]
     for label, value, note, number in key_figures(summary, run_stages):
         row[label] = [value, note, number if math.isfinite(number) else None]
     count = len(summary.operations)
@@ -114,7 +114,7 @@ def _row(
     if summary.started:
         row["started"] = [date_text(summary.started), "", summary.started]
     if labels.note:
-        row["note"] = [shortened(labels.note), "", None]
+        row["note"] = [shorten_text(labels.note), "", None]
     return row
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from instar.logs.plot.marks import WHOLE_AXES, marks
 from instar.logs.plot.transforms import thin
-from instar.logs.query.groups import By, given_values, grouped
+from instar.logs.query.groups import By, given_values, group_indices
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, AXES, Series, read_record
 from instar.logs.text.encoding import encodable
@@ -91,7 +91,7 @@ def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, 
 def chart_groups(
     runs: Mapping[str, RunDir], by: By, group_names: Mapping[RunDir, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the groups of runs over which a page draws means: `{name, runs, of}`, see `grouped`.
+    """Return the groups of runs over which a page draws means: `{name, runs, of}`, see `group_indices`.
 
     Args:
         runs: by the key that the page knows them by; `of` is "seeds" if no two runs of a group have
@@ -106,7 +106,7 @@ def chart_groups(
             "runs": [keys[n] for n in group],
             "of": "seeds" if len({seeds[n] for n in group} - {None}) == len(group) else "runs",
         }
-        for name, group in grouped(every, by, group_names, values=values).items()
+        for name, group in group_indices(every, by, group_names, values=values).items()
     ]
 
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 import instar
-from instar.config.errors import ConfigError, ConfigProblem, shortened
+from instar.config.errors import ConfigError, ConfigProblem, shorten_text
 from instar.extensions import layer_titles
 from instar.extensions.board import PLACES
 from instar.extensions.board.blocks import MAX_ROWS
@@ -184,9 +184,9 @@ def _page(title: str, data: dict[str, Any], text: str) -> str:
     # the script replaces this text; <noscript> would not show it if a policy blocks the script
     plain = (
         '<div class="plain-text"><p>Curves need JavaScript, which is off.</p>'
-        f"<pre>{escape(encodable(shortened(text, TEXT_CHARACTERS)))}</pre></div>\n"
+        f"<pre>{escape(encodable(shorten_text(text, TEXT_CHARACTERS)))}</pre></div>\n"
     )
-    block = f'<script type="application/json" id="data">{inlined(data)}</script>\n'
+    block = f'<script type="application/json" id="data">{inline_json(data)}</script>\n'
     page = _SCRIPT.sub("", _STYLE.sub("", page))
     page = page.replace('<meta charset="utf-8">\n', f'<meta charset="utf-8">\n{head}')
     page = page.replace("<title>Instar</title>", f"<title>{escape(encodable(title))}</title>")
@@ -209,7 +209,7 @@ def _asset(path: str) -> str:
     return (files("instar.extensions.board") / path).read_text(encoding="utf-8")
 
 
-def inlined(data: Any) -> str:
+def inline_json(data: Any) -> str:
     """Return `data` as JSON that is safe inside a script element; non-finite numbers are null."""
     text = msgspec.json.encode(data).decode()
     for sign in "<>&\u2028\u2029":

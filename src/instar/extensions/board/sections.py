@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgspec
 
-from instar.config.errors import shortened
+from instar.config.errors import shorten_text
 from instar.extensions.board.blocks import (
     MAX_ROWS,
     Cell,
@@ -77,9 +77,9 @@ def failure_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa:
             "title": "",
             "type": failure_found.type or "Crashed",
             "where": " ".join(filter(None, (rank, step))),
-            "message": shortened(failure_found.message, 4000),
+            "message": shorten_text(failure_found.message, 4000),
             "resume": failure_found.resume,
-            "log": [shortened(line, 400) for line in failure_found.log],
+            "log": [shorten_text(line, 400) for line in failure_found.log],
         }
 
 
@@ -92,7 +92,7 @@ def overview_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     heads = ("run", "branch at", "state", "step>", "best val/loss>")
     yield table_section("Family", heads, map(list, family_rows(summary)), rows)
     yield notices("Warnings and alerts", list(_warnings(record)), rows)
-    faults = [("", None, shortened(fault)) for fault in summary.faults]
+    faults = [("", None, shorten_text(fault)) for fault in summary.faults]
     yield notices("Skipped lines of the record", faults, MAX_FAULTS)
 
 
@@ -102,7 +102,7 @@ def _lead(summary: Summary) -> Iterator[str]:
     began = f", started {date_text(summary.started)}" if summary.started else ""
     yield f"{summary.model}{size}{where}{began}".strip(" ,")
     if summary.state != "crashed":  # the failure says both
-        yield shortened(summary.reason)
+        yield shorten_text(summary.reason)
         yield f"Resume with: {summary.go_on}" if summary.go_on else ""
     yield summary.path
 
@@ -166,7 +166,9 @@ def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     first = len(run_stages) - len(shapes) + 1
     lines = list[list[Cell]]()
     for key in dict.fromkeys(key for shape in shapes for key in shape):
-        values = [shortened(str(msgspec.to_builtins(shape.get(key, "–"))), 200) for shape in shapes]
+        values = [
+            shorten_text(str(msgspec.to_builtins(shape.get(key, "–"))), 200) for shape in shapes
+        ]
         cells: list[Cell] = [
             {"text": now, "class": "changed"} if now != before else now
             for before, now in pairwise([values[0], *values])
@@ -187,13 +189,16 @@ def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) 
             [
                 f"{event.step:,}",
                 {
-                    "strong": shortened(event.name),
-                    "text": shortened(event.change),
-                    "note": shortened(", ".join(event.notes)),
+                    "strong": shorten_text(event.name),
+                    "text": shorten_text(event.change),
+                    "note": shorten_text(", ".join(event.notes)),
                 },
-                shortened(event.reason),
+                shorten_text(event.reason),
                 "settings only" if sizes[1] is None else change_of_size,
-                {"text": shortened(label), "class": f"proof {label}" if label in _PROOFS else ""},
+                {
+                    "text": shorten_text(label),
+                    "class": f"proof {label}" if label in _PROOFS else "",
+                },
                 f"{proof['max_logit_diff']:.2g}" if "max_logit_diff" in proof else "",
                 f"{proof['delta_loss']:.2g}" if "delta_loss" in proof else "",
                 seconds_text(event.seconds),
@@ -207,7 +212,7 @@ def _stage_row(stage: RunStage) -> list[Cell]:
     costs = [si(stage.tokens), finite_text(scientific, stage.flops), duration(stage.active_s)]
     return [
         f"{stage.from_step:,} – {stage.to_step:,}",
-        {"strong": shortened(stage.operation), "note": shortened(stage.reason)}
+        {"strong": shorten_text(stage.operation), "note": shorten_text(stage.reason)}
         if stage.operation
         else "the start",
         stage.model,
@@ -248,9 +253,9 @@ def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
     samples = [
         {
             "step": event.step,
-            "from": shortened(msgspec.json.encode(encodable(event.prompt)).decode(), 60),
-            "prompt": shortened(event.prompt, 2000),
-            "text": shortened(event.text, 4000),
+            "from": shorten_text(msgspec.json.encode(encodable(event.prompt)).decode(), 60),
+            "prompt": shorten_text(event.prompt, 2000),
+            "text": shorten_text(event.text, 4000),
         }
         for event in reversed(texts_written)
     ]
@@ -261,11 +266,11 @@ def result_sections(record: RunRecord, rows: int) -> Iterator[Section]:
 
 def scatter_section(scatter: Scatter) -> Section:
     """Return an SVG path with a dot for each pair in a square, and the values at its corners."""
-    low = float(min(scatter.true.min(), scatter.predicted.min()))
-    high = float(max(scatter.true.max(), scatter.predicted.max()))
+    low = float(min(scatter.true.min(), scatter.predictions.min()))
+    high = float(max(scatter.true.max(), scatter.predictions.max()))
     scale = SCATTER_SIDE / (high - low) if high > low else 0.0
     across = (scatter.true - low) * scale
-    up = SCATTER_SIDE - (scatter.predicted - low) * scale
+    up = SCATTER_SIDE - (scatter.predictions - low) * scale
     dots = zip(across.tolist(), up.tolist(), strict=True)
     count = len(scatter.true)
     part = f", {count:,} of {scatter.count:,}" if count < scatter.count else ""
@@ -323,7 +328,9 @@ def _segment_rows(record: RunRecord) -> Iterator[list[Cell]]:
             date_text(start.time),
             start.resumed_from or "",
             start.devices,
-            shortened(ends.get(start.segment, "running" if is_running else "not recorded: killed")),
+            shorten_text(
+                ends.get(start.segment, "running" if is_running else "not recorded: killed")
+            ),
         ]
 
 
@@ -348,7 +355,7 @@ def _checkpoints(record: RunRecord, rows: int) -> Section:
         size = "" if not event.size_bytes else finite_text(bytes_text, event.size_bytes)
         times = (seconds_text(event.seconds), seconds_text(event.stall_s))
         now = pointers.get(folder, "removed")
-        lines.append([f"{event.step:,}", folder, shortened(event.reason), size, *times, now])
+        lines.append([f"{event.step:,}", folder, shorten_text(event.reason), size, *times, now])
     heads = ("step>", "folder", "reason", "size>", "duration>", "training stalled>", "now")
     note = f"{len(saves):,} written, {len(on_disk):,} on disk"
     return table_section("Checkpoints", heads, lines, rows, saves, note=note, folded=len(lines) > 8)
@@ -368,13 +375,13 @@ def _environment(record: RunRecord) -> Iterator[tuple[str, str]]:
             if value is not None:
                 rows.setdefault(name.removesuffix("_bytes").replace("_", " "), {})[text] = None
     for name, texts in rows.items():
-        yield name, shortened(" → ".join(texts))
+        yield name, shorten_text(" → ".join(texts))
 
 
 def config_section(record: RunRecord, rows: int) -> Iterator[Section]:  # noqa: ARG001
     """Yield the resolved config, secrets redacted, with the origin of non-default values."""
     lines = [
-        (shortened(line.text, 2000), line.origin if line.chosen and line.text.strip() else "")
+        (shorten_text(line.text, 2000), line.origin if line.chosen and line.text.strip() else "")
         for line in config_lines(record.run)
     ]
     note = "marked: not the default"

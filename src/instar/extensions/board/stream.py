@@ -15,7 +15,7 @@ import numpy as np
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
-from instar.config.errors import ConfigError, redacted
+from instar.config.errors import ConfigError, redact_text
 from instar.config.files import open_regular
 from instar.extensions.board.catalog import Catalog, Fleets
 from instar.extensions.board.curves import curve
@@ -252,7 +252,7 @@ def log_after(path: Path, offset: int) -> tuple[str, int, bool]:
         return "", offset, False
     lines = block[: block.rfind(b"\n") + 1]
     text = lines.partition(b"\n")[2] if is_cut else lines
-    return redacted(text.decode("utf-8", "replace")), offset + len(lines), is_cut
+    return redact_text(text.decode("utf-8", "replace")), offset + len(lines), is_cut
 
 
 def page_stream(

@@ -9,7 +9,7 @@ import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.extensions.delta.format.statistics import LinkStatistics
-from instar.logs.plot.figure import rendered
+from instar.logs.plot.figure import render_figure
 from instar.logs.plot.style import COLOURS, INK, WIDTH
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def deltas_picture(
     """
     if not links:
         raise ConfigError.of("the chain has no links yet, only anchors: there is nothing to draw")
-    return rendered(lambda: _draw(links, title), kind)
+    return render_figure(lambda: _draw(links, title), kind)
 
 
 def _draw(links: Sequence[LinkStatistics], title: str) -> Figure:

@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from instar.config.document import KeyPath, dotted
+from instar.config.document import KeyPath, dotted_key
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import plain_root_of, schema_keys
 from instar.config.load import load_config
@@ -90,36 +90,39 @@ def _process_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
         run = process.run if isinstance(process, Job) else None
         if (process.command is None) == (run is None):
             what = "a command or a run" if isinstance(process, Job) else "a command"
-            yield loaded_config.problem(path, f"{dotted(path)} needs {what}")
+            yield loaded_config.problem(path, f"{dotted_key(path)} needs {what}")
         elif process.command is not None:
             yield from _command_problems(loaded_config, (*path, "command"), process)
         if process.resources.nodes > 1 and (path[0] == "services" or spec.engine == "local"):
             place, hint = (*path, "resources", "nodes"), "engine: ray or engine: slurm has more"
-            message = f"{dotted(path)} needs {process.resources.nodes} nodes, and there is one"
+            message = f"{dotted_key(path)} needs {process.resources.nodes} nodes, and there is one"
             if path[0] == "services":
                 message, hint = "a service runs on one node", "only jobs run on several"
             yield loaded_config.problem(place, message, hint)
         if isinstance(process, Job) and run is None and (process.set or process.nproc):
-            yield loaded_config.problem(path, f"{dotted(path)}: set and nproc belong to a run")
+            yield loaded_config.problem(path, f"{dotted_key(path)}: set and nproc belong to a run")
     for name, service in spec.services.items():
         check, path = service.healthcheck, ("services", name, "healthcheck")
         if check is None:
             continue
         if not (check.http or check.tcp or check.command or check.probe):
             hint = "e.g. http: /health, tcp: true or command: …"
-            yield loaded_config.problem(path, f"{dotted(path)} checks nothing", hint)
+            yield loaded_config.problem(path, f"{dotted_key(path)} checks nothing", hint)
         if (check.http or check.tcp or check.probe) and not service.ports:
-            message = f"{dotted(path)} needs a port, and {name} has none"
+            message = f"{dotted_key(path)} needs a port, and {name} has none"
             yield loaded_config.problem(path, message, "write ports: [http] in the service")
         elif check.port is not None and check.port not in service.first_ports:
             hint = f"it has {', '.join(service.first_ports)}"
             yield loaded_config.problem((*path, "port"), f"{name} has no port '{check.port}'", hint)
         elif check.port and check.command and not (check.http or check.tcp or check.probe):
-            message = f"{dotted(path)}: a command is not told the port"
+            message = f"{dotted_key(path)}: a command is not told the port"
             hint = f"write ${{ports.{check.port}}} into the command"
             yield loaded_config.problem((*path, "port"), message, hint)
         if check.model is not None and check.probe is None:
-            message, hint = f"{dotted(path)}: only a probe names a model", "add probe: completion"
+            message, hint = (
+                f"{dotted_key(path)}: only a probe names a model",
+                "add probe: completion",
+            )
             yield loaded_config.problem((*path, "model"), message, hint)
 
 
@@ -130,10 +133,10 @@ def _command_problems(
     try:
         words = shlex.split(command) if isinstance(command, str) else command
     except ValueError as error:
-        yield loaded_config.problem(path, f"{dotted(path)} cannot be split into words: {error}")
+        yield loaded_config.problem(path, f"{dotted_key(path)} cannot be split into words: {error}")
         return
     if not words or not words[0]:
-        yield loaded_config.problem(path, f"{dotted(path)} is empty")
+        yield loaded_config.problem(path, f"{dotted_key(path)} is empty")
 
 
 def missing_commands(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
@@ -166,7 +169,7 @@ def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
             if name not in every:
                 similar = nearest(name, every)
                 hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(every)}"
-                yield loaded_config.problem(place, f"{dotted(path)} depends on '{name}'", hint)
+                yield loaded_config.problem(place, f"{dotted_key(path)} depends on '{name}'", hint)
             elif name in spec.jobs and condition != "completed":
                 yield loaded_config.problem(place, f"'{name}' is a job", "write completed")
             elif name in spec.services and condition == "completed":
@@ -266,10 +269,10 @@ def _unknown(
                     else f"there are {', '.join(sorted(variables))}"
                 )
                 yield loaded_config.problem(
-                    path, f"unknown variable ${{{name}}} in {dotted(path)}", hint
+                    path, f"unknown variable ${{{name}}} in {dotted_key(path)}", hint
                 )
     except ValueError as error:
-        yield loaded_config.problem(path, f"{dotted(path)}: {error}")
+        yield loaded_config.problem(path, f"{dotted_key(path)}: {error}")
 
 
 def _texts(process: Process) -> Iterator[tuple[KeyPath, str]]:

@@ -366,7 +366,7 @@ def completed_jobs(
     for name in plan.spec.jobs:
         for attempt in range(1, attempts.get(name, 0) + 1):
             end = read_result(result_path(folder, instance.run_name, name, attempt))
-            if end is not None and end.status == 0 and not end.stopped:
+            if end is not None and end.status == 0 and not end.was_stopped:
                 done.add(name)
     return frozenset(done)
 

@@ -82,7 +82,7 @@ class RunCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         step = state.global_step
-        self._record.trained(step, logs)
+        self._record.log_step(step, logs)
         logger.info(
             "%6d  reward %.3f  loss %+.4f  |g| %.2e  length %.1f  %.2f s",
             step,
@@ -105,7 +105,7 @@ class RunCallback(TrainerCallback):
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         record = self._record
         save_rest(checkpoint, self.trainer, self._options, record.active_s, record.began)
-        record.saved(state.global_step, checkpoint, self._stop.requested or "interval")
+        record.log_save(state.global_step, checkpoint, self._stop.requested or "interval")
         self._stop.resumable = True
 
     def _report_deltas(self, *, last: bool = False) -> None:
@@ -120,6 +120,6 @@ class RunCallback(TrainerCallback):
     def _log_pass_rates(self, step: int) -> None:
         began = time.perf_counter()
         pass_rates = self._evaluate(step)
-        self._record.evaluated(step, pass_rates, time.perf_counter() - began)
+        self._record.log_eval(step, pass_rates, time.perf_counter() - began)
         rates_text = "  ".join(f"pass@{k} {value:.3f}" for k, value in pass_rates.pass_at.items())
         logger.info("%6d  %s  val loss %.4f", step, rates_text, pass_rates.loss)

@@ -41,7 +41,7 @@ class GrpoRecord:
         self._train_loss: float | None = None
         self._best: tuple[float, int] | None = None
 
-    def started(self, step: int, resumed_from: Path | None, model: Any, device: str) -> None:
+    def log_start(self, step: int, resumed_from: Path | None, model: Any, device: str) -> None:
         config = model.config
         self._recorder.write(
             RunStarted(
@@ -59,7 +59,7 @@ class GrpoRecord:
             )
         )
 
-    def trained(self, step: int, logs: Mapping[str, Any]) -> None:
+    def log_step(self, step: int, logs: Mapping[str, Any]) -> None:
         """Record what transformers logs of one step."""
         seconds = float(logs.get("step_time") or 0.0)
         self.active_s += seconds
@@ -78,7 +78,7 @@ class GrpoRecord:
             )
         )
 
-    def evaluated(self, step: int, pass_rates: PassRates, seconds: float) -> None:
+    def log_eval(self, step: int, pass_rates: PassRates, seconds: float) -> None:
         value = pass_rates.pass_at[1]
         best = self._best is None or value > self._best[0]
         if best:
@@ -96,13 +96,13 @@ class GrpoRecord:
             )
         )
 
-    def saved(self, step: int, checkpoint: Path, reason: str) -> None:
+    def log_save(self, step: int, checkpoint: Path, reason: str) -> None:
         self._recorder.write(Saved(path=str(checkpoint), reason=reason, **self._place(step)))
 
     def wrote_delta(self, delta: Written) -> None:
         self._recorder.write(delta.event(**self._place(delta.link.step)))
 
-    def stopped(self, step: int, reason: str, *, resumable: bool) -> None:
+    def log_stop(self, step: int, reason: str, *, resumable: bool) -> None:
         self._recorder.write(Stop(reason=reason, resumable=resumable, **self._place(step)))
         self._recorder.write(
             RunFinished(
@@ -114,7 +114,7 @@ class GrpoRecord:
             )
         )
 
-    def failed(self, step: int, message: str, exit_code: int) -> None:
+    def log_failure(self, step: int, message: str, exit_code: int) -> None:
         self._recorder.write(Failed(message=message, rank=0, step=step, exit_code=exit_code))
 
     def _ks(self) -> list[int]:

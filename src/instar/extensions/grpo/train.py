@@ -118,20 +118,20 @@ class _Run:
     def train(self) -> None:
         trainer, record = self._trainer, self._record
         start = 0 if self._checkpoint is None else step_of(self._checkpoint)
-        record.started(start, self._checkpoint, self._model, str(trainer.accelerator.device))
+        record.log_start(start, self._checkpoint, self._model, str(trainer.accelerator.device))
         if self._checkpoint is not None:
             restore_rest(self._checkpoint, trainer, self._options)
         try:
             trainer.train(resume_from_checkpoint=self._checkpoint and str(self._checkpoint))
         except Exception as error:
             if not self._stop.requested:
-                record.failed(trainer.state.global_step, str(error), exit_code_of(error))
+                record.log_failure(trainer.state.global_step, str(error), exit_code_of(error))
                 raise
         step = trainer.state.global_step
         if step >= self._options.max_steps:
-            record.stopped(step, f"reached {step}it", resumable=True)
+            record.log_stop(step, f"reached {step}it", resumable=True)
             return
-        record.stopped(step, str(self._stop.requested), resumable=self._stop.resumable)
+        record.log_stop(step, str(self._stop.requested), resumable=self._stop.resumable)
         if self._stop.resumable:
             raise Interrupted(f"{self._stop.requested} at step {step}; continue with --resume")
         raise StoppedUnsaved(f"{self._stop.requested} before the first checkpoint")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from instar.distributed.shards import Wholes, is_sharded, laid_out
-from instar.growth.apply import GrowthStep, Role, applied, grow_buffers
+from instar.growth.apply import GrowthStep, Role, apply_each, grow_buffers
 from instar.growth.engine.peers import Peers, run_in_step
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.models.module import load_buffers, persistent_buffers
@@ -25,7 +25,7 @@ def fill_parameters(
     """
 
     def fill() -> Iterator[None]:
-        for name, tensor in applied(step.plan, Wholes(old), Role.PARAMETER, step.key):
+        for name, tensor in apply_each(step.plan, Wholes(old), Role.PARAMETER, step.key):
             check_shape(name, tensor, new[name])
             with torch.no_grad():
                 new[name].copy_(laid_out(tensor, new[name]))
@@ -38,7 +38,7 @@ def grow_average(
     step: GrowthStep, old: Mapping[str, Tensor], like: Mapping[str, Tensor], peers: Peers
 ) -> dict[str, Tensor]:
     """Return a moving average of the parameters, grown, laid out and in order as they are. A collective of the peers."""
-    tensors = applied(step.plan, Wholes(old), Role.PARAMETER, step.key)
+    tensors = apply_each(step.plan, Wholes(old), Role.PARAMETER, step.key)
     average = collect_tensors(tensors, old, lambda name: like[name], peers)
     # the plan has the order of the model's table, not of the module, and training loops pair averages by position
     return {name: average[name] for name in like}

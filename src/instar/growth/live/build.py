@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from instar.growth.apply import GrowthStep, Role, applied
+from instar.growth.apply import GrowthStep, Role, apply_each
 from instar.growth.engine.fill import check_shape, fill_buffers, fill_parameters
 from instar.growth.engine.peers import Peers
 from instar.growth.live.modules import carry_over, replace_parameters
@@ -37,7 +37,7 @@ def build_whole(subject: Subject, larger: Growable, step: GrowthStep) -> Module:
     old_tensors = {name: parameter.detach() for name, parameter in old.items()}
     home = homes(plan, old)
     parameters = {}
-    for name, tensor in applied(plan, old_tensors, Role.PARAMETER, step.key):
+    for name, tensor in apply_each(plan, old_tensors, Role.PARAMETER, step.key):
         source = old[home[name]]
         if tensor is old_tensors[home[name]]:
             parameters[name] = source

@@ -45,7 +45,7 @@ class Curve:
     """current points, smoothed if requested; the mean of a group"""
     raw: Polyline | None = None
     """the line before smoothing"""
-    superseded: tuple[Polyline, ...] = ()
+    old_lines: tuple[Polyline, ...] = ()
     band: tuple[Floats, Floats] | None = None
     """low and high around a mean"""
     best: tuple[float, float] | None = None
@@ -145,7 +145,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
         "run": curve.run,
         **_line(curve.line),
         "raw": None if curve.raw is None else _line(curve.raw),
-        "superseded": [_line(line) for line in curve.superseded],
+        "superseded": [_line(line) for line in curve.old_lines],
         "low": None if low is None else low.tolist(),
         "high": None if high is None else high.tolist(),
         "best": None if curve.best is None else {"x": curve.best[0], "value": curve.best[1]},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 import numpy.typing as npt
 
-from instar.config.errors import ConfigError, shortened
+from instar.config.errors import ConfigError, shorten_text
 from instar.logs.plot.axes import axis_label, check_axis
 from instar.logs.plot.chart import (
     Annotation,
@@ -24,7 +24,7 @@ from instar.logs.plot.chart import (
 )
 from instar.logs.plot.marks import marks
 from instar.logs.plot.transforms import band, smooth, thin
-from instar.logs.query.groups import By, grouped, notes_on_data
+from instar.logs.query.groups import By, group_indices, notes_on_data
 from instar.logs.read.record import ALIASES, RunRecord, Series, unknown_metric
 from instar.record.events import RunStarted
 from instar.record.rundir import RunDir
@@ -81,7 +81,7 @@ def compose(records: Sequence[RunRecord], request: ChartRequest) -> Chart:
     _check_metrics(records, request)
     check_axis(request.axis, [record for record in records if record.metrics])
     runs = [record.run for record in records]
-    groups = grouped(runs, request.by, request.group_names)
+    groups = group_indices(runs, request.by, request.group_names)
     metrics = sum(map(len, request.panels))
     room = max(_MIN_POINTS, _ALL_POINTS // (metrics * len(groups)))
     request = replace(request, points=min(request.points, room))
@@ -214,7 +214,7 @@ def _curve(
         run,
         line,
         raw=_line(series, values, request) if weight else None,
-        superseded=tuple(
+        old_lines=tuple(
             _line(part, np.where(_drawable(part, request), part.value, np.nan), request)
             for part in _superseded_stretches(all_series[0])
         ),
@@ -296,7 +296,7 @@ def _limits(panels: Sequence[Panel], request: ChartRequest) -> tuple[float, floa
         line
         for panel in panels
         for curve in (*panel.curves, *panel.right)
-        for line in (curve.line, *curve.superseded)
+        for line in (curve.line, *curve.old_lines)
         if len(line)
     ]
     low = min(float(line.x.min()) for line in lines)
@@ -354,8 +354,8 @@ def annotate(
             mark["kind"],
             mark["x"][axis],
             run,
-            shortened(mark["title"], _LONGEST),
-            shortened(mark["name"] or mark["title"], _LONGEST),
+            shorten_text(mark["title"], _LONGEST),
+            shorten_text(mark["name"] or mark["title"], _LONGEST),
             mark["sign"],
         )
         for run, group in enumerate(members)

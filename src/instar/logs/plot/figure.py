@@ -22,7 +22,7 @@ from instar.logs.plot.axes import (
     tick_texts,
 )
 from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, metric_text, short_names
-from instar.logs.plot.legend import add_legend, colour_of, crowded, height_below
+from instar.logs.plot.legend import add_legend, colour_of, height_below, is_crowded
 from instar.logs.plot.style import (
     ALARM,
     COLOURS,
@@ -194,11 +194,11 @@ _NO_DATE: dict[str, dict[str, None]] = {
 
 
 def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
-    """Return the chart as the content of a file; raises as `rendered` does."""
-    return rendered(lambda: draw(chart), kind)
+    """Return the chart as the content of a file; raises as `render_figure` does."""
+    return render_figure(lambda: draw(chart), kind)
 
 
-def rendered(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> bytes:
+def render_figure(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> bytes:
     """Return the figure that `make` draws, in the style of all plots, as the content of a file.
 
     Raises:
@@ -244,7 +244,7 @@ def draw(chart: Chart) -> Figure:
 
 def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
     colour = colour_of(chart, panel)
-    dense = crowded(panel)
+    dense = is_crowded(panel)
     for curve in panel.curves:
         _draw_curve(axes, curve, colour(curve), dense=dense)
     axes.set_ylabel(panel.label)
@@ -266,7 +266,7 @@ def _draw_panel(axes: Axes, chart: Chart, panel: Panel) -> None:
 
 def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
     has_few_points = curve.held_out and len(curve.line) <= 60
-    for line in curve.superseded:
+    for line in curve.old_lines:
         marker = "." if has_few_points or len(line) < 2 else None
         axes.plot(line.x, line.y, color=colour, alpha=0.3, lw=0.9, ls=DOTTED, marker=marker, ms=3)
     if curve.raw is not None:

@@ -49,7 +49,7 @@ def colour_of(chart: Chart, panel: Panel) -> Callable[[Curve], Any]:
     return lambda curve: shades[panel.metrics.index(curve.metric)]
 
 
-def crowded(panel: Panel) -> bool:
+def is_crowded(panel: Panel) -> bool:
     """Whether there are too many curves to tell apart."""
     return len(panel.curves) > 20
 
@@ -111,7 +111,7 @@ def legend_entries(chart: Chart, panel: Panel) -> list[Entry]:
             handles.append((curve_text(metric), {"color": shade, **look}))
     if panel.right:
         handles.append((metric_text("lr"), {"color": FAINT, "lw": 0.9, "ls": ":"}))
-    best = [curve for curve in panel.curves if curve.best is not None and not crowded(panel)]
+    best = [curve for curve in panel.curves if curve.best is not None and not is_crowded(panel)]
     if best and (first or not has_several_runs):
         shade = FAINT if has_several_runs else colour(best[0])
         has_one_best = len(best) == 1 and not has_several_runs and best[0].best
@@ -141,7 +141,7 @@ def _shared(chart: Chart) -> Iterator[Entry]:
         yield "mean ± standard deviation", {"color": FAINT, "alpha": 0.25, "lw": 6}
     if any(curve.raw is not None for curve in curves):
         yield "before smoothing", {"color": FAINT, "alpha": 0.4, "lw": 0.8}
-    if any(curve.superseded for curve in curves):
+    if any(curve.old_lines for curve in curves):
         yield "superseded", {"color": FAINT, "alpha": 0.6, "lw": 0.9, "ls": DOTTED}
     has_several_runs = len(chart.runs) > 1
     signs = {mark.sign for mark in chart.marks}

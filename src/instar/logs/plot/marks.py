@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from instar.config.errors import shortened
+from instar.config.errors import shorten_text
 from instar.logs.query.stages import event_place, operation_text, place_at
 from instar.logs.read.record import AXES, RecordedEvent, RunRecord
 from instar.logs.text.encoding import encodable
@@ -42,10 +42,10 @@ def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]
                 {
                     "kind": kind,
                     "sign": _sign(entry.event) or kind,
-                    "name": shortened(encodable(name), 40),
+                    "name": shorten_text(encodable(name), 40),
                     "x": {axis: _coordinate(axis, place[axis]) for axis in axes},
-                    "title": shortened(encodable(title), 200),
-                    "text": shortened(encodable("\n".join(filter(None, lines)))),
+                    "title": shorten_text(encodable(title), 200),
+                    "text": shorten_text(encodable("\n".join(filter(None, lines)))),
                     "superseded": not entry.is_current,
                 }
             )

@@ -52,7 +52,7 @@ class Scatter:
 
     target: str
     true: Floats
-    predicted: Floats
+    predictions: Floats
     count: int
     """number of all pairs, from which these are sampled"""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from instar.config.document import parse
-from instar.config.errors import ConfigError, printable_text, shortened
+from instar.config.errors import ConfigError, printable_text, shorten_text
 from instar.config.fields import differing_keys
 from instar.config.origins import ConfigLine, plain_text
 from instar.logs.query.config import config_lines, config_values, derived_keys
@@ -53,9 +53,9 @@ class RunGroup:
 def group_runs(
     runs: Sequence[RunDir], by: By = "run", group_names: Mapping[RunDir, str] | None = None
 ) -> tuple[list[RunGroup], list[str]]:
-    """Return the groups of `grouped` with the configs of their runs, and the faults of these."""
+    """Return the groups of `group_indices` with the configs of their runs, and the faults of these."""
     configs, faults = config_values(runs)
-    groups = grouped(runs, by, group_names, folder_labels if by == "run" else None)
+    groups = group_indices(runs, by, group_names, folder_labels if by == "run" else None)
     return [
         RunGroup(name, tuple(runs[n] for n in group), tuple(configs[n] for n in group))
         for name, group in groups.items()
@@ -102,7 +102,7 @@ def folder_labels(runs: Sequence[RunDir]) -> list[str]:
     ]
 
 
-def grouped(
+def group_indices(
     runs: Sequence[RunDir],
     by: By,
     group_names: Mapping[RunDir, str] | None = None,
@@ -203,7 +203,7 @@ def _label(name: str, values: Given, keys: Sequence[str]) -> str:
 def _short(value: str) -> str:
     """Return a value short enough for a legend: for a list of operations, their number."""
     items = value.count("- {") if len(value) > _LONGEST else 0
-    return _count_text(items) if items else shortened(value, _LONGEST)
+    return _count_text(items) if items else shorten_text(value, _LONGEST)
 
 
 def _count_text(operations: int) -> str:
@@ -228,7 +228,7 @@ def short_values(key: str, values: Sequence[object], texts: Sequence[str]) -> li
 
 def _abbreviate(key: str, value: object, text: str) -> str:
     if not isinstance(value, list | tuple):
-        return shortened(text, _LONGEST_IN_TABLE)
+        return shorten_text(text, _LONGEST_IN_TABLE)
     operations = key == "schedule" and all(isinstance(item, Mapping) for item in value)
     return _count_text(len(value)) if operations else f"{len(value)} items"
 

@@ -113,7 +113,7 @@ def read_content(run: RunDir, workers: int | None = None) -> Content:
     size = _size(run.events)
     run_columns = load_columns(run.events, run.path / COLUMNS, portable=True)
     if run_columns and size - run_columns.end <= _min_new_bytes(run_columns.end):
-        return run_columns.then(*pieces(run.events, run_columns, workers))
+        return run_columns.extended_by(*pieces(run.events, run_columns, workers))
     return read_cached_content(run, workers)
 
 
@@ -151,7 +151,7 @@ def read_cached_content(
         cache_content = load_columns(record, folder)
         if cache_content is None or cache_content.end != begin:  # another process has replaced it
             return scan(record, until=until)
-    return (cache_content or Content()).then(*new_contents)
+    return (cache_content or Content()).extended_by(*new_contents)
 
 
 @contextmanager

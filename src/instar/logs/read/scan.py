@@ -146,7 +146,7 @@ class Content:
     """number of skipped lines"""
     inode: int = 0
 
-    def then(self, *more: Content) -> Content:
+    def extended_by(self, *more: Content) -> Content:
         """Concatenate this content and the parts that follow it in the file."""
         parts = (self, *more)
         tables: dict[str, list[MetricTable]] = {}

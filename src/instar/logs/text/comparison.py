@@ -10,7 +10,7 @@ from instar.logs.query.alignment import LossReached, Saving, saving_text
 from instar.logs.query.compare import Cell, Comparison, ToLoss
 from instar.logs.query.groups import short_values
 from instar.logs.text.summary import NONE, markdown_table, metric_value_text
-from instar.logs.text.tables import align_columns, wrapped
+from instar.logs.text.tables import align_columns, wrap_line
 from instar.record.format import duration, scientific, si, unit_text
 
 MOST_COLUMNS = 4
@@ -59,7 +59,7 @@ def comparison_text(comparison: Comparison, width: int | None = None) -> list[st
         if block.rows:
             right = range(1, len(block.headers)) if block.numbers else ()
             lines += align_columns((block.headers, *block.rows), right, width)
-        lines += [line for note in block.notes for line in wrapped(f"  {note}", width)]
+        lines += [line for note in block.notes for line in wrap_line(f"  {note}", width)]
     return lines
 
 

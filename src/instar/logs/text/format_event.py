@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from instar.config.budget import parse_budget
-from instar.config.errors import shortened
+from instar.config.errors import shorten_text
 from instar.record.events import (
     Alert,
     AnalysisEvent,
@@ -151,4 +151,4 @@ def _is_budget(reason: str) -> bool:
 
 
 def _short(text: str) -> str:
-    return shortened(text.replace("\n", "⏎"), _LONGEST)
+    return shorten_text(text.replace("\n", "⏎"), _LONGEST)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instar.extensions import layer_titles, metric_names
 from instar.logs.query.summary import MetricValue, Summary
-from instar.logs.text.tables import align_columns, indent_text, wrapped
+from instar.logs.text.tables import align_columns, indent_text, wrap_line
 from instar.record.events import OperationEvent
 from instar.record.format import (
     bytes_text,
@@ -101,7 +101,7 @@ def page(summary: Summary, width: int) -> list[str]:
         for line in (
             line for operation in summary.operations for line in operation_lines(operation)
         ):
-            lines += wrapped(line, width, " " * 9)
+            lines += wrap_line(line, width, " " * 9)
     if summary.family:
         lines += [
             "",
@@ -118,7 +118,7 @@ def page(summary: Summary, width: int) -> list[str]:
     ):
         if messages:
             lines += ["", label]
-            lines += [line for text in messages for line in wrapped(f"  {text}", width)]
+            lines += [line for text in messages for line in wrap_line(f"  {text}", width)]
     return lines
 
 

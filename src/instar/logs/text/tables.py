@@ -46,7 +46,7 @@ def indent_text(text: str, depth: int) -> str:
     return f"{'  ' * (depth - 1)}└ {text}" if depth else text
 
 
-def wrapped(line: str, width: int | None, indent: str = "    ") -> list[str]:
+def wrap_line(line: str, width: int | None, indent: str = "    ") -> list[str]:
     """Wrap a line at `width`; words are not split."""
     if width is None or len(line) <= width:
         return [line]

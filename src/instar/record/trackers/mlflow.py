@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from instar.config.errors import redacted
+from instar.config.errors import redact_text
 from instar.config.sections import MlflowConfig
 from instar.record.events import (
     Event,
@@ -84,7 +84,7 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
-        where = f"{redacted(uri)} {self._config.experiment}"
+        where = f"{redact_text(uri)} {self._config.experiment}"
         run_id = run.ids.get(self.name, where)
         if run_id is None:
             run_id = self._client.create_run(self._experiment(), run_name=run.name).info.run_id
@@ -92,7 +92,7 @@ class Mlflow:
         else:
             self._client.update_run(run_id, status="RUNNING")
         self._run_id = run_id
-        self.where = f"{redacted(uri)} run {run_id}"
+        self.where = f"{redact_text(uri)} run {run_id}"
 
     def _experiment(self) -> str:
         from mlflow.exceptions import MlflowException

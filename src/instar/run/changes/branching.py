@@ -94,7 +94,7 @@ def _first_checkpoint(
         state,
         history=history,
         metrics=MetricState(),
-        evaluated={},
+        evaluated_metrics={},
         losses=(),
         evaluated_at=-1,
         judged_at=-1,

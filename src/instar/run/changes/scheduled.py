@@ -190,13 +190,13 @@ def carry_out(
     if candidate is None:
         what = _failure_text(change, change.skipped)
         parts.logger.warn(f"{what}; skipped, the run is unchanged", step)
-        return state.changed(change, before)
+        return state.with_change(change, before)
     growth = candidate.growth
     if growth is not None:
         state = _put_in_use(state, parts, operation.name, growth)
     after = candidate.after
     state = _apply_settings(
-        state.changed(change, after), parts, before, has_grown=growth is not None
+        state.with_change(change, after), parts, before, has_grown=growth is not None
     )
     if growth is not None:
         parts.logger.flush_interval(state.progress, has_grown=True)
@@ -298,5 +298,5 @@ def _stop(state: RunState, parts: Components, change: Change, error: Exception) 
     save_checkpoint(state, parts, "an operation failed", must=True)
     raise RunFailed(
         f"{_failure_text(change, error)}; the run is unchanged and saved. Correct the schedule, or set on_failure: skip in "
-        f"the entry, then resume with: instar resume {RunDir(parts.saver.root).quoted} --set schedule=FILE"
+        f"the entry, then resume with: instar resume {RunDir(parts.saver.root).shell_word} --set schedule=FILE"
     ) from error

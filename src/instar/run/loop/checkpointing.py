@@ -64,8 +64,8 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
         facts=Facts(
             **parts.task.spec.fingerprints,
             progress=dataclasses.asdict(progress),
-            loss=state.evaluated["loss"] if is_evaluated else None,
-            metrics=dict(state.evaluated) if is_evaluated else {},
+            loss=state.evaluated_metrics["loss"] if is_evaluated else None,
+            metrics=dict(state.evaluated_metrics) if is_evaluated else {},
             basis=digest(state.basis),
             better=dict(parts.config.metrics),
             reason=reason,

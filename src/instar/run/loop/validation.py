@@ -83,7 +83,9 @@ def evaluate_validation(
         parts.logger.log_new_basis(state.progress, reasons)
     n_losses = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
     losses = state.losses if at_end else (*state.losses, (state.step, result.loss))[-n_losses:]
-    state = replace(state, evaluated=result.values(), evaluated_at=state.step, losses=losses)
+    state = replace(
+        state, evaluated_metrics=result.values(), evaluated_at=state.step, losses=losses
+    )
     if counts:
         metrics = parts.tracker.update(state.metrics, result.values(), state.step, only_best=at_end)
         state = replace(state, metrics=metrics, judged_at=state.step)

@@ -422,7 +422,7 @@ def with_restoring(run: RunDir, error: ConfigError) -> ConfigError:
 
 
 def _restore(run: RunDir) -> str:
-    return f"restore it: instar checkpoint inspect {run.quoted} --config > {shlex.quote(str(run.config))}"
+    return f"restore it: instar checkpoint inspect {run.shell_word} --config > {shlex.quote(str(run.config))}"
 
 
 def _cannot_change(run: RunDir, fixed_keys: Mapping[str, tuple[Any, Any]]) -> ConfigError:

@@ -38,23 +38,23 @@ class StepProfiler:
             say: prints a line.
         """
         self.steps, self.trace, self.device, self.say = steps, trace, device, say
-        self._seen = self._traced = 0
-        self._wanted: int | None = None
+        self._n_steps = self._n_traced = 0
+        self._n_wanted: int | None = None
         self._profile: profile | None = None
 
     def step(self) -> AbstractContextManager[None]:
         """Return the context manager of the next step."""
-        self._seen += 1
-        if self._seen <= UNPROFILED or self._traced == self._wanted:
+        self._n_steps += 1
+        if self._n_steps <= UNPROFILED or self._n_traced == self._n_wanted:
             return nullcontext()
-        return self._measuring() if self._wanted is None else self._tracing()
+        return self._measuring() if self._n_wanted is None else self._tracing()
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
         with self._new() as profiler:
             yield
         limit = MAX_EVENTS // max(1, len(profiler.events() or ()))
-        self._wanted = max(1, min(self.steps, limit))
+        self._n_wanted = max(1, min(self.steps, limit))
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -63,15 +63,15 @@ class StepProfiler:
             self._profile.start()
         with record_function(_OUTSIDE):
             yield
-        self._traced += 1
-        if self._traced == self._wanted:
+        self._n_traced += 1
+        if self._n_traced == self._n_wanted:
             self._finish(self._profile)
 
     def close(self) -> None:
         """Write what was traced if the run ends before the last step to be profiled."""
-        if self._profile is not None and self._traced:
+        if self._profile is not None and self._n_traced:
             self._finish(self._profile)
-        elif self._traced == 0:
+        elif self._n_traced == 0:
             self.say(
                 f"nothing was profiled: the run ended before step {UNPROFILED + 2} of this process"
             )
@@ -84,7 +84,7 @@ class StepProfiler:
 
     def _finish(self, profiler: profile) -> None:
         profiler.stop()
-        self._profile, self._wanted = None, self._traced
+        self._profile, self._n_wanted = None, self._n_traced
         self.trace.parent.mkdir(exist_ok=True)
         # not atomic_file: torch compresses by the name's suffix
         temporary = self.trace.with_name(f"{TMP}{self.trace.name}")
@@ -92,9 +92,9 @@ class StepProfiler:
         rename(temporary, self.trace)
         for line in operator_table(profiler.key_averages(), gpu=self.device.type == "cuda"):
             self.say(line)
-        fewer = f" of {self.steps}" if self._traced < self.steps else ""
+        fewer = f" of {self.steps}" if self._n_traced < self.steps else ""
         self.say(
-            f"profiled {self._traced}{fewer} steps: open {self.trace} in https://ui.perfetto.dev"
+            f"profiled {self._n_traced}{fewer} steps: open {self.trace} in https://ui.perfetto.dev"
         )
 
 

@@ -441,7 +441,7 @@ class RunLogger:
         """Log the regular end of the run: its reason and its totals."""
         self._write(
             progress,
-            Stop(step=progress.step, reason=decision.reason, resumable=decision.interrupted),
+            Stop(step=progress.step, reason=decision.reason, resumable=decision.is_interrupted),
         )
         lowest = best.get("loss", RuleState())
         best_state = best.get(self.best_metric, RuleState())

@@ -63,7 +63,7 @@ class DataPhase:
         """Return as JSON what does not follow from config and history."""
         return {"samples_per_epoch": self.samples_per_epoch, "epochs_before": self.epochs_before}
 
-    def restored(self, state: Mapping[str, Any]) -> DataPhase:
+    def restore(self, state: Mapping[str, Any]) -> DataPhase:
         """Return the phase with the values of `state()`."""
         return replace(
             self,

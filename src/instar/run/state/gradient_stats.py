@@ -77,14 +77,14 @@ class Skips:
     """by which the loss of the last step was multiplied"""
 
     @property
-    def searched(self) -> bool:
+    def lowers_scale(self) -> bool:
         """Whether the last step was skipped, and its loss scale lowered from above 1."""
         return self.scale > 1 and self.last is not None and not self.last.finite
 
     @property
     def in_a_row(self) -> int:
         """Wait for the last step's norm."""
-        if self.last is None or self.searched:
+        if self.last is None or self.lowers_scale:
             return self.before
         return 0 if self.last.finite else self.before + 1
 

@@ -40,9 +40,9 @@ class Decision:
     """Reason why all ranks leave the training loop at this step."""
 
     reason: str
-    interrupted: bool
+    is_interrupted: bool
     """a stop was requested before the run's end"""
-    failed: bool = False
+    is_failure: bool = False
     """interrupted by a failure, not by a request"""
 
     @property
@@ -69,7 +69,7 @@ class RunState:
     history: History = ()
     metrics: MetricState = field(default_factory=MetricState)
     """best values, early stopping and plateau, after all evaluations so far"""
-    evaluated: Mapping[str, float] = field(default_factory=dict)
+    evaluated_metrics: Mapping[str, float] = field(default_factory=dict)
     """metrics of the last evaluation"""
     basis: Basis = field(default_factory=dict)
     """on which the last evaluation was measured; empty before the first"""
@@ -136,7 +136,7 @@ class RunState:
             case "epochs":
                 return self.phase.whole_epochs(progress.samples)
 
-    def stepped(self, samples: int, tokens: int, flops: float, seconds: float) -> RunState:
+    def after_step(self, samples: int, tokens: int, flops: float, seconds: float) -> RunState:
         """Return the state after one more step."""
         progress = self.progress.after_step(samples, tokens, flops, seconds)
         return replace(self, progress=progress, before=self.progress)
@@ -151,7 +151,7 @@ class RunState:
             return replace(self, basis=basis, metrics=MetricState(), losses=()), reasons
         return replace(self, basis=basis), ()
 
-    def changed(self, change: Change, in_force: State) -> RunState:
+    def with_change(self, change: Change, in_force: State) -> RunState:
         """Return the state after a change of the run, carried out or skipped."""
         # losses before an operation of the schedule must not count for a plateau after it
         keeps_losses = change.entry is None or change.operation.name == BRANCH
@@ -176,7 +176,7 @@ class RunState:
             "course": self.phase.state(),
             "judgement": msgspec.to_builtins(self.metrics),
             "evaluated_at": self.evaluated_at,
-            "metrics": dict(self.evaluated),
+            "metrics": dict(self.evaluated_metrics),
             "basis": dict(self.basis),
             "judged_at": self.judged_at,
             "asked_at": self.evaluation_checked_at,
@@ -206,7 +206,7 @@ class RunState:
         evaluated_at: int = read("evaluated_at", int)
         return cls(
             in_force=in_force,
-            phase=phase.restored(state["course"]) if "course" in state else phase,
+            phase=phase.restore(state["course"]) if "course" in state else phase,
             progress=progress,
             # an evaluation stays due if the run stopped between a step and its evaluation
             before=read("before", Counters | None, None)
@@ -216,7 +216,7 @@ class RunState:
             ),
             history=history,
             metrics=read("judgement", MetricState),
-            evaluated=read("metrics", dict[str, float], {}),
+            evaluated_metrics=read("metrics", dict[str, float], {}),
             basis=read("basis", dict[str, str], {}),
             losses=read("losses", tuple[tuple[int, float], ...], ()),
             noise=read("noise", NoiseScale, {}),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instar.config.errors import shortened, visible
+from instar.config.errors import shorten_text, visible
 from instar.extensions.fleet.plan import Instance
 from instar.extensions.fleet.state import ENDED, FLEETS, STATE_FILE
 from instar.extensions.fleet.view.reader import FleetReader
@@ -161,7 +161,7 @@ def _row(name: str, reader: FleetReader) -> dict[str, Any]:
 
 
 def _unread(name: str, error: Exception) -> dict[str, Any]:
-    reason = shortened(encodable(f"cannot be read: {error}"))
+    reason = shorten_text(encodable(f"cannot be read: {error}"))
     return {"name": name, "state": "unread", "reason": reason, "counts": {}, "instances": []}
 
 
@@ -203,7 +203,7 @@ def _process(row: ProcessRow, log: str) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    return shortened(without_line_breaks(visible(encodable(text))))
+    return shorten_text(without_line_breaks(visible(encodable(text))))
 
 
 def _rank(row: InstanceRow) -> tuple[bool, bool, int]:

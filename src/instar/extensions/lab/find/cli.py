@@ -71,9 +71,9 @@ def lr(
 
         rounds = {
             f"{steps:,} steps": [(run.lr, run.loss) for run in runs]
-            for steps, runs in result.found.rounds().items()
+            for steps, runs in result.rate.rounds().items()
         }
-        write_picture(output, picture(rates_chart(rounds, result.found.lr), kind), "-o")
+        write_picture(output, picture(rates_chart(rounds, result.rate.lr), kind), "-o")
         _say(f"wrote {output}")
     if as_json:
         print_json(result.to_dict())
@@ -172,9 +172,9 @@ def _run_text(run: ShortRun) -> str:
 
 
 def _print_rates(result: RateFound) -> None:
-    rounds = result.found.rounds()
-    rates = sorted({run.lr for run in result.found.runs})
-    losses = {(run.lr, run.steps): run.loss for run in result.found.runs}
+    rounds = result.rate.rounds()
+    rates = sorted({run.lr for run in result.rate.runs})
+    losses = {(run.lr, run.steps): run.loss for run in result.rate.runs}
     headers = ["lr", *(f"{steps:,} steps" for steps in rounds)]
     rows = [
         [f"{rate:.2e}", *(_loss_text(losses.get((rate, steps))) for steps in rounds)]

@@ -75,7 +75,7 @@ class FoundRate:
 class RateFound:
     """A learning rate, and how it was found."""
 
-    found: FoundRate
+    rate: FoundRate
     steps: int
     """steps of the longest trainings"""
     run_steps: int | None
@@ -85,7 +85,7 @@ class RateFound:
 
     def notes(self) -> list[str]:
         """Return what to know of the result, as sentences."""
-        rate = self.found
+        rate = self.rate
         lines = [f"{len(rate.runs)} trainings, {rate.steps:,} steps together"]
         if not rate.finished:
             lines.append(
@@ -102,11 +102,11 @@ class RateFound:
         """Return the result as JSON values."""
         return {
             "settings": self.settings,
-            "lr": self.found.lr,
+            "lr": self.rate.lr,
             "steps": self.steps,
             "run_steps": self.run_steps,
-            "finished": self.found.finished,
-            "runs": [asdict(run) for run in self.found.runs],
+            "finished": self.rate.finished,
+            "runs": [asdict(run) for run in self.rate.runs],
             "notes": self.notes(),
         }
 
@@ -211,7 +211,7 @@ class _Search:
     def __init__(
         self, loss: FinalLoss, start: float, budget: int, on_run: Callable[[ShortRun], None]
     ) -> None:
-        self.loss, self.start, self.left, self.on_run = loss, start, budget, on_run
+        self.loss, self.start, self.remaining_steps, self.on_run = loss, start, budget, on_run
         self.runs: list[ShortRun] = []
         self.losses: dict[int, float] = {}
         """finite losses of the last whole round, or of the first, by exponent"""
@@ -233,9 +233,9 @@ class _Search:
         return sorted(survivors(self.losses, _KEPT))
 
     def _train(self, exponent: int, steps: int) -> float:
-        if steps > self.left:
+        if steps > self.remaining_steps:
             raise _OverBudget
-        self.left -= steps
+        self.remaining_steps -= steps
         lr = self.start * 2.0**exponent
         run = ShortRun(lr, steps, self.loss(lr, steps))
         self.runs.append(run)
