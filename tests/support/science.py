@@ -330,7 +330,7 @@ MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "a micro-batch of an evaluation": [(UserTask, "measure")],
     "the decision to stop": [],
     "a piece of the last save": DISK,
-    "a pointer to the best": [(save, "point")],
+    "a pointer to the best": [(save, "update_pointer")],
     "a micro-batch of the test": [(UserTask, "_predictions")],
     "the file of predictions": [(test_phase, "_encode")],
     "the file of results": [(test_phase, "encode_json")],
