@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from cases import shortened
 
 import instar
-from instar.extensions import BUILT_IN, built_in
+from instar.extensions import BUILT_IN, WordKind, built_in
 
 SOURCE = Path(instar.__file__).parent
 GONE = {"fleet": ["fleet"]}
@@ -81,27 +82,27 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
         if line.startswith("  ") and line.strip()
     }
     for name in names:
-        commands = BUILT_IN[name].commands
+        commands = BUILT_IN[name].words.get("commands", ())
         assert listed.isdisjoint(commands)
-        for module in BUILT_IN[name].programs:
+        for module in BUILT_IN[name].words.get("programs", ()):
             refused = run(package, at=tmp_path, module=module)
             assert refused.returncode == 2
             assert f"{module}: this program's extension is not installed" in refused.stderr
             assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
-        for section in BUILT_IN[name].sections:
+        for section in BUILT_IN[name].words.get("sections", ()):
             refused = run(package, "config", "show", "--set", f"{section}.x=1", at=tmp_path)
             assert refused.returncode == 2
             assert f"unknown key '{section.rpartition('.')[2]}'" in refused.stderr
             assert "its extension is not installed: pip install" in refused.stderr
-        for task in BUILT_IN[name].tasks:
+        for task in BUILT_IN[name].words.get("tasks", ()):
             refused = run(package, "config", "show", "--set", f"task={task}", at=tmp_path)
             assert refused.returncode == 2
             assert f"the extension of task '{task}' is not installed; pip install" in refused.stderr
-        for kind in BUILT_IN[name].starters:
+        for kind in BUILT_IN[name].words.get("starters", ()):
             refused = run(package, "init", kind, at=tmp_path)
             assert refused.returncode == 2
             assert f"the extension of '{kind}' is not installed: pip install" in refused.stderr
-        for form in BUILT_IN[name].plots:
+        for form in BUILT_IN[name].words.get("plots", ()):
             refused = run(package, "logs", "plot", "--format", form, "-o", "x", at=tmp_path)
             assert f"no extension draws {form}; pip install" in refused.stderr
         for words in commands:
@@ -130,12 +131,8 @@ def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:
     assert [*extensions] == [*BUILT_IN]
     for name, words in BUILT_IN.items():
         assert extensions[name].name == name
-        assert set(extensions[name].commands) == set(words.commands)
-        assert set(extensions[name].programs) == set(words.programs)
-        assert set(extensions[name].sections) == set(words.sections)
-        assert set(extensions[name].plots) == set(words.plots)
-        assert set(extensions[name].tasks) == set(words.tasks)
-        assert set(extensions[name].starters) == set(words.starters)
+        for kind in get_args(WordKind):
+            assert set(getattr(extensions[name], kind)) == set(words.words.get(kind, ()))
 
 
 def test_manifests_import_only_the_seam() -> None:

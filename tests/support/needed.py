@@ -28,6 +28,9 @@ def without_deleted(lines: Sequence[str]) -> list[str]:
         words
         for name, owned in BUILT_IN.items()
         if name not in built_in()
-        for words in (*owned.commands, *(f"--format {form}" for form in owned.plots))
+        for words in (
+            *owned.words.get("commands", ()),
+            *(f"--format {form}" for form in owned.words.get("plots", ())),
+        )
     ]
     return [line for line in lines if not any(f" {words} " in f" {line} " for words in deleted)]
