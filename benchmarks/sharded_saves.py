@@ -37,7 +37,7 @@ from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig, ParallelConfig
-from instar.distributed.shards import held, own
+from instar.distributed.shards import rows_to_save, to_local
 from instar.distributed.world import World, join_group
 from instar.run.optim.optimizer import copy_tensors
 from instar.run.output.save import Saver, Snapshot
@@ -157,19 +157,19 @@ class Ranks:
         with path.open("wb") as file:
             for tensors in state.values():
                 for tensor in tensors.values():
-                    file.write(own(tensor).numpy().data)
+                    file.write(to_local(tensor).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         path.unlink()
 
     def save(self, root: Path, step: int, state: State) -> None:
-        components = {c: {n: held(t) for n, t in each.items()} for c, each in state.items()}
+        components = {c: {n: rows_to_save(t) for n, t in each.items()} for c, each in state.items()}
         publish_checkpoint(root, step, components, {}, architecture={}, world=self.world)
 
     def background(self, root: Path, step: int, state: State) -> None:
         """A save for which training stops only while the tensors are copied."""
         saver = Saver(CheckpointConfig(asynchronous=True), self.world, root, lambda _: None)
-        components = {c: {n: held(t) for n, t in each.items()} for c, each in state.items()}
+        components = {c: {n: rows_to_save(t) for n, t in each.items()} for c, each in state.items()}
         snapshot = Snapshot(Counters(step=step), components, {}, {}, [], Facts())
         self.timed("stall of a background save", lambda: saver.save(snapshot))
         saver.finish()
@@ -186,7 +186,7 @@ class Ranks:
 
     def same(self, saved: State, loaded: State) -> bool:
         return all(
-            torch.equal(own(tensor), own(loaded[component][name]))
+            torch.equal(to_local(tensor), to_local(loaded[component][name]))
             for component, tensors in saved.items()
             for name, tensor in tensors.items()
         )
@@ -237,7 +237,7 @@ def flip(file: Path, saved: State) -> None:
     """Change a bit of a moment that a file holds."""
     (_, moment), *_ = saved["optimizer"].items()
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
-        place = content.find(own(moment).numpy().tobytes()[:64])
+        place = content.find(to_local(moment).numpy().tobytes()[:64])
         assert place >= 0
         content[place] ^= 1
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
-from instar.distributed.shards import own, local_row_range
+from instar.distributed.shards import to_local, local_row_range
 from instar.run.optim import muon
 
 SHAPES = [(9, 33)] * 5 + [(33, 9)] * 2 + [(2, 40), (16, 16), (1, 5)]
@@ -58,7 +58,7 @@ with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
         for pair, sharded in zip(wanted, found):
             for one, other in zip(pair, sharded):
                 first, last = local_row_range(other)
-                equal &= torch.equal(one[first:last], own(other))
+                equal &= torch.equal(one[first:last], to_local(other))
     answer(equal=equal, most=max(most))
 """
 
@@ -78,7 +78,7 @@ import torch
 import torch.distributed as dist
 from instar.config.language import ModelConfig
 from instar.config.schema import RunConfig
-from instar.distributed.shards import own
+from instar.distributed.shards import to_local
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
 from instar.run.parallel.choose import parallelize
@@ -110,8 +110,8 @@ def trained(world, **fsdp):
     loss.backward()
     optimizer = torch.optim.AdamW(strategy.parameters.values(), fused=True)
     optimizer.step()
-    made = [own(p) for p in strategy.parameters.values()]
-    made += [own(p.grad) for p in strategy.parameters.values()]
+    made = [to_local(p) for p in strategy.parameters.values()]
+    made += [to_local(p.grad) for p in strategy.parameters.values()]
     return [outside, *made], evaluated, sent
 
 with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
@@ -140,7 +140,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from instar.config.language import ModelConfig
 from instar.config.schema import RunConfig
-from instar.distributed.shards import own, local_row_range
+from instar.distributed.shards import to_local, local_row_range
 from instar.distributed.world import World
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
@@ -165,7 +165,7 @@ for parallel, optimizer in (
     placed = wrap_for_eval(config, world, model)
     held = placed.parameters
     for parameter in held.values():
-        own(parameter).fill_(0.01)
+        to_local(parameter).fill_(0.01)
     placed.model(tokens, tokens).backward()
     placed.norms([[parameter.grad] for parameter in held.values()])
     for made in build_optimizers(held, config.optimizer):
@@ -175,7 +175,7 @@ for parallel, optimizer in (
         shards = parameter.device_mesh.size()
         every = [local_row_range(parameter, shard) for shard in range(shards)]
         whole = [row for start, stop in every for row in range(start, stop)]
-        as_told = tuple(own(parameter).shape) == (last - first, *parameter.shape[1:])
+        as_told = tuple(to_local(parameter).shape) == (last - first, *parameter.shape[1:])
         if not as_told or (first, last) not in every or whole != list(range(parameter.shape[0])):
             wrong.append((rank, shards, name))
     dist.destroy_process_group()

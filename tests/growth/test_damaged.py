@@ -135,7 +135,9 @@ def test_states_of_optimizers_and_averages_by_name_are_compared_too(
     average = {n: p.detach().clone() for n, p in model.named_parameters()}
     old = model.get_parameter(name)
     kept = optimizer.state[old], average[name]
-    module, function = (fill, "laid_out") if field == "average" else (optimizers, "_grow_state")
+    module, function = (
+        (fill, "redistribute_like") if field == "average" else (optimizers, "_grow_state")
+    )
     real, damaged = getattr(module, function), []
 
     def spoilt_state(*arguments: Any) -> Any:

@@ -53,7 +53,9 @@ def tell_a_whole_run(console: Console) -> None:
     console.show_save(Saved(step=2000, path="checkpoints/step-2000"))
     console.say("a remark")
     console.warn("a doubt")
-    console.show_end(RunFinished(step=2000), WHERE, stopped="SIGINT", go_on="instar resume r7f3a")
+    console.show_end(
+        RunFinished(step=2000), WHERE, stop_reason="SIGINT", go_on="instar resume r7f3a"
+    )
     console.close()
 
 

@@ -74,7 +74,7 @@ def test_what_a_library_writes_is_measured(tmp_path: Path, monkeypatch: pytest.M
     screen = Screen(80)
     with (
         showing(Display(lambda: screen, owns=False)),
-        progress("writing", 400, measured=lambda: folder_bytes(tmp_path)),
+        progress("writing", 400, measure=lambda: folder_bytes(tmp_path)),
     ):
         assert screen.shown.wait(60)
     assert screen.is_open
@@ -85,7 +85,7 @@ def test_what_was_interrupted_is_noted_once_by_the_innermost() -> None:
     with (
         pytest.raises(KeyboardInterrupt) as caught,
         progress("verifying all"),
-        progress("verifying one", left="nothing is lost"),
+        progress("verifying one", remaining_text="nothing is lost"),
     ):
         raise KeyboardInterrupt
     assert caught.value.__notes__ == ["interrupted while verifying one: nothing is lost"]

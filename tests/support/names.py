@@ -1,6 +1,6 @@
 """Names that say what happened to a value, or stand for it, and not what it holds: `found`, `each`, `there`.
 
-names.py [--most] [SRC]     counts them by folder of `src/instar`, and fails where there are more than LIMITS allows;
+names.py [--most] [SRC]     counts them by folder of `src/instar`, and fails where there are more than LIMIT;
                             --most lists the 200 most frequent local names instead
 
 A name counts if all of it is a participle, a pronoun or an adverb: where it is bound or used, as an attribute, as a
@@ -172,13 +172,8 @@ NO_PARTICIPLES = frozenset(
 )
 """Words in -ed that are nouns, verbs, builtins, or what the field itself says."""
 
-FINISHED = 29
-"""Occurrences per 1,000 lines that a folder may have which is not in LIMITS."""
-
-LIMITS = {
-    "extensions/lab": 39,
-}
-"""The same for folders that are not finished. Lower them as they are; nobody raises one."""
+LIMIT = 19
+"""Occurrences per 1,000 lines that a folder may have. Lower it; nobody raises it."""
 
 
 def is_vague(name: str) -> bool:
@@ -246,15 +241,15 @@ def main(arguments: list[str]) -> int:
         return 0
     is_over = False
     for folder, (lines, names) in sorted(vague_names(source).items()):
-        rate, limit = 1000 * names.total() / max(lines, 1), LIMITS.get(folder, FINISHED)
-        if rate > limit:
+        rate = 1000 * names.total() / max(lines, 1)
+        if rate > LIMIT:
             is_over = True
             words = ", ".join(f"{name} {count}" for name, count in names.most_common(12))
             print(
-                f"{source / folder}: {rate:.1f} vague names per 1,000 lines, at most {limit}: {words}"
+                f"{source / folder}: {rate:.1f} vague names per 1,000 lines, at most {LIMIT}: {words}"
             )
         elif "--all" in arguments:
-            print(f"{folder:24} {rate:6.1f} of {limit}: {names.most_common(8)}")
+            print(f"{folder:24} {rate:6.1f} of {LIMIT}: {names.most_common(8)}")
     if is_over:
         print(
             "name a value after what it holds: checkpoint, ranks, row, path (tests/support/names.py)"

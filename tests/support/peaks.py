@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from instar.config.load import load_config
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.rank_log import RankLog
-from instar.distributed.shards import own
+from instar.distributed.shards import to_local
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import join_group
 from instar.growth.engine import prepare
@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, made)):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self._see(own(tensor).untyped_storage())
+                self._see(to_local(tensor).untyped_storage())
         if self._open:
             self._open[-1] = max(self._open[-1], self._total)
         return made

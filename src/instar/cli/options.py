@@ -270,8 +270,8 @@ class CommandGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = super().get_command(ctx, cmd_name)
-        if command is None and (added := commands_in(self.name or "").get(cmd_name)):
-            command = load_target(added.target)
+        if command is None and (extension_command := commands_in(self.name or "").get(cmd_name)):
+            command = load_target(extension_command.target)
         return command and takes_json(command)
 
     def resolve_command(

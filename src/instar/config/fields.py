@@ -457,8 +457,8 @@ def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
                 **node,
                 "$defs": {kind.__name__: schema["$defs"][kind.__name__] for kind in kinds},
             }
-    widened: dict[str, Any] = _widen(node)
-    return widened
+    wider_schema: dict[str, Any] = _widen(node)
+    return wider_schema
 
 
 def _widen(node: Any) -> Any:

@@ -189,16 +189,16 @@ def _typed_entries(
 ) -> tuple[dict[KeyPath, ConfigEntry], dict[KeyPath, str]]:
     """Return the entries of a file and of options, the last of a key; and the origins of the sections that
     were given their defaults."""
-    merged: dict[KeyPath, ConfigEntry] = {}
+    all_entries: dict[KeyPath, ConfigEntry] = {}
     emptied_keys: dict[KeyPath, str] = {}
     for document in documents:
         origin = SET if document in options else ""
         entries = _entries(root, document, findings, origin)
         for section in emptied_sections(root, document.data, null=bool(origin)):
             emptied_keys[section] = origin or str(document.place(section, key=True))
-            merged = {p: e for p, e in merged.items() if p[: len(section)] != section}
-        merged |= {p: entry.over(merged.get(p)) for p, entry in entries.items()}
-    return merged, emptied_keys
+            all_entries = {p: e for p, e in all_entries.items() if p[: len(section)] != section}
+        all_entries |= {p: entry.over(all_entries.get(p)) for p, entry in entries.items()}
+    return all_entries, emptied_keys
 
 
 def _preset_entries(

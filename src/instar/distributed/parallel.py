@@ -264,10 +264,10 @@ def checksum(tensor: Tensor) -> Tensor:
     for begin in range(0, len(words), _CHUNK):
         chunk = words[begin : begin + _CHUNK]
         places = torch.arange(begin + 1, begin + 1 + len(chunk), device=tensor.device)
-        mixed = chunk.to(torch.int64) + _ODD * places
+        mixed_words = chunk.to(torch.int64) + _ODD * places
         for shift, factor in _MIXING:
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        total += (mixed ^ (mixed >> 32)).sum()
+            mixed_words = (mixed_words ^ (mixed_words >> shift)) * factor
+        total += (mixed_words ^ (mixed_words >> 32)).sum()
     return total
 
 

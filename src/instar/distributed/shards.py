@@ -28,7 +28,7 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def own(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, without a copy; written in place, it changes the tensor.
 
     Not differentiable.
@@ -45,7 +45,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def part(tensor: Tensor, like: Tensor) -> Tensor:
+def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that all ranks hold whole, laid out as `like`, which may have another dtype.
 
     Copied if `like` is sharded, or has another order in memory. A tensor of another shape, such as an
@@ -55,12 +55,12 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
         return tensor
     if not is_sharded(like):
         return in_order_of(tensor, like)
-    local = own_rows(tensor, like).to(like._local_tensor.device, copy=True).contiguous()
+    local = local_rows(tensor, like).to(like._local_tensor.device, copy=True).contiguous()
     return as_sharded(local, like)
 
 
 @torch.no_grad()
-def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+def redistribute_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a tensor that all ranks hold whole with the layout of another of its shape, on any mesh.
 
     Without communication; copied if the other is sharded, or has another order in memory.
@@ -92,14 +92,14 @@ def is_dense(tensor: Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
+def local_rows(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the rows of a tensor that this rank holds of `like`, which has its shape, without a copy.
 
     Args:
         tensor: whole, or laid out as `like`.
     """
     if is_sharded(tensor) or not is_sharded(like):
-        return own(tensor)
+        return to_local(tensor)
     first, last = local_row_range(like)
     return tensor[first:last]
 
@@ -249,14 +249,14 @@ class SavedRows:
         return self.first + self.tensor.shape[0]
 
 
-def held(tensor: Tensor) -> Tensor | SavedRows:
+def rows_to_save(tensor: Tensor) -> Tensor | SavedRows:
     """Return what this rank holds of a tensor, to be saved; not copied."""
     if not is_sharded(tensor):
         return tensor.detach()
     mesh = tensor.device_mesh
     first, _ = local_row_range(tensor)
     # the ranks of a replica are neighbours, and rank 0 is in the first
-    saved = int(mesh.mesh.min()) == 0
+    is_saved = int(mesh.mesh.min()) == 0
     return SavedRows(
-        own(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), saved
+        to_local(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), is_saved
     )

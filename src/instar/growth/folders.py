@@ -169,7 +169,7 @@ def _folder_growth(
         single = source.single_experts or "experts" not in source.shape.sizes()
         outlines, make = _file_tensors(shape, parameters, single_experts=single)
         total = sum(outline.size_bytes for outline in outlines.values())
-        with progress(f"writing {out}", total, measured=lambda: folder_bytes(folder)):
+        with progress(f"writing {out}", total, measure=lambda: folder_bytes(folder)):
             write_weights(folder, outlines, make, max_shard_bytes)
         _copy_files(source.path, folder_plan, folder)
         atomic.write_synced(folder / CONFIG, encode_json_file(source.config_of(shape)))

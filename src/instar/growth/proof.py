@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from instar.distributed.shards import Wholes, is_sharded, own, own_rows
+from instar.distributed.shards import Wholes, is_sharded, local_rows, to_local
 from instar.growth.apply import (
     Key,
     Mode,
@@ -201,7 +201,7 @@ def verify_rounded(
     for name, tensor in tensors.items():
         tensor_plan = plan.tensors.get(name)
         margin = None if tensor_plan is None else _margin(tensor_plan, Role.PARAMETER)
-        _check(name, own(tensor), own(expected[name]), margin)
+        _check(name, to_local(tensor), to_local(expected[name]), margin)
 
 
 def verify_parameters(
@@ -229,7 +229,7 @@ def verify_parameters(
             wholes.__getitem__,
             Role.PARAMETER,
             key,
-            like=None if like is None else own(like),
+            like=None if like is None else to_local(like),
         )
         assert tensor is not None
         return tensor
@@ -290,9 +290,9 @@ def _check_one(
     role = state_role(state) if slash else Role.PARAMETER
     source = old.get(f"{tensor_plan.source}{slash}{state}") if _is_kept_whole(tensor_plan) else None
     if source is not None and _laid_out_alike(source, new):
-        _check(name, own(new), own(source), None)  # without communication
+        _check(name, to_local(new), to_local(source), None)  # without communication
     else:
-        _check(name, own(new), own_rows(make(name), new), _margin(tensor_plan, role))
+        _check(name, to_local(new), local_rows(make(name), new), _margin(tensor_plan, role))
 
 
 def _is_kept_whole(tensor_plan: TensorPlan) -> TypeGuard[Grown]:

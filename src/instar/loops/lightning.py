@@ -47,13 +47,13 @@ class LightningGrowth(Callback):
         # the module's hook is the only one that comes before its tensors are loaded
         hook: Callable[[Any], None] = pl_module.on_load_checkpoint
 
-        def replayed(checkpoint: Mapping[str, Any]) -> None:
+        def replay_growth(checkpoint: Mapping[str, Any]) -> None:
             hook(checkpoint)
             if (saved_state := checkpoint.get("callbacks", {}).get(self.state_key)) is not None:
                 self.schedule.load_state_dict(saved_state)
                 self.schedule.replay(self._find_module(pl_module))
 
-        vars(pl_module)["on_load_checkpoint"] = replayed
+        vars(pl_module)["on_load_checkpoint"] = replay_growth
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(pl_module).pop("on_load_checkpoint", None)

@@ -49,13 +49,13 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         wrapped: Callable[[], Module] | None = None,
     ) -> None:
         source = str(schedule) if isinstance(schedule, Path) else schedule
-        self._wrapped = wrapped
+        self._wrapped_model = wrapped
         self._arguments, self._probe = {"schedule": source, "seed": seed}, probe
         # the length of the run is known when it begins
         self.schedule = GrowthSchedule(schedule, seed=seed, steps=1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.parallel_mode is ParallelMode.DISTRIBUTED and self._wrapped is None:
+        if args.parallel_mode is ParallelMode.DISTRIBUTED and self._wrapped_model is None:
             raise GrowthError(
                 "with several processes TrainerGrowth needs what wraps the model: pass "
                 "wrapped=lambda: trainer.model_wrapped"
@@ -101,7 +101,7 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         self, args: Any, state: Any, live: Mapping[str, Any], loss: float | None = None
     ) -> None:
         changes = self.schedule.step(
-            live["model"] if self._wrapped is None else self._wrapped(),
+            live["model"] if self._wrapped_model is None else self._wrapped_model(),
             state.global_step,
             optimizer=live["optimizer"],
             loss=loss,

@@ -84,11 +84,11 @@ class Console:
         self.screen.show(f"warning: {text}", "yellow")
 
     def show_end(
-        self, event: RunFinished, where: Path, *, stopped: str = "", go_on: str = ""
+        self, event: RunFinished, where: Path, *, stop_reason: str = "", go_on: str = ""
     ) -> None:
-        """Print the summary; `stopped` is why it ended early, `go_on` the command that resumes."""
+        """Print the summary; `stop_reason` is why it ended early, `go_on` the command that resumes."""
         self.screen.update("")
-        for line in finished_lines(event, where, stopped, go_on, self._unit):
+        for line in finished_lines(event, where, stop_reason, go_on, self._unit):
             self.screen.show(line, "bold")
 
     def close(self) -> None:

@@ -494,8 +494,8 @@ def decode_event(line: bytes) -> Event:
         if not isinstance(kind := fields.get("kind"), str) or kind in event_kinds():
             raise
         if (event_class := event_type(kind)) is not None:
-            placed: Event = msgspec.json.decode(line, type=event_class, strict=False)
-            return placed
+            decoded_event: Event = msgspec.json.decode(line, type=event_class, strict=False)
+            return decoded_event
         place = {key: fields.pop(key) for key in ("time", "segment") if key in fields}
         unknown_event = {"kind": "unrecognised", "name": kind, "fields": from_words(fields)}
         return msgspec.convert(unknown_event | place, Unrecognised)

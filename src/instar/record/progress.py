@@ -78,8 +78,8 @@ def progress(
     total: float | None = None,
     unit: str = "B",
     *,
-    left: str = AGAIN,
-    measured: Callable[[], float] | None = None,
+    remaining_text: str = AGAIN,
+    measure: Callable[[], float] | None = None,
 ) -> Iterator[Advance]:
     """Show the block's work while it runs, and yield the function that counts what is done.
 
@@ -87,11 +87,11 @@ def progress(
         doing: what is done, e.g. "verifying step-2000".
         total: how much there is to do; None: unknown.
         unit: B for bytes, else a plural such as "documents".
-        left: after Ctrl-C, what is left of the work and how to go on.
-        measured: returns how much is done, if the block cannot count: a single call of a library.
+        remaining_text: after Ctrl-C, what is left of the work and how to go on.
+        measure: returns how much is done, if the block cannot count: a single call of a library.
     """
     display = _display.get()
-    work = Activity(doing, total, unit, left, measured)
+    work = Activity(doing, total, unit, remaining_text, measure)
     try:
         if display is None:
             yield _ignore

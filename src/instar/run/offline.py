@@ -133,10 +133,10 @@ def grow_checkpoint(
     with chdir(base):
         config = _with_task(run, source.manifest)
     model, history, state = _in_force(config, source)
-    planned = _plan_checkpoint(operations, config.seed, history, state, source)
+    plan = _plan_checkpoint(operations, config.seed, history, state, source)
     with (
         atomic_dir(out) as temporary,
-        progress(f"writing {out}", measured=lambda: folder_bytes(temporary)),
+        progress(f"writing {out}", measure=lambda: folder_bytes(temporary)),
     ):
         new_run = RunDir(temporary)
         _begin_run(new_run, run, base)
@@ -145,27 +145,27 @@ def grow_checkpoint(
             if on_tokens:
                 return _outputs_on_tokens(source.path, files[0])
             with chdir(base), _code_of(config.task):
-                task, ends = _task_of(run, overrides), (state, planned.state)
+                task, ends = _task_of(run, overrides), (state, plan.state)
                 tasks = [task.at(end.architecture, end.settings.context) for end in ends]
                 return _outputs_on_samples(tasks, model.build, source, load_checkpoint(files[0]))
 
         on_tokens = config.task in (LANGUAGE, CAUSAL_LM)
         growth = DiskGrowth(
-            planned,
+            plan,
             out,
             "random tokens" if on_tokens else "held-out samples",
-            partial(_write, source, new_run, planned, model.build),
+            partial(_write, source, new_run, plan, model.build),
             outputs,
-            partial(_read_again, source, planned),
+            partial(_read_again, source, plan),
         )
         (folder, _), proof = write_and_prove(growth, check=check)
     before = count_parameters(state.architecture).total
     path = RunDir(out).checkpoints / folder.name
     with load_checkpoint(path, check=False).reading("model") as read:
-        dead = dead_ranks(planned.state.architecture.parameters(), read)
+        dead = dead_ranks(plan.state.architecture.parameters(), read)
     seconds = time.perf_counter() - start
     checked_on = growth.checked_on if proof else ""
-    return OfflineGrowth(path, before, planned.stages, proof, seconds, dead, checked_on)
+    return OfflineGrowth(path, before, plan.stages, proof, seconds, dead, checked_on)
 
 
 def _run_of(source: Checkpoint) -> RunDir:
@@ -260,36 +260,36 @@ def _plan_checkpoint(
     return _PlannedCheckpoint(tuple(steps), tuple(stages), tuple(shapes), history, state)
 
 
-def _write(source: Checkpoint, run: RunDir, planned: _PlannedCheckpoint, build: Build) -> Written:
+def _write(source: Checkpoint, run: RunDir, plan: _PlannedCheckpoint, build: Build) -> Written:
     """Write the grown checkpoint; return its folder, and its model's persistent buffers."""
-    saved = source.manifest
-    exact = all(stage.label in (None, "exact") for stage in planned.stages)
-    writer = CheckpointWriter(run.path, saved.step)
+    manifest = source.manifest
+    exact = all(stage.label in (None, "exact") for stage in plan.stages)
+    writer = CheckpointWriter(run.path, manifest.step)
     with writer.removed_on_error():
         writer.open()
-        buffers = _grown_buffers(source, planned, build)
+        buffers = _grown_buffers(source, plan, build)
         for component in source.components:
-            _write_component(component, source, writer.temporary, planned.steps, buffers)
+            _write_component(component, source, writer.temporary, plan.steps, buffers)
         atomic.write_synced(writer.temporary / STATE, encode_json(_state(source.state, exact)))
         writer.add_files(path for path in writer.temporary.rglob("*") if path.is_file())
-        names = ", ".join(stage.operation.name for stage in planned.stages)
+        names = ", ".join(stage.operation.name for stage in plan.stages)
         facts = Facts(
-            data=saved.data,
-            tokenizer=saved.tokenizer,
-            progress=saved.progress,
-            loss=saved.loss if exact else None,
-            metrics=saved.metrics if exact else {},
-            better=saved.better,
+            data=manifest.data,
+            tokenizer=manifest.tokenizer,
+            progress=manifest.progress,
+            loss=manifest.loss if exact else None,
+            metrics=manifest.metrics if exact else {},
+            better=manifest.better,
             reason=f"{REASON}: {names}",
-            left_out=saved.left_out,
-            config=saved.config,
+            left_out=manifest.left_out,
+            config=manifest.config,
             buffers=sorted(buffers),
         )
         path = writer.publish(
-            architecture=planned.state.architecture.to_dict(),
-            history=history_to_json(planned.history),
+            architecture=plan.state.architecture.to_dict(),
+            history=history_to_json(plan.history),
             facts=facts,
-            world_size=saved.world_size,
+            world_size=manifest.world_size,
         )
         return path, buffers
 
@@ -309,8 +309,8 @@ def _write_component(
             atomic.make_folder(to.parent)
             atomic.write_synced(to, read_regular(source.path / layout.file(rank)))
         return
-    with _grown(component, source, steps, buffers) as grown:
-        write_tensors(temporary / layout.file(), grown.outlines, grown.read)
+    with _grown(component, source, steps, buffers) as grown_tensors:
+        write_tensors(temporary / layout.file(), grown_tensors.outlines, grown_tensors.read)
 
 
 @contextmanager
@@ -330,21 +330,21 @@ def _grown(
         files = (layout, source.layout("model"))
         check_states(*({n: e.shape for n, e in file.entries.items()} for file in files))
     grow = grow_states if component == "optimizer" else grow_parameters
-    added = buffers if component == "model" else {}
-    stored = outlines(layout)
+    new_buffers = buffers if component == "model" else {}
+    saved_outlines = outlines(layout)
     for name in source.manifest.buffers if component == "model" else ():
-        del stored[name]
+        del saved_outlines[name]
     with open_reader(layout) as read:
-        grown = grow(steps, TensorReader(stored, read))
-        shapes = {name: Outline(t.dtype, tuple(t.shape)) for name, t in added.items()}
+        grown_tensors = grow(steps, TensorReader(saved_outlines, read))
+        shapes = {name: Outline(t.dtype, tuple(t.shape)) for name, t in new_buffers.items()}
         yield TensorReader(
-            {**grown.outlines, **shapes},
-            lambda name: added[name] if name in added else grown.read(name),
+            {**grown_tensors.outlines, **shapes},
+            lambda name: new_buffers[name] if name in new_buffers else grown_tensors.read(name),
         )
 
 
 def _grown_buffers(
-    source: Checkpoint, planned: _PlannedCheckpoint, build: Build
+    source: Checkpoint, plan: _PlannedCheckpoint, build: Build
 ) -> dict[str, torch.Tensor]:
     """Return the persistent buffers after all growth steps.
 
@@ -354,13 +354,13 @@ def _grown_buffers(
         return {}
     with source.reading("model") as read:
         buffers = {name: read(name) for name in source.manifest.buffers}
-    for step, shape in zip(planned.steps, planned.shapes, strict=True):
+    for step, shape in zip(plan.steps, plan.shapes, strict=True):
         buffers = grow_buffers(step.plan, buffers, build(shape))
     return buffers
 
 
 def _read_again(
-    source: Checkpoint, planned: _PlannedCheckpoint, files: Written
+    source: Checkpoint, plan: _PlannedCheckpoint, files: Written
 ) -> Iterator[tuple[Read, TensorReader]]:
     """Yield readers of the tensors that were written, and of these as they are made again."""
     path, buffers = files
@@ -368,10 +368,10 @@ def _read_again(
     for component in source.components:
         if COMPONENTS[component].pattern is not Pattern.PER_RANK:
             with (
-                _grown(component, source, planned.steps, buffers) as grown,
+                _grown(component, source, plan.steps, buffers) as grown_tensors,
                 checkpoint.reading(component) as read,
             ):
-                yield read, grown
+                yield read, grown_tensors
 
 
 def _state(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:

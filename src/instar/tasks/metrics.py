@@ -70,10 +70,10 @@ def set_metrics(
     """
     metrics: dict[str, SetMetric] = {}
     with _quiet():
-        declared = declare()
+        declared_metrics = declare()
     # an object of torchmetrics exists only if its user has imported the library
     library: Any = sys.modules.get("torchmetrics")
-    for name, metric in declared.items():
+    for name, metric in declared_metrics.items():
         if library is not None and isinstance(metric, library.Metric):
             has_few = samples <= FEW_SAMPLES
             metrics[name] = _AtOnce(metric) if has_few else _States(metric, device)

@@ -209,7 +209,7 @@ def diff_checkpoints(a: str, b: str, tensors: bool, as_json: bool) -> None:
         manifest_b = read_manifest(path_b)
     settings = differing_keys([_settings(path_a, manifest_a), _settings(path_b, manifest_b)])
     groups = {"settings": settings, **compare_facts(path_a, path_b)}
-    compared = compare_tensors(path_a, path_b)
+    differences_by_file = compare_tensors(path_a, path_b)
     if as_json:
         as_json_data: dict[str, Any] = {"a": str(path_a), "b": str(path_b)}
         for group, differences in groups.items():
@@ -218,12 +218,12 @@ def diff_checkpoints(a: str, b: str, tensors: bool, as_json: bool) -> None:
             }
         as_json_data["tensors"] = {
             file: [d.to_dict() for d in file_differences]
-            for file, file_differences in compared.items()
+            for file, file_differences in differences_by_file.items()
         }
         print_json(as_json_data)
     else:
         print_facts(groups, str(path_a), str(path_b))
-        print_tensors(compared, tensors)
+        print_tensors(differences_by_file, tensors)
 
 
 @checkpoint.command("analyze")

@@ -227,7 +227,7 @@ def print_facts(groups: Mapping[str, Pairs], a: str, b: str) -> None:
         click.echo()
 
 
-def print_tensors(compared: Mapping[str, Sequence[Difference]], in_full: bool) -> None:
+def print_tensors(differences_by_file: Mapping[str, Sequence[Difference]], in_full: bool) -> None:
     """Print the number of differing tensors per file, and those of the model; `in_full`: of all."""
     verdicts = ("same", "changed", "only_a", "only_b")
     counts = [
@@ -238,10 +238,10 @@ def print_tensors(compared: Mapping[str, Sequence[Difference]], in_full: bool) -
                 for verdict in verdicts
             ),
         ]
-        for file, differences in compared.items()
+        for file, differences in differences_by_file.items()
     ]
     print_table(["tensors", "same", "changed", "only in A", "only in B"], counts)
-    for file, file_differences in compared.items():
+    for file, file_differences in differences_by_file.items():
         unlike = [difference for difference in file_differences if difference.verdict != "same"]
         if unlike and (in_full or file == "model.safetensors"):
             click.echo()

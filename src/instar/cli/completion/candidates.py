@@ -106,6 +106,6 @@ def _keys() -> list[str]:
         # hashes and temporary files, which `instar --help` does not wait for
         from instar.record.atomic import atomic_file
 
-        with suppress(OSError), atomic_file(home / "keys.json", durable=False) as aside:
-            aside.write_text(json.dumps({"of": state, "keys": [*every]}))
+        with suppress(OSError), atomic_file(home / "keys.json", durable=False) as temporary:
+            temporary.write_text(json.dumps({"of": state, "keys": [*every]}))
     return [*every]

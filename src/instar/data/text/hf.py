@@ -50,8 +50,8 @@ def load_rows(data: DataConfig) -> datasets.Dataset:
             with progress(
                 f"downloading and converting {data.source}",
                 builder.info.dataset_size,
-                left="downloaded files are kept; the same command goes on",
-                measured=_count_bytes(builder, data.source),
+                remaining_text="downloaded files are kept; the same command goes on",
+                measure=_count_bytes(builder, data.source),
             ):
                 builder.download_and_prepare()
             rows = builder.as_dataset(split=data.source_split)

@@ -272,8 +272,8 @@ class Launcher:
         if phase == "failed":
             for line in failure_text(self.folder, instance, reason, process):
                 self.say(line)
-            failed = sum(phase == "failed" for phase in self._outcomes.values())
-            if (why := too_many_failed(self.plan, failed)) and not self._stopping.is_set():
+            n_failed = sum(phase == "failed" for phase in self._outcomes.values())
+            if (why := too_many_failed(self.plan, n_failed)) and not self._stopping.is_set():
                 self.say(why)
                 self._stopping.set()
 
@@ -285,8 +285,8 @@ class Launcher:
     def _on_signal(self, number: signal.Signals) -> None:
         if not self.requested:
             self.requested = number.name
-            again = "; press again to kill everything" if number == signal.SIGINT else ""
-            self.say(f"{number.name}: stopping jobs, then services{again}")
+            repeat_note = "; press again to kill everything" if number == signal.SIGINT else ""
+            self.say(f"{number.name}: stopping jobs, then services{repeat_note}")
             self._stopping.set()
         elif number == signal.SIGINT:
             self.say("killing everything")
@@ -308,14 +308,14 @@ class Launcher:
     async def _obey(self) -> None:
         """Carry out requests to stop an instance, but those of before the start."""
         self._requests()
-        refused = ""
+        last_refusal = ""
         while True:
             await asyncio.sleep(_POLL_S)
-            if self._log.refused != refused:
-                refused = self._log.refused
-                refusal = f"cannot be written: {refused}; its lines are held in memory"
+            if self._log.refused != last_refusal:
+                last_refusal = self._log.refused
+                refusal = f"cannot be written: {last_refusal}; its lines are held in memory"
                 file = self.folder / part_name(STATE_FILE, self.part)
-                self.say(f"{file} {refusal if refused else 'is written again'}")
+                self.say(f"{file} {refusal if last_refusal else 'is written again'}")
             for index in self._requests() & self._running.keys():
                 task, runner = self._running[index]
                 self.say(f"stopping {runner.instance.run_name}, as requested")
@@ -338,12 +338,12 @@ def started_now(todo: Sequence[Instance]) -> Started:
     return Started(now(), os.getpid(), socket.gethostname(), boot_id(), indices)
 
 
-def too_many_failed(plan: FleetPlan, failed: int) -> str:
+def too_many_failed(plan: FleetPlan, n_failed: int) -> str:
     """Return why the others are stopped after this number of failures; "" if they go on."""
     policy, count = plan.spec.failure.policy, len(plan.instances)
     limit = policy * count if isinstance(policy, float) else {"continue": count}.get(policy, 0)
-    text = f"{failed} failed: stopping the others (failure.policy: {policy})"
-    return text if failed > limit else ""
+    text = f"{n_failed} failed: stopping the others (failure.policy: {policy})"
+    return text if n_failed > limit else ""
 
 
 def failure_text(folder: Path, instance: Instance, reason: str, process: str) -> Iterator[str]:
@@ -362,13 +362,13 @@ def completed_jobs(
     folder: Path, instance: Instance, plan: FleetPlan, attempts: Mapping[str, int]
 ) -> frozenset[str]:
     """Return the jobs that have succeeded in an earlier attempt, also if their launcher was gone."""
-    done = set()
+    names = set()
     for name in plan.spec.jobs:
         for attempt in range(1, attempts.get(name, 0) + 1):
             end = read_result(result_path(folder, instance.run_name, name, attempt))
             if end is not None and end.status == 0 and not end.was_stopped:
-                done.add(name)
-    return frozenset(done)
+                names.add(name)
+    return frozenset(names)
 
 
 def is_full(folder: Path) -> bool:

@@ -145,21 +145,21 @@ def make_tiny(texts: Iterable[str]) -> tuple[Any, Any]:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    trained = Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.pre_tokenizer = pre_tokenizers.Sequence(
+    bpe_tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Metaspace(prepend_scheme="never"),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.Punctuation(),
         ]
     )
-    trained.decoder = decoders.Metaspace(prepend_scheme="never")
+    bpe_tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY, special_tokens=_SPECIAL, show_progress=False
     )
-    trained.train_from_iterator(texts, trainer)
+    bpe_tokenizer.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=trained, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=bpe_tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -219,7 +219,7 @@ def _sample(
         [0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts for _ in range(n)
     ]
     ends = end_ids(model)
-    generated = model.generate(
+    generated_rows = model.generate(
         input_ids=torch.tensor(rows, device=model.device),
         attention_mask=torch.tensor(attention_mask, device=model.device),
         generation_config=GenerationConfig(
@@ -232,7 +232,7 @@ def _sample(
             pad_token_id=pad_id,
         ),
     )
-    return [_up_to_end(row, ends) for row in generated[:, longest:].tolist()]
+    return [_up_to_end(row, ends) for row in generated_rows[:, longest:].tolist()]
 
 
 def end_ids(model: Any) -> Ids:

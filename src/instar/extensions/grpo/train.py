@@ -82,9 +82,9 @@ def train_grpo(options: Options, resume: Resume | None = None) -> None:
         for message in _EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", message)
         recorder = stack.enter_context(Recorder(run.events, warn=logger.warning))
-        started = _Run(options, questions, server, checkpoint, recorder, stop)
-        stack.callback(started.close)
-        started.train()
+        grpo_run = _Run(options, questions, server, checkpoint, recorder, stop)
+        stack.callback(grpo_run.close)
+        grpo_run.train()
 
 
 class _Run:

@@ -67,30 +67,30 @@ def run_pilot(request: ShortRunRequest) -> PilotResult:
     _check_growth(measurement)
     file = request.out or pilot_file(request.config, measurement.config)
     if file.exists():
-        planned = read_pilot(file)
-        _check_same(file, planned, measurement)
+        plan = read_pilot(file)
+        _check_same(file, plan, measurement)
     else:
-        planned = _plan(measurement, request)
+        plan = _plan(measurement, request)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, planned)
+        write_json(file, plan)
     slowest = 0.0
-    for number, case in enumerate(planned.missing):
-        spent = time.monotonic() - start
-        if number >= MUST and spent + slowest > request.budget_s:
+    for number, case in enumerate(plan.missing):
+        elapsed_s = time.monotonic() - start
+        if number >= MUST and elapsed_s + slowest > request.budget_s:
             request.say(
-                f"the budget is used up: {len(planned.missing)} runs are left for the next call"
+                f"the budget is used up: {len(plan.missing)} runs are left for the next call"
             )
             break
-        request.say(f"pilot: {case.name}, run {len(planned.runs) + 1} of {len(planned.cases)}")
-        done = _run(measurement, planned, case)
-        slowest = max(slowest, time.monotonic() - start - spent)
-        planned = structs.replace(planned, runs=(*planned.runs, done))
-        planned = structs.replace(planned, found=pilot_summary(planned))
-        write_json(file, planned)
+        request.say(f"pilot: {case.name}, run {len(plan.runs) + 1} of {len(plan.cases)}")
+        pilot_run = _run(measurement, plan, case)
+        slowest = max(slowest, time.monotonic() - start - elapsed_s)
+        plan = structs.replace(plan, runs=(*plan.runs, pilot_run))
+        plan = structs.replace(plan, found=pilot_summary(plan))
+        write_json(file, plan)
     saving = expected_saving(measurement.forecast, measurement.loaded_config, request.config, file)
     if not isinstance(saving, ExpectedSaving):
         raise ConfigError.of("has no runs to predict from", str(file))
-    return PilotResult(planned, saving, file)
+    return PilotResult(plan, saving, file)
 
 
 def pilot_file(path: str | None, config: RunConfig) -> Path:
@@ -136,11 +136,11 @@ def _plan(measurement: MeasuredConfig, request: ShortRunRequest) -> Pilot:
     if steps is None:
         steps = int(min(measurement.run_steps, seconds / per_step))
     if steps < 2 * short_runs.FEWEST_STEPS:
-        needed = (
+        needed_s = (
             2 * short_runs.FEWEST_STEPS * per_step + count * short_runs.START_S
         ) / short_runs.BUDGET_USED
         raise short_runs.too_short(
-            f"{count} runs of at least {short_runs.FEWEST_STEPS} steps", request.budget_s, needed
+            f"{count} runs of at least {short_runs.FEWEST_STEPS} steps", request.budget_s, needed_s
         )
     cases: list[PilotCase] = []
     for seed in seeds:
@@ -170,26 +170,28 @@ def _moments(forecast: Forecast) -> list[float]:
     """Return the shares of the run after which the model grows; those that depend on a loss, which
     nobody knows yet, evenly between the others."""
     run_steps = forecast.steps or 1
-    grown = [
+    growth_stages = [
         after
         for before, after in zip(forecast.stages, forecast.stages[1:], strict=False)
         if before.architecture != after.architecture
     ]
     earliest = {
         number: stage.first_step / run_steps
-        for number, stage in enumerate(grown)
+        for number, stage in enumerate(growth_stages)
         if stage.first_step is not None and stage.first_step == stage.latest_step
     }
     shares: list[float] = []
-    for number in range(len(grown)):
+    for number in range(len(growth_stages)):
         before = shares[-1] if shares else 0.0
-        after = next((earliest[n] for n in range(number, len(grown)) if n in earliest), None)
+        after = next(
+            (earliest[n] for n in range(number, len(growth_stages)) if n in earliest), None
+        )
         if number in earliest:
             shares.append(earliest[number])
         elif after is not None:
             shares.append((before + after) / 2)
         else:
-            shares.append(before + (0.8 - before) * (number + 1) / len(grown))
+            shares.append(before + (0.8 - before) * (number + 1) / len(growth_stages))
     return shares
 
 

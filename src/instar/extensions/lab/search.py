@@ -60,7 +60,7 @@ class SearchResult:
 class _Final:
     """The final shape of a config."""
 
-    asked: MeasuredConfig
+    measurement: MeasuredConfig
     shape: Architecture
     begin: dict[str, Any]
     """Keys of the config that give it in place of the first one."""
@@ -72,7 +72,7 @@ class _Final:
 
     @property
     def config(self) -> RunConfig:
-        return self.asked.config
+        return self.measurement.config
 
 
 def run_search(request: ShortRunRequest, *, dry_run: bool = False) -> SearchResult:
@@ -104,8 +104,8 @@ def run_search(request: ShortRunRequest, *, dry_run: bool = False) -> SearchResu
     write_json(state, plan)
     slowest = 0.0
     while (trial := plan.missing) is not None:
-        spent = time.monotonic() - start
-        if slowest and spent + slowest > request.budget_s:
+        elapsed_s = time.monotonic() - start
+        if slowest and elapsed_s + slowest > request.budget_s:
             remaining = plan.count - len(plan.trials)
             request.say(f"the budget is used up: {remaining} trials are left for the next call")
             return SearchResult(plan)
@@ -114,11 +114,11 @@ def run_search(request: ShortRunRequest, *, dry_run: bool = False) -> SearchResu
             f"search: {candidate.name} at {plan.rungs[rung]:,} steps of the final size, seed {seed}: "
             f"trial {len(plan.trials) + 1} of {plan.count}"
         )
-        done = _Runs(final, plan).run(*trial)
-        plan = structs.replace(plan, trials=(*plan.trials, done))
+        finished_trial = _Runs(final, plan).run(*trial)
+        plan = structs.replace(plan, trials=(*plan.trials, finished_trial))
         write_json(state, plan)
         _Runs(final, plan).delete_given_up()
-        slowest = max(slowest, time.monotonic() - start - spent)
+        slowest = max(slowest, time.monotonic() - start - elapsed_s)
     return _result(final, plan, file)
 
 
@@ -190,7 +190,7 @@ def _candidates(final: _Final) -> Iterator[GrowthCandidate]:
     Raises:
         ConfigError: there is none.
     """
-    measurement = final.asked
+    measurement = final.measurement
     (stage,) = measurement.forecast_of(final.settings).stages
     scratch_stage = CandidateStage(0.0, stage.flops_per_token)
     yield GrowthCandidate(
@@ -219,7 +219,7 @@ def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
     ]
     draft = GrowthCandidate(proposal.name, proposal.trunk, begin, 1, tuple(stages), proposal.rewarm)
     try:
-        forecast = final.asked.forecast_of(_settings(final, draft))
+        forecast = final.measurement.forecast_of(_settings(final, draft))
     except ConfigError:
         return None
     last = forecast.stages[-1].architecture
@@ -245,7 +245,7 @@ def _checked(final: _Final, proposal: GrowthProposal) -> GrowthCandidate | None:
 
 def _settings(final: _Final, candidate: GrowthCandidate) -> list[str]:
     """Return the settings of the config's run with a candidate's schedule."""
-    entries = candidate.entries(final.asked.run_steps, shares=True)
+    entries = candidate.entries(final.measurement.run_steps, shares=True)
     return [*final.settings, *short_runs.options({**candidate.begin, "schedule": entries})]
 
 
@@ -253,7 +253,7 @@ def _plan(
     final: _Final, candidates: tuple[GrowthCandidate, ...], request: ShortRunRequest
 ) -> ScheduleSearch:
     """Choose the horizon that the budget allows, by the time of a few steps."""
-    measurement = final.asked
+    measurement = final.measurement
     (stage,) = measurement.forecast_of(final.settings).stages
     smallest = min(candidates, key=lambda candidate: candidate.stages[0].flops_per_token)
     times = [
@@ -282,9 +282,9 @@ def _plan(
         steps = int(measurement.run_steps * min(1.0, share))
     fewest = short_runs.FEWEST_STEPS * RUNGS[0]
     if steps < fewest:
-        needed = (seconds_each * fewest / measurement.run_steps + fixed) / short_runs.BUDGET_USED
+        needed_s = (seconds_each * fewest / measurement.run_steps + fixed) / short_runs.BUDGET_USED
         raise short_runs.too_short(
-            f"{count} runs of {short_runs.FEWEST_STEPS} steps and more", request.budget_s, needed
+            f"{count} runs of {short_runs.FEWEST_STEPS} steps and more", request.budget_s, needed_s
         )
     return structs.replace(
         plan, rungs=rung_steps(steps), evaluations=short_runs.evaluations(steps, *times[1])
@@ -293,8 +293,8 @@ def _plan(
 
 def _compared(config: RunConfig) -> dict[str, Any]:
     """Return the values of a config on which losses depend, by dotted key."""
-    evaluated = {"eval.eval_iters": config.eval.eval_iters, "eval.context": config.eval.context}
-    return {**settings_of(config), **evaluated}
+    eval_settings = {"eval.eval_iters": config.eval.eval_iters, "eval.context": config.eval.context}
+    return {**settings_of(config), **eval_settings}
 
 
 def _check_same(
@@ -314,11 +314,11 @@ class _Runs:
     """The runs of a search."""
 
     final: _Final
-    found: ScheduleSearch
+    plan: ScheduleSearch
 
     def trunk(self, candidate: GrowthCandidate, seed: int) -> Path:
         """Return the folder of a trunk, whose name no search with other settings gives to one."""
-        plan = self.found
+        plan = self.plan
         parts = [plan.settings, [candidate.name for candidate in plan.candidates], plan.rungs]
         key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:6]
         run = f"{self.final.config.name}-{_RUN}-{key}-{candidate.trunk}-s{seed}"
@@ -326,19 +326,21 @@ class _Runs:
 
     def folder(self, candidate: GrowthCandidate, rung: int, seed: int) -> Path:
         """Return the folder of a trial, which is a branch of its trunk."""
-        trunk, name = self.trunk(candidate, seed), self.found.branch(candidate, rung)["value"]
+        trunk, name = self.trunk(candidate, seed), self.plan.branch(candidate, rung)["value"]
         return trunk.with_name(branch_folder(trunk, name).name)
 
     def run(self, candidate: GrowthCandidate, rung: int, seed: int) -> SearchTrial:
         """Train a trial, or go on with it, and its trunk as far as its rung needs it; read how it ended."""
-        plan, folder = self.found, self.folder(candidate, rung, seed)
+        plan, folder = self.plan, self.folder(candidate, rung, seed)
         steps = candidate.steps(plan.rungs[rung])
         if not folder.exists():
             self._train_trunk(candidate, rung, seed)
         if not folder.exists():
             raise RunFailed(f"{folder} is gone; delete the folder of its trunk to train both again")
         settings = ["resume=auto", *short_runs.options({"record.run_dir": os.fspath(folder)})]
-        short_runs.train_or_resume(self.final.asked, os.fspath(folder / "run.yaml"), settings, _RUN)
+        short_runs.train_or_resume(
+            self.final.measurement, os.fspath(folder / "run.yaml"), settings, _RUN
+        )
         at = candidate.branches_at(steps, plan.decay)
         before = (
             point for point in short_runs.losses_of(self.trunk(candidate, seed)) if point[0] <= at
@@ -353,9 +355,9 @@ class _Runs:
         Its schedule is always the beginning of one list, that of the branches of all rungs, also of candidates
         that have been given up: what has fired never changes.
         """
-        plan, config = self.found, self.final.config
+        plan, config = self.plan, self.final.config
         rungs = range(len(plan.rungs))
-        members = [each for each in plan.candidates if each.trunk == candidate.trunk]
+        members = [other for other in plan.candidates if other.trunk == candidate.trunk]
         branches = [
             plan.branch(candidate, rung)
             for candidate, _ in plan.planned_trials(rung)
@@ -377,7 +379,7 @@ class _Runs:
             "eval.eval_interval": max(1, plan.rungs[-1] // plan.evaluations),
             "schedule": schedule,
         }
-        measurement = self.final.asked
+        measurement = self.final.measurement
         short_runs.train_or_resume(
             measurement,
             measurement.path,
@@ -387,11 +389,11 @@ class _Runs:
 
     def delete_given_up(self) -> None:
         """Delete branches that were made for trials which will not be run."""
-        for rung in range(1, len(self.found.rungs)):
-            if (alive := self.found.alive(rung)) is None:
+        for rung in range(1, len(self.plan.rungs)):
+            if (alive := self.plan.alive(rung)) is None:
                 return
-            for candidate in self.found.candidates[1:]:
-                for seed in self.found.seeds if candidate not in alive else ():
+            for candidate in self.plan.candidates[1:]:
+                for seed in self.plan.seeds if candidate not in alive else ():
                     if (folder := self.folder(candidate, rung, seed)).exists():
                         discard(folder)
 
@@ -400,7 +402,7 @@ def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     """Write the schedule of the winner, and its trials as a pilot."""
     from instar.extensions.lab.saving import pilot_summary, predict_saving, spending
 
-    winner, measurement = plan.winner, final.asked
+    winner, measurement = plan.winner, final.measurement
     if winner is None:
         return SearchResult(plan)
     folders = {seed: _Runs(final, plan).trunk(winner, seed) for seed in plan.seeds}
@@ -410,8 +412,8 @@ def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     settings = _settings(final, winner)
     pilot = plan.pilot(winner, settings_of(measurement.load(settings).config), trunks)
     try:
-        spent = spending(measurement.forecast_of(settings))
-        saving = predict_saving(pilot, spent, source=os.fspath(pilot_path(file)))
+        costs = spending(measurement.forecast_of(settings))
+        saving = predict_saving(pilot, costs, source=os.fspath(pilot_path(file)))
     except ValueError:  # the final size from scratch diverged
         saving = None
     write_json(pilot_path(file), structs.replace(pilot, found=pilot_summary(pilot)))
@@ -427,7 +429,7 @@ def _text(
     horizon, last = plan.rungs[-1], len(plan.rungs) - 1
     losses = [plan.loss(candidate, last) or 0.0 for candidate in (winner, plan.scratch)]
     seeds = f"seed{'s' * (len(plan.seeds) > 1)} {', '.join(map(str, plan.seeds))}"
-    said = [
+    comments = [
         f"{winner.name}: the best of {len(plan.candidates) - 1} schedules that lead to the final shape of "
         f"{in_yaml(plan.name)},",
         f"by `instar schedule search`, {len(plan.trials)} trials, {seeds}.",
@@ -439,12 +441,12 @@ def _text(
             f"{100 * percent:.0f}" for percent in (saving.share, saving.low, saving.high)
         )
         steps = f"{plan.run_steps:,} steps"
-        said.append(
+        comments.append(
             f"In a run of {steps} it is expected to save {share} % of the FLOPs ({low} to {high} %)."
         )
     begin = {key.removeprefix("model."): v for key, v in {**final.begin, **winner.begin}.items()}
-    entries = winner.entries(final.asked.run_steps, shares=True)
-    lines = [f"# {line}" for line in said]
+    entries = winner.entries(final.measurement.run_steps, shares=True)
+    lines = [f"# {line}" for line in comments]
     lines += [
         f"model: {in_yaml(begin)}",
         "schedule:",

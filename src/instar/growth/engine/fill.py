@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from instar.distributed.shards import Wholes, is_sharded, laid_out
+from instar.distributed.shards import Wholes, is_sharded, redistribute_like
 from instar.growth.apply import GrowthStep, Role, apply_each, grow_buffers
 from instar.growth.engine.peers import Peers, run_in_step
 from instar.growth.plan import GrowthError, GrowthPlan
@@ -28,7 +28,7 @@ def fill_parameters(
         for name, tensor in apply_each(step.plan, Wholes(old), Role.PARAMETER, step.key):
             check_shape(name, tensor, new[name])
             with torch.no_grad():
-                new[name].copy_(laid_out(tensor, new[name]))
+                new[name].copy_(redistribute_like(tensor, new[name]))
             yield
 
     run_in_step(peers, fill(), gathers=any(map(is_sharded, old.values())))
@@ -58,7 +58,7 @@ def collect_tensors(
         for name, tensor in tensors:
             parameter = like(name)
             fits = tensor.shape == parameter.shape
-            tensors_here[name] = laid_out(tensor, parameter) if fits else tensor
+            tensors_here[name] = redistribute_like(tensor, parameter) if fits else tensor
             yield
 
     run_in_step(peers, collect(), gathers=any(map(is_sharded, old.values())))

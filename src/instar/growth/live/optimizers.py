@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from instar.distributed.shards import full_tensor, is_sharded, laid_out
+from instar.distributed.shards import full_tensor, is_sharded, redistribute_like
 from instar.growth.apply import GrowthStep, grow_state, nearest_source, neighbours
 from instar.growth.engine.peers import Peers, run_in_step
 from instar.growth.engine.prepare import GrownPart
@@ -197,7 +197,7 @@ def _grow_state(
                 step.key,
                 step.mode,
             )
-            return laid_out(new_state, new) if value.ndim else new_state
+            return redistribute_like(new_state, new) if value.ndim else new_state
         if not value.ndim:
             return value.clone()
         if field in _FACTORS and not is_sharded(value):

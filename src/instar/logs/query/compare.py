@@ -126,8 +126,8 @@ def compare_groups(
         [_curves(by_run[run], patterns or COMPARED, axes, target, goal) for run in group.runs]
         for group in groups
     ]
-    requested = (*patterns, *([goal] if target is not None else []))
-    _check_metrics(requested, groups, by_run)
+    metrics_asked_for = (*patterns, *([goal] if target is not None else []))
+    _check_metrics(metrics_asked_for, groups, by_run)
     configs = [config for group in groups for config in group.configs]
     new_bases = tuple(text for record in records if (text := _anew(record)))
     evaluations = comparability(groups)
@@ -244,7 +244,7 @@ def _curves(
 
 def _anew(record: RunRecord) -> str:
     """Return since when a run's evaluations are comparable with its last one; empty: from the start."""
-    events = [logged.event for logged in record.of(BeginsAnew) if logged.is_current]
+    events = [entry.event for entry in record.of(BeginsAnew) if entry.is_current]
     if not events:
         return ""
     event = events[-1]
@@ -255,10 +255,12 @@ def _anew(record: RunRecord) -> str:
 
 
 def _reached(record: RunRecord, goal: str, target: float) -> LossReached | None:
-    reached = at_loss(record.series(goal), target)
-    if reached is None or _LR not in record:
-        return reached
-    return replace(reached, decays_for=decays_after(record.series(_LR), reached.at["step"]))
+    loss_reached = at_loss(record.series(goal), target)
+    if loss_reached is None or _LR not in record:
+        return loss_reached
+    return replace(
+        loss_reached, decays_for=decays_after(record.series(_LR), loss_reached.at["step"])
+    )
 
 
 def _furthest(runs: Sequence[_Curves], axis: str) -> float:
@@ -276,7 +278,7 @@ def _cells(
     curves: Sequence[Mapping[str, tuple[Floats, Floats]]], places: Sequence[AxisValue]
 ) -> tuple[Cell, ...]:
     at_places = np.full((len(curves), len(places)), np.nan)
-    covered = np.zeros_like(at_places, bool)
+    is_covered = np.zeros_like(at_places, bool)
     for axis in {place.axis for place in places}:
         columns = [number for number, place in enumerate(places) if place.axis == axis]
         amounts = np.array([places[number].amount for number in columns])
@@ -285,10 +287,10 @@ def _cells(
                 x, values = by_axis[axis]
                 at_places[row, columns] = values_at(x, values, amounts)
                 if len(x):
-                    covered[row, columns] = (x.min() <= amounts) & (amounts <= x.max())
+                    is_covered[row, columns] = (x.min() <= amounts) & (amounts <= x.max())
     return tuple(
-        _cell(column[np.isfinite(column)], int((reached & ~np.isfinite(column)).sum()))
-        for column, reached in zip(at_places.T, covered.T, strict=True)
+        _cell(column[np.isfinite(column)], int((is_reached & ~np.isfinite(column)).sum()))
+        for column, is_reached in zip(at_places.T, is_covered.T, strict=True)
     )
 
 
@@ -311,18 +313,18 @@ def _cell(values: Floats, not_finite: int) -> Cell:
 def _to_loss(
     groups: Sequence[RunGroup], curves: Sequence[Sequence[_Curves]], metric: str, target: float
 ) -> ToLoss:
-    reached = tuple(tuple(run.reached for run in group) for group in curves)
-    keyed: list[dict[object, LossReached | None]] = [
+    losses_reached = tuple(tuple(run.reached for run in group) for group in curves)
+    by_key: list[dict[object, LossReached | None]] = [
         dict(zip(group.keys, run_reached, strict=True))
-        for group, run_reached in zip(groups, reached, strict=True)
+        for group, run_reached in zip(groups, losses_reached, strict=True)
     ]
-    base = keyed[0]
+    base = by_key[0]
     savings = []
-    for other in keyed[1:]:
+    for other in by_key[1:]:
         if len(base) == len(other) == 1:  # a pair even if their seeds differ
             other = dict(zip(base, other.values(), strict=True))
         savings.append({axis: saving(base, other, axis) for axis in PLACED_BY})
-    return ToLoss(metric, target, reached, tuple(savings))
+    return ToLoss(metric, target, losses_reached, tuple(savings))
 
 
 def _rank(patterns: Sequence[str]) -> Any:

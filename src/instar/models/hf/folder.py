@@ -98,7 +98,7 @@ def export_folder(
         size = sum(outline.size_bytes for outline in tensor_outlines.values())
         temporary = stack.enter_context(atomic_dir(folder))
         bytes_written = partial(folder_bytes, temporary)
-        stack.enter_context(progress(f"writing {folder}", size, measured=bytes_written))
+        stack.enter_context(progress(f"writing {folder}", size, measure=bytes_written))
         write_weights(temporary, tensor_outlines, parts.conversions(weights), max_shard_bytes)
         for name, content in parts.files().items():
             atomic.write_synced(temporary / name, content)
@@ -219,7 +219,7 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
     size = sum(tensor.nbytes for tensor in tensors.values())
     with (
         atomic_dir(run_dir) as temporary,
-        progress(f"writing {run_dir}", size, measured=lambda: folder_bytes(temporary)),
+        progress(f"writing {run_dir}", size, measure=lambda: folder_bytes(temporary)),
     ):
         run = RunDir(temporary)
         run.await_start()

@@ -165,24 +165,24 @@ def unfinished_branches(
     Raises:
         ConfigError, PeerError: the config of one cannot be read.
     """
-    unfinished: list[str] = []
+    names_here: list[str] = []
     with raise_on_all_ranks(parts.world, "looking for branches"):
         if parts.world.is_main:
-            published = [
+            published_branches = [
                 read_branch(change.operation)
                 for change in state.history
                 if change.operation.name == BRANCH and not change.skipped
             ]
-            branch_names = [branch.name for branch in published]
+            branch_names = [branch.name for branch in published_branches]
             for entry in parts.entries:
                 if entry.operation.name == BRANCH and entry.operation.value not in branch_names:
                     parts.logger.console.warn(f"the branch {entry.operation.value} never began")
-            unfinished = [
+            names_here = [
                 branch.name
-                for branch in published
+                for branch in published_branches
                 if branch.train and _is_left(branch.name, root, parts)
             ]
-    names = cast("list[str]", agree(parts.world, list(unfinished)))
+    names = cast("list[str]", agree(parts.world, list(names_here)))
     branches = []
     with raise_on_all_ranks(parts.world, "reading the configs of branches"):
         for name in names:

@@ -9,7 +9,7 @@ from instar.checkpoint.manifest import COMPONENTS, Facts
 from instar.config.fields import checkpoint_values
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.shards import held
+from instar.distributed.shards import rows_to_save
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.loop.components import Components
@@ -55,7 +55,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
     return Snapshot(
         progress=progress,
         components={
-            component: {name: held(tensor) for name, tensor in tensors.items()}
+            component: {name: rows_to_save(tensor) for name, tensor in tensors.items()}
             for component, tensors in components.items()
         },
         state=state_json(state, parts),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from instar.distributed.shards import is_sharded, on_owners, own
+from instar.distributed.shards import is_sharded, on_owners, to_local
 
 Coefficients = tuple[float, float, float]
 
@@ -114,8 +114,8 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
         return batches.values()
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any], first_owner: int) -> None:
-        gradients = [own(p.grad) for p in parameters if p.grad is not None]
-        buffers = [own(self._momentum(parameter)) for parameter in parameters]
+        gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
+        buffers = [to_local(self._momentum(parameter)) for parameter in parameters]
         if (grad_scale := getattr(self, "grad_scale", None)) is not None:
             gradients = [gradient / grad_scale for gradient in gradients]
         factor: Tensor | float = 1.0
@@ -129,7 +129,7 @@ class BatchedMuon(EagerMethods, torch.optim.Muon):
             updates = on_owners(sharded_params, updates, self._orthogonalise, first_owner)
         else:
             updates = self._orthogonalise(updates)
-        rows = [own(parameter) for parameter in parameters]
+        rows = [to_local(parameter) for parameter in parameters]
         torch._foreach_mul_(rows, 1.0 - group["lr"] * group["weight_decay"] * factor)
         for parameter, row, update in zip(parameters, rows, updates, strict=True):
             height, width = parameter.shape[-2:]

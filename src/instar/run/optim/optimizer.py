@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from instar.config.schema import OptimizerConfig
-from instar.distributed.shards import is_dense, own, own_rows, part
+from instar.distributed.shards import distribute_like, is_dense, local_rows, to_local
 from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
@@ -122,7 +122,7 @@ def _may_fuse(parameter: Tensor, *, elastic: bool) -> bool:
     elements that remain at the end of a tensor differently: in an elastic run, any rows must fill vector registers.
     """
     even = parameter.ndim > 1 and math.prod(parameter.shape[1:]) % LANES == 0
-    return is_dense(own(parameter)) and (even or not elastic)
+    return is_dense(to_local(parameter)) and (even or not elastic)
 
 
 def _optimizer(
@@ -199,7 +199,7 @@ def task_optimizers(
                 "optimizer() returned parameter groups, which optimizer.name muon makes"
             )
         groups = [{"lr": config.lr, **group} for group in optimizers]
-        dense = all(is_dense(own(parameter)) for parameter in parameters.values())
+        dense = all(is_dense(to_local(parameter)) for parameter in parameters.values())
         optimizers = [_optimizer(config.name, groups, config, may_fuse=dense)]
     elif not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ValueError(
@@ -228,7 +228,7 @@ def check_covered(optimizers: Iterable[Optimizer], parameters: Mapping[str, Para
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("fused") else ():
-                if not is_dense(own(parameter)):
+                if not is_dense(to_local(parameter)):
                     raise ValueError(
                         f"optimizer() returned a fused {type(optimizer).__name__}, and {names.get(parameter, 'one')} is "
                         "a view with gaps in memory, through which a fused kernel walks: say fused=False, or "
@@ -350,7 +350,9 @@ def load_optimizer_tensors(
             continue
         # torch's optimizers count steps on the CPU unless they are fused or capturable
         on_device = tensor.ndim or field != "step" or group.get("fused") or group.get("capturable")
-        state[field] = part(tensor.to(parameter.device if on_device else "cpu"), parameter)
+        state[field] = distribute_like(
+            tensor.to(parameter.device if on_device else "cpu"), parameter
+        )
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -398,4 +400,4 @@ def copy_tensors(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torc
         for name, tensor in tensors.items():
             if targets[name].shape != tensor.shape:
                 raise ValueError(f"{name}: {tuple(tensor.shape)}, not {tuple(targets[name].shape)}")
-            own(targets[name]).copy_(own_rows(tensor, targets[name]))
+            to_local(targets[name]).copy_(local_rows(tensor, targets[name]))

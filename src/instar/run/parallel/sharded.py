@@ -34,7 +34,7 @@ from instar.distributed.all_reduce import (
     tree_sum,
 )
 from instar.distributed.failure import RunFailed
-from instar.distributed.shards import own
+from instar.distributed.shards import to_local
 from instar.distributed.world import World
 from instar.models.experts import ExpertLinear
 from instar.models.module import check_shardable, held_buffers, is_meta, load_buffers, materialize
@@ -142,7 +142,7 @@ class Sharded:
             gradients_now = self._take_gradients()
             # the sums will be in the tensors of the first turn
             gradients = gradients or gradients_now
-            sums.add([own(gradient) for gradient in gradients_now.values()])
+            sums.add([to_local(gradient) for gradient in gradients_now.values()])
             if after is None:
                 after = held_buffers(self.bare)
         roots = sums.root(len(batch.passes) // size)
@@ -193,7 +193,7 @@ class Sharded:
             return torch.zeros(len(groups), dtype=torch.float64, device=self.world.device)
         ranks = self._shards.size()
         heights = [-(-tensor.shape[0] // ranks) for tensor in tensors]
-        squares = [row_squares(own(tensor)) for tensor in tensors]
+        squares = [row_squares(to_local(tensor)) for tensor in tensors]
         padded_rows = [F.pad(s, (0, h - len(s))) for s, h in zip(squares, heights, strict=True)]
         # rows may be in host memory, where a GPU's process group does not send from
         my_norms = torch.cat(padded_rows).to(self.world.device)
@@ -214,25 +214,27 @@ class Sharded:
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor] | None) -> Iterator[None]:
         """See `Strategy`."""
-        weights = {} if values is None else {n: own(p).clone() for n, p in self.parameters.items()}
+        weights = (
+            {} if values is None else {n: to_local(p).clone() for n, p in self.parameters.items()}
+        )
         try:
             self._gather.rounds = False
             # assigning `Parameter.data` would leave the rows that are gathered as they are
             for name, value in (values or {}).items():
-                own(self.parameters[name]).copy_(own(value))
+                to_local(self.parameters[name]).copy_(to_local(value))
             yield
         finally:
             # after a forward pass without gradients the root is still whole
             self._root.reset_iter_state()
             self._gather.rounds = True
             for name, value in weights.items():
-                own(self.parameters[name]).copy_(value)
+                to_local(self.parameters[name]).copy_(value)
 
     def in_double(self, shell: Module) -> Sharded:
         """See `Evaluable`."""
         double = Sharded(self._config, self.world, shell.double(), self._shards.size())
         for name, parameter in self.parameters.items():
-            own(double.parameters[name]).copy_(own(parameter))
+            to_local(double.parameters[name]).copy_(to_local(parameter))
         load_buffers(double.bare, dict(self.bare.named_buffers()))
         return double
 

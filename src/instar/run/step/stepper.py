@@ -20,7 +20,7 @@ from instar.config.schema import RunConfig
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.loader import MicroBatch, StepBatch
 from instar.distributed.agree import raise_on_all_ranks, reduce_sums
-from instar.distributed.shards import Wholes, own
+from instar.distributed.shards import Wholes, to_local
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
@@ -241,8 +241,8 @@ class Stepper:
             weight: 0 leaves the average as it is; may be on the device.
         """
         if self.ema is not None and self.ema_decay is not None:
-            averages = [own(average) for average in self.ema.values()]
-            weights = [own(self.parameters[name]).detach() for name in self.ema]
+            averages = [to_local(average) for average in self.ema.values()]
+            weights = [to_local(self.parameters[name]).detach() for name in self.ema]
             lerp(averages, weights, (1.0 - self.ema_decay**steps) * weight)
 
     def _part_norm(self, batch: StepBatch, step: int, before_sync: Callable[[], None]) -> PartNorm:
@@ -317,7 +317,9 @@ class Stepper:
         norm = self.strategy.norms([gradients]).item()
         if math.isfinite(norm):
             if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_([own(gradient) for gradient in gradients], self.clip / norm)
+                torch._foreach_mul_(
+                    [to_local(gradient) for gradient in gradients], self.clip / norm
+                )
             for optimizer in training:
                 self.scaler.step(optimizer)
             if self.strategy.rounds is None:
