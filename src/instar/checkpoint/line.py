@@ -60,7 +60,7 @@ def manifests_of(paths: Iterable[Path]) -> Iterator[tuple[Path, Manifest]]:
 
 
 def is_on_line(manifest: Manifest, line: Line | None) -> bool:
-    """Whether a checkpoint lies on a line."""
+    """Return whether a checkpoint lies on a line."""
     return superseded_at(manifest, line) is None
 
 

@@ -110,7 +110,7 @@ def latest_checkpoint(root: Path) -> Path:
 
 
 def _leads_to(path: Path, line: Line | None) -> bool:
-    """Whether a checkpoint has a manifest and is on a line; True if the manifest is unreadable."""
+    """Return whether a checkpoint has a manifest and is on a line; True if the manifest is unreadable."""
     try:
         return is_on_line(read_manifest(path), line)
     except CheckpointError:

@@ -414,7 +414,7 @@ def _publish_folder(temporary: Path, folder: Path, step: int) -> Path:
 
 
 def _same_content(temporary: Path, existing: Path) -> bool:
-    """Whether both are equal, except time and reason, and the published one is intact."""
+    """Return whether both are equal, except time and reason, and the published one is intact."""
     try:
         verify_files(existing, manifest := read_manifest(existing))
     except CheckpointError:

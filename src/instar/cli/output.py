@@ -116,7 +116,7 @@ def _has_room(
     columns: Sequence[int],
     width: int,
 ) -> bool:
-    """Whether the wrappable columns have enough room next to the others."""
+    """Return whether the wrappable columns have enough room next to the others."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     min_width = sum(widths[n] if n in fixed_columns else min(widths[n], _MIN_CELL) for n in columns)
     return min_width + _GAP * (len(columns) - 1) <= width

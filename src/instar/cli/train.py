@@ -393,7 +393,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _saved_on_request(latest: Path) -> bool:
-    """Whether the checkpoint that `latest` names was saved on request."""
+    """Return whether the checkpoint that `latest` names was saved on request."""
     try:
         name = read_regular(latest).decode("utf-8", "replace").strip()
         return REQUESTED in (read_manifest(latest.with_name(name)).reason)

@@ -41,7 +41,7 @@ class SourceLocation:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
     def excerpt(self) -> str:
-        """The line with its number, and a caret under the column; empty if it may hold a secret."""
+        """Return the line with its number, and a caret under the column; empty if it may hold a secret."""
         near = slice(max(0, self.column - _NEAR_COLUMNS), self.column + _NEAR_COLUMNS)
         if not self.line or may_hold_secret(self.text[near]):
             return ""
@@ -187,7 +187,7 @@ _QUERY = re.compile(
 
 
 def is_secret(key: str) -> bool:
-    """Whether the value of a dotted key may be a secret."""
+    """Return whether the value of a dotted key may be a secret."""
     inner = key.startswith(tuple(f"{section}." for section in _SECTIONS))
     return (
         (inner and key not in SHOWN)
@@ -197,7 +197,7 @@ def is_secret(key: str) -> bool:
 
 
 def may_hold_secret(line: str) -> bool:
-    """Whether a line of a config has a key of a secret, or a URL with a user or a key."""
+    """Return whether a line of a config has a key of a secret, or a URL with a user or a key."""
     names = _NAME.findall(line)
     return bool(_HOLDERS & {*names}) or any(map(is_secret, names)) or redact_text(line) != line
 

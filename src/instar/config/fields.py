@@ -409,12 +409,12 @@ PRIVATE = ("record.trackers.", "record.alerts.")
 
 
 def is_launch_only(key: str) -> bool:
-    """Whether a key configures one process and not the run."""
+    """Return whether a key configures one process and not the run."""
     return key in LAUNCH or key.startswith(LAUNCH_SECTIONS)
 
 
 def is_fixed(key: str, allow: Collection[str] = (), *, untrained: bool = False) -> bool:
-    """Whether a key cannot change when a run is resumed.
+    """Return whether a key cannot change when a run is resumed.
 
     Args:
         allow: names from `ALLOWED`.

@@ -174,7 +174,7 @@ def _link_on_the_way(path: Path) -> Path | None:
 
 
 def _is_of_run(folder: Path) -> bool:
-    """Whether a folder is one of those in a run's or a fleet's, of which its files tell."""
+    """Return whether a folder is one of those in a run's or a fleet's, of which its files tell."""
     name, parent = folder.name, folder.parent
     return (
         name == "checkpoints"

@@ -153,7 +153,7 @@ def plain_text(value: Any) -> str:
 
 @lru_cache(maxsize=1024)  # a config repeats the same few words
 def _needs_no_quotes(text: str) -> bool:
-    """Whether a text can be written without quotes, also in a list."""
+    """Return whether a text can be written without quotes, also in a list."""
     if not re.fullmatch(r"[\w./][\w./<=-]*", text, re.ASCII):
         return False
     document, problems = parse(f"[{text}]", "")

@@ -311,7 +311,7 @@ def _hint_for_text(
 
 
 def _may_be(number: float | None, types: Collection[str | None]) -> bool:
-    """Whether a key of these types takes the number."""
+    """Return whether a key of these types takes the number."""
     return number is not None and ("number" in types or ("integer" in types and number % 1 == 0))
 
 

@@ -117,7 +117,7 @@ _NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 
 
 def is_trusted() -> bool:
-    """Whether the user has declared other users' code to be trusted."""
+    """Return whether the user has declared other users' code to be trusted."""
     return os.environ.get(TRUST_VARIABLE) == "1"
 
 
@@ -218,7 +218,7 @@ def _value(document: Mapping[str, Any], key: str) -> Any:
 
 
 def _has(document: Mapping[str, Any], key: str) -> bool:
-    """Whether a mapping sets a dotted key, also by removing a section around it."""
+    """Return whether a mapping sets a dotted key, also by removing a section around it."""
     value: Any = document
     for name in key.split("."):
         if not isinstance(value, dict) or not value:

@@ -220,7 +220,7 @@ def write_arrays(folder: str | Path, blocks: Iterable[Columns], about: Mapping[s
 
 
 def holds_arrays(folder: str | Path) -> bool:
-    """Whether the folder holds an array store, whole or damaged."""
+    """Return whether the folder holds an array store, whole or damaged."""
     return (Path(folder) / RECORD_FILE).exists()
 
 

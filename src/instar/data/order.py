@@ -167,7 +167,7 @@ def permute(positions: UInt64Array, n: int, keys: UInt32Array) -> UInt64Array:
 
 
 def _feistel(values: UInt64Array, bits: int, keys: UInt32Array) -> UInt64Array:
-    """A keyed bijection of [0, 2**bits); the two halves alternately mask each other."""
+    """Return a keyed bijection of [0, 2**bits); the two halves alternately mask each other."""
     low_bits = (bits + 1) // 2
     masks = np.uint32((1 << (bits - low_bits)) - 1), np.uint32((1 << low_bits) - 1)
     halves = [

@@ -49,7 +49,7 @@ def divide(
 
 
 def is_cut(splits: Mapping[str, Parts], byte_counts: Int64Array) -> bool:
-    """Whether parts of one document are in several splits."""
+    """Return whether parts of one document are in several splits."""
     return any(
         (rows[:, 2] - rows[:, 1] < byte_counts[rows[:, 0]]).any() for rows in splits.values()
     )

@@ -188,7 +188,7 @@ def as_source(value: object, fields: Sequence[str] = ()) -> Source:
 
 
 def is_iterable(value: object) -> bool:
-    """Whether samples can only be read one after the other."""
+    """Return whether samples can only be read one after the other."""
     torch = sys.modules.get("torch.utils.data")
     if torch is not None and isinstance(value, torch.IterableDataset):
         return True  # which has a __getitem__ that raises
@@ -381,7 +381,7 @@ _NAMED_SPLITS = "; data sets of splits are named: {'train': …, 'val': …, 'te
 
 
 def _is_set(value: object) -> bool:
-    """Whether a value in the place of samples is a data set itself."""
+    """Return whether a value in the place of samples is a data set itself."""
     has_items = hasattr(value, "__getitem__") and hasattr(value, "__len__")
     return (has_items or is_iterable(value)) and not isinstance(value, str | bytes)
 
@@ -421,7 +421,7 @@ def _names(fields: Sequence[str], parts: Sequence[Any]) -> Sequence[str]:
 
 
 def is_graph(item: object) -> bool:
-    """Whether a sample is a PyTorch Geometric graph."""
+    """Return whether a sample is a PyTorch Geometric graph."""
     return hasattr(item, "edge_index") and callable(getattr(item, "to_dict", None))
 
 

@@ -189,7 +189,7 @@ class PendingFlags:
         self._number = world.position.n_arrived
 
     def wait(self) -> ReducedFlags:
-        """The result, also if called again. Raises PeerLost if a rank is lost."""
+        """Return the result, also if called again. Raises PeerLost if a rank is lost."""
         if self._work is not None:
             with collective(self._world, "waiting for the other ranks' flags", self._number):
                 self._work.wait()

@@ -52,7 +52,7 @@ class Appender:
         self._is_closed = threading.Event()
 
     def __len__(self) -> int:
-        """The number of chunks held."""
+        """Return the number of chunks held."""
         return len(self._held_lines)
 
     def fileno(self) -> int:

@@ -145,7 +145,7 @@ def exits_fail(what: str) -> Iterator[None]:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error` is only a consequence of the loss of another rank."""
+    """Return whether `error` is only a consequence of the loss of another rank."""
     if isinstance(error, RunFailed):
         return error.secondary
     # DDP's reducer raises the transport's RuntimeError unchanged.
@@ -153,7 +153,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def may_be_secondary(error: BaseException) -> bool:
-    """Whether `error` is of a GPU, which may be at fault itself, or have lost another rank: NCCL's
+    """Return whether `error` is of a GPU, which may be at fault itself, or have lost another rank: NCCL's
     kernels read its memory, and errors of kernels appear at any later call."""
     return (
         isinstance(error, RuntimeError)
@@ -170,7 +170,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is a failed memory allocation of torch or Python."""
+    """Return whether `error` is a failed memory allocation of torch or Python."""
     signs = ("can't allocate memory", "out of memory", "Cannot allocate memory")
     root = root_cause(error)
     return isinstance(root, MemoryError) or (
@@ -252,7 +252,7 @@ def remove_orphaned(environ: Mapping[str, str], patience_s: float = 0.0) -> None
 
 
 def _is_running_parent(pid: int) -> bool:
-    """Whether a process is the parent of this one, and does not exit.
+    """Return whether a process is the parent of this one, and does not exit.
 
     A process that exits keeps its children until its memory is freed, which may take a second.
     """

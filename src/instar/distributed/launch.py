@@ -170,7 +170,7 @@ def _conclude(exits: Sequence[RankExit], stop: StopSignal, *, resumable: bool) -
 
 
 def _has_checkpoint(log: Path | None) -> bool:
-    """Whether the run that this log belongs to has a checkpoint."""
+    """Return whether the run that this log belongs to has a checkpoint."""
     return log is not None and any((log.parents[1] / "checkpoints").glob("step-*"))
 
 

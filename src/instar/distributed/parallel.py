@@ -175,7 +175,7 @@ class ForwardCollectives:
         self._reduced = 0
 
     def next_may_communicate(self) -> bool:
-        """Whether a rank that skips the next forward pass may leave the others waiting in it."""
+        """Return whether a rank that skips the next forward pass may leave the others waiting in it."""
         return self._wrapped and (self._always or self._reduced < _REDUCTIONS_UNTIL_SETTLED)
 
     def reduced(self) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether this rank holds some rows of the tensor, not all of it."""
+    """Return whether this rank holds some rows of the tensor, not all of it."""
     # importing the module takes a while, and without it there are no sharded tensors
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -88,7 +88,7 @@ def in_order_of(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements, in some order, fill a block of memory: then its states have its strides."""
+    """Return whether a tensor's elements, in some order, fill a block of memory: then its states have its strides."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

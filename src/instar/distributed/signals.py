@@ -41,7 +41,7 @@ SAVE_S = 5.0
 
 
 def stop_requested() -> bool:
-    """Whether this process was told to stop."""
+    """Return whether this process was told to stop."""
     return _stopped.is_set()
 
 
@@ -276,7 +276,7 @@ def detach_closed_streams() -> None:
 
 
 def _is_taken(number: signal.Signals) -> bool:
-    """Whether this process already uses the signal for something else."""
+    """Return whether this process already uses the signal for something else."""
     before = signal.getsignal(number)
     if number in (signal.SIGINT, signal.SIGTERM):
         return False

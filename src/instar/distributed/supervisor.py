@@ -207,7 +207,7 @@ class _Rank:
         )
 
     def poll(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         self.status = self.child.poll()
         return self.status is not None
 

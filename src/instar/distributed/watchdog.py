@@ -435,7 +435,7 @@ class Watchdog:
             exit_now(RunFailed.exit_code)
 
     def _keeps_store(self) -> bool:
-        """Whether the store ends with this process, which serves it or whose launcher does and ends with its
+        """Return whether the store ends with this process, which serves it or whose launcher does and ends with its
         ranks, while ranks of other hosts need it."""
         if self._store.rank is not None:
             return self._store.rank == self._rank

@@ -81,7 +81,7 @@ class WeightAnalysis:
     suggestions: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 

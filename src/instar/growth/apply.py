@@ -419,7 +419,7 @@ def moments_mode(operation: Operation) -> Mode:
 
 
 def copies_stay_equal(plan: GrowthPlan, states: Mapping[str, Tensor], mode: Mode) -> bool:
-    """Whether copies that divide the weights that read them will never become different.
+    """Return whether copies that divide the weights that read them will never become different.
 
     They get the same gradients, or under uneven division multiples of them, which AdamW and Muon update alike. Only
     different first moments set them apart, which asymmetric moments are, or dropout.

@@ -256,7 +256,7 @@ def _check_published(folder: PretrainedFolder, planned_shape: PretrainedShape) -
 
 
 def _contains(read: Any, expected: Any) -> bool:
-    """Whether a value is the other, or has its keys with their values."""
+    """Return whether a value is the other, or has its keys with their values."""
     if isinstance(read, Mapping) and isinstance(expected, Mapping):
         return all(_contains(read.get(key), value) for key, value in expected.items())
     return bool(read == expected)

@@ -158,7 +158,7 @@ def _with_rank(adapter: Lora | None, rank: int, hold: bool) -> Lora | None:
 
 
 def _same_adapter(adapter: Lora | None, other: Lora | None) -> bool:
-    """Whether two adapters have the same rank and scale, regardless of their targets."""
+    """Return whether two adapters have the same rank and scale, regardless of their targets."""
     if adapter is None or other is None:
         return adapter is other
     return replace(adapter, target="") == replace(other, target="")
@@ -204,7 +204,7 @@ def _factor_plan(name: str, entry: Parameter, old: Lora | None, new: Lora | None
 
 
 def _keeps_product(old: Lora | None, new: Lora | None) -> bool:
-    """Whether the product B A stays the same."""
+    """Return whether the product B A stays the same."""
     if old is None or new is None:
         return old is None
     return new.rank >= old.rank and math.isclose(new.scale, old.scale)

@@ -101,7 +101,7 @@ def check(operation: Operation) -> Operator:
 
 
 def is_growth(name: str) -> bool:
-    """Whether an operation of this name changes the model's shape."""
+    """Return whether an operation of this name changes the model's shape."""
     return operator_of(name) is not None
 
 

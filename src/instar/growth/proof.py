@@ -69,7 +69,7 @@ class Proof:
     holds: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -354,7 +354,7 @@ def differing(tensor: Tensor, expected: Tensor, margin: float | None) -> int:
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both are the same memory."""
+    """Return whether both are the same memory."""
     return (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride())
 
 

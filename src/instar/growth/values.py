@@ -113,12 +113,12 @@ is_nothing = make_check(lambda value: value is None, "takes no value")
 
 
 def one_of(*words: str) -> Check:
-    """A check for one of these words."""
+    """Return a check for one of these words."""
     return make_check(lambda value: value in words, f"must be {' or '.join(words)}")
 
 
 def has(**keys: Check) -> Check:
-    """A check for a mapping with exactly these keys."""
+    """Return a check for a mapping with exactly these keys."""
 
     def check(value: Any) -> None:
         if not isinstance(value, Mapping) or value.keys() != keys.keys():
@@ -155,5 +155,5 @@ def grown_size(value: Any, now: int, axis: str) -> int:
 
 
 def format_list(parts: Iterable[int | str]) -> str:
-    """The parts as text, separated by commas."""
+    """Return the parts as text, separated by commas."""
     return ", ".join(map(str, parts))

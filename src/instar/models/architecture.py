@@ -72,7 +72,7 @@ class Mask:
         return min(1.0, max(0.0, (step - self.begin) / self.steps))
 
     def has(self, axis: MaskedAxis, index: int) -> bool:
-        """Whether an index of an axis is masked."""
+        """Return whether an index of an axis is masked."""
         return axis == self.axis and any(start <= index < stop for start, stop in self.new)
 
 

@@ -60,18 +60,18 @@ def chunk_rows(
 
 
 def materializes_scores(context: int, low_precision: bool, device: str) -> bool:
-    """Whether attention materializes a context × context matrix of scores per head."""
+    """Return whether attention materializes a context × context matrix of scores per head."""
     return low_precision and device == "cpu" and context <= MATERIALIZED_UP_TO
 
 
 def bf16_pays(width: int, tokens: int) -> bool:
-    """Whether a step of `tokens` tokens is large enough for bf16 to be faster than float32 on a CPU whose
+    """Return whether a step of `tokens` tokens is large enough for bf16 to be faster than float32 on a CPU whose
     bf16 matrix products are: small ones take no longer than casting their operands."""
     return tokens * width**2 >= _BF16_FROM
 
 
 def repeats_keys(low_precision: bool, device: str) -> bool:
-    """Whether attention repeats keys and values of grouped queries for each of them.
+    """Return whether attention repeats keys and values of grouped queries for each of them.
 
     On GPUs only the 16-bit flash kernel reads groups. In float32 torch would fall back to a kernel
     that materializes all scores.

@@ -180,7 +180,7 @@ def _one_hot(index: Tensor, experts: int) -> Tensor:
 
 
 def _has_kernel(x_SI: Tensor, weight_EOI: Tensor) -> bool:
-    """Whether torch has a grouped kernel: bfloat16 on GPUs, rows of whole 16 bytes."""
+    """Return whether torch has a grouped kernel: bfloat16 on GPUs, rows of whole 16 bytes."""
     return (
         x_SI.is_cuda
         and x_SI.dtype == torch.bfloat16

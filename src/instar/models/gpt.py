@@ -200,7 +200,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
-        """Number of tokens T, also of a model without layers."""
+        """Return the number of tokens T, also of a model without layers."""
         return self.tokens
 
     def extend(self, layer: int, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:

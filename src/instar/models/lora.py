@@ -49,17 +49,17 @@ class Lora:
         )
 
     def matches(self, name: str) -> bool:
-        """Whether the target names a weight."""
+        """Return whether the target names a weight."""
         return matches(self.target, name)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is a factor of an adapter."""
+    """Return whether a parameter is a factor of an adapter."""
     return name.endswith((".lora_a", ".lora_b"))
 
 
 def matches(target: str, name: str) -> bool:
-    """Whether `target` names the weight `name` (without ``.weight``)."""
+    """Return whether `target` names the weight `name` (without ``.weight``)."""
     return fnmatchcase(name, TARGETS.get(target, target))
 
 

@@ -44,7 +44,7 @@ class ResetsBuffers(Protocol):
 
 
 def is_meta(model: Module) -> bool:
-    """Whether the model's parameters have no memory yet."""
+    """Return whether the model's parameters have no memory yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -76,7 +76,7 @@ def empty_buffers(model: Module) -> list[str]:
 
 
 def has_buffers(model: Module) -> bool:
-    """Whether the model has persistent buffers, including those that are None."""
+    """Return whether the model has persistent buffers, including those that are None."""
     return next(_registered_buffers(model), None) is not None
 
 
@@ -237,7 +237,7 @@ def _check_memory(parameters: Mapping[str, Tensor]) -> None:
 
 
 def _share_elements(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors with overlapping spans have an element in common: columns of one matrix have none."""
+    """Return whether two tensors with overlapping spans have an element in common: columns of one matrix have none."""
 
     def places(tensor: Tensor) -> Tensor:
         at = torch.tensor(tensor.data_ptr())
@@ -249,7 +249,7 @@ def _share_elements(first: Tensor, second: Tensor) -> bool:
 
 
 def _is_storable(name: str, buffer: Tensor) -> bool:
-    """Whether a safetensors file can hold the tensor."""
+    """Return whether a safetensors file can hold the tensor."""
     try:
         safetensors.torch.save({name: buffer.new_empty(0)})
     except (KeyError, NotImplementedError, RuntimeError, ValueError):

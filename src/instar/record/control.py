@@ -36,7 +36,7 @@ class Request:
     path: Path
 
     def is_answered(self) -> bool:
-        """Whether the run has carried it out."""
+        """Return whether the run has carried it out."""
         return not self.path.exists()
 
     def withdraw(self) -> None:
@@ -119,7 +119,7 @@ class Inbox:
         return self._requests
 
     def is_requested(self, command: Command) -> bool:
-        """Whether a command is requested; notes its requests for the next `answer`."""
+        """Return whether a command is requested; notes its requests for the next `answer`."""
         requests = [request for request in self.requests() if request.command == command]
         self._noted_requests.update(requests)
         return bool(requests)

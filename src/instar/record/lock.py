@@ -74,7 +74,7 @@ def lock_owner(path: Path) -> int | None:
 
 
 def lock_readable(path: Path) -> bool:
-    """Whether a `lock_owner` of None means that no process of this machine holds the lock."""
+    """Return whether a `lock_owner` of None means that no process of this machine holds the lock."""
     try:
         with open_regular(path) as file:
             return try_flock(file.fileno(), fcntl.LOCK_SH)

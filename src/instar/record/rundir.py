@@ -88,7 +88,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def profile(self, rank: int) -> Path:
-        """The trace of `--profile`, for https://ui.perfetto.dev."""
+        """Return the trace of `--profile`, for https://ui.perfetto.dev."""
         return self.path / "profile" / f"rank_{rank}.json.gz"
 
     @property
@@ -108,7 +108,7 @@ class RunDir:
         return self.config.exists() or self.events.exists()
 
     def awaits_start(self) -> bool:
-        """Whether it is the run of an imported or grown model in which nothing has been trained yet."""
+        """Return whether it is the run of an imported or grown model in which nothing has been trained yet."""
         with suppress(OSError):
             return self.events.stat().st_size == 0 and not self.lock.exists()
         return False
@@ -119,7 +119,7 @@ class RunDir:
         self.events.touch()
 
     def holds_parts(self) -> bool:
-        """Whether there are files that only a run writes, more than its config."""
+        """Return whether there are files that only a run writes, more than its config."""
         return any(path.exists() for path in (self.events, self.logs, self.checkpoints))
 
 

@@ -132,7 +132,7 @@ def explain_error(loaded_config: Loaded, error: ConfigError) -> ConfigError:
 
 
 def _leads(folder: Path, text: str) -> bool:
-    """Whether a path or a pattern leads somewhere from a folder."""
+    """Return whether a path or a pattern leads somewhere from a folder."""
     if glob.has_magic(text) and not _is_there(folder / text):
         return any(glob.iglob(text, root_dir=folder, recursive=True))  # noqa: PTH207
     return _is_there(folder / text)

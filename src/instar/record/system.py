@@ -110,7 +110,7 @@ def cpu_model() -> str:
 
 
 def has_bf16_units() -> bool:
-    """Whether the CPU has bf16 matrix instructions (AVX-512 BF16 or AMX on x86, BF16 on ARM) and
+    """Return whether the CPU has bf16 matrix instructions (AVX-512 BF16 or AMX on x86, BF16 on ARM) and
     ONEDNN_MAX_CPU_ISA allows oneDNN to use them."""
     instruction_sets = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if not any(

@@ -178,7 +178,7 @@ class Trainer:
             parts.stepper.layers = LayerStats(strategy.norms)
 
     def _measures_noise(self) -> bool:
-        """Whether the next step measures a part of its batch for the gradient noise scale."""
+        """Return whether the next step measures a part of its batch for the gradient noise scale."""
         parts, step = self.parts, self.state.step
         batch = self.state.settings.global_batch
         every = noise_interval(parts.config, batch, parts.loaders.slices)
@@ -255,7 +255,7 @@ class Trainer:
         return batch, do_nothing if over else None
 
     def _ends_round(self, batch: StepBatch, sync_every: int) -> bool:
-        """Whether a round ends with the step of a batch: after a multiple of `sync_every` steps, and at the
+        """Return whether a round ends with the step of a batch: after a multiple of `sync_every` steps, and at the
         end of the run, where it is known."""
         now = self.state.progress
         samples = batch.plan.after - batch.plan.cursor

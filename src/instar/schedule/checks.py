@@ -198,7 +198,7 @@ def _when(when: When, key: str, config: RunConfig) -> Iterator[Finding]:
 
 
 def has_end(config: RunConfig) -> bool:
-    """Whether a budget of the run is counted in steps, tokens, samples or epochs."""
+    """Return whether a budget of the run is counted in steps, tokens, samples or epochs."""
     try:
         return any(parse_budget(text).kind in COUNTED for text in config.train.until)
     except ValueError:

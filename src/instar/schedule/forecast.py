@@ -504,7 +504,7 @@ def _stage(
 
 
 def _has_steps(timeline: Timeline, number: int) -> bool:
-    """Whether a leg has steps, as far as is known."""
+    """Return whether a leg has steps, as far as is known."""
     begin, end = _first_step(timeline, number), _first_step(timeline, number + 1)
     return begin is None or end is None or begin < end
 

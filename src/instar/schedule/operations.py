@@ -313,7 +313,7 @@ def operation_names() -> list[str]:
 
 
 def is_operation(name: str) -> bool:
-    """Whether there is an operation of this name, in an extension of another package too."""
+    """Return whether there is an operation of this name, in an extension of another package too."""
     return name in SETTINGS or growth.is_growth(name)
 
 

@@ -128,7 +128,7 @@ THAWED = "!"
 
 
 def is_frozen(patterns: Sequence[str], name: str) -> bool:
-    """Whether a parameter is not trained: the last pattern that matches its name decides."""
+    """Return whether a parameter is not trained: the last pattern that matches its name decides."""
     for pattern in reversed(patterns):
         if fnmatchcase(name, pattern.removeprefix(THAWED)):
             return not pattern.startswith(THAWED)

@@ -338,7 +338,7 @@ def frozen_parameters(
 
 
 def _is_trained(legs: Sequence[Leg], name: str, with_steps: Collection[int]) -> bool:
-    """Whether a parameter of the last leg, or its source, was trained in an earlier leg."""
+    """Return whether a parameter of the last leg, or its source, was trained in an earlier leg."""
     for number in range(len(legs) - 1, 0, -1):
         plan = legs[number].plan
         source = name if plan is None else source_of(plan.tensors[name])

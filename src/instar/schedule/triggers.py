@@ -181,7 +181,7 @@ def fires(trigger: Trigger, moment: Moment) -> str | None:
 
 
 def needs_loss(trigger: Trigger) -> bool:
-    """Whether the trigger can only be evaluated right after an evaluation of the model."""
+    """Return whether the trigger can only be evaluated right after an evaluation of the model."""
     match trigger:
         case AnyOf(triggers) | AllOf(triggers):
             return any(map(needs_loss, triggers))
@@ -189,7 +189,7 @@ def needs_loss(trigger: Trigger) -> bool:
 
 
 def stays_due(trigger: Trigger) -> bool:
-    """Whether a trigger that fired would fire again at the same step, after its operation."""
+    """Return whether a trigger that fired would fire again at the same step, after its operation."""
     match trigger:
         case AnyOf(triggers):
             return any(map(stays_due, triggers))
@@ -361,7 +361,7 @@ def _entry(number: int, config_entry: ScheduledOperation) -> Entry:
 
 
 def evaluates_at_start(config: RunConfig) -> bool:
-    """Whether to evaluate before the first step: `eval.at_start`; by default if the model
+    """Return whether to evaluate before the first step: `eval.at_start`; by default if the model
     starts from other weights, or the schedule has entries with `trigger_loss`, which count this
     evaluation; a branch does not make its trunk evaluate."""
     if config.eval.at_start is not None:

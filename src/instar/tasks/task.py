@@ -192,7 +192,7 @@ class TaskSpec(ABC):
 
     @abstractmethod
     def samples(self, context: int) -> int | None:
-        """Number of training samples per epoch; None if unknown."""
+        """Return the number of training samples per epoch; None if unknown."""
 
     def split_sizes(self, context: int) -> dict[str, int | None]:
         """Return the number of samples of each split, None if unknown, without empty ones."""

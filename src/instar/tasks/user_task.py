@@ -176,7 +176,7 @@ def _split_samples(batch: Batch) -> list[dict[str, Tensor]]:
 
 
 def _samples(batch: Batch) -> int:
-    """Number of samples of a batch."""
+    """Return the number of samples of a batch."""
     name, first = next(iter(batch.items()))
     offsets = batch.get(f"{name}.offsets")
     return len(first) if offsets is None else len(offsets) - 1

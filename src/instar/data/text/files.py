@@ -65,7 +65,7 @@ def suffix_of(path: Path) -> str:
 
 
 def holds_rows(path: Path) -> bool:
-    """Whether a file named so holds rows, not text, even beside files of text."""
+    """Return whether a file named so holds rows, not text, even beside files of text."""
     return suffix_of(path) in _ROWS
 
 
@@ -116,7 +116,7 @@ def find_files(source: str, key: str = "data.source") -> SourceFiles:
 
 
 def same_place(first: object, other: object) -> bool:
-    """Whether two config values name the same file, folder or glob."""
+    """Return whether two config values name the same file, folder or glob."""
     if first == other:
         return True
     words = {STDLIB, "byte", "char", "bpe"}
@@ -180,7 +180,7 @@ def _of_data(root: Path, files: Sequence[Path], *, is_of_hub: bool) -> SourceFil
 
 
 def _is_of_hub(folder: Path) -> bool:
-    """Whether a folder looks like one that was downloaded from the hub."""
+    """Return whether a folder looks like one that was downloaded from the hub."""
     if (folder / ".cache" / "huggingface").is_dir() or (folder / "dataset_infos.json").exists():
         return True
     try:

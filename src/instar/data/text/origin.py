@@ -166,12 +166,12 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
 
 
 def _is_file(tokenizer: object) -> bool:
-    """Whether `data.tokenizer` is an existing file or folder, not a kind to train."""
+    """Return whether `data.tokenizer` is an existing file or folder, not a kind to train."""
     return isinstance(tokenizer, str) and tokenizer not in TRAINED and Path(tokenizer).exists()
 
 
 def is_made(folder: Path, data: DataConfig, seed: int) -> bool:
-    """Whether the folder holds the complete data set of the config.
+    """Return whether the folder holds the complete data set of the config.
 
     Raises ConfigError if the folder holds another data set, or something else.
     """

@@ -112,7 +112,7 @@ def changes(
 
 
 def _is_same(file: Path, before: FileRecord, contents: Files, name: str) -> bool:
-    """Whether a file holds what was recorded; what is read to find out is added to `contents`."""
+    """Return whether a file holds what was recorded; what is read to find out is added to `contents`."""
     now = _size_and_stamp(file)
     if now[0] != before.bytes or now == (before.bytes, before.stamp):
         return now[0] == before.bytes

@@ -228,7 +228,7 @@ def _label_fields(labels: RunLabels) -> dict[str, Any]:
 
 
 def _has_no_symlinks(run: RunDir) -> bool:
-    """Whether no file of a run is a symbolic link."""
+    """Return whether no file of a run is a symbolic link."""
     paths = (run.events, run.config, run.logs, run.lock, run.checkpoints)
     return not any(path.is_symlink() for path in paths)
 

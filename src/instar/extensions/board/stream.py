@@ -310,7 +310,7 @@ def stream_messages(
 
 
 def revives_steps(run: RunDir, events: Iterable[Event]) -> bool:
-    """Whether a segment that starts here resumes from an earlier segment than the previous one.
+    """Return whether a segment that starts here resumes from an earlier segment than the previous one.
 
     Then points that were superseded may count again, which the stream cannot express.
 

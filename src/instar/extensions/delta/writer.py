@@ -126,7 +126,7 @@ class DeltaWriter:
         self._thread.start()
 
     def due(self, step: int, *, last: bool = False) -> bool:
-        """Whether to save the weights after a step: the first, every n-th, and the last ones."""
+        """Return whether to save the weights after a step: the first, every n-th, and the last ones."""
         if step == self._step or self.failure is not None:
             return False
         return last or self._step is None or step % self.every == 0

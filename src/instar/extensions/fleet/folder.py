@@ -252,7 +252,7 @@ class Leftover:
 
 
 def _has_shim(process: psutil.Process) -> bool:
-    """Whether a shim still watches it, and so its launcher: its folder was moved, or is another host's or
+    """Return whether a shim still watches it, and so its launcher: its folder was moved, or is another host's or
     container's."""
     return any(shim.__file__ in parent.cmdline() for parent in process.parents())
 

@@ -104,7 +104,7 @@ class Checker:
 
 
 def _is_completion(answer: Any) -> bool:
-    """Whether an answer has a text, which may be empty, or a message in each of its choices."""
+    """Return whether an answer has a text, which may be empty, or a message in each of its choices."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     return (
         isinstance(choices, list)

@@ -124,7 +124,7 @@ def launcher_pid(folder: Path, part: int | None = None) -> int | None:
 
 
 def may_have_launcher(folder: Path, part: int | None = None) -> bool:
-    """Whether a launcher works in a folder, or on one of its parts, as far as this user can see."""
+    """Return whether a launcher works in a folder, or on one of its parts, as far as this user can see."""
     lock = folder / part_name(_LOCK_FILE, part)
     return lock.exists() and not lock_readable(lock)
 

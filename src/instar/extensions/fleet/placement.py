@@ -331,7 +331,7 @@ def _first_ephemeral() -> int:
 
 
 def is_bindable(port: int) -> bool:
-    """Whether a server could listen on a port."""
+    """Return whether a server could listen on a port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -183,7 +183,7 @@ def option_text(value: object) -> str:
 
 @lru_cache(1 << 14)
 def _misread(text: str) -> bool:
-    """Whether YAML does not read a text as this text, also in a list."""
+    """Return whether YAML does not read a text as this text, also in a list."""
     if re.fullmatch(r"[A-Za-z_/][\w/.-]*", text) and text.lower() not in ("true", "false", "null"):
         return False
     document, problems = parse(f"[{text}]", "", ())

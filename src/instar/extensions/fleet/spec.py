@@ -301,7 +301,7 @@ class Dimension(Section):
         )
 
     def holds(self, value: Scalar) -> bool:
-        """Whether a value is one of these."""
+        """Return whether a value is one of these."""
         if self.choices is not None:
             return any(value == choice and type(value) is type(choice) for choice in self.choices)
         low, high, kinds = self.low, self.high, int if self.is_integer else int | float

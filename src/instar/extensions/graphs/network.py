@@ -292,7 +292,7 @@ def _softmax_by_node(score: Tensor, receiver_E: Tensor, nodes: int) -> Tensor:
 
 
 def _like_rows(index_E: Tensor, rows: Tensor) -> Tensor:
-    """An index of rows as `scatter_add` wants it, one for each element; a view."""
+    """Return an index of rows as `scatter_add` wants it, one for each element; a view."""
     return index_E.view(-1, *(1 for _ in rows.shape[1:])).expand_as(rows)
 
 

@@ -236,14 +236,14 @@ def _folder(config: GraphConfig) -> Path:
 
 
 def _nodes(source: Source) -> Int64Array:
-    """Number of nodes of every graph."""
+    """Return the number of nodes of every graph."""
     if isinstance(source, Arrays):
         return source.sizes("x")
     return as_ragged(source.read(np.arange(len(source)))["x"]).sizes
 
 
 def _count_in_loss(source: Source, config: GraphConfig, nodes: Int64Array) -> Int64Array:
-    """Number of nodes of every graph that count in the loss."""
+    """Return the number of nodes of every graph that count in the loss."""
     if (mask := config.model.mask) is None:
         return nodes
     return true_counts(as_ragged(source.read(np.arange(len(source)))[mask]))

@@ -42,7 +42,7 @@ def final_answer(text: str) -> str | None:
 
 
 def is_correct(completion: str, expected: str) -> bool:
-    """Whether the final answer of a completion equals `expected`, itself an answer or a solution."""
+    """Return whether the final answer of a completion equals `expected`, itself an answer or a solution."""
     answer = final_answer(completion)
     return answer is not None and same_answer(answer, final_answer_of_solution(expected))
 
@@ -55,7 +55,7 @@ def final_answer_of_solution(solution: str) -> str:
 
 
 def same_answer(answer: str, expected: str) -> bool:
-    """Whether two answers are equal. Commas separate thousands, or else the items of a list."""
+    """Return whether two answers are equal. Commas separate thousands, or else the items of a list."""
     texts = _plain(answer), _plain(expected)
     if texts[0] == texts[1]:
         return bool(texts[0])

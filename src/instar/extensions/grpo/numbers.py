@@ -171,7 +171,7 @@ class _Parser:
             raise NotANumber("a bracket is not closed")
 
     def _argument(self) -> Value:
-        r"""An atom; of a number without braces, one digit: \frac12 is one half."""
+        r"""Return an atom; of a number without braces, one digit: \frac12 is one half."""
         token = self._next()
         if isinstance(token, Fraction) and token.denominator == 1 and token >= 10:
             digits = str(token.numerator)

@@ -237,7 +237,7 @@ class _Run:
 
 
 def exact_answer(completions: list[str], solution: list[str], **_: Any) -> list[float]:
-    """The reward: 1 for a completion whose final answer is exactly that of the solution, else 0."""
+    """Return the reward: 1 for a completion whose final answer is exactly that of the solution, else 0."""
     return [float(is_correct(*pair)) for pair in zip(completions, solution, strict=True)]
 
 

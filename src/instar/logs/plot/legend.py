@@ -50,7 +50,7 @@ def colour_of(chart: Chart, panel: Panel) -> Callable[[Curve], Any]:
 
 
 def is_crowded(panel: Panel) -> bool:
-    """Whether there are too many curves to tell apart."""
+    """Return whether there are too many curves to tell apart."""
     return len(panel.curves) > 20
 
 

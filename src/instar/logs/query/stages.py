@@ -135,7 +135,7 @@ def last_place(record: RunRecord) -> Place:
 
 
 def _ruler(record: RunRecord) -> Series | None:
-    """The series with the most measurements."""
+    """Return the series with the most measurements."""
     return record.series("loss").current() if "loss" in record else None
 
 

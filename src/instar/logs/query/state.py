@@ -133,7 +133,7 @@ def _locked_since(run: RunDir) -> float:
 
 
 def _lock_is_reliable(run: RunDir, last_start: RunStarted | None) -> bool:
-    """Whether a free lock means that no process trains in the folder."""
+    """Return whether a free lock means that no process trains in the folder."""
     if (
         last_start is not None
         and last_start.machine.get("host", platform.node()) != platform.node()

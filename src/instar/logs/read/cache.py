@@ -383,7 +383,7 @@ def _add(
 
 
 def _cells(index: _Index | None, more: Content) -> int:
-    """The count of numbers after adding `more`."""
+    """Return the count of numbers after adding `more`."""
     cached_tables = index.tables if index else {}
     total = 0
     for name in {*cached_tables, *more.tables}:

@@ -123,7 +123,7 @@ def present(values: Column) -> Column:
 
 
 def is_measured(kind: type[Event]) -> bool:
-    """Whether events of a kind are rows of a table."""
+    """Return whether events of a kind are rows of a table."""
     return issubclass(kind, Train | Eval | Layers) or bool(getattr(kind, "table", ""))
 
 

@@ -335,7 +335,7 @@ class _Metrics(Mapping[str, Series]):
 
 
 def _first_steps(tables: Mapping[str, MetricTable]) -> dict[int, int]:
-    """The first measured step of each segment."""
+    """Return the first measured step of each segment."""
     first: dict[int, int] = {}
     for table in tables.values():
         for segment, step in table.first_steps.items():

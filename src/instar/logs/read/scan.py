@@ -248,7 +248,7 @@ class _Reading:
 
 
 def _each_holds_one(text: Column, ends: Column) -> bool:
-    """Whether each line holds exactly one object, given as many objects as lines."""
+    """Return whether each line holds exactly one object, given as many objects as lines."""
     begins_with_brace, ends_with_brace = text[ends[:-1] + 1] == ord("{"), text[ends - 1] == ord("}")
     return bool(begins_with_brace.all() and ends_with_brace.all())
 

@@ -87,7 +87,7 @@ class FileStamp(msgspec.Struct, frozen=True):
     """checksum of its first bytes, and of the last ones before `end`"""
 
     def fits(self, record: Path, written_ns: int | None = None) -> bool:
-        """Whether the record still begins with the bytes that were read.
+        """Return whether the record still begins with the bytes that were read.
 
         `written_ns`: when the stamp was written. If given, the record may be a copy with another
         inode and time, but a record of the same size must not have been modified since.

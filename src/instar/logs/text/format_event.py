@@ -142,7 +142,7 @@ def _groups(values: dict[str, float]) -> str:
 
 
 def _is_budget(reason: str) -> bool:
-    """Whether a run ended because its budget was used up."""
+    """Return whether a run ended because its budget was used up."""
     try:
         parse_budget(reason.removeprefix("reached "))
     except ValueError:

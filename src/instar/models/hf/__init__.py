@@ -8,5 +8,5 @@ CONFIG = "config.json"
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether a folder is one that transformers saved, and not a run or a checkpoint."""
+    """Return whether a folder is one that transformers saved, and not a run or a checkpoint."""
     return (folder / CONFIG).is_file()

@@ -82,7 +82,7 @@ def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
 
 
 def _trains_chats(run: Path) -> bool:
-    """Whether the config of a run says so; nothing that it names need be there any more."""
+    """Return whether the config of a run says so; nothing that it names need be there any more."""
     file = RunDir(run).config
     document, problems = read_document(str(file), "") if file.is_file() else (None, ())
     if problems:

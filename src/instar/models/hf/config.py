@@ -136,7 +136,7 @@ def to_config(arch: Architecture, *, end_id: int | None = None) -> dict[str, Any
 
 
 def is_bounded(value: object) -> bool:
-    """Whether all numbers in a JSON value fit 64 bits and are finite."""
+    """Return whether all numbers in a JSON value fit 64 bits and are finite."""
     stack = [value]
     while stack:
         value = stack.pop()

@@ -35,7 +35,7 @@ class TableEntry:
 def linear(
     name: str, output: str, source: str, *, bias: Biased = False, parts: tuple[str, ...] = ()
 ) -> TableEntry:
-    """An `nn.Linear`. `parts`: ``query``, ``key`` and ``value`` where it makes these."""
+    """Return an `nn.Linear`. `parts`: ``query``, ``key`` and ``value`` where it makes these."""
     return TableEntry(name, "matrix", (output, source), bias, parts)
 
 

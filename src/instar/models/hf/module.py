@@ -108,7 +108,7 @@ class PretrainedCache:
         self.layers = DynamicCache(config=config)
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return int(self.layers.get_seq_length())
 
 

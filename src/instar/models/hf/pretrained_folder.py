@@ -244,7 +244,7 @@ class FilePart:
 
 
 def has_single_experts(names: Iterable[str]) -> bool:
-    """Whether these tensors of files are those of experts, one by one."""
+    """Return whether these tensors of files are those of experts, one by one."""
     return any(map(_OF_ONE_EXPERT.search, names))
 
 

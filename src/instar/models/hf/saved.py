@@ -46,7 +46,7 @@ def load_language_model(path: Path, device: str = "cpu") -> GPT | PretrainedMode
 
 
 def is_of_transformers(architecture: Mapping[str, Any]) -> bool:
-    """Whether an architecture of a manifest is that of a model of transformers."""
+    """Return whether an architecture of a manifest is that of a model of transformers."""
     return "model_type" in architecture
 
 

@@ -65,7 +65,7 @@ def from_fast(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def same_vocabulary(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether two tokenizers have the same tokens with the same ids, whatever wrote their files."""
+    """Return whether two tokenizers have the same tokens with the same ids, whatever wrote their files."""
     first, second = from_fast(first), from_fast(second)
     if isinstance(first, BPETokenizer) and isinstance(second, BPETokenizer):
         return first.vocabulary == second.vocabulary

@@ -49,7 +49,7 @@ def update_best_pointers(state: RunState, parts: Components, start: Path) -> Non
 
 
 def _may_be(path: Path, metric: str, best: RuleState) -> bool:
-    """Whether a checkpoint may be the one with the best value: another may have taken the name of one
+    """Return whether a checkpoint may be the one with the best value: another may have taken the name of one
     that was deleted."""
     with suppress(CheckpointError):
         manifest = read_manifest(path)

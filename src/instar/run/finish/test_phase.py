@@ -104,7 +104,7 @@ def run_final_test(
 
 
 def is_tested(parts: Components, run: Path) -> bool:
-    """Whether the final test's result is that of the weights and samples that it would test now."""
+    """Return whether the final test's result is that of the weights and samples that it would test now."""
     best = pointer_target(run, BEST) if parts.config.test.weights == "best" else None
     checkpoint = best or pointer_target(run, LATEST)
     if checkpoint is None:
@@ -123,7 +123,7 @@ def is_tested(parts: Components, run: Path) -> bool:
 
 
 def _is_wanted(state: RunState, parts: Components) -> bool:
-    """Whether predictions are configured; warns and returns False if pyarrow is missing."""
+    """Return whether predictions are configured; warn and return False if pyarrow is missing."""
     if parts.config.test.predictions and find_spec("pyarrow") is None:
         parts.logger.warn(
             "predictions are not written: pyarrow is not installed (pip install 'instar[hf]')",

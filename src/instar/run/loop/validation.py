@@ -39,7 +39,7 @@ def samples_evaluated(state: RunState, parts: Components) -> int | None:
 
 
 def is_comparable(state: RunState, parts: Components) -> bool:
-    """Whether the last evaluation can be compared with one that would be made now."""
+    """Return whether the last evaluation can be compared with one that would be made now."""
     limit = samples_evaluated(state, parts)
     return not incomparable(
         state.basis, basis_of(parts.config, parts.task, parts.validation, limit)

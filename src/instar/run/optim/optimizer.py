@@ -116,7 +116,7 @@ def build_optimizers(
 
 
 def _may_fuse(parameter: Tensor, *, elastic: bool) -> bool:
-    """Whether the fused AdamW may update a parameter.
+    """Return whether the fused AdamW may update a parameter.
 
     It walks memory, so that in a view with gaps it would change what lies between the elements. And it rounds the
     elements that remain at the end of a tensor differently: in an elastic run, any rows must fill vector registers.

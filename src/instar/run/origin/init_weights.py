@@ -187,7 +187,7 @@ def _problem(key: str, problem: ConfigProblem) -> ConfigProblem:
 
 
 def _is_free(key: str, config_values: Mapping[str, Any], section: Mapping[str, Any]) -> bool:
-    """Whether a given value of a key replaces that of the weights."""
+    """Return whether a given value of a key replaces that of the weights."""
     value = config_values.get(key)
     if key == "model.context" and isinstance(value, int):
         return value <= int(section[key]) or section["model.positions"] == "rope"

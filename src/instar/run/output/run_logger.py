@@ -136,7 +136,7 @@ class RunLogger:
         self.waited_s += seconds
 
     def reads_step(self, before: int, step: int) -> bool:
-        """Whether numbers of a step are read when it is added.
+        """Return whether numbers of a step are read when it is added.
 
         Args:
             before: the step before it, or before its round.

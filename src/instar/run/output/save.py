@@ -174,7 +174,7 @@ class Saver:
         """the copy of the last background save, after it has ended without an error"""
 
     def overdue(self) -> bool:
-        """Whether `every_minutes` have passed since the last save, by this rank's clock."""
+        """Return whether `every_minutes` have passed since the last save, by this rank's clock."""
         every = self.config.every_minutes
         return every is not None and time.monotonic() - self.last_save > 60.0 * every
 

@@ -29,7 +29,7 @@ _WHAT = "preparing the model for training"
 
 
 def begins_on_meta(config: RunConfig, world: World, task: Task) -> bool:
-    """Whether a model is built without memory: it will be sharded, and the task can set its values
+    """Return whether a model is built without memory: it will be sharded, and the task can set its values
     one tensor at a time."""
     return config.parallel.shards_of(world.size) > 1 and task.initial_values() is not None
 

@@ -226,7 +226,7 @@ def bf16_gain(device: torch.device) -> float:
 
 
 def is_bf16_faster(gain: float) -> bool:
-    """Whether products in bf16 gain enough for a step in bf16 to be faster, unless its products are small."""
+    """Return whether products in bf16 gain enough for a step in bf16 to be faster, unless its products are small."""
     return gain >= _BF16_GAIN
 
 

@@ -48,11 +48,11 @@ class DataPhase:
         return self.epochs_before + (cursor - self.since) / self.samples_per_epoch
 
     def place(self, cursor: int) -> int:
-        """Number of samples consumed since the phase began."""
+        """Return the number of samples consumed since the phase began."""
         return cursor - self.since
 
     def whole_epochs(self, cursor: int) -> int:
-        """Number of complete epochs of this phase at a cursor of the run."""
+        """Return the number of complete epochs of this phase at a cursor of the run."""
         return max(0, self.place(cursor)) // self.samples_per_epoch
 
     def learnt(self, samples_per_epoch: int) -> DataPhase:

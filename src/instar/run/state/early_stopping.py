@@ -55,7 +55,7 @@ def update_rule(rule: Watch, state: RuleState, value: float, step: int) -> RuleS
 
 
 def is_better(rule: Watch, state: RuleState, value: float) -> bool:
-    """Whether a value is better than the best so far."""
+    """Return whether a value is better than the best so far."""
     to_beat = rule.start if state.best is None else state.best
     if not math.isfinite(value) or to_beat is None:
         return math.isfinite(value)

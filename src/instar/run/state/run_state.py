@@ -27,7 +27,7 @@ class Interval:
     unit: Literal["steps", "tokens", "epochs"] = "steps"
 
     def due(self, before: int, now: int) -> bool:
-        """Whether a multiple of the interval lies in (before, now]."""
+        """Return whether a multiple of the interval lies in (before, now]."""
         return now // self.count > before // self.count
 
 
@@ -119,7 +119,7 @@ class RunState:
         return self.phase.epochs(self.progress.samples)
 
     def due(self, every: Interval | None) -> bool:
-        """Whether an interval ended with the last step, or in its round; None is never due."""
+        """Return whether an interval ended with the last step, or in its round; None is never due."""
         if every is None:
             return False
         before, now = (

@@ -167,7 +167,7 @@ class SyncPoint:
         )
 
     def wants_to_stop(self) -> bool:
-        """Whether this rank requests a stop; stays true if the request is withdrawn later."""
+        """Return whether this rank requests a stop; stays true if the request is withdrawn later."""
         self._reason = self._reason or self._stop_reason()
         return self._reason is not None
 

@@ -168,7 +168,7 @@ class Hooks:
                 _run(what, partial(function, context))
 
     def have(self, method: str) -> bool:
-        """Whether `call` would call anything."""
+        """Return whether `call` would call anything."""
         return any(hasattr(hook, method) for hook in self.hooks.values())
 
     def state(self) -> dict[str, list[str]]:

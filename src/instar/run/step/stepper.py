@@ -327,7 +327,7 @@ class Stepper:
         return GradNorm(norm)
 
     def _decides_on_device(self, training: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether a GPU can skip the update by itself, so that the host need not wait for the norm."""
+        """Return whether a GPU can skip the update by itself, so that the host need not wait for the norm."""
         strategy = self.strategy
         return (
             self.world.device.type == "cuda"

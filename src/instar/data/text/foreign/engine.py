@@ -60,7 +60,7 @@ def engine_of(text: str, content: dict[str, Any]) -> Engine:
 
 
 def is_harmless(content: dict[str, Any]) -> bool:
-    """Whether a file is byte-level BPE as GPT-2 has it: no expressions, replacements or tables of its own."""
+    """Return whether a file is byte-level BPE as GPT-2 has it: no expressions, replacements or tables of its own."""
     model = content.get("model") or {}
     split = content.get("pre_tokenizer") or {}
     around = content.get("post_processor")

@@ -75,7 +75,7 @@ def open_builder(data: DataConfig, *, streams: bool = False) -> Any:
 
 
 def is_saved(source: str) -> bool:
-    """Whether a folder was written by `save_to_disk`."""
+    """Return whether a folder was written by `save_to_disk`."""
     return any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 

@@ -85,7 +85,7 @@ class _Lane:
     is_dirty: bool = False
 
     def lies_beyond(self, point: SeekPoint) -> bool:
-        """Whether the current pass has not come to a point."""
+        """Return whether the current pass has not come to a point."""
         return not self.is_complete and point.offset > self.last
 
 

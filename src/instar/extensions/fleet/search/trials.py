@@ -109,7 +109,7 @@ class Trials:
                         study.tell(index, phase)
 
     def is_given_up(self, index: int) -> bool:
-        """Whether a trial is to be pruned."""
+        """Return whether a trial is to be pruned."""
         trial = self._study.trials.get(index)
         return trial is not None and trial.given_up and index not in self._spared
 
