@@ -10,7 +10,7 @@ from instar.config import CONFIG_VARIABLE, PRESETS, names_in
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import schema_keys, section_types
 from instar.config.language import LanguageConfig
-from instar.config.load import from_launcher, load_config, unpacked
+from instar.config.load import from_launcher, load_config, loaded_from_json
 from instar.config.origins import lines_of
 
 
@@ -103,7 +103,7 @@ def test_a_config_is_handed_to_another_process_whole(tmp_path: Path) -> None:
     operation = "{name: change_lr, value: .5, when: {at_step: 7}}"
     path = written(tmp_path, f"preset: llama\ntrain: {{until: 8it}}\nschedule:\n- {operation}\n")
     loaded = load_config(path, ["model.n_layer=2"])
-    again = unpacked(loaded.packed())
+    again = loaded_from_json(loaded.to_json())
     assert again.config == loaded.config
     assert again.to_yaml() == loaded.to_yaml()
     for key in (
@@ -119,7 +119,7 @@ def test_a_config_is_handed_to_another_process_whole(tmp_path: Path) -> None:
 def test_what_a_launcher_hands_over_is_taken_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(load_config(None, ["seed=3"]).packed())
+    (tmp_path / "config.json").write_text(load_config(None, ["seed=3"]).to_json())
     monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "config.json"))
     taken = from_launcher()
     assert taken is not None

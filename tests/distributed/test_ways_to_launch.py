@@ -55,7 +55,7 @@ path = Path("handed.yaml")
 path.write_text(Path("tiny.yaml").read_text())
 loaded = load_checked(str(path), [f"record.run_dir={sys.argv[1]}"])
 path.write_text("seed: [")
-exit_now(launch_ranks(LaunchOptions([str(path)], 2, config=loaded.packed())))
+exit_now(launch_ranks(LaunchOptions([str(path)], 2, config=loaded.to_json())))
 """
 IN_A_LOOP = """\
 import sys

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.load import unpacked
+from instar.config.load import loaded_from_json
 from instar.schedule.checks import load_checked
 
 # text, line:column, message, hint (parts of them)
@@ -207,7 +207,7 @@ def test_a_file_may_name_the_shape_that_the_run_begins_with(tmp_path: Path) -> N
     assert loaded.config == inline.config
     assert loaded.origins["model.n_layer"] == f"{path}:1:9"
     assert loaded.origins["schedule[0]"] == f"{path}:3:3"
-    assert unpacked(loaded.packed()).config == loaded.config
+    assert loaded_from_json(loaded.to_json()).config == loaded.config
     copy = tmp_path / "run.yaml"
     copy.write_text(loaded.to_yaml())
     assert load_checked(str(copy)).config == loaded.config

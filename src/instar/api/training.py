@@ -241,7 +241,7 @@ def launch_options(
         port=parallel.master_port,
         max_restarts=max_restarts,
         resumable=resume is not None or loaded_config.config.resume == "auto",
-        config=loaded_config.packed(),
+        config=loaded_config.to_json(),
     )
 
 

@@ -163,7 +163,7 @@ def _open(path: str) -> tuple[TokenDataset, Tokenizer]:
 def _kind(dataset: TokenDataset) -> str:
     """Return the kind of the data as text."""
     kind, source = _kind_of(dataset), dataset.source.get("source")
-    counts_by_unit = _elsewhere(dataset)
+    counts_by_unit = _lane_counts(dataset)
     if kind == "tokens":
         return "tokens: all of it as token shards"
     if kind == "rows":
@@ -180,7 +180,7 @@ def _kind_of(dataset: TokenDataset) -> str:
     return str(dataset.source.get("kind", "tokens"))
 
 
-def _elsewhere(dataset: TokenDataset) -> dict[str, Any]:
+def _lane_counts(dataset: TokenDataset) -> dict[str, Any]:
     """Return the counts of a stream: tokens or documents per lane."""
     from instar.data.text.streams.index import LANES_FILE, LanesRecord
 
@@ -223,5 +223,5 @@ def _summary(dataset: TokenDataset) -> dict[str, Any]:
             }
             for name, split in dataset.splits.items()
         },
-        "elsewhere": _elsewhere(dataset),
+        "elsewhere": _lane_counts(dataset),
     }

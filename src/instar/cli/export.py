@@ -76,18 +76,18 @@ def events(
     """
     run_dirs, seen_kinds = selected_runs(runs), set[str]()
 
-    def filtered(run: RunDir) -> Iterator[FilteredEvent]:
+    def filter_run(run: RunDir) -> Iterator[FilteredEvent]:
         for entry in filter_events(
             run, kinds, from_step=from_step, to_step=to_step, superseded=superseded
         ):
             seen_kinds.add(event_kind(entry.event))
             yield entry
 
-    events_by_run: Each = ((run, filtered(run)) for run in run_dirs)
+    events_by_run: Each = ((run, filter_run(run)) for run in run_dirs)
     if (
         not set(kinds) <= event_kinds().keys()
     ):  # kinds of a newer Instar, or misspelt: look into the records
-        events_by_run = [(run, list(filtered(run))) for run in run_dirs]
+        events_by_run = [(run, list(filter_run(run))) for run in run_dirs]
         check_kinds(kinds, seen_kinds)
     format_events = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]
     deliver(
@@ -223,11 +223,11 @@ def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], 
     def write(record: RunRecord, with_superseded: bool) -> Written:
         config = _config(record)
         tracker = _tracker(_settings(to, output, config))
-        run = TrackedRun.replayed(record.run.path, config)
+        run = TrackedRun.from_record(record.run.path, config)
         events = replay_record(
             tracker, run, record.run.events, _last_steps(record, with_superseded)
         )
-        return _written(record, to, tracker.where, events=events)
+        return _export_facts(record, to, tracker.where, events=events)
 
     return write
 
@@ -285,11 +285,11 @@ def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord
             buffer = io.BytesIO()
             rows = write_rows(record, with_superseded, buffer)
             click.echo(buffer.getvalue().decode("utf-8", "replace"), nl=False)
-            return _written(record, to, "-", rows=rows)
+            return _export_facts(record, to, "-", rows=rows)
         if output is None:
             # sys.stdout is None if it was closed before Python started
             stdout = sys.stdout.buffer if sys.stdout is not None else io.BytesIO()
-            return _written(record, to, "-", rows=write_rows(record, with_superseded, stdout))
+            return _export_facts(record, to, "-", rows=write_rows(record, with_superseded, stdout))
         path = Path(output)
         if runs > 1 or path.suffix != f".{to}":
             path = path / f"{record.run.path.absolute().name}.{to}"
@@ -301,12 +301,12 @@ def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord
                 sync_file(temporary)
         except OSError as error:
             raise _usage(f"cannot write {path}: {error.strerror}", "choose another -o") from error
-        return _written(record, to, str(path), rows=rows)
+        return _export_facts(record, to, str(path), rows=rows)
 
     return write
 
 
-def _written(record: RunRecord, to: str, where: str, **count: int) -> Written:
+def _export_facts(record: RunRecord, to: str, where: str, **count: int) -> Written:
     return {"run": str(record.run.path), "to": to, "where": where, **count}
 
 

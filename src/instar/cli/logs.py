@@ -179,13 +179,13 @@ def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
 def tag(runs: tuple[str, ...], add: tuple[str, ...], remove: tuple[str, ...]) -> None:
     """Add or remove tags of each RUN, then print them. They are kept in .instar/labels.json."""
 
-    def tagged(labels: RunLabels) -> RunLabels:
+    def change_tags(labels: RunLabels) -> RunLabels:
         tags = dict.fromkeys((*labels.tags, *add))
         return RunLabels(tuple(t for t in tags if t not in remove), labels.note, labels.archived)
 
     run_dirs = selected_runs(runs)
     if add or remove:
-        change_labels(run_dirs, tagged)
+        change_labels(run_dirs, change_tags)
     for run, labels in zip(run_dirs, labels_of(run_dirs), strict=True):
         click.echo(f"{run.path}: {', '.join(labels.tags) or 'no tags'}")
 

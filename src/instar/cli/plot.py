@@ -190,10 +190,10 @@ def _deliver(
         else:
             deliver(terminal(chart, size), None if to_stdout else output, open_it=open_it)
     else:
-        _write(_drawn(chart, records, request, form), form, output, open_it=open_it)
+        _write(_draw(chart, records, request, form), form, output, open_it=open_it)
 
 
-def _drawn(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, form: str) -> bytes:
+def _draw(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, form: str) -> bytes:
     if form == "html":
         page: str = plot_in(form)(records, chart, request)
         return page.encode("utf-8", "backslashreplace")

@@ -2,7 +2,7 @@
 
 Each layer is parsed once into plain data with positions; the layers are merged and validated once.
 The problems of all layers are collected before anything is raised. Neither torch nor numpy is
-imported. `Loaded.packed` is the result as text, which a launcher passes to its ranks.
+imported. `Loaded.to_json` is the result as text, which a launcher passes to its ranks.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Loaded:
         """Return the resolved config with the origin of each value; `load` reads it back equal."""
         return config_text(self.config, self.origins if origin else {})
 
-    def packed(self) -> str:
-        """Serialize to JSON text, for `unpacked` in another process."""
+    def to_json(self) -> str:
+        """Serialize to JSON text, for `loaded_from_json` in another process."""
         places = {
             key: [place.source, place.line, place.column, place.text]
             for key, place in self.places.items()
@@ -110,11 +110,11 @@ def from_launcher() -> Loaded | None:
     Child processes of this one do not inherit it.
     """
     path = os.environ.pop(CONFIG_VARIABLE, None)
-    return None if path is None else unpacked(read_regular(path).decode())
+    return None if path is None else loaded_from_json(read_regular(path).decode())
 
 
-def unpacked(text: str) -> Loaded:
-    """Deserialize `Loaded.packed`; nothing is read, merged or checked again."""
+def loaded_from_json(text: str) -> Loaded:
+    """Deserialize `Loaded.to_json`; nothing is read, merged or checked again."""
     task, values, origins, places = json.loads(text)
     location_of = {key: SourceLocation(*place) for key, place in places.items()}
     return Loaded(

@@ -178,7 +178,7 @@ class ForwardCollectives:
         """Return whether a rank that skips the next forward pass may leave the others waiting in it."""
         return self._wrapped and (self._always or self._reduced < _REDUCTIONS_UNTIL_SETTLED)
 
-    def reduced(self) -> None:
+    def note_reduction(self) -> None:
         """Record that the gradients of a step were reduced."""
         self._reduced += 1
 

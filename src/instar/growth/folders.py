@@ -186,14 +186,14 @@ def _folder_growth(
         )
         return old, new
 
-    def written(new_folder: PretrainedFolder) -> Iterator[tuple[Read, TensorReader]]:
+    def readers(new_folder: PretrainedFolder) -> Iterator[tuple[Read, TensorReader]]:
         with new_folder.reading() as read_published:
             yield read_published, parameters
 
     def dtypes(new_folder: PretrainedFolder) -> set[torch.dtype]:
         return {outline.dtype for outline in new_folder.outlines.values()}
 
-    return DiskGrowth(folder_plan, out, checked_on, build, outputs, written, dtypes)
+    return DiskGrowth(folder_plan, out, checked_on, build, outputs, readers, dtypes)
 
 
 def _file_tensors(

@@ -85,7 +85,7 @@ class Child:
         self.pid = self._process.pid
 
     @classmethod
-    def connected(
+    def connect(
         cls,
         argv: Sequence[str],
         kind: socket.SocketKind = socket.SOCK_STREAM,

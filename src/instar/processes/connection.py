@@ -65,7 +65,7 @@ class AnsweringProcess:
             f"{serve.__name__}(accept(int(sys.argv[1])), *{words!r})"
         )
         # blocked: a signal before it ignores them would end it
-        self._child, self._socket = Child.connected(
+        self._child, self._socket = Child.connect(
             [sys.executable, "-u", "-c", start],
             env=env,
             output=subprocess.DEVNULL if silent else None,

@@ -177,7 +177,7 @@ class Spawner:
                 self._control = None
 
     def _start_helper(self) -> None:
-        self._helper, self._control = Child.connected(
+        self._helper, self._control = Child.connect(
             [sys.executable, "-I", "-S", str(Path(shim.__file__))],
             socket.SOCK_SEQPACKET,
             env={},

@@ -75,7 +75,7 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
     """
     root = _root(run)
     line = line_of(root)
-    rows = [_row(path, verify, line) for path in _each(list_checkpoints(root))]
+    rows = [_row(path, verify, line) for path in _with_progress(list_checkpoints(root))]
     if as_json:
         print_json(rows)
     elif rows:
@@ -176,7 +176,7 @@ def verify_checkpoints(where: str, every: bool, as_json: bool) -> int:
     if not paths:
         raise CheckpointError(f"{_root(where)} has no checkpoint yet")
     checks = []
-    for path in _each(paths):
+    for path in _with_progress(paths):
         checks.append(verify_checkpoint(path))
         if not as_json:
             print_check(checks[-1])
@@ -336,7 +336,7 @@ def checkpoint_at(text: str) -> Path:
         return resolve_checkpoint(text)
 
 
-def _each(paths: list[Path]) -> Iterator[Path]:
+def _with_progress(paths: list[Path]) -> Iterator[Path]:
     return track_items(paths, "reading checkpoints", "checkpoints", len(paths))
 
 

@@ -119,7 +119,7 @@ def _amount(unit: str, value: float) -> str:
 
 def _architecture(fields: Mapping[str, Any]) -> list[str]:
     """Describe a GPT in two lines; list the fields of any other architecture."""
-    if "model_type" in fields and (lines := _pretrained(fields)):
+    if "model_type" in fields and (lines := _describe_pretrained(fields)):
         return lines
     has_counts = all(type(fields.get(name)) is int for name in _SHAPE)
     if not (has_counts and all(name in fields for name in (*_SWITCHES, "rope_base"))):
@@ -161,7 +161,7 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _pretrained(fields: Mapping[str, Any]) -> list[str]:
+def _describe_pretrained(fields: Mapping[str, Any]) -> list[str]:
     """Describe a model of transformers; empty if it is not known."""
     try:
         shape = LoraShape.from_dict(fields)

@@ -32,7 +32,7 @@ def checkpoints(context: click.Context, parameter: click.Parameter, incomplete: 
     """Runs; after a slash, the checkpoints of runs."""
     if "/" not in incomplete:
         return run_names(context, parameter, incomplete)
-    return _matching([str(path) for run in _runs() for path in _saved(run)], incomplete)
+    return _matching([str(path) for run in _runs() for path in _checkpoints_of(run)], incomplete)
 
 
 def starts(context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
@@ -70,7 +70,7 @@ def _runs() -> Iterator[Path]:
         yield from sorted(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
-def _saved(run: Path) -> list[Path]:
+def _checkpoints_of(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     paths = folder.glob("step-*") if folder.is_dir() else ()
     return sorted(paths, key=lambda path: _by_number(path.name))

@@ -33,7 +33,7 @@ Command = Callable[..., Any]
 def budget_options(*, fewest: int, steps: str) -> Callable[[Command], Command]:
     """Return a decorator that adds the options of commands that train short runs."""
 
-    def added(command: Command) -> Command:
+    def add_option(command: Command) -> Command:
         for option in (
             click.option(
                 "--seed",
@@ -54,7 +54,7 @@ def budget_options(*, fewest: int, steps: str) -> Callable[[Command], Command]:
             command = option(command)
         return command
 
-    return added
+    return add_option
 
 
 @click.command(cls=StrictCommand)

@@ -101,12 +101,12 @@ def _empty(
 def _parameters_on_meta() -> Iterator[None]:
     """Modules that are built have parameters without memory, and real buffers."""
 
-    def moved(_: Module, __: str, parameter: Parameter | None) -> Any:
+    def to_meta(_: Module, __: str, parameter: Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
             return parameter
         return Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(moved)
+    hook = register_module_parameter_registration_hook(to_meta)
     try:
         yield
     finally:

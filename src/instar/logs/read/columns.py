@@ -149,7 +149,7 @@ def join_tables(tables: Sequence[MetricTable]) -> MetricTable:
     if len(tables) == 1:
         return tables[0]
 
-    def joined(part: str, name: str) -> Column:
+    def join_column(part: str, name: str) -> Column:
         sides: list[Column] = []
         for table in tables:
             columns: Mapping[str, Column] = getattr(table, part)
@@ -163,7 +163,7 @@ def join_tables(tables: Sequence[MetricTable]) -> MetricTable:
 
     def lazily(part: str) -> Mapping[str, Column]:
         names = dict.fromkeys(name for table in tables for name in getattr(table, part))
-        return LazyColumns(list(names), lambda name: joined(part, name))
+        return LazyColumns(list(names), lambda name: join_column(part, name))
 
     first_steps: dict[int, int] = {}
     for table in tables:

@@ -131,7 +131,7 @@ class TrackedRun:
         return cls(folder, flat_config(config), Ids(folder / "trackers.json"))
 
     @classmethod
-    def replayed(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
+    def from_record(cls, folder: Path, config: Mapping[str, Any]) -> TrackedRun:
         """Return a run that is read from its record."""
         return cls(folder, flat_config(config), Ids(None))
 

@@ -104,7 +104,7 @@ class Continuation:
         after = {key: value for key, (_, value) in self.changes.items()}
         return override(after, self.origins) if after else None
 
-    def resolved(self, config: RunConfig, derived_keys: Collection[str]) -> Continuation:
+    def with_derived(self, config: RunConfig, derived_keys: Collection[str]) -> Continuation:
         """Return the continuation with the values of `config` for the open keys `derived_keys`."""
         began, now = values(self.began), values(config)
         filled_values = {key: now[key] for key in derived_keys if began.get(key) in (None, "auto")}

@@ -132,7 +132,7 @@ class DataParallel(Replicated):
                 # running statistics must not include stand-in samples, or a sample twice
                 load_buffers(self.bare, buffers)
         self._check_all_used(batch)
-        self.collectives.reduced()
+        self.collectives.note_reduction()
         return total
 
     def _check_all_used(self, batch: StepBatch) -> None:

@@ -111,7 +111,7 @@ def _at_step_0(
     world: World,
 ) -> tuple[ResolvedRun, State]:
     """Return a resumed run without open keys, and its settings and architecture at step 0."""
-    continuation = continuation.resolved(prepared_run.config, derived_keys)
+    continuation = continuation.with_derived(prepared_run.config, derived_keys)
     spec, began = prepared_run.spec, continuation.began
     if began.model != prepared_run.config.model:
         config = prepared_run.config.model_copy(update={"model": began.model})

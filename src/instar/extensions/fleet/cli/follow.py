@@ -86,23 +86,25 @@ def logs(
     folder = find_fleet(name)
     indices = _indices(folder)
 
-    def wanted(log: ProcessLog) -> bool:
+    def is_wanted(log: ProcessLog) -> bool:
         of_instance = instance in (None, log.instance, indices.get(log.instance))
         return of_instance and process in (None, log.process)
 
-    matching = [*filter(wanted, process_logs(folder))]
+    matching = [*filter(is_wanted, process_logs(folder))]
     if not matching:
         root = folder / "logs"
-        raise ConfigError.of("no log matches", where=str(root), hint=f"{name} has {_there(root)}")
+        raise ConfigError.of(
+            "no log matches", where=str(root), hint=f"{name} has {_folder_names(root)}"
+        )
     if as_json:
-        rows = tail_logs(folder, wanted, lines, follow=False)
+        rows = tail_logs(folder, is_wanted, lines, follow=False)
         names = ("instance", "process", "line")
         print_json(
             [dict(zip(names, (log.instance, log.process, line), strict=True)) for log, line in rows]
         )
         return
     is_only = len(matching) == 1 and not (follow and process is None)
-    for log, line in tail_logs(folder, wanted, lines, follow=follow):
+    for log, line in tail_logs(folder, is_wanted, lines, follow=follow):
         mark = "" if is_only else f"{log.instance}/{log.process} | "
         click.echo(f"{mark}{line}")
 
@@ -204,7 +206,7 @@ def _indices(folder: Path) -> dict[str, str]:
     return {}
 
 
-def _there(root: Path) -> str:
+def _folder_names(root: Path) -> str:
     return ", ".join(sorted({path.name for path in root.glob("*")})) or "no logs yet"
 
 

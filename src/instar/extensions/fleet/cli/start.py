@@ -111,7 +111,7 @@ def up(
     if max_steps is not None:
         loaded_config = as_test(loaded_config, max_steps)
     fleet_plan, _ = plan_and_gpus(loaded_config, gpus)
-    indices = _chosen(only, len(fleet_plan.instances))
+    indices = _instances_in(only, len(fleet_plan.instances))
     _check_detach(fleet_plan.spec.engine, detach)
     check_engine(fleet_plan.spec, gpus, say_to_terminal)
     return _run(create_fleet_folder(loaded_config, gpus), indices, wait, detach)
@@ -135,7 +135,7 @@ def resume_fleet(name: str, only: str | None, wait: bool, detach: bool) -> int:
     with chdir(fleet_folder.cwd):
         fleet_plan, _ = plan_and_gpus(fleet_folder.loaded_config, fleet_folder.gpus)
         _check_detach(fleet_plan.spec.engine, detach)
-        return _run(fleet_folder, _chosen(only, len(fleet_plan.instances)), wait, detach)
+        return _run(fleet_folder, _instances_in(only, len(fleet_plan.instances)), wait, detach)
 
 
 @fleet.command(hidden=True)
@@ -209,7 +209,7 @@ def _summarize(fleet_folder: FleetFolder, code: int) -> None:
         say_to_terminal(f"next: instar fleet resume {shlex.quote(str(name))}")
 
 
-def _chosen(only: str | None, count: int) -> tuple[int, ...]:
+def _instances_in(only: str | None, count: int) -> tuple[int, ...]:
     if only is None:
         return ()
     from instar.extensions.fleet.placement import numbers_in

@@ -98,7 +98,7 @@ def shorten_config(
     share = steps / run_steps
     schedule, optimizer = config.learning_rate, config.optimizer
 
-    def scaled(iters: int | None) -> int | None:
+    def scale(iters: int | None) -> int | None:
         return None if iters is None else max(1, round(iters * share))
 
     ema = None if config.train.ema is None else 1.0 - (1.0 - config.train.ema) / share
@@ -112,8 +112,8 @@ def shorten_config(
             "learning_rate": schedule.model_copy(
                 update={
                     "warmup_iters": round(schedule.warmup_iters * share),
-                    "lr_decay_iters": scaled(schedule.lr_decay_iters),
-                    "decay_every": scaled(schedule.decay_every),
+                    "lr_decay_iters": scale(schedule.lr_decay_iters),
+                    "decay_every": scale(schedule.decay_every),
                 }
             ),
             "train": config.train.model_copy(
