@@ -24,7 +24,7 @@ from scenes import SCENES, config, crash, eight, grows, one, resumed_twice, writ
 
 from instar.extensions.board.report import report_html
 from instar.logs.plot.compose import ChartRequest, compose
-from instar.logs.plot.figure import picture
+from instar.logs.plot.picture import picture
 from instar.logs.query.labels import RunLabels, change_labels
 from instar.logs.read.record import read_record
 from instar.record.rundir import RunDir, runs_in

@@ -18,7 +18,8 @@ from scenes import SCENES
 from instar.config.errors import ConfigError
 from instar.logs.plot.chart import short_names
 from instar.logs.plot.compose import ChartRequest, compose
-from instar.logs.plot.figure import draw, picture
+from instar.logs.plot.figure import draw
+from instar.logs.plot.picture import picture
 from instar.logs.plot.style import RC
 from instar.logs.read.record import RunRecord, read_record
 from instar.record.events import OperationEvent, RunStarted
@@ -106,7 +107,7 @@ def test_another_process_draws_the_same_svg(tmp_path):
     code = (
         "import sys; from pathlib import Path; from instar.record.rundir import RunDir;"
         "from instar.logs.read.record import read_record; from instar.logs.plot.compose import *;"
-        "from instar.logs.plot.figure import picture;"
+        "from instar.logs.plot.picture import picture;"
         "chart = compose([read_record(RunDir(Path(sys.argv[1])))], ChartRequest());"
         "sys.stdout.buffer.write(picture(chart, 'svg'))"
     )

@@ -27,7 +27,7 @@ from instar.logs.text.summary import best_held_out
 from instar.record.events import Eval, RunFinished, read_events
 from instar.record.format import eval_line, finished_lines
 from instar.record.rundir import RunDir
-from instar.run.finish.test_phase import confusion
+from instar.run.finish.predictions import confusion_matrices
 
 SEED = 1337
 FOREVER = ("early_stopping.rules=[]",)
@@ -239,6 +239,6 @@ def test_whole_numbers_that_are_no_classes_have_no_confusion_matrix(tmp_path: Pa
         "change.predicted": [-1, 2, 3, 4],
     }
     pq.write_table(pa.table(table), tmp_path / "predictions.parquet")
-    assert confusion(tmp_path / "predictions.parquet") == {"kind": [[1, 0], [1, 1]]}
+    assert confusion_matrices(tmp_path / "predictions.parquet") == {"kind": [[1, 0], [1, 1]]}
     pq.write_table(pa.table(table).slice(0, 0), tmp_path / "empty.parquet")
-    assert confusion(tmp_path / "empty.parquet") == {}
+    assert confusion_matrices(tmp_path / "empty.parquet") == {}

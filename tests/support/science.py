@@ -39,7 +39,7 @@ from instar.record.console import silent_console
 from instar.record.events import Eval, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.finish import test_phase
+from instar.run.finish import predictions, test_phase
 from instar.run.output import save
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.preflight import preflight
@@ -332,7 +332,7 @@ MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "a piece of the last save": DISK,
     "a pointer to the best": [(save, "update_pointer")],
     "a micro-batch of the test": [(UserTask, "_predictions")],
-    "the file of predictions": [(test_phase, "_encode")],
+    "the file of predictions": [(predictions, "_encode")],
     "the file of results": [(test_phase, "encode_json")],
 }
 """When a signal may come, and the functions that are about to be called then."""

@@ -27,6 +27,8 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
 from instar.logs.read.filters import FilteredEvent, check_kinds, event_kind, filter_events
 from instar.logs.read.lineage import SegmentTree
+from instar.logs.read.record import RunRecord
+from instar.logs.read.rows import Rows, rows_of
 from instar.logs.text.format_event import EventFormatter
 from instar.record.atomic import atomic_file, sync_file
 from instar.record.events import event_kinds
@@ -36,8 +38,6 @@ from instar.record.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from instar.config.sections import TrackersConfig
-    from instar.logs.read.record import RunRecord
-    from instar.logs.read.rows import Rows
     from instar.record.trackers.tracker import Tracker
 
 
@@ -364,7 +364,5 @@ _WRITERS: dict[str, Callable[[RunRecord, bool, BinaryIO], int]] = {
 
 
 def _rows(record: RunRecord, with_superseded: bool) -> Rows:
-    from instar.logs.read.rows import rows_of
-
     series: Sequence[Any] = [record.series(name) for name in record.metrics]
     return rows_of(series if with_superseded else [column.current() for column in series])

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.checkpoint.store import load_checkpoint
+from instar.cli.checkpoints.checkpoint import checkpoint_at
 from instar.cli.completion import candidates
 from instar.cli.options import (
     MOST_RANKS,
@@ -24,7 +26,12 @@ from instar.cli.options import (
     trust_option,
 )
 from instar.cli.output import print_json
+from instar.config.document import parse
+from instar.config.errors import ConfigError
 from instar.extensions import forecast_notes, values_of_notes
+from instar.models.hf import is_pretrained
+from instar.processes.memory import keep_freed_memory
+from instar.record.format import si
 
 if TYPE_CHECKING:
     from instar.config.sections import Operation
@@ -81,9 +88,6 @@ def grow(
     """
     operations = [operation_of(text) for text in texts]
 
-    from instar.models.hf import is_pretrained
-    from instar.processes.memory import keep_freed_memory
-
     keep_freed_memory(all_of_it=True)
     if is_pretrained(Path(where)):
         from instar.growth.folders import grow_folder
@@ -94,9 +98,6 @@ def grow(
         )
         advice = f"AutoModelForCausalLM.from_pretrained({str(out)!r})"
     else:
-        from instar.checkpoint.store import load_checkpoint
-        from instar.cli.checkpoints.checkpoint import checkpoint_at
-
         path = checkpoint_at(where)
 
         from instar.run.offline import grow_checkpoint
@@ -117,8 +118,6 @@ def operation_of(text: str) -> Operation:
     Raises:
         ConfigError: the form is wrong, or the operation is unknown.
     """
-    from instar.config.document import parse
-    from instar.config.errors import ConfigError
     from instar.config.sections import Operation
     from instar.schedule.operations import check_operation
 
@@ -149,8 +148,6 @@ def operation_of(text: str) -> Operation:
 
 def _print_stages(result: OfflineGrowth) -> None:
     """Print one line per operation on stderr: its effect, and the model's new size."""
-    from instar.record.format import si
-
     before = result.parameters_before
     for stage in result.stages:
         value = "" if stage.operation.value is None else f" {json.dumps(stage.operation.value)}"

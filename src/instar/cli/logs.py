@@ -27,10 +27,22 @@ from instar.cli.output import (
     terminal_width,
 )
 from instar.config.errors import ConfigError
+from instar.logs.query.alignment import axis_named, parse_place
+from instar.logs.query.family import branch_start, in_trees
 from instar.logs.query.labels import RunLabels, change_labels, labels_of
+from instar.logs.query.summary import Summary, summarize, summary_to_json
 from instar.logs.query.tail import follow_log, last_events, last_lines, unit_of
 from instar.logs.query.tail import follow_record as added
 from instar.logs.text.format_event import EventFormatter
+from instar.logs.text.summary import (
+    NONE,
+    best_text,
+    date,
+    markdown_table,
+    one_lines,
+    page,
+    summary_markdown,
+)
 from instar.logs.text.tables import align_columns, indent_text
 from instar.record.events import RecordError, to_words
 from instar.record.format import duration, loss, si
@@ -39,7 +51,6 @@ from instar.record.rundir import RunDir
 if TYPE_CHECKING:
     from instar.logs.query.groups import By
     from instar.logs.query.runs import Row
-    from instar.logs.query.summary import Summary
 
 
 COMMANDS = {
@@ -123,8 +134,6 @@ def _print_rows(rows: list[Row]) -> None:
 
 
 def _rows_as_text(rows: list[Row], form: str) -> str:
-    from instar.logs.text.summary import markdown_table
-
     headers, cells = _table(rows)
     right = [headers.index(header) for header in NUMBERS]
     table = (
@@ -137,8 +146,6 @@ def _rows_as_text(rows: list[Row], form: str) -> str:
 
 def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return headers and cells of a list of runs; branches are below their trunks."""
-    from instar.logs.query.family import branch_start, in_trees
-
     trees = in_trees(rows, lambda row: row.summary)
     headers: tuple[str, ...] = HEADERS
     cells: list[tuple[str, ...]] = [_row_cells(row, depth) for depth, row in trees]
@@ -155,8 +162,6 @@ def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
-    from instar.logs.text.summary import NONE, best_text, date
-
     summary = row.summary
     return (
         indent_text(summary.id, depth),
@@ -231,8 +236,6 @@ def summary(
     of runs, or `latest`, which is the default. Superseded steps are ignored.
     --format one-line prints one line for each run, always with the same fields.
     """
-    from instar.logs.query.summary import summarize, summary_to_json
-
     read = read_all(selected_runs(runs, every=every))
     summaries = [summarize(record) for record in read.records]
     if as_json or form == "json":
@@ -244,8 +247,6 @@ def summary(
 
 
 def _summary_lines(summaries: Sequence[Summary], form: str, width: int) -> list[str]:
-    from instar.logs.text.summary import one_lines, page, summary_markdown
-
     if form == "one-line":
         return one_lines(summaries)
     if form == "md":
@@ -313,7 +314,6 @@ def compare(
     "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
     deviation over runs. The keys in which the configs differ follow at the end.
     """
-    from instar.logs.query.alignment import axis_named, parse_place
     from instar.logs.query.compare import compare_groups as compared
     from instar.logs.query.compare import comparison_to_json
     from instar.logs.query.groups import group_runs, notes_on_data

@@ -24,14 +24,16 @@ from instar.cli.output import (
 )
 from instar.config.errors import ConfigError, without_filter
 from instar.extensions import how_to_install, plot_in
+from instar.logs.plot.chart import Chart
+from instar.logs.plot.picture import picture
+from instar.logs.plot.terminal import TerminalSize, terminal
+from instar.logs.query.alignment import axis_named, place_on
+from instar.logs.read.record import AXES, RunRecord
 from instar.record.atomic import replace_file
 
 if TYPE_CHECKING:
-    from instar.logs.plot.chart import Chart
     from instar.logs.plot.compose import ChartRequest
-    from instar.logs.plot.terminal import TerminalSize
     from instar.logs.query.groups import By
-    from instar.logs.read.record import RunRecord
 
 
 FORMATS = ("png", "svg", "pdf", "html", "text", "json")
@@ -113,8 +115,6 @@ def plot(
     the best value of a validation metric has a ring.
     """
     from instar.logs.plot.compose import ChartRequest
-    from instar.logs.query.alignment import axis_named, place_on
-    from instar.logs.read.record import AXES
 
     form = _form(form, output, as_json=as_json, open_it=open_it)
     if form == "html" and plot_in(form) is None:
@@ -181,8 +181,6 @@ def _deliver(
     if form == "json":
         deliver(as_text(chart.to_dict()), None if to_stdout else output, open_it=open_it)
     elif form == "text":
-        from instar.logs.plot.terminal import terminal
-
         size = _screen(to_stdout=to_stdout)
         if to_stdout and not open_it:
             with without_filter(sys.stdout):
@@ -197,7 +195,6 @@ def _draw(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, f
     if form == "html":
         page: str = plot_in(form)(records, chart, request)
         return page.encode("utf-8", "backslashreplace")
-    from instar.logs.plot.figure import picture
 
     return picture(chart, cast(Literal["png", "svg", "pdf"], form))
 
@@ -226,8 +223,6 @@ def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None
 
 def _screen(*, to_stdout: bool) -> TerminalSize:
     """Return what stdout can display; a file takes everything but colours."""
-    from instar.logs.plot.terminal import TerminalSize
-
     if not to_stdout:
         return TerminalSize(WIDTH, _HEIGHT)
     size = shutil.get_terminal_size((WIDTH, _HEIGHT))

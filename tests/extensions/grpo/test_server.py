@@ -17,9 +17,9 @@ from forks import forks_for_grpo
 from safetensors.torch import load, save
 
 from instar.config.errors import ConfigError
-from instar.extensions.grpo.models import Sampling, load_policy, sample_completions
-from instar.extensions.grpo.samplers import CompletionServer, ServerLost, ServerSampler, find_server
-from instar.extensions.grpo.weights import get_weights
+from instar.extensions.grpo.models import Sampling, get_weights, load_policy, sample_completions
+from instar.extensions.grpo.samplers import ServerLost, ServerSampler
+from instar.extensions.grpo.servers import CompletionServer, find_server
 
 PROMPT = {"prompt": "1+2=", "max_tokens": 2}
 

@@ -22,6 +22,7 @@ from instar.data.split import (
     is_cut,
     whole_documents,
 )
+from instar.data.text.chat import write_conversations
 from instar.data.text.corpus import Corpus, open_corpus
 from instar.data.text.documents import (
     Documents,
@@ -133,8 +134,6 @@ def prepare_dataset(
 
 
 def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
-    from instar.data.text.chat import write_conversations
-
     sources = preparation_files(data)
     _say_left_out(sources, data, say)
     files = survey(sources)

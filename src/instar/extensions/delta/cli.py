@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,14 +21,19 @@ from instar.cli.output import (
     write_picture,
 )
 from instar.config.errors import ConfigError
+from instar.extensions.delta import upkeep
 from instar.extensions.delta.events import gap_text
+from instar.extensions.delta.export import export_state as export_like
+from instar.extensions.delta.format.folder import Link, deltas_of, files, find_link, links, read_any
+from instar.extensions.delta.format.link import read_link
+from instar.extensions.delta.format.pair import apply_file, create_file
+from instar.extensions.delta.format.statistics import LinkStatistics, statistics
+from instar.extensions.delta.replay import check_out_state, verify_chain
+from instar.extensions.delta.upkeep import squash_links
+from instar.logs.plot.picture import check_matplotlib
 from instar.record.atomic import WriteError
 from instar.record.format import bytes_text
 from instar.record.rundir import RunDir, check_folders, find_run
-
-if TYPE_CHECKING:
-    from instar.extensions.delta.format.folder import Link
-    from instar.extensions.delta.format.statistics import LinkStatistics
 
 path_type = click.Path(path_type=Path)
 chain_argument = click.argument("where", metavar="CHAIN|RUN", shell_complete=candidates.run_names)
@@ -62,8 +67,6 @@ def create_link(base: Path, new: Path, target: Path, values: Any) -> None:
 
     BASE and NEW are safetensors files, or folders that transformers saved.
     """
-    from instar.extensions.delta.format.pair import create_file
-
     _check_new(target)
     footer = create_file(base, new, target, values)
     size = target.stat().st_size
@@ -79,8 +82,6 @@ def create_link(base: Path, new: Path, target: Path, values: Any) -> None:
 @click.argument("target", type=path_type, metavar="NEW")
 def apply_link(base: Path, link: Path, target: Path) -> None:
     """Write the state that LINK makes of BASE into the new safetensors file NEW."""
-    from instar.extensions.delta.format.pair import apply_file
-
     _check_new(target)
     apply_file(base, link, target)
     click.echo(str(target))
@@ -95,12 +96,9 @@ def verify_chains(where: str, as_json: bool) -> None:
     The exit code is 3 if a file is missing, damaged or from elsewhere.
     """
     if Path(where).is_file():
-        from instar.extensions.delta.format.link import read_link
-
         read_link(Path(where))
         _say(as_json, {"path": where, "whole": True}, f"{where}: whole")
         return
-    from instar.extensions.delta.replay import verify_chain
 
     folder = chain_at(where)
     chain = verify_chain(folder)
@@ -123,9 +121,6 @@ def verify_chains(where: str, as_json: bool) -> None:
 @json_option
 def info(path: Path, tensors: bool, as_json: bool) -> None:
     """Print what a link, or an anchor of a chain, holds."""
-    from instar.extensions.delta.format.folder import read_any
-    from instar.extensions.delta.format.link import read_link
-
     link = read_any(path)
     file = read_link(path, check=False) if link.kind == "delta" else None
     changes = file.footer.tensors if file else {}
@@ -162,14 +157,10 @@ def list_states(where: str, stats: bool, picture: Path | None, as_json: bool) ->
     Density is the share of changed elements; overlap is the Jaccard index of the elements that
     changed and those that changed in the step before.
     """
-    from instar.extensions.delta.format.folder import links
-
     folder = chain_at(where)
     chain = links(folder)
     by_number: dict[int, LinkStatistics] = {}
     if stats or picture is not None:
-        from instar.extensions.delta.format.statistics import statistics
-
         by_number = {entry.number: entry for entry in statistics(folder)}
     if picture is not None:
         _draw(list(by_number.values()), str(folder), picture)
@@ -206,8 +197,6 @@ def list_states(where: str, stats: bool, picture: Path | None, as_json: bool) ->
 @step_option
 def checkout(where: str, target: Path, number: int | None, step: int | None) -> None:
     """Write a state of a chain into the new safetensors file NEW; by default the last."""
-    from instar.extensions.delta.replay import check_out_state
-
     _check_new(target)
     folder = chain_at(where)
     check_out_state(folder, _number(folder, number, step), target)
@@ -220,8 +209,6 @@ def checkout(where: str, target: Path, number: int | None, step: int | None) -> 
 @click.argument("last", type=click.IntRange(0))
 def squash(where: str, first: int, last: int) -> None:
     """Replace the links FIRST to LAST by one; the states between them are given up."""
-    from instar.extensions.delta.upkeep import squash_links
-
     link = squash_links(chain_at(where), first, last)
     click.echo(f"{link.file}: {bytes_text(link.size_bytes)}, from {link.first} to {link.number}")
 
@@ -239,8 +226,6 @@ def squash(where: str, first: int, last: int) -> None:
 )
 def gc(where: str, number: int | None, rebuild_index: bool) -> None:
     """Remove old states of a chain, and what crashes left behind."""
-    from instar.extensions.delta import upkeep
-
     folder = chain_at(where)
     if rebuild_index:
         upkeep.rebuild_index(folder)
@@ -266,8 +251,6 @@ def export_chain(where: str, folder: Path, like: str, number: int | None, step: 
     chain = chain_at(where)
     number = _number(chain, number, step)
     if (Path(like) / "config.json").is_file():
-        from instar.extensions.delta.export import export_state as export_like
-
         for note in export_like(chain, number, Path(like), folder):
             click.echo(f"note: {note}", err=True)
     else:
@@ -286,8 +269,6 @@ def chain_at(text: str) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    from instar.extensions.delta.format.folder import deltas_of, files
-
     path = Path(text)
     if files(path):
         return path
@@ -319,15 +300,14 @@ def _say_gaps(gaps: Sequence[tuple[tuple[int, int], str]]) -> None:
 
 def _draw(statistics: Sequence[LinkStatistics], title: str, path: Path) -> None:
     """Write a plot of the statistics."""
+    kind = picture_kind(path, "--plot")
+    check_matplotlib()
     from instar.extensions.delta.picture import deltas_picture
 
-    kind = picture_kind(path, "--plot")
     write_picture(path, deltas_picture(statistics, title, kind), "--plot")
 
 
 def _number(folder: Path, number: int | None, step: int | None) -> int:
-    from instar.extensions.delta.format.folder import find_link, links
-
     if number is not None and step is not None:
         raise click.UsageError("Give --link or --step, not both.")
     return find_link(links(folder), number, step).number

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from instar.config.errors import ConfigError
 from instar.extensions.delta.format.statistics import LinkStatistics
 from instar.logs.plot.figure import render_figure
 from instar.logs.plot.style import COLOURS, INK, WIDTH
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 _CURVE, _ROW = 1.8, 0.16
 """inches: height of a curve, and of a layer"""
@@ -30,7 +27,7 @@ def deltas_picture(
     overlap, and the density of each layer.
 
     Raises:
-        ConfigError: there are no links, or matplotlib is not installed.
+        ConfigError: there are no links.
     """
     if not links:
         raise ConfigError.of("the chain has no links yet, only anchors: there is nothing to draw")
@@ -38,8 +35,6 @@ def deltas_picture(
 
 
 def _draw(links: Sequence[LinkStatistics], title: str) -> Figure:
-    from matplotlib.figure import Figure
-
     layers = list(dict.fromkeys(name for link in links for name in link.layers))
     heights = [_CURVE, _CURVE, max(_CURVE, min(_LARGEST, _ROW * len(layers)))]
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")

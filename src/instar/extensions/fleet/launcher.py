@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -23,6 +22,7 @@ from instar.extensions.fleet.instance import FleetContext, InstanceFailed, Insta
 from instar.extensions.fleet.nodes import Nodes
 from instar.extensions.fleet.placement import Gpu, Taken, acquire_lease, holder_text
 from instar.extensions.fleet.plan import FleetPlan, Instance, Machine
+from instar.extensions.fleet.search.trials import Trials
 from instar.extensions.fleet.stagger import wait_for_turn
 from instar.extensions.fleet.state import (
     CONTROL,
@@ -43,9 +43,6 @@ from instar.extensions.fleet.state import (
     result_path,
 )
 from instar.processes.spawner import Spawner
-
-if TYPE_CHECKING:
-    from instar.extensions.fleet.search.trials import Trials
 
 LAST_LINES = 15
 _TAIL_BYTES = 1 << 14

@@ -7,6 +7,6 @@ EXTENSION = Extension(
     summary="TRL's GRPO on questions with exact answers",
     programs={
         "instar.recipes.grpo": "instar.extensions.grpo.cli:main",
-        "instar.recipes.grpo.serve": "instar.extensions.grpo.serve:serve_model",
+        "instar.recipes.grpo.serve": "instar.extensions.grpo.cli:serve_model",
     },
 )

@@ -1,4 +1,4 @@
-"""`python -m instar.recipes.grpo`: the command line of the GRPO recipe."""
+"""`python -m instar.recipes.grpo` and `python -m instar.recipes.grpo.serve`: the command lines of the GRPO recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from instar.extensions.grpo.checkpoints import Resume
-from instar.extensions.grpo.options import Options
+from instar.extensions.grpo.options import Options, check_installed
 from instar.extensions.grpo.train import train_grpo
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -57,4 +57,28 @@ def _option(name: str, help: str, kind: Any = _POSITIVE) -> Callable[[_Function]
 def main(resume: Resume | None, **options: Any) -> int:
     """Train."""
     train_grpo(Options(**options), resume)
+    return 0
+
+
+@click.command(help="Serve a model whose weights a GRPO trainer replaces.")
+@click.option(
+    "--model", default="tiny", show_default=True, help="tiny, a folder, or a name on the hub"
+)
+@click.option(
+    "--dataset", default="arithmetic", show_default=True, help="trains the tokenizer of tiny"
+)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="of requests without one"
+)
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True
+)
+def serve_model(model: str, dataset: str, host: str, port: int, seed: int, dtype: str) -> int:
+    """Run the server until it is stopped."""
+    check_installed("transformers", "starlette", "uvicorn")
+    from instar.extensions.grpo.serve import run_server
+
+    run_server(model, dataset, host, port, seed, dtype)
     return 0

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
 from instar.extensions.grpo.answers import is_correct
 from instar.extensions.grpo.data import Question
 from instar.extensions.grpo.models import Ids
@@ -68,8 +71,6 @@ def reference_loss(
     model: Any, pad_id: int, prompts: Sequence[Ids], solutions: Sequence[Ids]
 ) -> tuple[float, int]:
     """Return the mean loss per token of solutions given their prompts, nats, and their tokens."""
-    import torch
-
     total, tokens = 0.0, sum(map(len, solutions))
     was_training = model.training
     model.eval()
@@ -82,9 +83,6 @@ def reference_loss(
 
 
 def _loss_sum(model: Any, pad_id: int, prompts: Sequence[Ids], solutions: Sequence[Ids]) -> float:
-    import torch
-    import torch.nn.functional as F
-
     rows = [[*prompt, *solution] for prompt, solution in zip(prompts, solutions, strict=True)]
     longest = max(map(len, rows))
     device = model.device

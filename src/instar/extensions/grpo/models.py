@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from instar.config.errors import ConfigError
 from instar.data.text.foreign.chat_template import ChatTemplate, Messages
@@ -18,6 +30,8 @@ from instar.data.text.tokenizer import TOKENIZER_FILE, load_saved_tokenizer
 from instar.extensions.grpo.data import load_questions, texts
 
 Ids = list[int]
+INITIAL = "initial"
+"""the weights of a server to which none were sent"""
 TINY = "tiny"
 """a model made on the spot: for tests, examples, and machines without a hub"""
 _ROWS_AT_ONCE = 256
@@ -45,13 +59,10 @@ def load_policy(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, 
     Raises:
         ConfigError: it cannot be loaded.
     """
-    import torch
-
     kind = getattr(torch, dtype)
     if model == TINY:
         tiny_model, tokenizer = make_tiny(texts(load_questions(dataset)))
         return tiny_model.to(kind), tokenizer
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if (Path(model) / TOKENIZER_FILE).is_file():
         _try_tokenizer(Path(model), [*texts(load_questions(dataset))])
@@ -142,9 +153,6 @@ def make_tiny(texts: Iterable[str]) -> tuple[Any, Any]:
 
     Both are functions of the texts alone, so that a trainer and its server make the same.
     """
-    import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
     bpe_tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     bpe_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -190,8 +198,6 @@ def sample_completions(
     Returns:
         len(prompts) · n lists of ids, each up to and including the first end-of-text.
     """
-    import torch
-
     devices = [model.device] if model.device.type == "cuda" else []
     completions: list[Ids] = []
     was_training = model.training
@@ -210,9 +216,6 @@ def sample_completions(
 def _sample(
     model: Any, pad_id: int, prompts: Sequence[Ids], n: int, sampling: Sampling
 ) -> list[Ids]:
-    import torch
-    from transformers import GenerationConfig
-
     longest = max(map(len, prompts))
     rows = [[pad_id] * (longest - len(ids)) + list(ids) for ids in prompts for _ in range(n)]
     attention_mask = [
@@ -243,3 +246,52 @@ def end_ids(model: Any) -> Ids:
 
 def _up_to_end(ids: Ids, ends: Sequence[int]) -> Ids:
     return next((ids[: at + 1] for at, token in enumerate(ids) if token in ends), ids)
+
+
+class Unfit(ValueError):  # noqa: N818
+    """Weights are not those of this model."""
+
+
+def get_weights(model: Any, dtype: str) -> bytes:
+    """Return all parameters, converted to a dtype."""
+    kind = getattr(torch, dtype)
+    return save(
+        {name: p.detach().to("cpu", kind).contiguous() for name, p in model.named_parameters()}
+    )
+
+
+def put_weights(model: Any, content: bytes) -> str:
+    """Set all parameters, or none; return the name of the weights.
+
+    Raises:
+        Unfit: a name, shape or dtype differs, or a value is not finite.
+    """
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise Unfit(f"not safetensors: {error}") from error
+    parameters = dict(model.named_parameters())
+    if different := sorted(parameters.keys() ^ tensors.keys()):
+        raise Unfit(f"{different[0]} is {'missing' if different[0] in parameters else 'unknown'}")
+    for name, parameter in parameters.items():
+        if (form := _form(tensors[name])) != _form(parameter):
+            raise Unfit(f"{name} is {form}, not {_form(parameter)}")
+        if not torch.isfinite(tensors[name]).all():
+            raise Unfit(f"{name} has values that are not finite")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    return name_of_weights(content)
+
+
+def name_of_weights(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def size_bytes(model: Any) -> int:
+    """Return the size of all parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _form(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

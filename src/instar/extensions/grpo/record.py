@@ -7,18 +7,16 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instar import __version__
+from instar.extensions.delta.writer import Written
 from instar.extensions.grpo.evaluate import PassRates
 from instar.extensions.grpo.options import Options
 from instar.processes.identity import this_process
 from instar.record.events import Eval, Failed, RunFinished, RunStarted, Saved, Stop, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    from instar.extensions.delta.writer import Written
 
 _LEFT_OUT = frozenset(["loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"])
 

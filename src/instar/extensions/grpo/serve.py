@@ -14,28 +14,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import click
 import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from instar.config.errors import ConfigError
 from instar.config.files import of_bounded_depth
 from instar.extensions.grpo.models import (
+    INITIAL,
     Ids,
     Sampling,
     TextEncoder,
+    Unfit,
     end_ids,
     load_policy,
+    put_weights,
     sample_completions,
+    size_bytes,
 )
-from instar.extensions.grpo.options import check_installed
-from instar.extensions.grpo.weights import INITIAL, Unfit, put_weights, size_bytes
-
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 _MOST_COMPLETIONS = 4096
 LEAST_TEMPERATURE = 1e-6
@@ -72,9 +73,6 @@ class ModelService:
         self._lock = asyncio.Lock()
 
     def app(self) -> Starlette:
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -206,31 +204,10 @@ def _too_large(limit: int) -> Response:
 
 
 def _answer(content: Any, status: int = 200) -> Response:
-    from starlette.responses import Response
-
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-@click.command(help="Serve a model whose weights a GRPO trainer replaces.")
-@click.option(
-    "--model", default="tiny", show_default=True, help="tiny, a folder, or a name on the hub"
-)
-@click.option(
-    "--dataset", default="arithmetic", show_default=True, help="trains the tokenizer of tiny"
-)
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="of requests without one"
-)
-@click.option(
-    "--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True
-)
-def serve_model(model: str, dataset: str, host: str, port: int, seed: int, dtype: str) -> int:
-    """Run the server until it is stopped."""
-    check_installed("transformers", "starlette", "uvicorn")
-    import uvicorn
-
+def run_server(model: str, dataset: str, host: str, port: int, seed: int, dtype: str) -> None:
+    """Serve a model until the process is stopped."""
     service = ModelService(model, *load_policy(model, dataset, dtype), seed)
     uvicorn.run(service.app(), host=host, port=port, log_level="warning")
-    return 0

@@ -19,7 +19,9 @@ from instar.cli.options import (
     set_option,
     trust_option,
 )
-from instar.cli.output import print_json
+from instar.cli.output import print_json, print_table
+from instar.config.budget import parse_budget
+from instar.record.format import scientific, si
 
 if TYPE_CHECKING:
     from instar.extensions.lab.pilot_file import Pilot
@@ -194,9 +196,6 @@ def _search_values(result: SearchResult) -> dict[str, Any]:
 
 def _print_search(schedule_search: ScheduleSearch) -> None:
     """Print the candidates of a search with their losses, and what it costs in all."""
-    from instar.cli.output import print_table
-    from instar.record.format import scientific, si
-
     headers = [
         "schedule",
         "begins with",
@@ -229,8 +228,6 @@ def _print_search(schedule_search: ScheduleSearch) -> None:
 
 def _seconds(text: str | None, steps: int | None) -> float:
     """Parse a time such as 30min, which may be left out where the steps are given."""
-    from instar.config.budget import parse_budget
-
     if text is None:
         if steps is None:
             raise click.UsageError("How long may it take? Write e.g. --budget 30min.")
@@ -246,9 +243,6 @@ def _seconds(text: str | None, steps: int | None) -> float:
 
 def _print_pilot(pilot: Pilot) -> None:
     """Print the runs of a pilot, what they say, and the trigger that follows from them."""
-    from instar.cli.output import print_table
-    from instar.record.format import si
-
     summary = pilot.found
     worths = {entry["run"]: entry for entry in summary["grown"]}
     rows = []

@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import structs
 
 from instar.config.errors import ConfigError
+from instar.config.schema import RunConfig
+from instar.config.sections import ScheduledOperation
+from instar.distributed.failure import RunFailed
 from instar.extensions.lab import short_runs
+from instar.extensions.lab.expected import expected_saving
 from instar.extensions.lab.pilot_file import (
     Pilot,
     PilotCase,
@@ -21,12 +25,11 @@ from instar.extensions.lab.pilot_file import (
     settings_of,
     write_json,
 )
+from instar.extensions.lab.saving import ExpectedSaving, pilot_summary, spending
 from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest
-
-if TYPE_CHECKING:
-    from instar.config.schema import RunConfig
-    from instar.extensions.lab.saving import ExpectedSaving
-    from instar.schedule.forecast import Forecast
+from instar.growth.operators import is_growth
+from instar.schedule.branches import BRANCH
+from instar.schedule.forecast import Forecast
 
 _SMALL = 1.25
 """Steps of the size that the schedule begins with, relative to the longest of the final size."""
@@ -59,9 +62,6 @@ def run_pilot(request: ShortRunRequest) -> PilotResult:
             the budget is too small; the file is another pilot's.
         RunFailed, Interrupted: see `launch`; the same call goes on.
     """
-    from instar.extensions.lab.expected import expected_saving
-    from instar.extensions.lab.saving import ExpectedSaving, pilot_summary
-
     start = time.monotonic()
     measurement = short_runs.prepare_measurement(request)
     _check_growth(measurement)
@@ -113,8 +113,6 @@ def _check_growth(measurement: MeasuredConfig) -> None:
 
 def _plan(measurement: MeasuredConfig, request: ShortRunRequest) -> Pilot:
     """Choose the runs that the budget allows, by the time of a few steps."""
-    from instar.growth.operators import is_growth
-
     config, forecast = measurement.config, measurement.forecast
     steps, seeds = request.steps, request.seeds or (config.seed,)
     first, last = forecast.stages[0], forecast.stages[-1]
@@ -210,9 +208,6 @@ def _model(measurement: MeasuredConfig, stage: int) -> list[str]:
 
 def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list[str]:
     """Return the settings of a case, beside those of the config."""
-    from instar.config.sections import ScheduledOperation
-    from instar.schedule.branches import BRANCH
-
     config = measurement.config
     horizon = max(case_of_plan.steps for case_of_plan in plan.cases if case_of_plan.arm == "final")
     share = (horizon if case.arm == "small" else case.steps) / plan.run_steps
@@ -257,9 +252,6 @@ def _scaled(iters: int | None, share: float) -> int | None:
 
 def _run(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> PilotRun:
     """Train a case, or go on with it, and read how it ended."""
-    from instar.distributed.failure import RunFailed
-    from instar.extensions.lab.saving import spending
-
     settings = _settings(measurement, plan, case)
     path = short_runs.train_or_resume(
         measurement, measurement.path, [*measurement.overrides, *settings], "pilot"

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 from msgspec import structs
 
 from instar.config.errors import ConfigError
 from instar.config.origins import in_yaml
+from instar.config.schema import RunConfig
 from instar.distributed.failure import RunFailed
 from instar.extensions.lab import short_runs
 from instar.extensions.lab.candidates import (
@@ -29,16 +30,14 @@ from instar.extensions.lab.candidates import (
     proposals,
 )
 from instar.extensions.lab.pilot_file import pilot_path, settings_of, write_json
+from instar.extensions.lab.saving import ExpectedSaving, pilot_summary, predict_saving, spending
 from instar.extensions.lab.search_state import SUFFIX, ScheduleSearch, SearchTrial, read_search
 from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest
+from instar.growth.operators import is_growth
 from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import branch_folder
 from instar.schedule.halving import RUNGS, rung_steps
-
-if TYPE_CHECKING:
-    from instar.config.schema import RunConfig
-    from instar.extensions.lab.saving import ExpectedSaving
 
 _RUN = "search"
 _SUFFIX = ".schedule.yaml"
@@ -152,8 +151,6 @@ def _final(measurement: MeasuredConfig) -> _Final:
     Raises:
         ConfigError: the config's schedule or its rate is not one that trials can share.
     """
-    from instar.growth.operators import is_growth
-
     rate = measurement.config.learning_rate
     problems = []
     if rate.shape != "wsd":
@@ -400,8 +397,6 @@ class _Runs:
 
 def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     """Write the schedule of the winner, and its trials as a pilot."""
-    from instar.extensions.lab.saving import pilot_summary, predict_saving, spending
-
     winner, measurement = plan.winner, final.measurement
     if winner is None:
         return SearchResult(plan)

@@ -8,15 +8,25 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from instar.api.training import launch, train
+from instar.checkpoint.listing import latest_intact
+from instar.config.budget import Budget
 from instar.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instar.config.load import Loaded
-    from instar.config.schema import RunConfig
-    from instar.models.architecture import Architecture
-    from instar.schedule.forecast import Forecast
+from instar.config.fields import LANGUAGE, values
+from instar.config.load import Loaded
+from instar.config.origins import PRESET
+from instar.config.schema import RunConfig
+from instar.distributed.failure import Interrupted
+from instar.distributed.placement import placement, resolve_ranks
+from instar.models.architecture import Architecture, section_of
+from instar.record.events import Eval, read_events
+from instar.record.rundir import RunDir
+from instar.run.origin.load import load_run_config
+from instar.run.start.preflight import prepare_run_data
+from instar.schedule.forecast import Forecast, checked_forecast
+from instar.tasks.task import spec_class
 
 FEWEST_STEPS = 20
 """Steps of the shortest run."""
@@ -78,8 +88,6 @@ class MeasuredConfig:
 
     def load(self, settings: Sequence[str]) -> Loaded:
         """Load the config with other settings."""
-        from instar.run.origin.load import load_run_config
-
         return load_run_config(self.path, [*self.overrides, *settings])
 
     def forecast_of(self, settings: Sequence[str]) -> Forecast:
@@ -102,10 +110,6 @@ def prepare_measurement(request: ShortRunRequest) -> MeasuredConfig:
     Raises:
         ConfigError: its final size cannot be trained from scratch, or it has no last step.
     """
-    from instar.distributed.placement import placement, resolve_ranks
-    from instar.run.origin.load import load_run_config
-    from instar.run.start.preflight import prepare_run_data
-
     loaded_config = load_run_config(request.config, request.overrides)
     start = resolve_ranks(
         loaded_config.config.parallel, placement(os.environ), request.world_size, request.devices
@@ -139,8 +143,6 @@ def shape_of_stage(measurement: MeasuredConfig, stage: int) -> Architecture:
     Raises:
         ConfigError: no config has this shape.
     """
-    from instar.models.architecture import Architecture
-
     begin, end = (measurement.forecast.stages[n].architecture for n in (0, stage))
     assert isinstance(begin, Architecture)
     assert isinstance(end, Architecture)
@@ -152,8 +154,6 @@ def shape_of_stage(measurement: MeasuredConfig, stage: int) -> Architecture:
 
 def shape_settings(before: Architecture, after: Architecture) -> dict[str, Any]:
     """Return the keys of `model` with which a config of one shape has another, with their values."""
-    from instar.models.architecture import section_of
-
     old, new = (section_of(shape).model_dump() for shape in (before, after))
     return {f"model.{key}": value for key, value in new.items() if old[key] != value}
 
@@ -166,8 +166,6 @@ def evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
 
 def too_short(what: str, budget_s: float, needed_s: float) -> ConfigError:
     """Return the error of a budget that is too small."""
-    from instar.config.budget import Budget
-
     return ConfigError.of(
         f"{what} do not fit in {budget_s:,.0f} s",
         where="--budget",
@@ -202,9 +200,6 @@ def train_or_resume(
     Raises:
         RunFailed, Interrupted: see `launch`.
     """
-    from instar.api.training import launch, train
-    from instar.distributed.failure import Interrupted
-
     try:
         if measurement.ranks == 1 and measurement.devices is None:
             return train(path, overrides)
@@ -216,8 +211,6 @@ def train_or_resume(
 def loss_at_end(run: Path, steps: int) -> float | None:
     """Return the held-out loss of a run's last step; None unless the run has got so far, or if the loss is
     not finite."""
-    from instar.checkpoint.listing import latest_intact
-
     manifest = latest_intact(run, check=False)[0].manifest
     if manifest.step != steps or manifest.loss is None or not math.isfinite(manifest.loss):
         return None
@@ -226,9 +219,6 @@ def loss_at_end(run: Path, steps: int) -> float | None:
 
 def losses_of(run: Path) -> tuple[tuple[int, float, float], ...]:
     """Return steps, tokens and held-out losses of a run's evaluations."""
-    from instar.record.events import Eval, read_events
-    from instar.record.rundir import RunDir
-
     losses = {
         event.step: (event.step, float(event.tokens), event.loss)
         for event in read_events(RunDir(run).events)
@@ -240,9 +230,6 @@ def losses_of(run: Path) -> tuple[tuple[int, float, float], ...]:
 def _without_presets(loaded_config: Loaded) -> list[str]:
     """Return settings with which the same file gives the same config without its presets, of which one
     may make the schedule that short runs change."""
-    from instar.config.fields import values
-    from instar.config.origins import PRESET
-
     every, origins = values(loaded_config.config), loaded_config.origins
     preset_values = {key: every[key] for key in every if origins[key].startswith(PRESET)}
     return options(preset_values) + (["preset=[]"] if preset_values else [])
@@ -250,8 +237,6 @@ def _without_presets(loaded_config: Loaded) -> list[str]:
 
 def _check_kind(loaded_config: Loaded) -> None:
     """Raise ConfigError for configs whose final size cannot be trained from scratch."""
-    from instar.config.fields import LANGUAGE
-
     config = loaded_config.config
     if config.task != LANGUAGE:
         raise refusal(loaded_config, "task", f"{config.task}: only {LANGUAGE} models are measured")
@@ -265,9 +250,6 @@ def _check_kind(loaded_config: Loaded) -> None:
 
 
 def _forecast(loaded_config: Loaded, ranks: int) -> Forecast:
-    from instar.schedule.forecast import checked_forecast
-    from instar.tasks.task import spec_class
-
     return checked_forecast(
         loaded_config, spec_class(loaded_config.config.task).open(loaded_config, ranks), ranks
     )

@@ -7,11 +7,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib import dates as typed_dates
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
-from instar.config.errors import ConfigError
 from instar.logs.plot.axes import (
     POWERS,
     axis_base,
@@ -37,15 +42,9 @@ from instar.logs.plot.style import (
     ring,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 def number_ticks(axis: Any, name: str) -> None:
     """Set round ticks with one unit; durations are round in minutes, hours or days."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
-
     low, high = sorted(axis.get_view_interval())
     base = axis_base(name, high)
     steps = [1, 2, 3, 6, 10] if base in (60, 3600) and high < 60 * base else [1, 2, 2.5, 5, 10]
@@ -64,8 +63,6 @@ def number_ticks(axis: Any, name: str) -> None:
 
 def decades_ticks(axis: Any, name: str) -> None:
     """Set powers of ten as ticks of a logarithmic axis; round numbers if there are fewer than two."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
     low, high = sorted(axis.get_view_interval())
     text = power_text if name in POWERS else lambda place: tick_texts(name, [place])[0]
     axis.set_major_locator(FixedLocator(decades(low, high, 7)))
@@ -74,9 +71,6 @@ def decades_ticks(axis: Any, name: str) -> None:
 
 
 def clock_ticks(axes: Axes) -> None:
-    from matplotlib import dates as typed_dates
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
     dates: Any = typed_dates
     low, high = axes.get_xlim()
     day = 86400.0
@@ -193,24 +187,8 @@ _NO_DATE: dict[str, dict[str, None]] = {
 }
 
 
-def picture(chart: Chart, kind: Literal["png", "svg", "pdf"]) -> bytes:
-    """Return the chart as the content of a file; raises as `render_figure` does."""
-    return render_figure(lambda: draw(chart), kind)
-
-
 def render_figure(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> bytes:
-    """Return the figure that `make` draws, in the style of all plots, as the content of a file.
-
-    Raises:
-        ConfigError: matplotlib is not installed; names the extra.
-    """
-    try:
-        from matplotlib import rc_context
-    except ImportError as error:
-        raise ConfigError.of(
-            "plots need matplotlib, which is not installed",
-            hint="pip install 'instar[plot]'; without it: --format json",
-        ) from error
+    """Return the figure that `make` draws, in the style of all plots, as the content of a file."""
     file = io.BytesIO()
     with rc_context(RC), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in another script
@@ -220,8 +198,6 @@ def render_figure(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]
 
 def draw(chart: Chart) -> Figure:
     """Return the chart as a figure in the style of the caller's `rc_context`."""
-    from matplotlib.figure import Figure
-
     labels = place_labels(chart)
     above = max((1 + label.row for label in labels), default=0) * _ROW
     below = sum(height_below(chart, panel) for panel in chart.panels)
@@ -287,8 +263,6 @@ def _draw_curve(axes: Axes, curve: Curve, colour: Any, *, dense: bool) -> None:
 
 def _label_ends(axes: Axes, chart: Chart, panel: Panel) -> None:
     """Write each run's name above the end of its first curve, in its colour, apart from the others."""
-    from matplotlib.patheffects import withStroke
-
     colour, names = colour_of(chart, panel), short_names(chart.runs, 20)
     ends = {}
     for curve in panel.curves:

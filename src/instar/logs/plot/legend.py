@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.transforms import ScaledTranslation
 
 from instar.logs.plot.chart import Chart, Curve, Panel, curve_text, metric_text, short_names
 from instar.logs.plot.style import (
@@ -18,10 +22,6 @@ from instar.logs.plot.style import (
     colours,
     ring,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
 
 Entry = tuple[str, dict[str, Any]]
 """a text, and the look of its sample"""
@@ -61,8 +61,6 @@ def height_below(chart: Chart, panel: Panel) -> int:
 
 def add_legend(axes: Axes, chart: Chart, panel: Panel) -> None:
     """Add the legend of a panel and its notes below it, unless they would be empty."""
-    from matplotlib.transforms import ScaledTranslation
-
     down = _BELOW_AXIS if panel is chart.panels[-1] else _BELOW_PANEL
     if handles := legend_entries(chart, panel):
         shift = ScaledTranslation(0, -down / 72, axes.figure.dpi_scale_trans)
@@ -156,6 +154,4 @@ def _shared(chart: Chart) -> Iterator[Entry]:
 
 def _sample(text: str, **look: Any) -> Line2D:
     """Return a legend entry."""
-    from matplotlib.lines import Line2D
-
     return Line2D([], [], label=text, **look)

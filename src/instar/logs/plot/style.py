@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from matplotlib import colormaps
+
 COLOURS = (
     "#2e5c7b", "#c34d00", "#008561", "#e06d9b", "#4c3919", "#5595f4", "#7523ff", "#000074",
 )  # fmt: skip
@@ -63,7 +65,6 @@ def colours(count: int) -> list[Any]:
     """Return `count` distinct colours, or a scale from dark to light for many."""
     if count <= len(COLOURS):
         return list(COLOURS[:count])
-    from matplotlib import colormaps
 
     scale = colormaps["viridis"]
     return [scale(0.92 * number / (count - 1)) for number in range(count)]

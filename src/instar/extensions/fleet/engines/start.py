@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instar.extensions.fleet.engines import ray, slurm
 from instar.extensions.fleet.engines.work import Work, events_before, patience_s, remaining_work
@@ -13,11 +13,9 @@ from instar.extensions.fleet.folder import FleetFolder
 from instar.extensions.fleet.lock import FolderLock
 from instar.extensions.fleet.placement import close_all, lock_gpus
 from instar.extensions.fleet.plan import FleetPlan
+from instar.extensions.fleet.search.trials import Trials
 from instar.extensions.fleet.spec import FleetSpec
 from instar.extensions.fleet.state import FLEETS
-
-if TYPE_CHECKING:
-    from instar.extensions.fleet.search.trials import Trials
 
 
 def check_engine(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:
@@ -97,7 +95,6 @@ def _trials(work: Work, say: Callable[[str], None]) -> Trials | None:
     search = work.plan.spec.search
     if search is None:
         return None
-    from instar.extensions.fleet.search.trials import Trials
 
     todo = {instance.index for instance in work.todo}
     events = events_before(work.fleet_folder)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from instar.config.errors import ConfigError
 from instar.extensions.fleet.spec import Dimension, Pruner, Scalar, Search
 from instar.extensions.fleet.state import Phase
@@ -104,7 +106,6 @@ class Study:
             self.optuna.tell(trial.optuna_trial, state=state)
 
     def _sampler(self, index: int) -> optuna.samplers.BaseSampler:
-        import numpy as np
         from optuna.samplers import RandomSampler, TPESampler
 
         seed = int(np.random.SeedSequence([self._search.seed, index]).generate_state(1)[0])

@@ -10,6 +10,7 @@ import click
 
 from instar.cli.options import CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import picture_kind, print_json, print_named, print_table, write_picture
+from instar.record.format import bytes_text, si
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
@@ -67,7 +68,7 @@ def lr(
     )
     if output is not None and kind is not None:
         from instar.logs.plot.compose import rates_chart
-        from instar.logs.plot.figure import picture
+        from instar.logs.plot.picture import picture
 
         rounds = {
             f"{steps:,} steps": [(run.lr, run.loss) for run in runs]
@@ -98,7 +99,6 @@ def batch(
     loaded_config = _load(cfg, overrides)
 
     from instar.extensions.lab.find.batch_size import find_batch_size
-    from instar.record.format import bytes_text, si
 
     result = find_batch_size(
         loaded_config,
