@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import Field
 
 from instar.config.errors import ConfigProblem
-from instar.config.schema import RunConfig
 from instar.config.sections import PositiveInt, Section
+
+if TYPE_CHECKING:
+    from instar.config.schema import RunConfig
 
 
 class DeltaConfig(Section):

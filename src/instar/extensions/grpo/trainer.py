@@ -33,13 +33,13 @@ from instar.extensions.grpo.models import Ids, Sampling, chat_prompt, load_polic
 from instar.extensions.grpo.options import Options
 from instar.extensions.grpo.record import GrpoRecord
 from instar.extensions.grpo.samplers import (
-    CompletionServer,
     LocalSampler,
     Sampler,
     ServerSampler,
     VllmSampler,
     sampling_seed,
 )
+from instar.extensions.grpo.servers import CompletionServer
 from instar.record.recorder import Recorder
 
 
