@@ -24,7 +24,7 @@ import torch
 from instar.config.load import load_config
 from instar.distributed.world import World
 from instar.extensions.lab.find.learning_rate import BUDGET, search_rate
-from instar.extensions.lab.find.training import final_loss, opened, shorten_config
+from instar.extensions.lab.find.training import final_loss, open_trainer, shorten_config
 from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from report import Case, case, options, parser, publish
 
@@ -132,7 +132,7 @@ def range_test(prepared: Prepared, steps: int) -> float:
     rates = np.geomspace(1e-6, 1.0, steps)
     losses: list[float] = []
     config = shorten_config(prepared.config, prepared.config.optimizer.lr, steps, steps, 1)
-    with opened(prepared, config, WORLD) as trainer:
+    with open_trainer(prepared, config, WORLD) as trainer:
         for lr in rates:
             settings = replace(
                 trainer.state.settings, lr=float(lr), lr_shape="constant", warmup_iters=0

@@ -127,9 +127,9 @@ def measured(trainer: Trainer, measurements: int) -> tuple[float, list[float]]:
         cursor += batch.plan.count
         result = stepper.step(batch, step, 0.0, lambda: None, measures_part=True)
         assert result.part is not None
-        alone = NoiseScale().measured(result.part, batch.plan.count, result.norm.item())
+        alone = NoiseScale().with_measurement(result.part, batch.plan.count, result.norm.item())
         trace, square = trace + alone.trace, square + alone.square
-        averages = averages.measured(result.part, batch.plan.count, result.norm.item())
+        averages = averages.with_measurement(result.part, batch.plan.count, result.norm.item())
         if averages.settled is not None:
             shown.append(averages.settled)
     return trace / square, shown

@@ -27,7 +27,7 @@ from instar.extensions.lab.short_runs import ShortRunRequest
 from instar.config.load import load_config
 from instar.data.text.prepare import prepare_dataset
 from instar.schedule.forecast import checked_forecast
-from instar.extensions.lab.saving import ExpectedSaving, predicted, spending
+from instar.extensions.lab.saving import ExpectedSaving, predict_saving, spending
 from instar.tasks.task import spec_class
 from report import Case, case, options, publish
 from segments import Result, Segment, Workshop, place_of, study_parser
@@ -183,7 +183,7 @@ def foretold(
         loaded = load_config(None, [*given, *schedule.settings()])
         spec = spec_class(loaded.config.task).open(loaded, 1)
         spent = spending(checked_forecast(loaded, spec, 1))
-        savings[schedule.name] = predicted(found, spent, source=trial)
+        savings[schedule.name] = predict_saving(found, spent, source=trial)
     spent_in_all = sum(s.flops_per_token * s.tokens for run in found.runs for s in run.spent)
     whole = found.final.flops_per_token * found.tokens_per_step * effort.steps
     return savings, spent_in_all / whole
