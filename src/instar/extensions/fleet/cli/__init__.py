@@ -1,6 +1,5 @@
 """The commands of `instar fleet`."""
 
-from instar.extensions.fleet.cli import follow, start
 from instar.extensions.fleet.cli.group import fleet
 
-__all__ = ["fleet", "follow", "start"]
+__all__ = ["fleet"]

@@ -7,39 +7,44 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from instar.cli.completion import candidates
-from instar.cli.options import json_option
+from instar.cli.options import StrictCommand, json_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
-from instar.extensions.fleet.cli.group import fleet, say_to_terminal
+from instar.extensions.fleet.cli.group import say_to_terminal
+from instar.extensions.fleet.engines import slurm
+from instar.extensions.fleet.folder import (
+    check_own,
+    describe_fleet,
+    find_fleet,
+    leftovers,
+    reopen_fleet,
+)
+from instar.extensions.fleet.lock import launcher_pid, signal_launcher
+from instar.extensions.fleet.plan import instances_of
+from instar.extensions.fleet.state import CONTROL, FLEETS, STATE_FILE
+from instar.extensions.fleet.view.live import watch_fleet
+from instar.extensions.fleet.view.logs import ProcessLog, process_logs, tail_logs
+from instar.extensions.fleet.view.reader import FleetReader
+from instar.extensions.fleet.view.rows import FleetView, fleet_json, fleet_overview
+from instar.extensions.fleet.view.table import HEADERS, OPTIONAL, RIGHT, cell, fleet_table, title
 from instar.record.console import LiveScreen, open_screen
 from instar.record.control import put_request
-
-if TYPE_CHECKING:
-    from instar.extensions.fleet.view.reader import FleetReader
-    from instar.extensions.fleet.view.rows import FleetView
 
 _DOWN_S = 600.0
 _AGAIN_S = 0.2
 """between the two requests of --kill"""
 
 
-@fleet.command()
+@click.command("status", cls=StrictCommand)
 @click.argument("name", required=False, shell_complete=candidates.fleets)
 @click.option("--watch", is_flag=True, help="Keep it up to date until the fleet has ended.")
 @json_option
 def status(name: str | None, watch: bool, as_json: bool) -> int:
     """Print the state of fleet NAME, or list all fleets; also after its launcher has died."""
-    from instar.extensions.fleet.folder import find_fleet
-    from instar.extensions.fleet.state import FLEETS, STATE_FILE
-    from instar.extensions.fleet.view.reader import FleetReader
-    from instar.extensions.fleet.view.rows import fleet_json, fleet_overview
-    from instar.extensions.fleet.view.table import cell
-
     if name is None:
         folders = sorted(path.parent for path in FLEETS.glob(f"*/{STATE_FILE}"))
         rows = [fleet_overview(FleetReader(folder).read(runs=False)) for folder in folders]
@@ -60,7 +65,7 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
     return 0
 
 
-@fleet.command()
+@click.command("logs", cls=StrictCommand)
 @click.argument("name", shell_complete=candidates.fleets)
 @click.argument("instance", required=False)
 @click.argument("process", required=False)
@@ -78,9 +83,6 @@ def logs(
     as_json: bool,
 ) -> None:
     """Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS."""
-    from instar.extensions.fleet.folder import find_fleet
-    from instar.extensions.fleet.view.logs import ProcessLog, process_logs, tail_logs
-
     if as_json and follow:
         raise ConfigError.of("--json cannot be combined with -f", hint="leave one of them out")
     folder = find_fleet(name)
@@ -109,15 +111,11 @@ def logs(
         click.echo(f"{mark}{line}")
 
 
-@fleet.command()
+@click.command("stop", cls=StrictCommand)
 @click.argument("name", shell_complete=candidates.fleets)
 @click.argument("instances", nargs=-1, required=True)
 def stop(name: str, instances: tuple[str, ...]) -> None:
     """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
-    from instar.extensions.fleet.engines import slurm
-    from instar.extensions.fleet.folder import check_own, find_fleet
-    from instar.extensions.fleet.state import CONTROL
-
     folder = find_fleet(name)
     arrays = slurm.find_job_arrays(folder)
     if arrays is None:
@@ -140,15 +138,11 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
             arrays.stop([int(index)], kill=False)
 
 
-@fleet.command()
+@click.command("down", cls=StrictCommand)
 @click.argument("name", shell_complete=candidates.fleets)
 @click.option("--kill", is_flag=True, help="Kill at once instead of asking.")
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""
-    from instar.extensions.fleet.engines import slurm
-    from instar.extensions.fleet.folder import find_fleet, reopen_fleet
-    from instar.extensions.fleet.lock import launcher_pid, signal_launcher
-
     folder = find_fleet(name)
     if slurm.find_job_arrays(folder) is not None:
         slurm.cancel(reopen_fleet(folder), say_to_terminal, kill=kill)
@@ -168,12 +162,10 @@ def down(name: str, kill: bool) -> int:
     return 0 if launcher_pid(folder) != pid else 4
 
 
-@fleet.command()
+@click.command("reap", cls=StrictCommand)
 @click.option("--dry-run", is_flag=True, help="Only list them.")
 def reap(dry_run: bool) -> int:
     """Kill processes of fleets whose launcher is gone (yours; see --dry-run)."""
-    from instar.extensions.fleet.folder import leftovers
-
     orphans = leftovers()
     for process in orphans:
         click.echo(f"{process.pid}  {process.fleet}  {process.instance}  {process.command}")
@@ -185,8 +177,6 @@ def reap(dry_run: bool) -> int:
 
 
 def _running_launcher(folder: Path) -> int:
-    from instar.extensions.fleet.lock import launcher_pid
-
     pid = launcher_pid(folder)
     if pid is None:
         raise ConfigError.of(f"fleet {folder.name} is not running", where=str(folder))
@@ -195,9 +185,6 @@ def _running_launcher(folder: Path) -> int:
 
 def _indices(folder: Path) -> dict[str, str]:
     """Return the index of each instance by its name."""
-    from instar.extensions.fleet.folder import describe_fleet
-    from instar.extensions.fleet.plan import instances_of
-
     with suppress(ConfigError, ValueError):
         return {
             instance.run_name: str(instance.index)
@@ -211,8 +198,6 @@ def _folder_names(root: Path) -> str:
 
 
 def _print_view(view: FleetView) -> None:
-    from instar.extensions.fleet.view.table import HEADERS, OPTIONAL, RIGHT, fleet_table, title
-
     click.echo(title(view))
     rows = list(fleet_table(view, time.time()))
     print_table(HEADERS, rows, right=RIGHT, optional=OPTIONAL)
@@ -223,8 +208,6 @@ def _print_view(view: FleetView) -> None:
 
 
 def _watch(reader: FleetReader) -> int:
-    from instar.extensions.fleet.view.live import watch_fleet
-
     screen = open_screen(sys.stdout)
     try:
         last = watch_fleet(reader, screen)

@@ -8,28 +8,40 @@ import sys
 from collections.abc import Collection
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from instar.cli.completion import candidates
-from instar.cli.options import json_option, set_option, trust_option
+from instar.cli.options import StrictCommand, json_option, set_option, trust_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
+from instar.extensions.fleet.checks import missing_commands
 from instar.extensions.fleet.cli.group import (
     detach_option,
     engine_option,
-    fleet,
     gpus_option,
     only_option,
     say_to_terminal,
 )
+from instar.extensions.fleet.doctor import diagnose_fleet
+from instar.extensions.fleet.engines.start import check_engine, run_fleet, scheduler_request
+from instar.extensions.fleet.engines.work import plan_and_gpus
+from instar.extensions.fleet.folder import (
+    FleetFolder,
+    as_test,
+    check_own_file,
+    create_fleet_folder,
+    find_fleet,
+    reopen_fleet,
+)
+from instar.extensions.fleet.load import load_fleet
+from instar.extensions.fleet.placement import numbers_in
+from instar.extensions.fleet.view.live import shown_below
+from instar.extensions.fleet.view.reader import FleetReader
+from instar.extensions.fleet.view.table import cell, plan_row, title
 
-if TYPE_CHECKING:
-    from instar.extensions.fleet.folder import FleetFolder
 
-
-@fleet.command("plan")
+@click.command("plan", cls=StrictCommand)
 @click.argument("file")
 @set_option
 @gpus_option
@@ -39,12 +51,6 @@ def plan_fleet(
     file: str, overrides: tuple[str, ...], gpus: str | None, engine: str | None, as_json: bool
 ) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
-    from instar.extensions.fleet.checks import missing_commands
-    from instar.extensions.fleet.engines.start import scheduler_request
-    from instar.extensions.fleet.engines.work import plan_and_gpus
-    from instar.extensions.fleet.load import load_fleet
-    from instar.extensions.fleet.view.table import cell, plan_row
-
     loaded_config = load_fleet(file, _with_engine(overrides, engine))
     fleet_plan, _ = plan_and_gpus(loaded_config, gpus, on_this_machine=False)
     for problem in missing_commands(loaded_config):
@@ -71,7 +77,7 @@ def plan_fleet(
     )
 
 
-@fleet.command()
+@click.command("up", cls=StrictCommand)
 @click.argument("file")
 @set_option
 @gpus_option
@@ -101,11 +107,6 @@ def up(
     Exit code 0 if every instance succeeded or was pruned, 4 if one failed, 75 if stopped: `instar
     fleet resume` then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
     """
-    from instar.extensions.fleet.engines.start import check_engine
-    from instar.extensions.fleet.engines.work import plan_and_gpus
-    from instar.extensions.fleet.folder import as_test, check_own_file, create_fleet_folder
-    from instar.extensions.fleet.load import load_fleet
-
     check_own_file(Path(file))
     loaded_config = load_fleet(file, _with_engine(overrides, engine))
     if max_steps is not None:
@@ -117,7 +118,7 @@ def up(
     return _run(create_fleet_folder(loaded_config, gpus), indices, wait, detach)
 
 
-@fleet.command("resume")
+@click.command("resume", cls=StrictCommand)
 @click.argument("name", shell_complete=candidates.fleets)
 @only_option
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
@@ -128,9 +129,6 @@ def resume_fleet(name: str, only: str | None, wait: bool, detach: bool) -> int:
 
     Pruned trials of a search are run if --only names them, and not pruned again.
     """
-    from instar.extensions.fleet.engines.work import plan_and_gpus
-    from instar.extensions.fleet.folder import find_fleet, reopen_fleet
-
     fleet_folder = reopen_fleet(find_fleet(name))
     with chdir(fleet_folder.cwd):
         fleet_plan, _ = plan_and_gpus(fleet_folder.loaded_config, fleet_folder.gpus)
@@ -138,7 +136,7 @@ def resume_fleet(name: str, only: str | None, wait: bool, detach: bool) -> int:
         return _run(fleet_folder, _instances_in(only, len(fleet_plan.instances)), wait, detach)
 
 
-@fleet.command(hidden=True)
+@click.command("host", cls=StrictCommand, hidden=True)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("index", type=int)
 @trust_option
@@ -151,18 +149,13 @@ def host(folder: Path, index: int) -> int:
     return code
 
 
-@fleet.command("doctor")
+@click.command("doctor", cls=StrictCommand)
 @click.argument("file")
 @set_option
 @gpus_option
 @json_option
 def check_host(file: str, overrides: tuple[str, ...], gpus: str | None, as_json: bool) -> int:
     """Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits."""
-    from instar.extensions.fleet.checks import missing_commands
-    from instar.extensions.fleet.doctor import diagnose_fleet
-    from instar.extensions.fleet.engines.work import plan_and_gpus
-    from instar.extensions.fleet.load import load_fleet
-
     loaded_config = load_fleet(file, overrides)
     fleet_plan, found_gpus = plan_and_gpus(loaded_config, gpus, on_this_machine=False)
     findings = diagnose_fleet(fleet_plan, found_gpus, [*missing_commands(loaded_config)])
@@ -187,9 +180,6 @@ def _check_detach(engine: str, detach: bool) -> None:
 
 
 def _run(fleet_folder: FleetFolder, only: Collection[int], wait: bool, detach: bool) -> int:
-    from instar.extensions.fleet.engines.start import run_fleet
-    from instar.extensions.fleet.view.live import shown_below
-
     with shown_below(fleet_folder.path, sys.stderr) as say:
         code = run_fleet(fleet_folder, only, say, wait=wait, detach=detach)
     _summarize(fleet_folder, code)
@@ -197,9 +187,6 @@ def _run(fleet_folder: FleetFolder, only: Collection[int], wait: bool, detach: b
 
 
 def _summarize(fleet_folder: FleetFolder, code: int) -> None:
-    from instar.extensions.fleet.view.reader import FleetReader
-    from instar.extensions.fleet.view.table import title
-
     view = FleetReader(fleet_folder.path).read(runs=False)
     say_to_terminal(title(view))
     for text in view.best_lines:
@@ -212,7 +199,6 @@ def _summarize(fleet_folder: FleetFolder, code: int) -> None:
 def _instances_in(only: str | None, count: int) -> tuple[int, ...]:
     if only is None:
         return ()
-    from instar.extensions.fleet.placement import numbers_in
 
     numbers = numbers_in(only if "," in only or "-" in only else f"{only}-{only}", "--only")
     if outside := [number for number in numbers if number >= count]:
