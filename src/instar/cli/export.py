@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +21,7 @@ from instar.cli.output import (
     runs_argument,
     selected_runs,
 )
-from instar.config.document import parse
-from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.files import read_regular
+from instar.config.errors import ConfigError
 from instar.logs.read.filters import FilteredEvent, check_kinds, event_kind, filter_events
 from instar.logs.read.lineage import SegmentTree
 from instar.logs.read.record import RunRecord
@@ -35,11 +32,6 @@ from instar.record.events import event_kinds
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir
 from instar.record.trackers import TRACKERS
-
-if TYPE_CHECKING:
-    from instar.config.sections import TrackersConfig
-    from instar.record.trackers.tracker import Tracker
-
 
 if TYPE_CHECKING:
     Each = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
@@ -206,72 +198,15 @@ def _last_steps(record: RunRecord, with_superseded: bool) -> dict[int, int]:
 
 
 def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], Written]:
-    from instar.config.sections import RecordConfig
-    from instar.record.trackers.configured import missing_libraries
-    from instar.record.trackers.sink import replay_record
-    from instar.record.trackers.tracker import TrackedRun
+    from instar.cli.tracker_export import check_tracker, replay_run
 
-    plain = _settings(to, output, {})
-    if problems := missing_libraries(RecordConfig(trackers=plain)):
-        raise ConfigError(
-            *(
-                ConfigProblem((), f"--to {to}: {problem.message}", problem.hint)
-                for problem in problems
-            )
-        )
+    check_tracker(to, output)
 
     def write(record: RunRecord, with_superseded: bool) -> Written:
-        config = _config(record)
-        tracker = _tracker(_settings(to, output, config))
-        run = TrackedRun.from_record(record.run.path, config)
-        events = replay_record(
-            tracker, run, record.run.events, _last_steps(record, with_superseded)
-        )
-        return _export_facts(record, to, tracker.where, events=events)
+        where, events = replay_run(record, to, output, _last_steps(record, with_superseded))
+        return _export_facts(record, to, where, events=events)
 
     return write
-
-
-def _tracker(settings: TrackersConfig) -> Tracker:
-    from instar.record.trackers.configured import configured_trackers
-
-    (tracker,) = configured_trackers(settings)
-    return tracker
-
-
-def _config(record: RunRecord) -> dict[str, Any]:
-    """Return the run's nested config as far as it can be read; if it belongs to another user,
-    without the section `record`, which sets where trackers write."""
-    try:
-        is_own = record.run.config.stat().st_uid == os.geteuid()
-        text = read_regular(record.run.config).decode("utf-8", "replace")
-    except OSError:
-        return {}
-    document, _ = parse(text, str(record.run.config))
-    plain = document.data if document is not None and not document.unreadable else {}
-    plain = plain if isinstance(plain, dict) else {}
-    return plain if is_own else {key: plain[key] for key in plain if key != "record"}
-
-
-def _settings(to: str, output: str | None, config: dict[str, Any]) -> TrackersConfig:
-    """Return the settings of one tracker, as in the run, but offline and writing to `output`."""
-    from pydantic import ValidationError
-
-    from instar.config.sections import TrackersConfig
-
-    section: Any = config
-    for key in ("record", "trackers", to):
-        section = section.get(key) if isinstance(section, dict) else None
-    section = section if isinstance(section, dict) else {}
-    over: dict[str, Any] = {"mode": "offline"} if to == "wandb" else {}
-    if output is not None and to == "mlflow":
-        over["uri"] = str(Path(output).absolute() / "mlruns")
-    elif output is not None:
-        over["dir"] = str(Path(output).absolute())
-    try:
-        return TrackersConfig.model_validate({to: section | over})
-    except ValidationError:  # config of another version
-        return TrackersConfig.model_validate({to: over})
 
 
 def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord, bool], Written]:
