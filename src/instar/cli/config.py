@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.api.training import train
 from instar.cli.options import (
     CommandGroup,
     json_option,
@@ -18,9 +17,7 @@ from instar.cli.options import (
     trust_option,
 )
 from instar.cli.output import print_json, print_table
-from instar.cli.sample import sample
 from instar.config import PRESETS, STARTERS, names_in
-from instar.config.document import dotted_key
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.user_code import is_trusted
 from instar.extensions import how_to_install, starters
@@ -88,6 +85,9 @@ def demo(overrides: tuple[str, ...]) -> None:
     It learns from the Python standard library's source code, in about a minute on two cores, and
     needs no download. The run is kept in the folder `runs`, its data in `data`.
     """
+    from instar.api.training import train
+    from instar.cli.sample import sample
+
     click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
     run = train(STARTERS / "demo.yaml", overrides)
     prompt = "def "
@@ -163,6 +163,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, str, str]]:
     """Return key, type, default and meaning of every key of a config class, or of those of the
     section or key `name`."""
+    from instar.config.document import dotted_key
     from instar.config.fields import default, schedule_keys, schema_keys
     from instar.config.origins import in_yaml
     from instar.config.suggestions import expected
