@@ -45,7 +45,15 @@ def modules_after(*args: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "args",
-    [["--help"], ["--version"], ["config", "--help"], ["config", "show", "--help"], ["init", "-h"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["config", "--help"],
+        ["config", "show", "--help"],
+        ["init", "-h"],
+        ["logs", "--help"],
+        ["fleet", "--help"],
+    ],
 )
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     assert modules_after(*args) & HEAVY == set()
