@@ -166,7 +166,7 @@ NO_CHECKS = (
         "src/instar/extensions/lab/find/cli.py", "the whole learning rate schedule in small", PARTS
     ),
     NoCheck("src/instar/extensions/lab/cli.py", "at equal FLOPs", SAME),
-    NoCheck("src/instar/cli/logs_group.py", "at equal steps, tokens, FLOPs or time", SAME),
+    NoCheck("src/instar/cli/logs*.py", "at equal steps, tokens, FLOPs or time", SAME),
     NoCheck("src/instar/cli/train.py", "on the whole test split", PARTS),
     NoCheck("src/instar/extensions/delta/callback.py", "deltas are of whole models", PARTS),
     NoCheck("src/instar/extensions/delta/format/pair.py", "save the new state as a whole", PARTS),
