@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2] / "src/instar"
 COMMAND = re.compile(
     r"\binstar (resume|control|test|train|sample|grow|checkpoint \w+|logs \w+)( --\S+)* $"
 )
-QUOTES = re.compile(r"\bquote\(|\.quoted\b|\bshlex\.join\(")
+QUOTES = re.compile(r"\bquote\(|\.shell_word\b|\bshlex\.join\(")
 
 
 def unquoted(path: Path) -> list[str]:

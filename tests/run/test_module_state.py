@@ -53,11 +53,11 @@ def test_evaluating_leaves_buffers_and_generators_as_they_are(tmp_path: Path) ->
     with science.trainer(tmp_path / "run", "model.kind=noise") as run:
         state = torch.get_rng_state()
         run.evaluate()
-        first = run.state.evaluated
+        first = run.state.evaluated_metrics
         run.evaluate()
         assert torch.equal(torch.get_rng_state(), state)
         assert first is not None
-        assert first == run.state.evaluated != {}
+        assert first == run.state.evaluated_metrics != {}
     with science.trainer(tmp_path / "other", "model.kind=running") as run:
         run.step()
         run.parts.stepper.unwrapped_model.register_forward_hook(

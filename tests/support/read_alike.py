@@ -16,5 +16,5 @@ def same(one: RunRecord, other: RunRecord) -> None:
     for metric in one.metrics:
         first, second = one.series(metric), other.series(metric)
         assert np.array_equal(first.value.view("<i8"), second.value.view("<i8"))
-        for name in ("kept", "segment", *AXES):
+        for name in ("is_current", "segment", *AXES):
             assert np.array_equal(getattr(first, name), getattr(second, name))
