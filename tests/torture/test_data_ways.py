@@ -292,7 +292,7 @@ def test_whatever_the_cuts_it_is_the_sequence_of_the_undisturbed_run(
     monkeypatch.setattr(DocumentStream, "spacing", 3)
     path = {} if "mixture" in EVERY_KIND[kind] else {"path": str(tmp_path / "data")}
     data = config(make_rows(tmp_path), kind, **path)
-    undisturbed = taken(data, Way(1), 60)
+    undisturbed = taken(data, Way(1), 120)  # more than any of the plans takes
     sequence = [row for batches in undisturbed for row in rows_of(batches[0])]
     epoch = next(batches[0].plan.cursor for batches in undisturbed if batches[0].plan.epoch)
     strategies = (
