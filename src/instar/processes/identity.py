@@ -16,8 +16,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 SAME_PROCESS_S = 2.0
 """Start times of one process may differ by this much if the clock was set meanwhile."""
 _MOST_PIDS = 1 << 22
@@ -62,6 +60,8 @@ class ProcessName:
         """Whether it runs on this host; False if processes of other users are hidden."""
         if not self.is_here:
             return False
+        import psutil
+
         try:
             return abs(psutil.Process(self.pid).create_time() - self.started) < SAME_PROCESS_S
         except psutil.Error:
@@ -140,6 +140,8 @@ def _check_holder(descriptor: int, name: ProcessName) -> None:
 def kill_stopped_sibling(pid: int) -> None:
     """Kill a process if it is stopped (SIGSTOP) and is what this one is: it has the same user, parent
     and command line. Anything else is left alone."""
+    import psutil
+
     with suppress(psutil.Error, ValueError, TypeError, OverflowError):
         process, current = psutil.Process(pid), psutil.Process()
         if (
