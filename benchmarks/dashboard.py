@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Page
 
+from instar.logs.read.reader_cache import cache_folder
 from instar.logs.read.record import read_record
-from instar.logs.read.sidecar import cache_folder
 from instar.record.events import Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, runs_in

@@ -26,9 +26,8 @@ from pathlib import Path
 
 from instar.config.load import load_config
 from instar.logs.read.cache import COLUMNS, extend_columns
+from instar.logs.read.reader_cache import cache_folder, cached_summary
 from instar.logs.read.record import read_record, read_records
-from instar.logs.read.sidecar import cache_folder
-from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import Train, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir, runs_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.logs.text.tables import align_columns, wrap_line
+from instar.logs.text.stdout import align_columns, wrap_line
 
 words = st.text("abcde12", min_size=1, max_size=12)
 tables = st.integers(1, 6).flatmap(

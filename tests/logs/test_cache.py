@@ -16,10 +16,9 @@ from read_alike import same
 from records import lines, make_run, make_runs
 
 from instar.logs.read import cache
+from instar.logs.read.reader_cache import cache_folder, cached_summary, read_checked, write_checked
 from instar.logs.read.record import RunRecord, read_record, read_records
 from instar.logs.read.scan import scan
-from instar.logs.read.sidecar import cache_folder, read_checked, write_checked
-from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import Eval, RecordError, RunStarted, Stop, Train, encode_event
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -300,7 +299,7 @@ def test_what_was_used_least_recently_leaves_a_full_cache(
         read_record(run)
         os.utime(cache_of(run), (time.time() - age, time.time() - age))
     one = sum(path.stat().st_size for path in cache_of(runs[0]).rglob("*"))
-    monkeypatch.setattr("instar.logs.read.sidecar.MOST_BYTES", int(3.5 * one))
+    monkeypatch.setattr("instar.logs.read.reader_cache.MOST_BYTES", int(3.5 * one))
     read_record(runs[0])
     last = written(tmp_path / "last", LINES)
     read_record(last)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
-from instar.logs.plot.axes import decades, round_places, tick_texts
+from instar.logs.plot.chart import decades, round_places, tick_texts
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.transforms import band, smooth
 from instar.logs.query.alignment import axis_named, place_on

@@ -14,8 +14,8 @@ from read_alike import same
 from records import make_run
 
 from instar.logs.read import cache, record, scan
+from instar.logs.read.reader_cache import cache_folder, read_checked, write_checked
 from instar.logs.read.record import RunRecord, read_record, read_records
-from instar.logs.read.sidecar import cache_folder, read_checked, write_checked
 from instar.record.events import Train, encode_event
 from instar.record.rundir import RunDir
 

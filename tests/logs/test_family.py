@@ -11,8 +11,7 @@ from needed import needs
 from shown_runs import started, steps, write
 
 from instar.cli.main import main
-from instar.logs.query.family import run_tree
-from instar.logs.query.runs import list_rows, row_to_json
+from instar.logs.query.runs import list_rows, row_to_json, run_tree
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import read_record
 from instar.logs.text.summary import page, summary_markdown

@@ -10,8 +10,8 @@ from figures import times
 from needed import delta_events
 
 from instar.logs.query.tail import Follower
+from instar.logs.read.reader_cache import cached_summary
 from instar.logs.read.record import AXES, RunRecord, read_record
-from instar.logs.read.summary_cache import cached_summary
 from instar.record.events import (
     Alert,
     Eval,

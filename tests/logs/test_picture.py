@@ -19,8 +19,8 @@ from instar.config.errors import ConfigError
 from instar.logs.plot.chart import short_names
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.plot.figure import draw
+from instar.logs.plot.legend import RC
 from instar.logs.plot.picture import picture
-from instar.logs.plot.style import RC
 from instar.logs.read.record import RunRecord, read_record
 from instar.record.events import OperationEvent, RunStarted
 from instar.record.rundir import runs_in

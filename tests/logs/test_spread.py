@@ -14,9 +14,9 @@ from records import lines, make_run
 
 from instar.logs.read import cache
 from instar.logs.read import scan as scanning
+from instar.logs.read.reader_cache import cache_folder
 from instar.logs.read.record import RunRecord, read_record
 from instar.logs.read.scan import MAX_FAULTS, pieces, scan
-from instar.logs.read.sidecar import cache_folder
 from instar.processes.pool import Workers
 from instar.record.events import RecordError, Train, encode_event
 from instar.record.rundir import RunDir

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from instar.checkpoint.inspect import read_header
 from instar.checkpoint.store import Checkpoint, load_checkpoint
-from instar.cli.checkpoints.describe import parameter_count
+from instar.cli.checkpoint_output import parameter_count
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.growth import proof

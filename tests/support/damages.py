@@ -108,8 +108,8 @@ class NoCheck(NamedTuple):
 
 CHECKS = (
     Check("src/instar/checkpoint/listing.py", "no whole checkpoint in", FALLBACK),
-    Check("src/instar/cli/checkpoints/checkpoint.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
-    Check("src/instar/cli/checkpoints/describe.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
+    Check("src/instar/cli/checkpoint.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
+    Check("src/instar/cli/checkpoint_output.py", "verified|whole", (*CHECKPOINT, *FALLBACK)),
     Check("src/instar/cli/train.py", "from its latest whole checkpoint", FALLBACK),
     Check("src/instar/cli/data.py", "verified|check that it is whole", TOKENS),
     Check("src/instar/extensions/delta/cli.py", "whole|intact", DELTA),

@@ -116,7 +116,7 @@ def _shell(place: Path, lines: Sequence[Sequence[str]], python: str | Path) -> l
 
 def _type(lines: Sequence[Sequence[str]]) -> None:
     from instar.cli.main import main
-    from instar.logs.text.encoding import watch_streams
+    from instar.logs.text.stdout import watch_streams
 
     watch_streams()
     for number, line in enumerate(lines):

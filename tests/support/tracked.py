@@ -47,8 +47,7 @@ def write(tool: str, folder: Path, first: int, last: int, *, wait: bool = False)
     )
     from instar.record.recorder import Recorder
     from instar.record.trackers import sink as sinks
-    from instar.record.trackers.configured import configured_trackers
-    from instar.record.trackers.tracker import TrackedRun
+    from instar.record.trackers.tracker import TrackedRun, configured_trackers
 
     sinks.FLUSH_EVERY_S = 0.1
     config = TrackersConfig.model_validate({tool: settings(tool, folder)})
@@ -81,8 +80,7 @@ def write_media(tool: str, folder: Path) -> None:
     from instar.config.sections import TrackersConfig
     from instar.record.events import ImageEvent, RunFinished, RunStarted, TableEvent
     from instar.record.media import save_image
-    from instar.record.trackers.configured import configured_trackers
-    from instar.record.trackers.tracker import TrackedRun
+    from instar.record.trackers.tracker import TrackedRun, configured_trackers
 
     path = save_image(folder, "val", 7, np.zeros((2, 3, 3), dtype=np.uint8))
     (tracker,) = configured_trackers(TrackersConfig.model_validate({tool: settings(tool, folder)}))

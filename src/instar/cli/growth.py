@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from instar.checkpoint.store import load_checkpoint
-from instar.cli.checkpoints.checkpoint import checkpoint_at
-from instar.cli.completion import candidates
+from instar.cli import completion
+from instar.cli.checkpoint import checkpoint_at
 from instar.cli.options import (
     MOST_RANKS,
     CommandGroup,
@@ -46,7 +46,7 @@ _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
     epilog="Operations and their options: docs/growth.md, e.g. --op widen_mlp=1024 "
     "--op 'insert_layers=2 where=even' --op 'set_lora_rank={target: attn, rank: 8}'"
 )
-@click.argument("where", metavar="CHECKPOINT|RUN|FOLDER", shell_complete=candidates.checkpoints)
+@click.argument("where", metavar="CHECKPOINT|RUN|FOLDER", shell_complete=completion.checkpoints)
 @click.argument("out", type=NewFolder())
 @click.option(
     "--op",

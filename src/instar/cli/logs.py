@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from instar.cli.completion import candidates
+from instar.cli import completion
 from instar.cli.output import (
     OUT_DIR,
     WIDTH,
@@ -27,12 +27,13 @@ from instar.cli.output import (
 )
 from instar.config.errors import ConfigError
 from instar.logs.query.alignment import axis_named, parse_place
-from instar.logs.query.family import branch_start, in_trees
 from instar.logs.query.labels import RunLabels, change_labels, labels_of
+from instar.logs.query.runs import branch_start, in_trees
 from instar.logs.query.summary import Summary, summarize, summary_to_json
 from instar.logs.query.tail import follow_log, last_events, last_lines, unit_of
 from instar.logs.query.tail import follow_record as added
 from instar.logs.text.format_event import EventFormatter
+from instar.logs.text.stdout import align_columns, indent_text
 from instar.logs.text.summary import (
     NONE,
     best_text,
@@ -42,7 +43,6 @@ from instar.logs.text.summary import (
     page,
     summary_markdown,
 )
-from instar.logs.text.tables import align_columns, indent_text
 from instar.record.events import RecordError, to_words
 from instar.record.format import duration, loss, si
 from instar.record.rundir import RunDir
@@ -329,7 +329,7 @@ def compare(
 
 
 @click.command()
-@click.argument("run", default="latest", shell_complete=candidates.run_names)
+@click.argument("run", default="latest", shell_complete=completion.run_names)
 @click.option(
     "-n",
     "count",

@@ -18,11 +18,12 @@ import click
 from click.shell_completion import shell_complete
 
 from instar import __version__
+from instar.cli.completion import VARIABLE
 from instar.cli.options import LazyGroup, Say, in_one_line, json_requested, say
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.config.files import check_words
 from instar.extensions import how_to_install, load_target, programs
-from instar.logs.text.encoding import StdoutFails, set_encoding, watch_streams
+from instar.logs.text.stdout import StdoutFails, set_encoding, watch_streams
 from instar.record.progress import Display, showing
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ COMMANDS = {
     "sample": ("instar.cli.sample:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (
-        "instar.cli.checkpoints.checkpoint:checkpoint",
+        "instar.cli.checkpoint:checkpoint",
         "List, inspect, verify, compare and convert checkpoints.",
     ),
     "schedule": ("instar.cli.growth:schedule", "Check schedules, and predict what they save."),
     "data": ("instar.cli.data:data", "Prepare and inspect training data."),
     "config": ("instar.cli.config:config", "Show, validate and compare configs."),
     "completion": (
-        "instar.cli.completion.command:completion",
+        "instar.cli.completion:completion",
         "Print the script with which a shell completes commands.",
     ),
 }
@@ -203,8 +204,8 @@ def _run_with_trust(args: list[str]) -> int:
 
 
 def _run(args: list[str]) -> int:
-    if instruction := os.environ.get("_INSTAR_COMPLETE"):
-        return shell_complete(instar, {}, "instar", "_INSTAR_COMPLETE", instruction)
+    if instruction := os.environ.get(VARIABLE):
+        return shell_complete(instar, {}, "instar", VARIABLE, instruction)
     try:
         click.Context.formatter_class = HelpFormatter
         with (

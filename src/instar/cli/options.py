@@ -16,7 +16,7 @@ from typing import Any, TextIO, TypeVar, cast
 
 import click
 
-from instar.cli.completion import candidates
+from instar.cli import completion
 from instar.config.errors import ConfigError, nearest
 from instar.config.user_code import FLAG, TRUST_VARIABLE
 from instar.extensions import (
@@ -38,7 +38,7 @@ set_option = click.option(
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    shell_complete=candidates.keys,
+    shell_complete=completion.keys,
     help="Override a key of the file, e.g. model.n_layer=6; may be given several times.",
 )
 
@@ -120,7 +120,7 @@ def from_option(default: str, words: str) -> Callable[[Command], Command]:
         default=default,
         show_default=True,
         metavar="CHECKPOINT",
-        shell_complete=candidates.starts,
+        shell_complete=completion.starts,
         help=words,
     )
 

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import click
 
-from instar.cli.completion import candidates
+from instar.cli import completion
 from instar.cli.options import Command
 from instar.config.errors import ConfigError, visible, without_filter
 from instar.extensions import run_set
-from instar.logs.text.encoding import ENCODING
-from instar.logs.text.tables import align_columns, columns_that_fit
+from instar.logs.text.stdout import ENCODING, align_columns, columns_that_fit
 from instar.record.atomic import replace_file
 from instar.record.events import RecordError, to_words
 from instar.record.format import to_ascii
@@ -168,7 +167,7 @@ WIDTH = 80
 """Width in columns without a terminal."""
 
 runs_argument = click.argument(
-    "runs", nargs=-1, metavar="[RUN]...", shell_complete=candidates.run_names
+    "runs", nargs=-1, metavar="[RUN]...", shell_complete=completion.run_names
 )
 json_format_option = click.option(
     "--json", "as_json", is_flag=True, help="The same as --format json."

@@ -8,13 +8,13 @@ import click
 
 from instar.api.models import sample as sampled
 from instar.api.models import stream_samples
-from instar.cli.completion import candidates
+from instar.cli import completion
 from instar.cli.options import json_option
 from instar.cli.output import print_json
 
 
 @click.command()
-@click.argument("run", metavar="RUN|CHECKPOINT", shell_complete=candidates.checkpoints)
+@click.argument("run", metavar="RUN|CHECKPOINT", shell_complete=completion.checkpoints)
 @click.option("--prompt", default="\n", show_default="a new line", help="Text to continue.")
 @click.option("--chat", is_flag=True, help="The prompt is what a user says: print the answer.")
 @click.option("--max-tokens", "--tokens", default=200, show_default=True, type=click.IntRange(1))

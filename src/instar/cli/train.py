@@ -15,7 +15,7 @@ import click
 
 from instar.api.training import launch_options, preflight_launch
 from instar.checkpoint.manifest import CheckpointError, read_manifest
-from instar.cli.completion import candidates
+from instar.cli import completion
 from instar.cli.options import (
     allow_option,
     from_option,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 @click.option(
     "--resume",
     metavar="RUN",
-    shell_complete=candidates.run_names,
+    shell_complete=completion.run_names,
     help="Resume this run; CFG is its run.yaml.",
 )
 @click.option("--from", "start", default="latest", help="With --resume: latest, best, or a step.")
@@ -281,7 +281,7 @@ def _forecast(
 
 
 @click.command()
-@click.argument("run", shell_complete=candidates.run_names)
+@click.argument("run", shell_complete=completion.run_names)
 @rank_options
 @from_option("latest", "latest, best, best-<metric>, or a step.")
 @set_option
@@ -301,7 +301,7 @@ def resume(context: click.Context, /, run: str, **options: Any) -> int:
 
 
 @click.command()
-@click.argument("run", shell_complete=candidates.run_names)
+@click.argument("run", shell_complete=completion.run_names)
 @rank_options
 @from_option("best", "best, best-<metric>, latest, or a step.")
 @set_option
@@ -327,7 +327,7 @@ class NotRunning(InstarError):  # noqa: N818
 
 
 @click.command()
-@click.argument("run", shell_complete=candidates.run_names)
+@click.argument("run", shell_complete=completion.run_names)
 @click.argument("command", type=click.Choice(["save", "stop", "status"]))
 @click.option(
     "--timeout",

@@ -299,6 +299,11 @@ def _amount(number: float, unit: str) -> str:
     return bytes_text(number) if unit == "B" else f"{number:,.0f} {unit}"
 
 
+def encodable(text: str) -> str:
+    """Return `text` encodable as UTF-8, which file names need not be."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 def encodable_as(text: str, encoding: str | None) -> str:
     """Return `text` as a stream of this encoding can show it, in ASCII if necessary."""
     encoding, text = encoding or "ascii", visible(text)

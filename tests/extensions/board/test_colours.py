@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 from colours import VISIONS, closest, contrast
 
-from instar.logs.plot.style import COLOURS
+from instar.logs.plot.legend import COLOURS
 
 CSS = (files("instar.extensions.board") / "charts" / "charts.css").read_text(encoding="utf-8")
 

@@ -15,9 +15,9 @@ from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.config.sections import AlertsConfig, RecordConfig, TrackersConfig
 from instar.record.trackers import TRACKERS
-from instar.record.trackers import configured as module
-from instar.record.trackers.configured import configured_trackers, missing_libraries
+from instar.record.trackers import tracker as module
 from instar.record.trackers.mlflow import store_uri
+from instar.record.trackers.tracker import configured_trackers, missing_libraries
 
 
 def record(**sections: Any) -> RecordConfig:
@@ -115,7 +115,7 @@ def test_a_command_may_be_a_line_or_a_list() -> None:
 
 def test_no_tool_is_imported_before_it_starts() -> None:
     code = (
-        "import json, sys; from instar.record.trackers.configured import *;"
+        "import json, sys; from instar.record.trackers.tracker import *;"
         "from instar.config.sections import RecordConfig;"
         "config = RecordConfig.model_validate({'trackers': {name: {} for name in TRACKERS}});"
         "configured_trackers(config.trackers), missing_libraries(config);"

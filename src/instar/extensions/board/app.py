@@ -25,15 +25,14 @@ from instar.extensions.board.comparison import comparison
 from instar.extensions.board.curves import POINTS, chart_groups, curves_of_run
 from instar.extensions.board.sections import PARTS, page_sections
 from instar.extensions.board.stream import MAX_RUNS, EventStream, log_after, page_stream
-from instar.logs.plot.marks import marks
-from instar.logs.query.family import branch_start
-from instar.logs.query.stages import stages
+from instar.logs.query.runs import branch_start
+from instar.logs.query.stages import marks, stages
 from instar.logs.query.state import run_status
 from instar.logs.query.summary import summarize, summary_to_json
+from instar.logs.read.reader_cache import cached_summary
 from instar.logs.read.record import AXES, RecordedEvent, RunRecord, read_record
-from instar.logs.read.summary_cache import cached_summary
-from instar.logs.text.encoding import encodable
 from instar.record.events import Event, to_words
+from instar.record.format import encodable
 from instar.record.rundir import RunDir
 
 PAGE = tuple(Path(__file__).parent / place for place in PLACES)

@@ -14,9 +14,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import shorten_text
-from instar.logs.text.encoding import encodable
 from instar.record.events import Event, ImageEvent, TableEvent
-from instar.record.format import duration, si
+from instar.record.format import duration, encodable, si
 from instar.record.media import read_image
 
 if TYPE_CHECKING:

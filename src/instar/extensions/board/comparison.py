@@ -21,9 +21,8 @@ from instar.extensions.board.blocks import (
     text_section,
 )
 from instar.extensions.board.sections import folder_name, key_figures
-from instar.logs.query.basis import comparability
 from instar.logs.query.config import config_values
-from instar.logs.query.groups import RunGroup, short_values, warnings_on_data
+from instar.logs.query.groups import RunGroup, comparability, short_values, warnings_on_data
 from instar.logs.query.labels import RunLabels, labels_of
 from instar.logs.query.stages import RunStage, stages
 from instar.logs.query.summary import Summary, summarize

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from instar.logs.plot.marks import WHOLE_AXES, marks
 from instar.logs.plot.transforms import thin
 from instar.logs.query.groups import By, given_values, group_indices
+from instar.logs.query.stages import WHOLE_AXES, marks
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, AXES, Series, read_record
-from instar.logs.text.encoding import encodable
+from instar.record.format import encodable
 from instar.record.rundir import RunDir
 
 if TYPE_CHECKING:

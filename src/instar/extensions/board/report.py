@@ -33,9 +33,9 @@ from instar.logs.plot.compose import ChartRequest
 from instar.logs.query.groups import run_labels
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import ALIASES, RunRecord, read_record
-from instar.logs.text.encoding import encodable
 from instar.logs.text.summary import page as summary_lines
 from instar.record.atomic import replace_file
+from instar.record.format import encodable
 from instar.record.rundir import RunDir
 
 CURVE_BYTES = 3_600_000

@@ -25,12 +25,10 @@ from instar.extensions.board.blocks import (
     text_section,
 )
 from instar.logs.query.config import config_lines
-from instar.logs.query.failure import run_failure
 from instar.logs.query.final_test import Scatter, read_final_test
 from instar.logs.query.stages import RunStage, stages
-from instar.logs.query.summary import Summary, summarize
+from instar.logs.query.summary import Summary, run_failure, summarize
 from instar.logs.read.record import RecordedEvent, RunRecord
-from instar.logs.text.encoding import encodable
 from instar.logs.text.summary import family_rows
 from instar.record.events import (
     Alert,
@@ -44,7 +42,7 @@ from instar.record.events import (
     Stop,
     Warn,
 )
-from instar.record.format import bytes_text, duration, scientific, si
+from instar.record.format import bytes_text, duration, encodable, scientific, si
 
 Figure = tuple[str, str, str, float]
 """label, value, note, and the number to sort by"""

@@ -19,13 +19,13 @@ from instar.config.errors import ConfigError, redact_text
 from instar.config.files import open_regular
 from instar.extensions.board.catalog import Catalog, Fleets
 from instar.extensions.board.curves import curve
-from instar.logs.plot.marks import marks
+from instar.logs.query.stages import marks
 from instar.logs.query.tail import Follower, last_lines
 from instar.logs.read.columns import TableBuilder, is_measured, present, tables_of
-from instar.logs.read.lineage import SegmentTree
 from instar.logs.read.record import RecordedEvent, RunRecord, Series, read_record
-from instar.logs.text.encoding import encodable
+from instar.logs.read.scan import SegmentTree
 from instar.record.events import Event, Placed, RecordError, RunStarted
+from instar.record.format import encodable
 from instar.record.rundir import RunDir
 
 POLL_S = 0.2

@@ -10,8 +10,8 @@ import click
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load_checkpoint
-from instar.cli.checkpoints.checkpoint import checkpoint_at
-from instar.cli.completion import candidates
+from instar.cli import completion
+from instar.cli.checkpoint import checkpoint_at
 from instar.cli.options import CommandGroup, NewFolder, json_option
 from instar.cli.output import (
     picture_kind,
@@ -36,7 +36,7 @@ from instar.record.format import bytes_text
 from instar.record.rundir import RunDir, check_folders, find_run
 
 path_type = click.Path(path_type=Path)
-chain_argument = click.argument("where", metavar="CHAIN|RUN", shell_complete=candidates.run_names)
+chain_argument = click.argument("where", metavar="CHAIN|RUN", shell_complete=completion.run_names)
 link_option = click.option(
     "--link", "number", type=click.IntRange(0), help="Its number; default: the last."
 )
@@ -88,7 +88,7 @@ def apply_link(base: Path, link: Path, target: Path) -> None:
 
 
 @delta.command("verify")
-@click.argument("where", metavar="CHAIN|RUN|LINK", shell_complete=candidates.run_names)
+@click.argument("where", metavar="CHAIN|RUN|LINK", shell_complete=completion.run_names)
 @json_option
 def verify_chains(where: str, as_json: bool) -> None:
     """Read every byte of a chain, rebuild every state and compare its hash; of a LINK, its checksum.

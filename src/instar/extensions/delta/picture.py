@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from instar.config.errors import ConfigError
 from instar.extensions.delta.format.statistics import LinkStatistics
 from instar.logs.plot.figure import render_figure
-from instar.logs.plot.style import COLOURS, INK, WIDTH
+from instar.logs.plot.legend import COLOURS, INK, WIDTH
 
 _CURVE, _ROW = 1.8, 0.16
 """inches: height of a curve, and of a layer"""

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from instar.config.errors import ConfigError, shorten_text
-from instar.logs.plot.axes import axis_label, check_axis
 from instar.logs.plot.chart import (
     Annotation,
     Chart,
@@ -18,13 +17,15 @@ from instar.logs.plot.chart import (
     Kind,
     Panel,
     Polyline,
+    axis_label,
+    check_axis,
     metric_text,
     panel_label,
     subtitle,
 )
-from instar.logs.plot.marks import marks
 from instar.logs.plot.transforms import band, smooth, thin
 from instar.logs.query.groups import By, group_indices, notes_on_data
+from instar.logs.query.stages import marks
 from instar.logs.read.record import ALIASES, RunRecord, Series, unknown_metric
 from instar.record.events import RunStarted
 from instar.record.rundir import RunDir

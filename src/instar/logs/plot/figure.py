@@ -17,18 +17,22 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
-from instar.logs.plot.axes import (
+from instar.logs.plot.chart import (
     POWERS,
+    Annotation,
+    Chart,
+    Curve,
+    Panel,
     axis_base,
     decades,
+    metric_text,
     power_of,
     power_text,
+    short_names,
     ten_to,
     tick_texts,
 )
-from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, metric_text, short_names
-from instar.logs.plot.legend import add_legend, colour_of, height_below, is_crowded
-from instar.logs.plot.style import (
+from instar.logs.plot.legend import (
     ALARM,
     COLOURS,
     DASHED,
@@ -38,7 +42,11 @@ from instar.logs.plot.style import (
     RC,
     SIGN_STYLES,
     WIDTH,
+    add_legend,
+    colour_of,
     colours,
+    height_below,
+    is_crowded,
     ring,
 )
 

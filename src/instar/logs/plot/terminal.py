@@ -11,24 +11,22 @@ from typing import Any
 import numpy as np
 
 from instar.config.errors import ConfigError, visible
-from instar.logs.plot.axes import (
-    POWERS,
-    axis_base,
-    decades,
-    power_of,
-    power_text,
-    round_places,
-    ten_to,
-    tick_texts,
-)
 from instar.logs.plot.chart import (
+    POWERS,
     Annotation,
     Chart,
     Panel,
     Polyline,
+    axis_base,
     curve_text,
+    decades,
     panel_label,
+    power_of,
+    power_text,
+    round_places,
     short_names,
+    ten_to,
+    tick_texts,
 )
 from instar.record.format import encodable_as
 

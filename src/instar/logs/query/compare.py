@@ -24,8 +24,14 @@ from instar.logs.query.alignment import (
     saving,
     values_at,
 )
-from instar.logs.query.basis import Comparability, comparability
-from instar.logs.query.groups import SAME_DATA, RunGroup, check_same_data, warnings_on_data
+from instar.logs.query.groups import (
+    SAME_DATA,
+    Comparability,
+    RunGroup,
+    check_same_data,
+    comparability,
+    warnings_on_data,
+)
 from instar.logs.read.record import ALIASES, RunRecord, unknown_metric
 from instar.record.events import BeginsAnew, RunStarted, to_words
 from instar.record.rundir import RunDir

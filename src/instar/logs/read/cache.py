@@ -39,8 +39,7 @@ from instar.config.errors import InstarError
 from instar.config.files import open_regular, own_regular
 from instar.distributed.placement import usable_cores
 from instar.logs.read.columns import AXIS_TYPES, CELLS, LazyColumns, MetricTable, absent
-from instar.logs.read.scan import AT_ONCE_BYTES, MAX_FAULTS, Content, pieces, scan
-from instar.logs.read.sidecar import (
+from instar.logs.read.reader_cache import (
     MOST_BYTES,
     FileStamp,
     cache_folder,
@@ -51,6 +50,7 @@ from instar.logs.read.sidecar import (
     stamp_record,
     write_checked,
 )
+from instar.logs.read.scan import AT_ONCE_BYTES, MAX_FAULTS, Content, pieces, scan
 from instar.processes.pool import WorkerLost, Workers
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from instar.config.errors import ConfigError, nearest
 from instar.config.files import open_regular
-from instar.logs.read.lineage import EVERYTHING, SegmentTree
+from instar.logs.read.scan import EVERYTHING, SegmentTree
 from instar.record.events import (
     Event,
     Placed,

@@ -18,9 +18,8 @@ import numpy.typing as npt
 from instar.config.errors import ConfigError, nearest
 from instar.logs.read import cache
 from instar.logs.read.columns import LazyColumns, MetricTable, present
-from instar.logs.read.lineage import EVERYTHING, SegmentTree
-from instar.logs.read.scan import Content, no_record, scan
-from instar.logs.read.sidecar import cache_folder
+from instar.logs.read.reader_cache import cache_folder
+from instar.logs.read.scan import EVERYTHING, Content, SegmentTree, no_record, scan
 from instar.record.events import (
     NOT_AN_EVENT,
     TRAIN_METRICS,

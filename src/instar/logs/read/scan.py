@@ -1,6 +1,8 @@
-"""Scans a record in blocks of lines: measurements become columns, other lines stay events.
+"""Scans a record in blocks of lines: measurements become columns, other lines stay events; and determines which
+steps were superseded by a resume from an earlier checkpoint.
 
-A long record is read by one process per core.
+A long record is read by one process per core. Each segment resumes from a checkpoint, which an earlier
+segment saved. Steps on the newest segment's line of descent count; all others are superseded.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
@@ -29,12 +31,19 @@ from instar.logs.read.columns import (
     tables_of,
 )
 from instar.processes.pool import WorkerLost, Workers
-from instar.record.events import NOT_AN_EVENT, VERSION, Event, RecordError, decode_event
+from instar.record.events import (
+    NOT_AN_EVENT,
+    VERSION,
+    Event,
+    RecordError,
+    RunStarted,
+    Saved,
+    decode_event,
+)
 from instar.record.progress import Advance, progress
 
 if TYPE_CHECKING:
     from instar.logs.read.columns import Column
-
 
 BLOCK_BYTES = 1 << 18
 """small enough that the events of a block stay in the processor's cache"""
@@ -349,3 +358,48 @@ def _borders(path: Path, begin: int, size: int) -> Iterator[int]:
             if begin < size:
                 yield begin
     yield size
+
+
+EVERYTHING = 2**63 - 1
+NOTHING = -1
+
+
+class SegmentTree(msgspec.Struct):
+    """The segments of a run and the checkpoints they resumed from, updated event by event.
+
+    A segment that names no checkpoint continues the previous segment.
+    """
+
+    began: dict[int, int] = {}
+    """the step at which each segment starts"""
+    parents: dict[int, int] = {}
+    """the segment that saved the checkpoint from which a segment resumed"""
+    saved: dict[str, int] = {}
+    """the segment that saved each checkpoint"""
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Saved):
+            self.saved[PurePath(event.path).name] = event.segment
+        elif isinstance(event, RunStarted):
+            self.began[event.segment] = event.step
+            parent = self.saved.get(event.resumed_from or "", event.segment)
+            if parent < event.segment:
+                self.parents[event.segment] = parent
+
+    def limits(self, first_steps: Mapping[int, int] | None = None) -> dict[int, int]:
+        """Return the last step of each segment that is not superseded; `NOTHING` if all are.
+
+        `first_steps`: the first measured step of each segment, for segments without a `run_started`.
+        """
+        begins = {segment: max(step - 1, 0) for segment, step in (first_steps or {}).items()}
+        began = begins | self.began
+        segments = sorted(began)
+        limits = dict.fromkeys(segments, NOTHING)
+        limit = EVERYTHING
+        while segments:
+            segment = segments.pop()
+            limits[segment] = limit
+            limit = min(limit, began[segment])
+            parent = self.parents.get(segment, segment)
+            segments = [segment for segment in segments if segment <= parent]
+        return limits

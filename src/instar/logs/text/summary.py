@@ -9,7 +9,7 @@ from pathlib import Path
 
 from instar.extensions import layer_titles, metric_names
 from instar.logs.query.summary import MetricValue, Summary
-from instar.logs.text.tables import align_columns, indent_text, wrap_line
+from instar.logs.text.stdout import align_columns, indent_text, wrap_line
 from instar.record.events import OperationEvent
 from instar.record.format import (
     bytes_text,

@@ -19,7 +19,7 @@ from instar.config.load import Loaded
 from instar.config.origins import config_text
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.logs.query.state import run_status
-from instar.logs.read.summary_cache import cached_summary
+from instar.logs.read.reader_cache import cached_summary
 from instar.record import atomic
 from instar.record.events import Branched, read_events
 from instar.record.recorder import Recorder

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from instar.logs.text.tables import align_columns
+from instar.logs.text.stdout import align_columns
 from instar.record.atomic import TMP, rename
 
 UNPROFILED = 3

@@ -31,9 +31,8 @@ from instar.record.recorder import Recorder, Silent, Sink
 from instar.record.rundir import RunDir, create_run_dir, hold
 from instar.record.start_folder import note_start
 from instar.record.system import machine, versions
-from instar.record.trackers.configured import configured_trackers
 from instar.record.trackers.sink import TrackerSink
-from instar.record.trackers.tracker import TrackedRun
+from instar.record.trackers.tracker import TrackedRun, configured_trackers
 from instar.run.changes.scheduled import check_ahead
 from instar.run.loop.components import Components
 from instar.run.output.operation_text import format_shape

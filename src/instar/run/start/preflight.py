@@ -26,7 +26,7 @@ from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
 from instar.record.start_folder import explain_error
 from instar.record.system import host_bytes
-from instar.record.trackers.configured import missing_libraries
+from instar.record.trackers.tracker import missing_libraries
 from instar.schedule.branches import BRANCH, branch_folder, read_branch
 from instar.schedule.branches import branch_problems as schedule_problems
 from instar.schedule.checks import has_end, without_effect

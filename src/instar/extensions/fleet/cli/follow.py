@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from instar.cli.completion import candidates
+from instar.cli import completion
 from instar.cli.options import StrictCommand, json_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
@@ -40,7 +40,7 @@ _AGAIN_S = 0.2
 
 
 @click.command("status", cls=StrictCommand)
-@click.argument("name", required=False, shell_complete=candidates.fleets)
+@click.argument("name", required=False, shell_complete=completion.fleets)
 @click.option("--watch", is_flag=True, help="Keep it up to date until the fleet has ended.")
 @json_option
 def status(name: str | None, watch: bool, as_json: bool) -> int:
@@ -66,7 +66,7 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
 
 
 @click.command("logs", cls=StrictCommand)
-@click.argument("name", shell_complete=candidates.fleets)
+@click.argument("name", shell_complete=completion.fleets)
 @click.argument("instance", required=False)
 @click.argument("process", required=False)
 @click.option(
@@ -112,7 +112,7 @@ def logs(
 
 
 @click.command("stop", cls=StrictCommand)
-@click.argument("name", shell_complete=candidates.fleets)
+@click.argument("name", shell_complete=completion.fleets)
 @click.argument("instances", nargs=-1, required=True)
 def stop(name: str, instances: tuple[str, ...]) -> None:
     """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
@@ -139,7 +139,7 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
 
 
 @click.command("down", cls=StrictCommand)
-@click.argument("name", shell_complete=candidates.fleets)
+@click.argument("name", shell_complete=completion.fleets)
 @click.option("--kill", is_flag=True, help="Kill at once instead of asking.")
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from instar.cli.completion import candidates
+from instar.cli import completion
 from instar.cli.options import StrictCommand, json_option, set_option, trust_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
@@ -119,7 +119,7 @@ def up(
 
 
 @click.command("resume", cls=StrictCommand)
-@click.argument("name", shell_complete=candidates.fleets)
+@click.argument("name", shell_complete=completion.fleets)
 @only_option
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
 @detach_option

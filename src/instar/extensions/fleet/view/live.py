@@ -23,7 +23,7 @@ from instar.extensions.fleet.view.table import (
     title,
     without_line_breaks,
 )
-from instar.logs.text.tables import align_columns, columns_that_fit
+from instar.logs.text.stdout import align_columns, columns_that_fit
 from instar.record.console import LiveScreen, PlainScreen, open_screen
 from instar.record.format import loss
 

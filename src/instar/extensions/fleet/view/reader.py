@@ -17,8 +17,8 @@ from instar.extensions.fleet.plan import Instance, instances_of
 from instar.extensions.fleet.spec import Search
 from instar.extensions.fleet.state import FleetStatus, fold_events, read_fleet_events
 from instar.extensions.fleet.view.rows import FleetView, fleet_view, group_name
-from instar.logs.query.basis import notes_on_bases, recorded_basis
-from instar.logs.query.progress import ProgressReader, RunProgress
+from instar.logs.query.groups import notes_on_bases, recorded_basis
+from instar.logs.query.state import ProgressReader, RunProgress
 from instar.record.rundir import RunDir
 
 MAX_BYTES = 1 << 30

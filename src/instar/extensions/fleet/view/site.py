@@ -20,8 +20,8 @@ from instar.extensions.fleet.state import ENDED, FLEETS, STATE_FILE
 from instar.extensions.fleet.view.reader import FleetReader
 from instar.extensions.fleet.view.rows import InstanceRow, ProcessRow, group_name
 from instar.extensions.fleet.view.table import without_line_breaks
-from instar.logs.text.encoding import encodable
 from instar.record.events import to_words
+from instar.record.format import encodable
 from instar.record.rundir import RunDir
 
 FRESH_S = 0.9

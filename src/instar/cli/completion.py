@@ -1,7 +1,7 @@
-"""What a shell completes: runs, their checkpoints, keys of configs, fleets.
+"""What a shell completes: runs, their checkpoints, keys of configs, fleets; and the script that makes it do so.
 
 Only names of files are read, nothing of their content, and no code but that of this package is run.
-Each function has the signature of click's `shell_complete`.
+Each function but the command has the signature of click's `shell_complete`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, get_completion_class
 
 from instar import __version__
 from instar.config.files import cache_home, read_regular
@@ -90,7 +90,7 @@ def _matching(names: Iterable[str], incomplete: str, *, with_files: bool = True)
 def _keys() -> list[str]:
     """Return the keys of the built-in tasks. They are cached: the schema takes long to import."""
     home = cache_home("completion")
-    schema = Path(__file__).parents[2] / "config"
+    schema = Path(__file__).parents[1] / "config"
     files = [*schema.glob("*.py"), *schema.parent.glob("extensions/*/*.py")]
     state = [__version__, *sorted(path.stat().st_mtime_ns for path in files)]
     if home is not None:
@@ -109,3 +109,20 @@ def _keys() -> list[str]:
         with suppress(OSError), atomic_file(home / "keys.json", durable=False) as temporary:
             temporary.write_text(json.dumps({"of": state, "keys": [*every]}))
     return [*every]
+
+
+VARIABLE = "_INSTAR_COMPLETE"
+"""environment variable by which a shell asks for completions"""
+
+
+@click.command(
+    epilog='bash:  eval "$(instar completion bash)"  in ~/.bashrc; zsh: the same in ~/.zshrc; '
+    "fish:  instar completion fish > ~/.config/fish/completions/instar.fish"
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the script with which SHELL completes commands, options, runs, checkpoints and keys."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(context.find_root().command, {}, "instar", VARIABLE).source())

@@ -31,7 +31,8 @@ from instar.checkpoint.manifest import (
     read_manifest,
 )
 from instar.checkpoint.store import load_checkpoint
-from instar.cli.checkpoints.describe import (
+from instar.cli import completion
+from instar.cli.checkpoint_output import (
     parameter_count,
     pretrained_facts,
     print_analysis,
@@ -42,7 +43,6 @@ from instar.cli.checkpoints.describe import (
     print_rows,
     print_tensors,
 )
-from instar.cli.completion import candidates
 from instar.cli.options import CommandGroup, NewFolder, byte_size, json_option
 from instar.cli.output import print_json, print_named
 from instar.config.errors import ConfigError
@@ -63,7 +63,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@click.argument("run", shell_complete=candidates.run_names)
+@click.argument("run", shell_complete=completion.run_names)
 @click.option(
     "--verify", is_flag=True, help="Read every byte and report which checkpoints are whole."
 )
@@ -92,7 +92,7 @@ def list_(run: str, verify: bool, as_json: bool) -> int:
 
 
 @checkpoint.command("inspect")
-@click.argument("where", metavar="CHECKPOINT|RUN|FOLDER", shell_complete=candidates.checkpoints)
+@click.argument("where", metavar="CHECKPOINT|RUN|FOLDER", shell_complete=completion.checkpoints)
 @click.option("--tensors", is_flag=True, help="Also list every tensor, its type and shape.")
 @click.option(
     "--config", "config_only", is_flag=True, help="Print the config that the run began with."
@@ -164,7 +164,7 @@ def _inspect_pretrained(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 @checkpoint.command("verify")
-@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=completion.checkpoints)
 @click.option("--all", "every", is_flag=True, help="Every checkpoint of the run, not one.")
 @json_option
 def verify_checkpoints(where: str, every: bool, as_json: bool) -> int:
@@ -191,8 +191,8 @@ def verify_checkpoints(where: str, every: bool, as_json: bool) -> int:
 
 
 @checkpoint.command("diff")
-@click.argument("a", metavar="A", shell_complete=candidates.checkpoints)
-@click.argument("b", metavar="B", shell_complete=candidates.checkpoints)
+@click.argument("a", metavar="A", shell_complete=completion.checkpoints)
+@click.argument("b", metavar="B", shell_complete=completion.checkpoints)
 @click.option(
     "--tensors", is_flag=True, help="List the tensors of all files, not only the model's."
 )
@@ -227,7 +227,7 @@ def diff_checkpoints(a: str, b: str, tensors: bool, as_json: bool) -> None:
 
 
 @checkpoint.command("analyze")
-@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=completion.checkpoints)
 @click.option("--against", metavar="CHECKPOINT|RUN", help="Default: the one saved before it.")
 @json_option
 def analyze_weights(where: str, against: str | None, as_json: bool) -> None:
@@ -250,7 +250,7 @@ def analyze_weights(where: str, against: str | None, as_json: bool) -> None:
 
 
 @checkpoint.command("export")
-@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=candidates.checkpoints)
+@click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=completion.checkpoints)
 @click.argument("folder", type=NewFolder())
 @click.option("--to", "_to", type=click.Choice(["hf"]), required=True, help="hf: transformers.")
 @click.option("--ema", is_flag=True, help="Export the moving average of the weights.")

@@ -1,1 +1,0 @@
-"""Commands on checkpoints and chains of deltas."""
