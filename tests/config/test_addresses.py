@@ -44,8 +44,7 @@ def nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("task", "key"),
-    [(task, key) for task in known_tasks() for key in text_keys(task)],
+    ("task", "key"), [(task, key) for task in known_tasks() for key in text_keys(task)]
 )
 def test_every_key_of_a_path_refuses_addresses(task: str, key: str) -> None:
     for address in ("s3://bucket/x", "file:///tmp/x", "GS://b"):

@@ -193,11 +193,7 @@ def test_a_schedule_that_names_its_first_shape_replaces_the_presets(
         ),
         (FAMILY, ["train.until=3ep"], "which epochs do not tell; write steps, tokens or samples"),
         (MOULT, ["model.from=there"], "not with the weights of model.from"),
-        (
-            MOULT,
-            ["task=causal_lm"],
-            "grows GPTs of task language, not models of task causal_lm",
-        ),
+        (MOULT, ["task=causal_lm"], "grows GPTs of task language, not models of task causal_lm"),
         ("[moult, fast]", [], "grows at 0.7 of the budget, and the rate decays from 0 on;"),
         ("[moult, plain]", [], "or list moult as the last preset"),
         (MOULT, ["learning_rate.decay_fraction=0.4"], "the rate decays from 0.6 on"),

@@ -135,11 +135,7 @@ def test_feeds_of_any_ranks_leave_out_the_same_samples(
     prefetch=st.booleans(),
 )
 def test_epochs_are_the_data_set_whatever_batch_accumulation_and_world_size_do(
-    samples: int,
-    stretches: list[tuple[int, int, int]],
-    epochs: int,
-    kind: Any,
-    prefetch: bool,
+    samples: int, stretches: list[tuple[int, int, int]], epochs: int, kind: Any, prefetch: bool
 ) -> None:
     source, order = Numbers(samples), make_order(kind, samples, seed=4)
     seen: list[Counter[int]] = [Counter() for _ in range(epochs)]

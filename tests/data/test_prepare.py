@@ -338,8 +338,7 @@ def test_a_tokenizer_that_is_not_there_is_said_before_anything_is_read(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("val", "test", "sizes"),
-    [(0.05, 0.05, [20, 20]), (0.3, 0.1, [30, 10]), (0.2, 0.0, [40])],
+    ("val", "test", "sizes"), [(0.05, 0.05, [20, 20]), (0.3, 0.1, [30, 10]), (0.2, 0.0, [40])]
 )
 def test_what_is_held_out_may_have_a_source_of_its_own(
     tmp_path: Path, rows: Path, val: float, test: float, sizes: list[int]

@@ -18,12 +18,7 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.data.text import verify
-from instar.data.text.shards import (
-    ShardWriter,
-    TokenizerRecord,
-    open_dataset,
-    write_record,
-)
+from instar.data.text.shards import ShardWriter, TokenizerRecord, open_dataset, write_record
 from instar.data.text.verify import verify_changed, verify_tokens
 from instar.record.atomic import atomic_dir
 

@@ -428,10 +428,7 @@ def is_fixed(key: str, allow: Collection[str] = (), *, untrained: bool = False) 
 @cache
 def json_schema(root: Root) -> dict[str, Any]:
     """Return the JSON Schema of a config file, for editors."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **root.model_json_schema(),
-    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root.model_json_schema()}
 
 
 def editor_schema(root: Root, name: str = "") -> dict[str, Any]:

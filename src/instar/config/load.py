@@ -245,11 +245,7 @@ class _Findings:
         return document
 
     def read(
-        self,
-        path: str,
-        start: str,
-        location: SourceLocation | None = None,
-        within: KeyPath = (),
+        self, path: str, start: str, location: SourceLocation | None = None, within: KeyPath = ()
     ) -> Document | None:
         """Parse a file, see `document.read`; None after a problem that prevents it."""
         self.files.append(path)

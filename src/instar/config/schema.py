@@ -542,8 +542,7 @@ class RunConfig(Section):
         default_factory=CheckpointConfig, description="when to save, and what to keep"
     )
     resume: Literal["never", "auto"] = Field(
-        "never",
-        description="auto: resume the run in record.run_dir if it exists, else start it",
+        "never", description="auto: resume the run in record.run_dir if it exists, else start it"
     )
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="ranks and their communication"

@@ -121,7 +121,7 @@ RENAMED: Mapping[str, tuple[str, str]] = {
         "it is stop_when now: any stops as soon as one metric has stopped improving, all only when every "
         "metric has; elsewhere mode any means that any improvement starts the patience again, which is "
         "stop_when: all, and mode all is stop_when: any",
-    ),
+    )
 }
 """Keys of earlier versions whose values could be misread: the key that is meant, and what to write."""
 

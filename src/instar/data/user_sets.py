@@ -51,11 +51,7 @@ Item = tuple[int, Mapping[str, Any]]
 
 
 def sample_set(
-    make: Callable[[], object],
-    value: object,
-    fields: Sequence[str],
-    data: SamplesConfig,
-    seed: int,
+    make: Callable[[], object], value: object, fields: Sequence[str], data: SamplesConfig, seed: int
 ) -> SampleSet | StreamedSet:
     """Return the samples that a user's function gives, as one set or one for each split.
 

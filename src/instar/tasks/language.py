@@ -162,8 +162,7 @@ class LanguageTask(TextTask):
         from instar.models.gpt import GPT
 
         return GPT(
-            self.architecture,
-            gradient_checkpointing=self.config.train.gradient_checkpointing,
+            self.architecture, gradient_checkpointing=self.config.train.gradient_checkpointing
         )
 
     def initial_values(self) -> Mapping[str, torch.Tensor]:

@@ -40,11 +40,7 @@ from instar.data.text.shards import (
     write_once,
     write_record,
 )
-from instar.data.text.tokenizer import (
-    BPETokenizer,
-    named_tokenizer,
-    tokenizer_files,
-)
+from instar.data.text.tokenizer import BPETokenizer, named_tokenizer, tokenizer_files
 
 MARKS = "marks"
 TARGET, BEGINS = 1, 2
@@ -168,10 +164,7 @@ def divide_conversations(data: DataConfig, seed: int, say: Say) -> dict[str, tup
             "val": whole_documents(every, held_out.sizes),
         }
         _say_leaks(parts, lines.digests, held_out.digests, say)
-        return {
-            "train": (data.source, parts["train"]),
-            "val": (data.val_source, parts["val"]),
-        }
+        return {"train": (data.source, parts["train"]), "val": (data.val_source, parts["val"])}
     raise ConfigError.of(
         f"{data.source}: {count} conversations, too few or too unequal to hold out whole ones",
         where="data.val_source",

@@ -255,8 +255,7 @@ class _Parquet:
                     yield [text or "" for text in column.to_pylist()]
             except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
                 raise ConfigError.of(
-                    f"cannot read column {self.text_field!r} as text: {error}",
-                    where=str(self.path),
+                    f"cannot read column {self.text_field!r} as text: {error}", where=str(self.path)
                 ) from None
 
 

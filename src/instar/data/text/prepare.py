@@ -44,12 +44,7 @@ from instar.data.text.origin import (
     source_changes,
 )
 from instar.data.text.provenance import Files, check_unchanged, survey, write_survey
-from instar.data.text.rows import (
-    RowIndex,
-    RowsRecord,
-    read_row_index,
-    write_row_index,
-)
+from instar.data.text.rows import RowIndex, RowsRecord, read_row_index, write_row_index
 from instar.data.text.shards import (
     DATASET_FILE,
     Shard,

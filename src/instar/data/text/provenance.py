@@ -139,9 +139,7 @@ def read_survey(folder: Path) -> dict[str, Files]:
         raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError.of(
-            f"not a record of sources: {error}",
-            where=str(file),
-            hint="prepare the data set again",
+            f"not a record of sources: {error}", where=str(file), hint="prepare the data set again"
         ) from None
 
 

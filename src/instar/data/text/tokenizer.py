@@ -313,10 +313,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     model.train_from_iterator(_in_words(texts), trainer)
     return BPETokenizer(model.to_str())

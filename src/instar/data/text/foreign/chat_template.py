@@ -140,11 +140,7 @@ class ChatTemplate:
         return Rendering(text, [(len(prompt), len(text))])
 
     def _of_messages(
-        self,
-        messages: Messages,
-        options: Options,
-        spans: Spans,
-        targets: list[int],
+        self, messages: Messages, options: Options, spans: Spans, targets: list[int]
     ) -> Spans:
         """Return those of a template's spans that belong to the trained messages."""
         answers = [
