@@ -14,7 +14,7 @@ from instar.config.errors import ConfigError
 from instar.config.fields import values
 from instar.config.language import LanguageConfig
 from instar.config.load import Loaded, loaded_from_json
-from instar.config.presets.growing import (
+from instar.config.growing import (
     FAMILY,
     GROWN_AT,
     MOULT,

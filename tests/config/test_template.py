@@ -11,7 +11,7 @@ from instar.config.errors import ConfigError
 from instar.config.fields import known_tasks, root_of, schema_keys
 from instar.config.load import load_config
 from instar.config.origins import in_yaml, plain_text
-from instar.config.presets.growing import DIVISORS
+from instar.config.growing import DIVISORS
 from instar.config.starter import starter, starter_files
 
 TASKS = {

@@ -61,7 +61,7 @@ from instar.config.origins import (
     value_places,
     yaml_of,
 )
-from instar.config.presets import growing
+from instar.config import growing
 from instar.config.schema import RunConfig
 from instar.config.sections import FROM
 from instar.config.user_code import check_trusted

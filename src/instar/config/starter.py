@@ -18,7 +18,7 @@ from instar.config.errors import ConfigError, printable_text
 from instar.config.fields import LANGUAGE, flatten_config, root_of, schema_keys, values
 from instar.config.load import load_config
 from instar.config.origins import entry_text, opening
-from instar.config.presets import growing
+from instar.config import growing
 from instar.config.schema import RunConfig
 from instar.extensions import starters
 

@@ -1,1 +1,0 @@
-"""Presets: files of values, and the two that are computed from the rest of a config (`growing`)."""
