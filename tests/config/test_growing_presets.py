@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.config.fields import values
-from instar.config.language import LanguageConfig
-from instar.config.load import Loaded, loaded_from_json
 from instar.config.growing import (
     FAMILY,
     GROWN_AT,
@@ -23,6 +21,8 @@ from instar.config.growing import (
     sizes,
     stage_starts,
 )
+from instar.config.language import LanguageConfig
+from instar.config.load import Loaded, loaded_from_json
 from instar.schedule.checks import load_checked
 
 PRESETS = st.sampled_from([MOULT, FAMILY])

@@ -9,9 +9,9 @@ from instar.config import PRESETS, names_in
 from instar.config.document import parse
 from instar.config.errors import ConfigError
 from instar.config.fields import known_tasks, root_of, schema_keys
+from instar.config.growing import DIVISORS
 from instar.config.load import load_config
 from instar.config.origins import in_yaml, plain_text
-from instar.config.growing import DIVISORS
 from instar.config.starter import starter, starter_files
 
 TASKS = {

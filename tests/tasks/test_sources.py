@@ -9,8 +9,7 @@ import pytest
 import science
 from tiny_run import Place, events, said
 
-from instar.tasks.basis import incomparable
-from instar.tasks.sources import task_files
+from instar.tasks.basis import incomparable, task_files
 
 FILES = {
     "task.py": "import json, numpy, helper\nfrom parts import layers\ndef late():\n    import later\nraise SystemExit",

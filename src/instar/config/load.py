@@ -17,7 +17,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from instar.config import CONFIG_VARIABLE, PRESETS, names_in, suggestions
+from instar.config import CONFIG_VARIABLE, PRESETS, growing, names_in, suggestions
 from instar.config.checks import cross_checks
 from instar.config.document import (
     MAX_PROBLEMS,
@@ -61,7 +61,6 @@ from instar.config.origins import (
     value_places,
     yaml_of,
 )
-from instar.config import growing
 from instar.config.schema import RunConfig
 from instar.config.sections import FROM
 from instar.config.user_code import check_trusted

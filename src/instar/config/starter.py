@@ -12,13 +12,12 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from instar.config import PRESETS, STARTERS, names_in
+from instar.config import PRESETS, STARTERS, growing, names_in
 from instar.config.document import dotted_key, parse
 from instar.config.errors import ConfigError, printable_text
 from instar.config.fields import LANGUAGE, flatten_config, root_of, schema_keys, values
 from instar.config.load import load_config
 from instar.config.origins import entry_text, opening
-from instar.config import growing
 from instar.config.schema import RunConfig
 from instar.extensions import starters
 

@@ -25,8 +25,8 @@ from instar.distributed.failure import exits_fail
 from instar.models.module import check_trainable, persistent_buffers
 from instar.models.shape import Fixed, Growable, ModuleFacts
 from instar.models.table import check_shape_buffers, check_table
+from instar.tasks.basis import digest_of_sources
 from instar.tasks.custom import NEEDED, CustomTask
-from instar.tasks.sources import digest_of_sources
 from instar.tasks.task import SampleSetSpec, SavedModel
 
 
