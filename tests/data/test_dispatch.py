@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from instar.data.broadcast import SourceFailed
 from instar.data.columns import leaves
 from instar.data.loader import LocalReader, Prefetcher, StepBatch, WaitCancelled
-from instar.data.order import Shuffled
-from instar.data.plan import plan_step
+from instar.data.order import Shuffled, plan_step
 
 
 def alike(one: StepBatch, other: StepBatch) -> bool:

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instar.data.order import UNKNOWN
-from instar.data.plan import Laned
+from instar.data.order import UNKNOWN, Laned
 from instar.data.text.streams.source import LaneOrder
 
 lengths_of_lanes = st.lists(st.integers(0, 30), min_size=1, max_size=6).map(tuple)

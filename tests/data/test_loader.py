@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from instar.data.loader import BLOCK_S, StepBatch
-from instar.data.order import Int64Array, Order, Sequential, Shuffled, make_order
-from instar.data.plan import StepPlan, divide_step, micro_slices, plan_step
+from instar.data.order import (
+    Int64Array,
+    Order,
+    Sequential,
+    Shuffled,
+    StepPlan,
+    divide_step,
+    make_order,
+    micro_slices,
+    plan_step,
+)
 from instar.data.source import TokenWindows
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from instar.data.arrays import InMemorySource
 from instar.data.loader import LocalReader, ReadRequest, StepKey
-from instar.data.order import make_order
-from instar.data.plan import balance_costs
+from instar.data.order import balance_costs, make_order
 from instar.data.source import CostedSource
 
 COSTS = st.lists(st.integers(0, 10_000), max_size=80)

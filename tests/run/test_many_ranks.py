@@ -14,7 +14,7 @@ from forks import forks
 from started import INSTALLED, run_ranks, start_instar
 
 from instar.config.load import Loaded
-from instar.data.plan import plan_step
+from instar.data.order import plan_step
 from instar.record.events import Eval, Stop, Train, read_events
 from instar.run.start.preflight import preflight
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from instar.data.loader import MicroBatch, StepBatch
-from instar.data.plan import StepPlan
+from instar.data.order import StepPlan
 from instar.run.start.preflight import Prepared
 from instar.run.state.gradient_stats import NoiseScale, PartNorm, noise_interval, part_of
 from instar.run.step.stepper import to_device

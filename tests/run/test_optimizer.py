@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from instar.config.schema import OptimizerConfig
 from instar.data.loader import MicroBatch, StepBatch
-from instar.data.plan import StepPlan
+from instar.data.order import StepPlan
 from instar.distributed.world import World
 from instar.models.hf.families import FAMILIES
 from instar.run.optim.optimizer import (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instar.config.budget import Budget, parse_budget
-from instar.data.plan import plan_step
+from instar.data.order import plan_step
 from instar.data.source import windows_of
 from instar.schedule.timeline import Clock, Leg, Pace, Timeline, partial_steps
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from tiny_run import Place, codes, said
 
 from instar.data.loader import StepBatch
-from instar.data.order import Order, make_order
-from instar.data.plan import plan_step
+from instar.data.order import Order, make_order, plan_step
 
 CUTS = figures.times(60, 3000)
 CASES = figures.times(1, 12)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from instar.data.columns import NUMBERS, Column, Columns, Ragged
 from instar.data.loader import Block, MicroBatch, Reader, ReadRequest, StepBatch, StepKey
-from instar.data.plan import StepPlan
+from instar.data.order import StepPlan
 from instar.distributed.failure import PeerLost, RunFailed
 
 Bytes = NDArray[np.uint8]

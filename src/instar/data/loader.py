@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.data.columns import Columns, Ragged, cut, leaves, nbytes
-from instar.data.order import Int64Array, Order
-from instar.data.plan import (
+from instar.data.order import (
     Costly,
+    Int64Array,
     Laned,
+    Order,
     Places,
     StepPlan,
     balance_costs,

@@ -19,8 +19,7 @@ from instar.config.schema import RunConfig
 from instar.data.broadcast import BroadcastReceiver, BroadcastSender
 from instar.data.columns import Columns, Ragged, map_columns
 from instar.data.loader import LocalReader, Prefetcher, Reader
-from instar.data.order import UNKNOWN, Order
-from instar.data.plan import Laned
+from instar.data.order import UNKNOWN, Laned, Order
 from instar.data.source import Source, close
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
