@@ -15,9 +15,8 @@ from samples import same
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig, Size
 from instar.data.order import Int64Array, divide_step, plan_step, samples_at
-from instar.data.source import close
+from instar.data.source import WorkerSource, close
 from instar.data.split import HELD_OUT, SampleSet, Subset, check_division, divide_samples
-from instar.data.workers import WorkerSource
 
 MakeFile = Callable[..., str]
 CONFIGURATIONS = times(250, 1000)

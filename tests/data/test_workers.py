@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import same
 
-from instar.data.workers import WorkerSource
+from instar.data.source import WorkerSource
 from instar.processes.pool import WorkerLost, WorkerTraceback
 
 

@@ -18,9 +18,16 @@ from instar.config.language import DataConfig
 from instar.config.schema import SamplesConfig, Size
 from instar.data.columns import Columns
 from instar.data.order import Int64Array, Order, Shuffled, key_bytes, order_of
-from instar.data.source import CostedSource, Measure, Source, check_indices, close, measure_of
+from instar.data.source import (
+    CostedSource,
+    Measure,
+    Source,
+    WorkerSource,
+    check_indices,
+    close,
+    measure_of,
+)
 from instar.data.user_source import transform_source
-from instar.data.workers import WorkerSource
 
 Parts = NDArray[np.int64]
 """Rows (document, first byte, end byte), [n, 3], ascending by document."""

@@ -16,7 +16,14 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.user_code import load_named, what_happened
 from instar.data.order import Order, make_order, order_of
-from instar.data.source import Concatenated, DocumentSamples, Source, TokenWindows, mixture_order
+from instar.data.source import (
+    Concatenated,
+    DocumentSamples,
+    Source,
+    TokenWindows,
+    WorkerSource,
+    mixture_order,
+)
 from instar.data.targets import TargetCount, TokenTargets, at_most, count_targets, mean_target_count
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
@@ -26,7 +33,6 @@ from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.tokenizer import load_saved_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transform_source
-from instar.data.workers import WorkerSource
 
 Say = Callable[[str], None]
 
