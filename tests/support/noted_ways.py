@@ -18,7 +18,7 @@ import states
 from torch import Tensor, nn
 
 import instar
-from instar.tasks.custom_spec import Batch
+from instar.tasks.user_task import Batch
 
 SOURCE = f"{Path(instar.__file__).parent}/"
 FOLDER = "NOTED_WAYS"

@@ -47,7 +47,7 @@ from instar.run.state.run_state import Decision
 from instar.run.state.sync_point import SyncPoint
 from instar.run.step.evaluate import Evaluation, EvaluationOptions, evaluate_source
 from instar.run.trainer import Trainer
-from instar.tasks.custom_spec import UserTask
+from instar.tasks.user_task import UserTask
 from instar.tasks.task import Measured, Tally
 
 CONFIG = """\

@@ -40,7 +40,7 @@ SPECS: Mapping[str, str] = {
     "causal_lm": "instar.tasks.causal_lm:CausalLMSpec",
 }
 """`TaskSpec` of each task of the core; its module imports no torch."""
-CUSTOM_SPEC = "instar.tasks.custom_spec:CustomSpec"
+CUSTOM_SPEC = "instar.tasks.user_task:CustomSpec"
 
 
 def spec_class(task: str) -> type[TaskSpec]:

@@ -38,7 +38,7 @@ from instar.tasks.task import Batch, Measured, SampleSetSpec, SavedModel, Tally,
 class CustomSpec(SampleSetSpec):
     """`TaskSpec` of a user's task; imports its module, and so torch."""
 
-    task_class = "instar.tasks.custom_spec:UserTask"
+    task_class = "instar.tasks.user_task:UserTask"
 
     custom_task: CustomTask[Any, Any]
     first: tuple[weakref.ref[nn.Parameter], ...]
