@@ -24,7 +24,7 @@ from instar.data.source import (
     WorkerSource,
     mixture_order,
 )
-from instar.data.targets import TargetCount, TokenTargets, at_most, count_targets, mean_target_count
+from instar.data.text.targets import TargetCount, TokenTargets, at_most, count_targets, mean_target_count
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
