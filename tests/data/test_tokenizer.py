@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.data.text import tokenizer as module
-from instar.data.text.token_bytes import token_bytes
+from instar.data.text.targets import token_bytes
 from instar.data.text.tokenizer import (
     END,
     BPETokenizer,

@@ -18,8 +18,8 @@ from instar.config.language import DataConfig
 from instar.config.schema import SamplesConfig
 from instar.data.arrays import InMemorySource
 from instar.data.source import WeightedSource
-from instar.data.text.targets import TokenTargets
 from instar.data.text.dataset import create_dataset_files, open_data, unread_targets
+from instar.data.text.targets import TokenTargets
 from instar.data.text.tokenizer import train_bpe
 from instar.data.user_sets import sample_set
 from instar.run.state.gradient_stats import part_of

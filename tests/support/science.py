@@ -47,8 +47,8 @@ from instar.run.state.run_state import Decision
 from instar.run.state.sync_point import SyncPoint
 from instar.run.step.evaluate import Evaluation, EvaluationOptions, evaluate_source
 from instar.run.trainer import Trainer
-from instar.tasks.user_task import UserTask
 from instar.tasks.task import Measured, Tally
+from instar.tasks.user_task import UserTask
 
 CONFIG = """\
 name: halves

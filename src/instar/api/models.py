@@ -174,7 +174,7 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
 
     import torch
 
-    from instar.data.text.token_bytes import token_bytes
+    from instar.data.text.targets import token_bytes
     from instar.models.module import enough_threads
 
     tokenizer = _tokenizer(path)

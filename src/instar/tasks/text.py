@@ -22,10 +22,9 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.order import Order
 from instar.data.source import IGNORED, Source, windows_of
-from instar.data.text.targets import TargetCount
 from instar.data.text import dataset as data
 from instar.data.text.dataset import DataSet
-from instar.data.text.token_bytes import token_bytes
+from instar.data.text.targets import TargetCount, token_bytes
 from instar.data.text.tokenizer import (
     Tokenizer,
     folder_of,

@@ -24,12 +24,18 @@ from instar.data.source import (
     WorkerSource,
     mixture_order,
 )
-from instar.data.text.targets import TargetCount, TokenTargets, at_most, count_targets, mean_target_count
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
 from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
+from instar.data.text.targets import (
+    TargetCount,
+    TokenTargets,
+    at_most,
+    count_targets,
+    mean_target_count,
+)
 from instar.data.text.tokenizer import load_saved_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transform_source
