@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from instar.config.errors import ConfigError
 from instar.data.split import whole_documents
-from instar.data.text.rows import check_ids, content_fingerprint, id_bytes, id_pieces, text_corpus
+from instar.data.text.documents import (
+    check_ids,
+    content_fingerprint,
+    id_bytes,
+    id_pieces,
+    text_corpus,
+)
 
 LISTS = [
     pa.list_(pa.int64()),

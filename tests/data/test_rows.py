@@ -24,9 +24,9 @@ from instar.data.source import TokenWindows
 from instar.data.text import prepare as module
 from instar.data.text import shards
 from instar.data.text.dataset import TokenData, create_dataset_files, missing, open_data
+from instar.data.text.documents import open_rows, read_row_index
 from instar.data.text.origin import default_path
 from instar.data.text.prepare import prepare_dataset
-from instar.data.text.rows import open_rows, read_row_index
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.tokenizer import load_saved_tokenizer, train_bpe
 
@@ -412,7 +412,7 @@ def test_no_rank_needs_torch_to_open_rows(tmp_path: Path) -> None:
     program = (
         "import sys; from instar.config.language import DataConfig\n"
         "from instar.data.text.prepare import prepare_dataset\n"
-        "from instar.data.text.rows import open_rows\n"
+        "from instar.data.text.documents import open_rows\n"
         "data = DataConfig(kind='rows', source=sys.argv[1], path=sys.argv[2])\n"
         "prepare_dataset(data, 1)\n"
         "open_rows(sys.argv[2]).split('train').read(0, 100)\n"

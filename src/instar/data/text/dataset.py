@@ -25,9 +25,9 @@ from instar.data.source import (
     mixture_order,
 )
 from instar.data.text.chat import MARKS, ChatSamples
+from instar.data.text.documents import open_rows
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
-from instar.data.text.rows import open_rows
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.targets import (
     TargetCount,

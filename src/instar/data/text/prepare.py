@@ -26,10 +26,14 @@ from instar.data.text.chat import write_conversations
 from instar.data.text.corpus import Corpus, open_corpus
 from instar.data.text.documents import (
     Documents,
+    RowIndex,
+    RowsRecord,
     open_held_out,
     open_rows_of,
     pieces_of,
+    read_row_index,
     same_documents,
+    write_row_index,
 )
 from instar.data.text.files import SourceFiles, names_text
 from instar.data.text.hf import load_rows, unread_files
@@ -44,7 +48,6 @@ from instar.data.text.origin import (
     source_changes,
 )
 from instar.data.text.provenance import Files, check_unchanged, survey, write_survey
-from instar.data.text.rows import RowIndex, RowsRecord, read_row_index, write_row_index
 from instar.data.text.shards import (
     DATASET_FILE,
     Shard,
