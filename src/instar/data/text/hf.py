@@ -21,12 +21,13 @@ from instar.data.text.files import SourceFiles, find_files, suffix_of, walk
 from instar.data.text.formats.builder import (
     FORMATS,
     at_source,
+    check_column,
     is_saved,
     library,
     no_split,
     open_builder,
+    other_columns,
 )
-from instar.data.text.formats.columns import check_column, other_columns
 from instar.record.progress import folder_bytes, progress
 
 if TYPE_CHECKING:
