@@ -15,7 +15,7 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text.dataset import create_dataset_files
-from instar.data.text.foreign import engine, worker
+from instar.data.text.foreign import engine, limited
 from instar.data.text.foreign.engine import Limited, Local, is_harmless
 from instar.data.text.tokenizer import (
     BPETokenizer,
@@ -110,7 +110,7 @@ def test_a_request_has_a_gibibyte_at_most() -> None:
     one = Limited(saved(**AFFECTED))
     one.encode([TEXT])
     most, _ = resource.prlimit(one.process.pid, resource.RLIMIT_DATA)
-    assert worker.LIMIT_BYTES < most < 1 << 30
+    assert limited.LIMIT_BYTES < most < 1 << 30
 
 
 def test_preparing_data_names_the_fault(tmp_path: Path) -> None:

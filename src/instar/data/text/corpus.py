@@ -28,8 +28,8 @@ from instar.data.text.files import (
     standard_library,
     suffix_of,
 )
-from instar.data.text.formats.builder import is_text
-from instar.data.text.formats.json_rows import field_value, json_rows, open_source
+from instar.data.text.formats import is_text
+from instar.data.text.json_rows import field_value, json_rows, open_source
 from instar.record.progress import Advance, progress
 
 _PIECE_BYTES = 1 << 20

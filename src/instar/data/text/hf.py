@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text.files import SourceFiles, find_files, suffix_of, walk
-from instar.data.text.formats.builder import (
+from instar.data.text.formats import (
     FORMATS,
     at_source,
     check_column,

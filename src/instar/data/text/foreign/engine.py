@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 
 from instar.config.errors import ConfigError
-from instar.data.text.foreign.worker import LimitedProcess, RequestFailed
+from instar.data.text.foreign.limited import LimitedProcess, RequestFailed
 
 TokenIds = NDArray[np.uint32]
 Places = NDArray[np.int64]

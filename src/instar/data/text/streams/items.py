@@ -19,7 +19,7 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.user_code import load_named
 from instar.data.columns import Ragged
-from instar.data.text.formats.builder import is_ids, is_text, other_columns
+from instar.data.text.formats import is_ids, is_text, other_columns
 from instar.data.text.hf import load_stream
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from instar.config.errors import ConfigError
 from instar.config.files import open_regular
 from instar.config.language import DataConfig
 from instar.data.text.files import suffix_of
-from instar.data.text.formats.json_rows import field_value, json_rows
+from instar.data.text.json_rows import field_value, json_rows
 
 if TYPE_CHECKING:
     import datasets

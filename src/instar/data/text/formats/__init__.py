@@ -1,1 +1,0 @@
-"""The formats that rows are read from."""
