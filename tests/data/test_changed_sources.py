@@ -15,7 +15,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.data.text import provenance
+from instar.data.text import verify
 from instar.data.text.dataset import create_dataset_files, missing, open_data
 from instar.data.text.foreign.chat_template import PLAIN
 from instar.data.text.origin import default_path
@@ -141,7 +141,7 @@ def test_the_same_text_is_no_change_and_is_compared_once(monkeypatch: pytest.Mon
     def never(*_: Any) -> Any:
         raise AssertionError("a file was read again")
 
-    monkeypatch.setattr(provenance, "_record_file", never)
+    monkeypatch.setattr(verify, "_record_file", never)
     create_dataset_files(data, 1)
 
 
@@ -160,7 +160,7 @@ def test_a_file_that_is_written_to_meanwhile_is_refused(monkeypatch: pytest.Monk
         rewrite()
         return found
 
-    real = provenance.survey
+    real = verify.survey
     monkeypatch.setattr("instar.data.text.prepare.survey", survey)
     with pytest.raises(ConfigError, match=r"b\.txt changed while it was prepared"):
         prepare_dataset(DataConfig(source="texts", path="set"), 1)

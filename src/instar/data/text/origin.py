@@ -20,9 +20,9 @@ from instar.data.order import Int64Array
 from instar.data.text.files import STDLIB, NoFiles, SourceFiles, find_files, same_place
 from instar.data.text.foreign.chat_template import template_of
 from instar.data.text.hf import local_files
-from instar.data.text.provenance import changes, read_survey
 from instar.data.text.shards import DATASET_FILE, TokenDataset, open_dataset
 from instar.data.text.tokenizer import TOKENIZER_FILE, TRAINED, named_tokenizer
+from instar.data.text.verify import changes, read_survey
 
 _PATHS = ("source", "val_source", "tokenizer")
 _READ = ("source", "val_source")

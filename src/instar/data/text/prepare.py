@@ -47,7 +47,6 @@ from instar.data.text.origin import (
     preparation_files,
     source_changes,
 )
-from instar.data.text.provenance import Files, check_unchanged, survey, write_survey
 from instar.data.text.shards import (
     DATASET_FILE,
     Shard,
@@ -68,6 +67,7 @@ from instar.data.text.tokenizer import (
     train_bpe,
     train_char,
 )
+from instar.data.text.verify import Files, check_unchanged, survey, write_survey
 from instar.record.atomic import atomic_dir
 from instar.record.progress import progress, track_items
 

@@ -14,8 +14,8 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
-from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json_file, special_tokens
 from instar.data.text.foreign.limited import LimitedProcess, RequestFailed
+from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, read_json_file, special_tokens
 from instar.data.text.tokenizer import BPETokenizer, Tokenizer, folder_of
 
 PLAIN = """\
