@@ -1,13 +1,14 @@
-"""The global order of samples: a pure function of (seed, epoch, position).
+"""The global order of samples, a pure function of (seed, epoch, position), and the part of it that is a step.
 
 An order does not depend on ranks, workers or batch sizes. Its state is a few integers: any position
-of any epoch is computed directly. `instar.data.source` orders mixtures of sources.
+of any epoch is computed directly. `instar.data.source` orders mixtures of sources. How a step is divided
+into slices and micro-batches follows from its plan; no data is read here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Int64Array = NDArray[np.int64]
 UInt32Array = NDArray[np.uint32]
 UInt64Array = NDArray[np.uint64]
+Places = range | Int64Array
+"""Indices of samples within a global batch, ascending."""
 
 OrderKind = Literal["shuffled", "sequential", "random"]
 
@@ -79,12 +82,7 @@ class Shuffled:
         check_positions(self, epoch, start, stop)
         key_material = key_bytes("shuffled", self.seed, epoch, 4 * rounds_for(self.n))
         keys = np.frombuffer(key_material, dtype="<u4")[:, None]
-        samples = np.empty(stop - start, dtype=np.int64)
-        for begin in range(start, stop, _BLOCK):
-            end = min(begin + _BLOCK, stop)
-            positions = np.arange(begin, end, dtype=np.uint64)
-            samples[begin - start : end - start] = permute(positions, self.n, keys)
-        return samples
+        return _in_blocks(start, stop, lambda positions: permute(positions, self.n, keys))
 
 
 @dataclass(frozen=True)
@@ -101,12 +99,7 @@ class RandomWindows:
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
         check_positions(self, epoch, start, stop)
         key = np.uint64(int.from_bytes(key_bytes("random", self.seed, epoch, 8), "little"))
-        samples = np.empty(stop - start, dtype=np.int64)
-        for begin in range(start, stop, _BLOCK):
-            end = min(begin + _BLOCK, stop)
-            starts = mix64(np.arange(begin, end, dtype=np.uint64), key) % np.uint64(self.n)
-            samples[begin - start : end - start] = starts
-        return samples
+        return _in_blocks(start, stop, lambda positions: mix64(positions, key) % np.uint64(self.n))
 
 
 def make_order(
@@ -132,6 +125,13 @@ def make_order(
             return RandomWindows(n, draws, seed)
 
 
+def order_of(data: FeedConfig, n: int, seed: int) -> Order:
+    """Return the order that a config names, over n samples with random access."""
+    if data.order == "blocks":
+        return BlockShuffled(n, seed, data.block_samples, data.shuffle_window)
+    return make_order(data.order, n, seed)
+
+
 def check_positions(order: Order, epoch: int, start: int, stop: int) -> None:
     """Raise IndexError if positions start … stop-1 are not within the epoch."""
     if epoch < 0 or not 0 <= start <= stop <= order.samples_per_epoch:
@@ -139,6 +139,17 @@ def check_positions(order: Order, epoch: int, start: int, stop: int) -> None:
             f"positions {start}..{stop} of epoch {epoch} are not within an epoch of "
             f"{order.samples_per_epoch} samples"
         )
+
+
+def _in_blocks(
+    start: int, stop: int, samples_of: Callable[[UInt64Array], UInt64Array | Int64Array]
+) -> Int64Array:
+    """Return the samples at positions start … stop-1, which are computed a block at a time."""
+    samples = np.empty(stop - start, dtype=np.int64)
+    for begin in range(start, stop, _BLOCK):
+        end = min(begin + _BLOCK, stop)
+        samples[begin - start : end - start] = samples_of(np.arange(begin, end, dtype=np.uint64))
+    return samples
 
 
 def key_bytes(purpose: str, seed: int, epoch: int, count: int) -> bytes:
@@ -208,9 +219,6 @@ def mix64(x: UInt64Array, key: np.uint64) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-_AT_ONCE = 1 << 16
-
-
 @dataclass(frozen=True)
 class BlockShuffled:
     """A permutation of all samples in each epoch in which a window's samples come from few blocks.
@@ -240,12 +248,11 @@ class BlockShuffled:
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
         check_positions(self, epoch, start, stop)
         layout = _Layout.of(self, epoch)
-        samples = np.empty(stop - start, dtype=np.int64)
-        for begin in range(start, stop, _AT_ONCE):
-            end = min(begin + _AT_ONCE, stop)
-            positions = np.arange(begin, end, dtype=np.int64)
-            samples[begin - start : end - start] = layout.samples(layout.shuffle(positions))
-        return samples
+        return _in_blocks(
+            start,
+            stop,
+            lambda positions: layout.samples(layout.shuffle(positions.astype(np.int64))),
+        )
 
 
 @dataclass(frozen=True)
@@ -336,17 +343,6 @@ def _keys(domains: UInt64Array, size: int, key: np.uint64) -> UInt32Array:
     rounds = rounds_for(size)
     turns = np.arange(rounds, dtype=np.uint64)[:, None]
     return (mix64(domains * np.uint64(rounds) + turns, key) >> np.uint64(32)).astype(np.uint32)
-
-
-def order_of(data: FeedConfig, n: int, seed: int) -> Order:
-    """Return the order that a config names, over n samples with random access."""
-    if data.order == "blocks":
-        return BlockShuffled(n, seed, data.block_samples, data.shuffle_window)
-    return make_order(data.order, n, seed)
-
-
-Places = range | Int64Array
-"""Indices of samples within a global batch, ascending."""
 
 
 @dataclass(frozen=True)

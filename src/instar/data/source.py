@@ -19,6 +19,8 @@ TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 IGNORED = -1
 """The target of a position that has none."""
+PERIOD = 1024
+"""The number of positions over which the shares of a mixture are exact."""
 
 
 class Source(Protocol):
@@ -262,8 +264,50 @@ class CostedSource(_AnnotatedSource):
         return self.values[indices]
 
 
-PERIOD = 1024
-"""The number of positions over which the shares of a mixture are exact."""
+class WorkerSource:
+    """A source read by worker processes, each of which reads a part of the samples.
+
+    It is also opened in this process, to answer queries that need no reading.
+    """
+
+    def __init__(self, open_source: Callable[[], Source], number: int) -> None:
+        """
+        Args:
+            open_source: opens the same source in every process, see `Workers`.
+        """
+        self._source = open_source()
+        self.workers = Workers(open_source, number)
+        self.fingerprint = self._source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @property
+    def measure(self) -> Measure | None:
+        return measure_of(self._source)
+
+    def weights(self, indices: Int64Array) -> float:
+        return self._source.weights(indices)
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        """Return the source's samples; raises the source's exceptions, or `WorkerLost`."""
+        size = indices.size
+        number = max(1, min(len(self.workers), size))
+        futures = [
+            self.workers.call(
+                worker,
+                "read",
+                indices[size * worker // number : size * (worker + 1) // number],
+                epoch,
+            )
+            for worker in range(number)
+        ]
+        parts: list[Columns] = [future.result() for future in futures]
+        return join_columns(parts) if number > 1 else parts[0]
+
+    def close(self) -> None:
+        """Stop the workers. Idempotent."""
+        self.workers.close()
 
 
 class Concatenated:
@@ -432,49 +476,3 @@ def _draws(order: Order, position: int, count: int) -> Int64Array:
         chunks.append(order.indices(epoch, start, stop))
         position, count = position + stop - start, count - (stop - start)
     return np.concatenate(chunks)
-
-
-class WorkerSource:
-    """A source read by worker processes, each of which reads a part of the samples.
-
-    It is also opened in this process, to answer queries that need no reading.
-    """
-
-    def __init__(self, open_source: Callable[[], Source], number: int) -> None:
-        """
-        Args:
-            open_source: opens the same source in every process, see `Workers`.
-        """
-        self._source = open_source()
-        self.workers = Workers(open_source, number)
-        self.fingerprint = self._source.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    @property
-    def measure(self) -> Measure | None:
-        return measure_of(self._source)
-
-    def weights(self, indices: Int64Array) -> float:
-        return self._source.weights(indices)
-
-    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        """Return the source's samples; raises the source's exceptions, or `WorkerLost`."""
-        size = indices.size
-        number = max(1, min(len(self.workers), size))
-        futures = [
-            self.workers.call(
-                worker,
-                "read",
-                indices[size * worker // number : size * (worker + 1) // number],
-                epoch,
-            )
-            for worker in range(number)
-        ]
-        parts: list[Columns] = [future.result() for future in futures]
-        return join_columns(parts) if number > 1 else parts[0]
-
-    def close(self) -> None:
-        """Stop the workers. Idempotent."""
-        self.workers.close()

@@ -2,7 +2,8 @@
 
 Two evaluations of a run can be compared only if their bases are equal. Best values, early stopping,
 plateaus and triggers begin anew at the first evaluation on another basis, whatever has changed it: an
-operation, a value that a resume sets, other data, or an edit of a custom task.
+operation, a value that a resume sets, other data, or an edit of a custom task: of its module, and of what that
+imports from its own folder. Nothing is run to look.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _TOKENIZER = "tokenizer"
 _CHOICE = "seed of their choice"
 _SOURCE = "source of the task"
 _UNTOLD = (SAMPLES, _TOKENIZER, _SOURCE)
+_MOST_BYTES = 1 << 24
 
 
 def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = None) -> Basis:
@@ -106,9 +108,6 @@ def _loss_keys(config: RunConfig, loss_keys: Collection[str]) -> Mapping[str, ob
         for key, value in every.items()
         if key.startswith(("model.", "data.")) and key not in common
     }
-
-
-_MOST_BYTES = 1 << 24
 
 
 def digest_of_sources(task: str) -> str:

@@ -1,4 +1,8 @@
-"""The documents of a source: encoded in parts, and compared with each other."""
+"""The documents of a source: encoded in parts, and compared with each other; rows of a Hugging Face data set are.
+
+Rows become token shards like other text. Next to the shards, `index-train.safetensors` holds the
+rows of the training split (`chosen`) and the tokens of each, with its separator (`counts`).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,43 @@ from instar.record.progress import Advance, progress, track_items
 if TYPE_CHECKING:
     import pyarrow as pa
 
+INDEX_FORMAT = "instar-rows/1"
+INDEX_FILE = "index-train.safetensors"
 _BATCH_CHARACTERS = min(16, max(4, os.cpu_count() or 1)) << 20
 """Characters encoded at once: `tokenizers` spreads pieces of 2^20 over all cores."""
 
 Pieces = Iterator[tuple[int, NDArray[Any]]]
 """The tokens of a split in order, each with the number of its document in the split; a separator
 belongs to the document before it."""
+
+
+class RowsRecord(msgspec.Struct, frozen=True):
+    """The rows that a data set was made from.
+
+    `loaded` is the `datasets` fingerprint, which changes with the files and their times. `content`
+    is the xxh3-128 of the column itself.
+    """
+
+    rows: int
+    loaded: str
+    content: str
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Rows of the training split, ascending, and their tokens, separators included; both [n]."""
+
+    record: RowsRecord
+    rows: Int64Array
+    counts: Int64Array
+
+    def fingerprint(self, tokenizer: str) -> str:
+        """Return a hash of the training data, independent of the rows' location and loading."""
+        content_hash = xxhash.xxh3_128_hexdigest(f"{self.record.content}{tokenizer}".encode())
+        digest = xxhash.xxh3_128(content_hash.encode())
+        digest.update(self.rows.data)
+        digest.update(self.counts.data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,39 +207,6 @@ def _encode_parts(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: A
             batch, characters = [], 0
     batch.append((len(parts) - 1, end))
     yield from tokens()
-
-
-INDEX_FORMAT = "instar-rows/1"
-INDEX_FILE = "index-train.safetensors"
-
-
-class RowsRecord(msgspec.Struct, frozen=True):
-    """The rows that a data set was made from.
-
-    `loaded` is the `datasets` fingerprint, which changes with the files and their times. `content`
-    is the xxh3-128 of the column itself.
-    """
-
-    rows: int
-    loaded: str
-    content: str
-
-
-@dataclass(frozen=True, eq=False)
-class RowIndex:
-    """Rows of the training split, ascending, and their tokens, separators included; both [n]."""
-
-    record: RowsRecord
-    rows: Int64Array
-    counts: Int64Array
-
-    def fingerprint(self, tokenizer: str) -> str:
-        """Return a hash of the training data, independent of the rows' location and loading."""
-        content_hash = xxhash.xxh3_128_hexdigest(f"{self.record.content}{tokenizer}".encode())
-        digest = xxhash.xxh3_128(content_hash.encode())
-        digest.update(self.rows.data)
-        digest.update(self.counts.data)
-        return digest.hexdigest()
 
 
 def write_row_index(folder: Path, index: RowIndex, tokenizer: str) -> None:

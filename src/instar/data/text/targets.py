@@ -1,4 +1,4 @@
-"""The targets of text samples: those that a transform has changed are checked; counted before a run begins."""
+"""The targets of text samples, by which losses are means: checked, counted before a run begins, and their bytes."""
 
 from __future__ import annotations
 
