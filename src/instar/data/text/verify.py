@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import xxhash
@@ -33,7 +33,6 @@ _MOST_BYTES = 1 << 30
 
 Stamp = tuple[int, int, int, int, str]
 """A shard's size in bytes, mtime and ctime in ns, and inode, and the fingerprint of its tokens."""
-_Entry = TypeVar("_Entry")
 
 
 def verify_tokens(dataset: TokenDataset) -> None:
@@ -62,7 +61,7 @@ def verify_changed(folder: str | Path) -> None:
     if dataset.source.get("kind") == "chat" and dataset.path.name != MARKS:
         verify_changed(dataset.path / MARKS)
     cache = _cache_file("shards", dataset.path)
-    stamp_of = _read_cache(cache, Stamp)
+    stamp_of: dict[str, Stamp] = _read_cache(cache, dict[str, Stamp])
     stamps = {
         shard.file: _shard_stamp(dataset.path, shard) for shard, _ in _shards(dataset, read=False)
     }
@@ -189,7 +188,7 @@ def changes(
         texts: the sources as the config spells them.
     """
     cache = _cache_file("sources", folder)
-    contents = _read_cache(cache, FileRecord)
+    contents: Files = _read_cache(cache, Files)
     count = len(contents)
     sentences: list[str] = []
     for key, source in sources.items():
@@ -276,11 +275,9 @@ def _cache_file(kind: str, folder: Path) -> Path | None:
     return None if home is None else home / f"{name}.json"
 
 
-def _read_cache(cache: Path | None, entry: type[_Entry]) -> dict[str, _Entry]:
+def _read_cache(cache: Path | None, kind: Any) -> Any:
     try:
-        return (
-            {} if cache is None else msgspec.json.decode(read_regular(cache), type=dict[str, entry])
-        )
+        return {} if cache is None else msgspec.json.decode(read_regular(cache), type=kind)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
 
