@@ -55,7 +55,7 @@ LANGUAGE = "language"
 CAUSAL_LM = "causal_lm"
 _CORE_TASKS: Mapping[str, str] = {
     LANGUAGE: "instar.config.language:LanguageConfig",
-    CAUSAL_LM: "instar.config.causal_lm:CausalLMConfig",
+    CAUSAL_LM: "instar.config.language:CausalLMConfig",
 }
 
 

@@ -1,6 +1,6 @@
 """Config sections common to all runs: frozen pydantic models, one per section, torch-free.
 
-A task adds its `model` and `data` sections (`config/language.py`, `causal_lm.py`; an extension's or a custom task's own).
+A task adds its `model` and `data` sections (`config/language.py`; an extension's or a custom task's own).
 Every field has a description, from which `instar init`, `instar config schema` and error messages
 are generated.
 """

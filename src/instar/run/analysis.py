@@ -15,10 +15,9 @@ from instar.checkpoint.listing import list_checkpoints
 from instar.checkpoint.manifest import Manifest, read_manifest
 from instar.checkpoint.store import Checkpoint, load_checkpoint
 from instar.checkpoint.tensor_file import outlines
-from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
 from instar.config.fields import values
-from instar.config.language import LanguageConfig
+from instar.config.language import CausalLMConfig, LanguageConfig
 from instar.config.load import load_config
 from instar.data.text.dataset import open_data
 from instar.extensions import load_target, tasks

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from instar.config.causal_lm import CausalLMConfig
 from instar.config.errors import ConfigError
+from instar.config.language import CausalLMConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.models.hf.lora_shape import LoraShape
