@@ -40,7 +40,7 @@ from instar.record.console import open_console
 from instar.record.events import Event, Train
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.optim.optimizer import group_parameters
+from instar.run.optimizer import group_parameters
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from instar.tasks.language import LanguageSpec, LanguageTask

@@ -20,7 +20,7 @@ import torch
 
 from instar.config.budget import Counters
 from instar.extensions.delta.events import Delta
-from instar.run.loop.checkpointing import save_checkpoint_if_due
+from instar.run.checkpointing import save_checkpoint_if_due
 from instar.run.trainer import Trainer
 from pauses import Size, timed, trainer_of
 from report import Case, case, options, parser, publish

@@ -34,7 +34,7 @@ from transformers import (
 from instar.api.training import train
 from instar.data.text.tokenizer import train_bpe
 from instar.record.events import Train, read_events
-from instar.run.origin.load import load_run_config
+from instar.run.load_config import load_run_config
 from instar.run.start.preflight import preflight, prepare_run_data
 from report import Case, case, options, parser, publish
 

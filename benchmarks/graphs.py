@@ -37,7 +37,7 @@ from instar.extensions.graphs.task import GraphTask
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
 from instar.record.rundir import RunDir
-from instar.run.optim.optimizer import group_parameters
+from instar.run.optimizer import group_parameters
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.preflight import Prepared, preflight, prepare_run_data
 from instar.run.trainer import Trainer

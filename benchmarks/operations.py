@@ -26,7 +26,7 @@ import torch
 
 from instar.config.sections import Operation
 from instar.run.changes import scheduled
-from instar.run.start.compile_stages import compile_stages
+from instar.run.start.build import compile_stages
 from instar.run.trainer import Trainer
 from pauses import SIZES, Size, timed, trainer_of
 from report import Case, case, options, parser, publish

@@ -39,7 +39,7 @@ from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig, ParallelConfig
 from instar.distributed.shards import rows_to_save, to_local
 from instar.distributed.world import World, join_group
-from instar.run.optim.optimizer import copy_tensors
+from instar.run.optimizer import copy_tensors
 from instar.run.output.save import Saver, Snapshot
 from report import Options, case, options, parser
 from report import publish as publish_cases

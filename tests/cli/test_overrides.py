@@ -18,7 +18,7 @@ from instar.config.fields import PLACES, differing_keys
 from instar.config.fields import values as values_of
 from instar.logs.query.config import config_lines, config_values
 from instar.record.rundir import RunDir
-from instar.run.origin.resume import Continuation, Resume, continuation
+from instar.run.resume import Continuation, Resume, continuation
 from instar.schedule.checks import load_checked
 
 Typed = Callable[..., str]

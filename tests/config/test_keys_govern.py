@@ -24,7 +24,7 @@ from instar.distributed.world import World
 from instar.extensions import BUILT_IN, built_in
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
-from instar.run.optim.optimizer import build_optimizers, set_learning_rate
+from instar.run.optimizer import build_optimizers, set_learning_rate
 from instar.schedule.settings import initial_settings, learning_rate
 
 TESTS = Path(__file__).parents[1]

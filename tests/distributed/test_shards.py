@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 from instar.distributed.shards import to_local, local_row_range
-from instar.run.optim import muon
+from instar.run import muon
 
 SHAPES = [(9, 33)] * 5 + [(33, 9)] * 2 + [(2, 40), (16, 16), (1, 5)]
 "(1, 5) and (2, 40) have fewer rows than some worlds ranks; few are multiples of a vector register"
@@ -144,7 +144,7 @@ from instar.distributed.shards import to_local, local_row_range
 from instar.distributed.world import World
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
-from instar.run.optim.optimizer import build_optimizers
+from instar.run.optimizer import build_optimizers
 from instar.run.parallel.choose import wrap_for_eval
 
 SIZE = 64

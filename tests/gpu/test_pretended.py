@@ -28,8 +28,8 @@ from instar.distributed.signals import StopSignal
 from instar.record import system
 from instar.record.events import Skip, Train, read_events
 from instar.record.rundir import find_run
-from instar.run.origin.load import load_run_config
-from instar.run.origin.resume import Resume
+from instar.run.load_config import load_run_config
+from instar.run.resume import Resume
 from instar.run.step.hooks import HookContext
 from instar.run.worker import run
 

@@ -14,9 +14,8 @@ from small_models import EXACT, OTHER, REFUSED, model_of
 from spoilt import DAMAGES, spoilt
 from torch import Tensor, nn
 
-from instar.growth import GrowthError, Operation, grow, prepare, proof
+from instar.growth import GrowthError, Operation, engine, grow, prepare, proof
 from instar.growth import folders as on_disk
-from instar.growth.engine import fill
 from instar.growth.live import growing, optimizers
 from instar.growth.live.growing import LiveGrowth
 from instar.growth.offline import NotProven
@@ -136,7 +135,7 @@ def test_states_of_optimizers_and_averages_by_name_are_compared_too(
     old = model.get_parameter(name)
     kept = optimizer.state[old], average[name]
     module, function = (
-        (fill, "redistribute_like") if field == "average" else (optimizers, "_grow_state")
+        (engine, "redistribute_like") if field == "average" else (optimizers, "_grow_state")
     )
     real, damaged = getattr(module, function), []
 

@@ -15,7 +15,7 @@ from instar.growth.apply import Mode, copies_stay_equal
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora
-from instar.run.optim.optimizer import (
+from instar.run.optimizer import (
     build_optimizers,
     load_optimizer_tensors,
     optimizer_tensors,

@@ -19,8 +19,8 @@ from instar.growth.plan import Fresh, Grown, GrowthPlan, Old
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT, named_generator
 from instar.models.lora import Lora
-from instar.run.optim.muon import BatchedMuon
-from instar.run.optim.optimizer import check_states
+from instar.run.muon import BatchedMuon
+from instar.run.optimizer import check_states
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2 = gpt2(**SIZES)

@@ -20,7 +20,7 @@ from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.growth import GrowthError, folders, grow
 from instar.growth.folders import grow_folder
-from instar.growth.live.twin import twin_of
+from instar.growth.live.probe import twin_of
 from instar.growth.offline import NotProven
 from instar.growth.operators import plan
 from instar.models.hf.completed import completed

@@ -27,7 +27,7 @@ from instar.record.events import (
     read_events,
 )
 from instar.run.changes.live_growth import PROBE_WEIGHT, probe, probe_samples
-from instar.run.optim.optimizer import group_parameters, optimizer_tensors
+from instar.run.optimizer import group_parameters, optimizer_tensors
 from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
-from instar.growth.engine.prepare import ProvedGrowth, prepare_candidate
+from instar.growth.engine import ProvedGrowth, prepare_candidate
 from instar.growth.plan import GrowthError
 from instar.growth.proof import TOLERANCE
 from instar.run.changes import live_growth

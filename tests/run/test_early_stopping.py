@@ -17,7 +17,7 @@ from instar.checkpoint.listing import list_checkpoints, pointer_target
 from instar.checkpoint.manifest import read_manifest
 from instar.config.load import load_config
 from instar.record.events import Eval, read_events
-from instar.run.loop.checkpointing import best_is_now, state_json
+from instar.run.checkpointing import best_is_now, state_json
 from instar.run.start.restore import restore_state
 from instar.run.state.early_stopping import MetricState, MetricTracker, RuleState
 from instar.run.trainer import Trainer

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tiny_run import codes, said
 
 from instar.distributed.world import World
-from instar.run.loop import validation
+from instar.run import validation
 from instar.run.step.evaluate import (
     ROUNDS_PER_REPORT,
     Evaluation,

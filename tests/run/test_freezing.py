@@ -12,7 +12,7 @@ from live import change_if_due, restore
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.store import load_checkpoint
-from instar.run.optim.optimizer import optimizer_tensors
+from instar.run.optimizer import optimizer_tensors
 from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
 

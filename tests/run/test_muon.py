@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from instar.run.optim.muon import BatchedMuon, orthogonalise, step_coefficients
+from instar.run.muon import BatchedMuon, orthogonalise, step_coefficients
 
 SHAPES = [(16, 16), (16, 16), (64, 16), (16, 64), (16, 64)]
 

@@ -16,7 +16,7 @@ from instar.data.loader import MicroBatch, StepBatch
 from instar.data.order import StepPlan
 from instar.distributed.world import World
 from instar.models.hf.families import FAMILIES
-from instar.run.optim.optimizer import (
+from instar.run.optimizer import (
     build_optimizers,
     check_covered,
     group_parameters,
@@ -24,7 +24,7 @@ from instar.run.optim.optimizer import (
     optimizer_tensors,
     set_learning_rate,
 )
-from instar.run.parallel.elastic import VirtualRanks
+from instar.run.parallel.replicated import VirtualRanks
 from instar.run.parallel.strategy import MicroBatchCalls
 
 SHAPES = {
@@ -130,7 +130,7 @@ STEPS = """
 import sys
 import torch
 from instar.config.schema import OptimizerConfig
-from instar.run.optim.optimizer import build_optimizers
+from instar.run.optimizer import build_optimizers
 
 def trained(make):
     torch.manual_seed(1)

@@ -16,7 +16,7 @@ from tiny_run import codes, events, said, weights
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.distributed.world import World
-from instar.run.optim.optimizer import set_learning_rate, task_optimizers
+from instar.run.optimizer import set_learning_rate, task_optimizers
 from instar.run.start.preflight import preflight
 from instar.run.start.smoke_test_step import run_trial
 

@@ -24,7 +24,7 @@ from instar.record import system
 from instar.record.events import Alert, Skip, Train, Warn, read_events
 from instar.record.rundir import RunDir
 from instar.record.system import PeakFlops
-from instar.run.origin.resume import Resume, continuation
+from instar.run.resume import Resume, continuation
 from instar.run.start import rank_consistency
 from instar.run.start.preflight import Prepared
 from instar.run.start.rank_consistency import resolve_precision

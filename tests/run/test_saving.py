@@ -24,7 +24,7 @@ from instar.config.sections import Operation
 from instar.distributed.world import RunFailed
 from instar.record.control import send_request
 from instar.record.events import Saved, Warn, read_events
-from instar.run.loop.checkpointing import intervals, snapshot
+from instar.run.checkpointing import intervals, snapshot
 from instar.run.output.save import MAX_FAILURES
 from instar.run.trainer import Trainer
 

@@ -27,7 +27,7 @@ from instar.logs.text.summary import best_held_out
 from instar.record.events import Eval, RunFinished, read_events
 from instar.record.format import eval_line, finished_lines
 from instar.record.rundir import RunDir
-from instar.run.finish.predictions import confusion_matrices
+from instar.run.output.predictions import confusion_matrices
 
 SEED = 1337
 FOREVER = ("early_stopping.rules=[]",)

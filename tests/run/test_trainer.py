@@ -15,7 +15,7 @@ from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
 from instar.record.events import Eval, Skip, Train, read_events
 from instar.record.system import cpu_model
-from instar.run.loop.checkpointing import state_json
+from instar.run.checkpointing import state_json
 from instar.run.start.restore import restore_state
 from instar.run.state.run_state import Decision
 from instar.run.trainer import Trainer

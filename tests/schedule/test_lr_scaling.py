@@ -11,7 +11,7 @@ from shapes import gpt2, llama
 
 from instar.growth.operators import plan
 from instar.models.shape import Fixed
-from instar.schedule.lr_scaling import Update, rate_factors
+from instar.schedule.settings import Update, rate_factors
 
 GPT2 = gpt2(n_embd=32, n_mlp=128, tied=False)
 LLAMA = llama(n_embd=32, n_mlp=96)

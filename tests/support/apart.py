@@ -13,8 +13,8 @@ import torch
 from instar.cli.main import main
 from instar.config.schema import ParallelConfig
 from instar.distributed.world import join_group
-from instar.run.loop import validation
-from instar.run.parallel import collectives
+from instar.run import validation
+from instar.run.parallel import diloco
 from instar.run.step.hooks import HookContext
 from instar.run.trainer import Trainer
 from instar.tasks.language import LanguageTask
@@ -102,11 +102,11 @@ SHAPES = (3,), (2, 2), (), (7, 1), (5,)
 
 def checks_means(bits: str) -> int:
     """The mean of normal numbers, in messages of about six elements; 0: it is right."""
-    collectives.BUCKET = 6
+    diloco.BUCKET = 6
     with join_group(ParallelConfig(), "cpu") as world:
         everyones = [_drawn(rank) for rank in range(world.size)]
         sent = getattr(torch, bits)
-        means = collectives.mean_over_ranks(world, everyones[world.rank], sent)
+        means = diloco.mean_over_ranks(world, everyones[world.rank], sent)
     for mean, each in zip(means, zip(*everyones, strict=True), strict=True):
         wanted = torch.stack([tensor.to(sent).float() for tensor in each]).mean(0).to(sent).float()
         torch.testing.assert_close(

@@ -29,7 +29,7 @@ from instar.data.source import Source
 from instar.growth import proof
 from instar.record import atomic, recorder, system
 from instar.record.control import send_request
-from instar.run.start import check, opening, rank_consistency
+from instar.run.start import opening, plan, rank_consistency
 from instar.run.state import sync_point
 from instar.run.trainer import Trainer
 from instar.tasks.language import LanguageTask
@@ -273,13 +273,13 @@ def saves_once_told_twice(argv: Sequence[str]) -> int:
 
 def told_to_stop_before_it_starts(argv: Sequence[str]) -> int:
     """SIGTERM comes while the config is checked."""
-    preflight = check.preflight
+    preflight = plan.preflight
 
     def told(*arguments: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return preflight(*arguments, **named)
 
-    check.preflight = told  # type: ignore[assignment]
+    plan.preflight = told  # type: ignore[assignment]
     return main(argv)
 
 
@@ -326,27 +326,27 @@ def rank_1_cannot_read_step(argv: Sequence[str], step: int) -> int:
 
 def rank_1_grows_otherwise(argv: Sequence[str]) -> int:
     """On rank 1, what an operation makes new has other values."""
-    from instar.growth.engine import fill
+    from instar.growth import engine
 
     def otherwise(plan: Any, tensors: Any, role: Any, key: tuple[int, ...]) -> Any:
         return applied(plan, tensors, role, (*key, 1))
 
-    applied = fill.apply_each
+    applied = engine.apply_each
     if is_rank(1):
-        fill.apply_each = otherwise  # type: ignore[assignment]
+        engine.apply_each = otherwise  # type: ignore[assignment]
     return main(argv)
 
 
 def rank_1_has_no_memory_to_grow(argv: Sequence[str]) -> int:
     """On rank 1, there is no room for a second model."""
-    from instar.growth.engine import fill
+    from instar.growth import engine
 
     def refuse(*_: Any) -> Iterator[None]:
         raise MemoryError("no room for another model")
         yield
 
     if is_rank(1):
-        fill.apply_each = refuse  # type: ignore[assignment]
+        engine.apply_each = refuse  # type: ignore[assignment]
     return main(argv)
 
 

@@ -14,7 +14,7 @@ from instar.checkpoint.manifest import Facts
 from instar.checkpoint.store import CheckpointWriter, load_checkpoint
 from instar.distributed.shards import SavedRows
 from instar.models.hf.folder import export_folder
-from instar.run.optim.optimizer import load_optimizer_tensors, parameter_of
+from instar.run.optimizer import load_optimizer_tensors, parameter_of
 from instar.run.start.restore import load_model_state
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from instar.checkpoint.store import Checkpoint
 from instar.config.sections import Operation
 from instar.run.changes import scheduled
-from instar.run.loop.checkpointing import save_checkpoint_if_due
+from instar.run.checkpointing import save_checkpoint_if_due
 from instar.run.start import restore as restoring
 from instar.run.trainer import Trainer
 

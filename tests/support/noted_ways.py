@@ -79,8 +79,8 @@ def main(words: list[str]) -> int:
     from instar.data import source
     from instar.distributed import failure
     from instar.growth import apply
+    from instar.run import optimizer
     from instar.run import worker as worker  # whose names are replaced too
-    from instar.run.optim import optimizer
     from instar.run.output import save
     from instar.run.step import stepper
     from instar.schedule import settings, triggers

@@ -21,7 +21,7 @@ from instar.distributed.rank_log import RankLog
 from instar.distributed.shards import to_local
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import join_group
-from instar.growth.engine import prepare
+from instar.growth import engine
 from instar.growth.proof import Proof
 from instar.record.console import silent_console
 from instar.record.recorder import Silent
@@ -129,7 +129,7 @@ def run(folder: str, name: str, keys: Sequence[str]) -> int:
 
 
 def _steps(trainer: Trainer, live: LiveBytes) -> None:
-    parts, update, prove = trainer.parts, Stepper._update, prepare.prove
+    parts, update, prove = trainer.parts, Stepper._update, engine.prove
 
     def updating(stepper: Stepper) -> float:
         with live.moment("gradients"):
@@ -142,7 +142,7 @@ def _steps(trainer: Trainer, live: LiveBytes) -> None:
 
     trainer.step()
     Stepper._update = updating  # type: ignore[method-assign]
-    prepare.prove = proving
+    engine.prove = proving
     with live.moment("step"):
         trainer.step()
     with live.moment("growth"):

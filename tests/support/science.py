@@ -39,8 +39,8 @@ from instar.record.console import silent_console
 from instar.record.events import Eval, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
-from instar.run.finish import predictions, test_phase
-from instar.run.output import save
+from instar.run import final_test
+from instar.run.output import predictions, save
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.preflight import preflight
 from instar.run.state.run_state import Decision
@@ -333,7 +333,7 @@ MOMENTS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "a pointer to the best": [(save, "update_pointer")],
     "a micro-batch of the test": [(UserTask, "_predictions")],
     "the file of predictions": [(predictions, "_encode")],
-    "the file of results": [(test_phase, "encode_json")],
+    "the file of results": [(final_test, "encode_json")],
 }
 """When a signal may come, and the functions that are about to be called then."""
 

@@ -30,7 +30,7 @@ from instar.record.rundir import find_run
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
-    from instar.run.origin.resume import Resume
+    from instar.run.resume import Resume
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 """path of a config file, or its content: sections and keys; None: the default config"""
@@ -66,7 +66,7 @@ def train(
     """
     share_cores(os.environ)
     with environment(_variables(rank, world_size, port)), StopSignal() as signal:
-        from instar.run.origin.load import load_run_config
+        from instar.run.load_config import load_run_config
         from instar.run.start.build import as_before
         from instar.run.worker import run
 
@@ -139,7 +139,7 @@ def resume(
         RunFailed, Interrupted: see `launch`.
     """
     from instar.record.start_folder import begun_in
-    from instar.run.origin.resume import Resume, named_checkpoint
+    from instar.run.resume import Resume, named_checkpoint
 
     run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, print_stderr)
     resume_request = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
@@ -191,7 +191,7 @@ def _launch(
     devices: Sequence[int] | None,
     max_restarts: int,
 ) -> Path:
-    from instar.run.origin.load import load_run_config
+    from instar.run.load_config import load_run_config
 
     loaded_config = load_run_config(config, overrides)
     place = placement(os.environ)
@@ -258,8 +258,8 @@ def preflight_launch(
         devices: GPUs of the ranks; None: the config's.
     """
     from instar.data.text.origin import NOTE
-    from instar.run.origin.init_weights import starting_weights
-    from instar.run.origin.resume import automatic, choose_checkpoint, continuation
+    from instar.run.init_weights import starting_weights
+    from instar.run.resume import automatic, choose_checkpoint, continuation
     from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
     resume = resume or automatic(loaded_config.config)

@@ -404,7 +404,7 @@ def _settings(path: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the config's keys and, as `in force: …`, the settings after the history; empty if the
     checkpoint is not in a run's folder."""
     from instar.config.fields import values
-    from instar.run.origin.resume import began_with
+    from instar.run.resume import began_with
     from instar.schedule.operations import effective, history_from_json
 
     run = RunDir(path.absolute().parent.parent)

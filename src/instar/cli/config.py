@@ -246,7 +246,7 @@ def diff(a: str, b: str, as_json: bool) -> None:
 def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     """Load a config and check it. Without `--trust-code`, a run's own config, which may belong to
     another user, is only read: the class of its task is not imported."""
-    from instar.run.origin.load import load_run_config
+    from instar.run.load_config import load_run_config
 
     run = None if cfg is None else RunDir(Path(cfg).parent)
     of_run = run is not None and run.config == Path(cfg or "") and run.holds_parts()

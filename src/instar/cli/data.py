@@ -74,7 +74,7 @@ def prepare_data(
     Prints its folder, one line per part of a mixture. With --json, prints what `inspect --json`
     prints of the data set, as a list if it is a mixture.
     """
-    from instar.run.origin.load import load_run_config
+    from instar.run.load_config import load_run_config
 
     settings = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
     options = [

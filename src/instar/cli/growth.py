@@ -198,7 +198,7 @@ def check(
     Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
     epochs are unknown.
     """
-    from instar.run.origin.load import load_run_config
+    from instar.run.load_config import load_run_config
     from instar.schedule.checks import without_effect
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render

@@ -46,7 +46,7 @@ from instar.record.system import host_bytes
 
 if TYPE_CHECKING:
     from instar.config.load import Loaded
-    from instar.run.origin.resume import Resume
+    from instar.run.resume import Resume
 
 
 @click.command(
@@ -145,13 +145,13 @@ def _train(options: _TrainOptions) -> int:
 def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     """Return the config, the resume if there is one, and the words for each rank."""
     from instar.config.load import from_launcher
-    from instar.run.origin.load import load_run_config
+    from instar.run.load_config import load_run_config
 
     cfg, overrides = options.cfg, options.all_overrides()
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
     resume = None
     if options.resume is not None:
-        from instar.run.origin.resume import Resume, named_checkpoint
+        from instar.run.resume import Resume, named_checkpoint
 
         run, start = find_run(options.resume), options.start
         resume = Resume(
@@ -168,7 +168,7 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     except ConfigError as error:
         if resume is None or resume.has_user_config:
             raise
-        from instar.run.origin.resume import with_restoring
+        from instar.run.resume import with_restoring
 
         raise with_restoring(resume.run, error) from None
     return loaded_config, resume, argv
@@ -233,8 +233,8 @@ def _forecast(
     argv: Sequence[str],
     ranks: int,
 ) -> int:
-    from instar.run.origin.init_weights import starting_weights
-    from instar.run.origin.resume import automatic
+    from instar.run.init_weights import starting_weights
+    from instar.run.resume import automatic
     from instar.run.start.preflight import foreseen_precision, preflight, suggestion
     from instar.schedule.memory import in_force
     from instar.schedule.render import render

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
-from instar.growth.axes import Use, initial_slices
+from instar.growth.axes import Use, initial_slices, with_mask
 from instar.growth.lora import adapters_of_blocks
-from instar.growth.masks import with_mask
 from instar.growth.plan import Averaged, Fresh, Grown, GrowthError, GrowthPlan, Label, TensorPlan
 from instar.growth.values import format_list, grown_size
 from instar.models.architecture import Architecture

@@ -23,8 +23,7 @@ from instar.config.files import read_regular
 from instar.config.sections import Operation
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import GrowthStep, Read, TensorReader, grow_parameters, moments_mode
-from instar.growth.live.probe import draw_probe, run_probe
-from instar.growth.live.twin import twin_of, write_twin
+from instar.growth.live.probe import draw_probe, run_probe, twin_of, write_twin
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.offline import (
     DiskGrowth,

@@ -15,8 +15,8 @@ from torch import Tensor
 from instar.config.errors import ConfigError, InstarError
 from instar.config.sections import Operation
 from instar.growth.apply import GrowthStep, Read, TensorReader
-from instar.growth.engine.peers import Alone
-from instar.growth.engine.prepare import GrownPart, prepare_candidate
+from instar.growth.engine import GrownPart, prepare_candidate
+from instar.growth.peers import Alone
 from instar.growth.plan import GrowthPlan, Label
 from instar.growth.proof import NotFiniteError, Probe, Proof, differing
 from instar.models.shape import Growable, count_parameters

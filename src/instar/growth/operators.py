@@ -17,9 +17,9 @@ from instar.config.errors import ConfigError, nearest
 from instar.config.sections import Operation
 from instar.extensions import load_target, third_party
 from instar.growth import values
+from instar.growth.axes import fold_masks, refuse_if_masked
 from instar.growth.depth import insert_layers, stack_layers
 from instar.growth.experts import upcycle
-from instar.growth.heads import add_heads, grow_head_dim, split_kv_heads
 from instar.growth.lora import (
     Adaptable,
     change_lora_rank,
@@ -27,10 +27,18 @@ from instar.growth.lora import (
     set_lora_alpha,
     set_lora_rank,
 )
-from instar.growth.masks import fold_masks, refuse_if_masked
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.values import Check
-from instar.growth.width import extend_context, resize_vocab, widen, widen_hidden, widen_mlp
+from instar.growth.width import (
+    add_heads,
+    extend_context,
+    grow_head_dim,
+    resize_vocab,
+    split_kv_heads,
+    widen,
+    widen_hidden,
+    widen_mlp,
+)
 from instar.models.architecture import Architecture
 from instar.models.shape import ArchitectureError, Growable, TransformerShape
 

@@ -22,7 +22,7 @@ from instar.growth.apply import (
     neighbours,
     state_role,
 )
-from instar.growth.engine.peers import Alone, Peers, run_in_step, unless_refused
+from instar.growth.peers import Alone, Peers, run_in_step, unless_refused
 from instar.growth.plan import (
     Fresh,
     Grown,

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import Module
 
-from instar.growth.live.modules import renew
+from instar.growth.live.build import renew
 from instar.growth.plan import GrowthError
 from instar.loops.schedule import GrowthSchedule
 from instar.schedule.operations import Change

@@ -33,7 +33,7 @@ from instar.models.gpt import load_gpt
 from instar.models.shape import ArchitectureError, Fixed, Parameter
 from instar.record.rundir import RunDir
 from instar.record.start_folder import paths_folder
-from instar.run.origin.resume import began_with, rewind_step
+from instar.run.resume import began_with, rewind_step
 from instar.run.step.stepper import to_device
 from instar.schedule.operations import effective, history_from_json
 

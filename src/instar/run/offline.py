@@ -70,8 +70,8 @@ from instar.record.progress import folder_bytes, progress
 from instar.record.rundir import RunDir
 from instar.record.start_folder import begun_in, note_start, read_start
 from instar.run.changes.live_growth import probe, probe_samples
-from instar.run.optim.optimizer import check_states, copy_tensors
-from instar.run.origin.resume import began_with
+from instar.run.optimizer import check_states, copy_tensors
+from instar.run.resume import began_with
 from instar.run.state.gradient_stats import dead_ranks
 from instar.run.step.stepper import set_model_step
 from instar.schedule.operations import (

@@ -13,18 +13,18 @@ from instar.data.loader import StepBatch, WaitCancelled
 from instar.distributed.agree import agree
 from instar.distributed.world import RunFailed
 from instar.run.changes.scheduled import change_if_due
-from instar.run.loop.checkpointing import save_checkpoint, save_checkpoint_if_due
-from instar.run.loop.components import Components
-from instar.run.loop.validation import (
-    evaluate_validation,
-    evaluate_validation_if_due,
-    is_comparable,
-)
+from instar.run.checkpointing import save_checkpoint, save_checkpoint_if_due
+from instar.run.components import Components
 from instar.run.parallel.strategy import RoundEnd
 from instar.run.state.gradient_stats import LayerStats, Skips, noise_interval
 from instar.run.state.run_state import REACHED, Decision, Interval, RunState
 from instar.run.state.sync_point import Stopped
 from instar.run.step.stepper import StepResult, do_nothing
+from instar.run.validation import (
+    evaluate_validation,
+    evaluate_validation_if_due,
+    is_comparable,
+)
 from instar.schedule.settings import learning_rate
 from instar.tasks.logged import recording
 

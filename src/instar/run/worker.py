@@ -29,17 +29,14 @@ from instar.record.console import open_console, silent_console
 from instar.record.progress import Display, showing
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import unfinished_branches
-from instar.run.finish.best_pointers import update_best_pointers
-from instar.run.finish.test_phase import is_tested, run_final_test
-from instar.run.loop.checkpointing import finish_extensions
-from instar.run.origin.resume import LAUNCH_KEY, Resume
+from instar.run.checkpointing import finish_extensions, update_best_pointers
+from instar.run.final_test import is_tested, run_final_test
 from instar.run.output.extension import end_extensions
 from instar.run.output.profile import StepProfiler
-from instar.run.start.check import check_run
-from instar.run.start.compile_stages import compile_stages
+from instar.run.resume import LAUNCH_KEY, Resume
+from instar.run.start.build import compile_stages
 from instar.run.start.opening import OpenRun, forget_last_trainer, open_run
-from instar.run.start.plan import RankContext, RunPlan, RunRequest
-from instar.run.start.resolve import resolve_run
+from instar.run.start.plan import RankContext, RunPlan, RunRequest, check_run, resolve_run
 from instar.run.state.run_state import Decision
 from instar.run.trainer import Trainer
 

@@ -19,14 +19,16 @@ from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.models.architecture import mask_of
 from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
 from instar.schedule.branches import BRANCH, BRANCHED, Branch, branch_problems
-from instar.schedule.ramps import CONTEXT, refused_options, with_options
 from instar.schedule.settings import (
+    CONTEXT,
     THAWED,
     NewParamWarmup,
     Settings,
     initial_settings,
     is_frozen,
     patterns_of,
+    refused_options,
+    with_options,
 )
 
 

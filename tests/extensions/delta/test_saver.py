@@ -27,7 +27,7 @@ from instar.extensions.delta.format.folder import Index, write_chain_index
 from instar.logs.read.record import read_record
 from instar.record.events import read_events
 from instar.record.rundir import RunDir
-from instar.run.loop.checkpointing import finish_extensions
+from instar.run.checkpointing import finish_extensions
 from instar.run.output import save as saving
 from instar.run.start import preflight
 from instar.run.trainer import Trainer

@@ -12,7 +12,7 @@ from instar.config.errors import ConfigError
 from instar.extensions.delta.config import delta_config
 from instar.extensions.delta.format.folder import missing_steps
 from instar.record.rundir import RunDir
-from instar.run.origin.resume import began_with
+from instar.run.resume import began_with
 from instar.schedule.operations import effective, history_from_json
 
 

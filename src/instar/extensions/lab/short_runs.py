@@ -23,7 +23,7 @@ from instar.distributed.placement import placement, resolve_ranks
 from instar.models.architecture import Architecture, section_of
 from instar.record.events import Eval, read_events
 from instar.record.rundir import RunDir
-from instar.run.origin.load import load_run_config
+from instar.run.load_config import load_run_config
 from instar.run.start.preflight import prepare_run_data
 from instar.schedule.forecast import Forecast, checked_forecast
 from instar.tasks.task import spec_class

@@ -15,15 +15,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from instar.config.sections import Operation
-from instar.growth.engine import prepare as engine
-from instar.growth.engine.peers import Peers
-from instar.growth.live.build import Wrap
+from instar.growth.engine import prepare_candidate
+from instar.growth.live.build import Wrap, renew
 from instar.growth.live.growing import Ema, GrowthRequest, home_of, live_growth
-from instar.growth.live.modules import renew
-from instar.growth.live.peers import peers_of
 from instar.growth.live.subject import Build, shape_of, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.operators import plan
+from instar.growth.peers import Peers, peers_of
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.proof import Proof
 from instar.models.shape import Growable
@@ -129,7 +127,7 @@ def prepare_with(peers: Peers, model: Module, request: GrowthRequest) -> Prepare
     with peers.phase():
         growing = live_growth(model, request, peers)
     name, step = request.operation.name, growing.step
-    growth = engine.prepare_candidate(
+    growth = prepare_candidate(
         growing,
         step.plan,
         peers,

@@ -19,17 +19,15 @@ from instar.config.sections import Operation
 from instar.distributed.shards import is_sharded
 from instar.growth.apply import GrowthStep, grow_buffers, moments_mode
 from instar.growth.axes import Use
-from instar.growth.engine.fill import fill_buffers, fill_parameters, grow_average
-from instar.growth.engine.peers import Peers
-from instar.growth.engine.prepare import GrownPart
+from instar.growth.engine import GrownPart, fill_buffers, fill_parameters, grow_average
 from instar.growth.folders import check_own_family
-from instar.growth.live.build import Wrap, build_sharded, build_whole
-from instar.growth.live.modules import take_over
+from instar.growth.live.build import Wrap, build_sharded, build_whole, take_over
 from instar.growth.live.optimizers import prepare_optimizer
 from instar.growth.live.probe import draw_probe, reshard, run_probe, to_device
 from instar.growth.live.subject import Build, Subject, bare, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.operators import plan
+from instar.growth.peers import Peers
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, New, VocabularyMap
 from instar.growth.proof import Doubled, Probe, Proof, verify_parameters, verify_rounded
 from instar.models.hf.pretrained import PretrainedShape

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from instar.distributed.shards import full_tensor, is_sharded, redistribute_like
 from instar.growth.apply import GrowthStep, grow_state, nearest_source, neighbours
-from instar.growth.engine.peers import Peers, run_in_step
-from instar.growth.engine.prepare import GrownPart
+from instar.growth.engine import GrownPart
+from instar.growth.peers import Peers, run_in_step
 from instar.growth.plan import GrowthError, GrowthPlan, sources_of
 from instar.growth.proof import verify_states
 

@@ -25,9 +25,9 @@ from instar.record.events import Branched, read_events
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.record.start_folder import note_branch
-from instar.run.loop.checkpointing import snapshot
-from instar.run.loop.components import Components
-from instar.run.origin.load import load_run_config
+from instar.run.checkpointing import snapshot
+from instar.run.components import Components
+from instar.run.load_config import load_run_config
 from instar.run.output.save import Snapshot
 from instar.run.state.early_stopping import MetricState
 from instar.run.state.run_state import RunState

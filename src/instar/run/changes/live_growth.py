@@ -29,14 +29,14 @@ from instar.growth.apply import (
     grown_states,
     moments_mode,
 )
-from instar.growth.engine.fill import (
+from instar.growth.engine import (
+    GrownPart,
     collect_tensors,
     fill_buffers,
     fill_parameters,
     grow_average,
 )
-from instar.growth.engine.peers import Peers
-from instar.growth.engine.prepare import GrownPart
+from instar.growth.peers import Peers
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import (
     Doubled,
@@ -47,8 +47,8 @@ from instar.growth.proof import (
     verify_states,
 )
 from instar.models.module import evaluating, load_buffers, persistent_buffers
-from instar.run.loop.components import Components
-from instar.run.optim.optimizer import (
+from instar.run.components import Components
+from instar.run.optimizer import (
     check_names,
     check_states,
     parameter_of,

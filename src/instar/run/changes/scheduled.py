@@ -16,18 +16,18 @@ from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
-from instar.growth.engine.prepare import ProvedGrowth, prepare_candidate
+from instar.growth.engine import ProvedGrowth, prepare_candidate
 from instar.models.architecture import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, grow_run
-from instar.run.loop.checkpointing import best_is_now, save_checkpoint
-from instar.run.loop.components import Components
-from instar.run.loop.validation import evaluate_validation, is_comparable
+from instar.run.checkpointing import best_is_now, save_checkpoint
+from instar.run.components import Components
 from instar.run.output.operation_text import ChangeOutcome
 from instar.run.state.gradient_stats import GradientWatch
 from instar.run.state.run_state import RunState
 from instar.run.step.stepper import freeze_parameters
+from instar.run.validation import evaluate_validation, is_comparable
 from instar.schedule.branches import BRANCH
 from instar.schedule.driver import FAILURES, attempt_change, next_due
 from instar.schedule.operations import (

@@ -18,10 +18,9 @@ from instar.distributed.parallel import (
 )
 from instar.distributed.world import World
 from instar.models.module import is_meta
-from instar.run.optim.optimizer import copy_tensors
+from instar.run.optimizer import copy_tensors
 from instar.run.parallel.diloco import DiLoCo
-from instar.run.parallel.elastic import VirtualRanks
-from instar.run.parallel.replicated import DataParallel, Replicated
+from instar.run.parallel.replicated import DataParallel, Replicated, VirtualRanks
 from instar.run.parallel.strategy import Evaluable, Strategy, freeze
 from instar.tasks.task import Task
 

@@ -14,19 +14,24 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from instar.config.schema import RunConfig
 from instar.data.loader import StepBatch
-from instar.distributed.agree import gather
+from instar.distributed.agree import collective, gather
+from instar.distributed.all_reduce import tree_sum
 from instar.distributed.world import World
-from instar.run.parallel.collectives import mean_over_ranks
 from instar.run.parallel.replicated import Replicated, compiled
 from instar.run.parallel.strategy import MicroBatchCalls, RoundEnd, Rounds, freeze
 
 Layout: TypeAlias = dict[str, float | list[int]]
 """Of each state of an optimizer: its shape, or its value if it has no dimensions."""
+
+
+BUCKET = 1 << 24
+"""Number of elements after which `mean_over_ranks` begins another message."""
 
 
 class DiLoCo(Replicated):
@@ -139,3 +144,41 @@ class DiLoCo(Replicated):
                 is_integral = all(isinstance(value, int) for value in values)
                 mean_states[name] = torch.tensor(round(mean) if is_integral else mean)
         return mean_states
+
+
+def mean_over_ranks(
+    world: World, tensors: Sequence[Tensor], wire_dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Return the mean of each tensor over all ranks, in float32, the same bits on all. A collective.
+
+    It takes two messages per rank and bucket, one after the other, however many ranks there are, where a
+    ring takes 2 (W - 1): on a slow network, latency is what an exchange of a small model costs.
+
+    Args:
+        wire_dtype: the type in which values travel.
+    """
+    if world.size == 1:
+        return [tensor.float() for tensor in tensors]
+    means: list[Tensor] = []
+    bucket: list[Tensor] = []
+    for number, tensor in enumerate(tensors, start=1):
+        bucket.append(tensor)
+        if number == len(tensors) or sum(part.numel() for part in bucket) >= BUCKET:
+            flat = torch.cat([part.detach().flatten().to(torch.float32) for part in bucket])
+            pieces = torch.split(_mean(world, flat, wire_dtype), [part.numel() for part in bucket])
+            means += [piece.view_as(part) for piece, part in zip(pieces, bucket, strict=True)]
+            bucket = []
+    return means
+
+
+def _mean(world: World, flat: Tensor, wire_dtype: torch.dtype) -> Tensor:
+    piece = -(-len(flat) // world.size)
+    padded_flat = torch.nn.functional.pad(flat, (0, piece * world.size - len(flat))).to(wire_dtype)
+    my_rows, everyones = torch.empty_like(padded_flat), torch.empty_like(padded_flat)
+    with collective(world, "averaging the replicas"):
+        # as bytes: backends do not send every type
+        dist.all_to_all_single(my_rows.view(torch.uint8), padded_flat.view(torch.uint8))
+        mean = tree_sum(my_rows.view(world.size, piece).float()).div_(world.size).to(wire_dtype)
+        pieces = everyones.view(torch.uint8).view(world.size, -1).unbind()
+        dist.all_gather(list(pieces), mean.view(torch.uint8))
+    return everyones[: len(flat)].float()

@@ -9,7 +9,7 @@ from instar.config.budget import Counters, parse_budget
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.data.order import StepPlan, divide_step, micro_slices
-from instar.run.state.slices import slices
+from instar.run.state.data_phase import slices
 from instar.schedule.forecast import Forecast, legs_of
 from instar.schedule.operations import Change, History, State, fold_history
 from instar.schedule.settings import Settings

@@ -38,7 +38,6 @@ from instar.distributed.shards import to_local
 from instar.distributed.world import World
 from instar.models.experts import ExpertLinear
 from instar.models.module import check_shardable, held_buffers, is_meta, load_buffers, materialize
-from instar.run.parallel.collectives import RoundedAllGather, TreeReduceScatter
 from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze, share_buffers
 
 
@@ -316,3 +315,62 @@ def _meshes(world: World, shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
     shape = world.size // shards, shards
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
     return mesh["shard"], mesh["replicate"]
+
+
+class _Allocates:
+    """What `fully_shard` asks of a collective besides calling it."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return an uninitialized tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class TreeReduceScatter(_Allocates):
+    """Reduce-scatter for `fully_shard` that adds the ranks' tensors in a binary tree, see `tree_sum`.
+
+    The ranks of the group are the leaves in order. A rank receives the pieces that it adds in one
+    all-to-all, which on gloo is also faster than its own reduce-scatter.
+    """
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,  # noqa: ARG002
+        async_op: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Set `output_tensor` to the sum over all ranks of this rank's piece of `input_tensor`."""
+        all_rows = torch.empty_like(input_tensor)
+        dist.all_to_all_single(all_rows, input_tensor, group=group)
+        output_tensor.copy_(tree_sum(all_rows.view(group.size(), -1)))
+
+
+class RoundedAllGather(_Allocates):
+    """All-gather for `fully_shard` that sends parameters as bfloat16.
+
+    For parameters that autocast rounds to bfloat16 wherever they are used.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = True
+        """False where there is no autocast"""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Set `output_tensor` to the `input_tensor` of all ranks, one after the other."""
+        rounds = self.rounds and output_tensor.dtype == torch.float32  # else they are bytes
+        kind = torch.bfloat16 if rounds else output_tensor.dtype
+        output_bytes = torch.empty_like(output_tensor, dtype=kind)
+        input_bytes = input_tensor.to(kind)
+        dist.all_gather_into_tensor(
+            output_bytes.view(torch.uint8), input_bytes.view(torch.uint8), group=group
+        )
+        output_tensor.copy_(output_bytes)

@@ -34,7 +34,7 @@ from instar.record.system import machine, versions
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import TrackedRun, configured_trackers
 from instar.run.changes.scheduled import check_ahead
-from instar.run.loop.components import Components
+from instar.run.components import Components
 from instar.run.output.operation_text import format_shape
 from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.plan import RankContext, RunPlan

@@ -32,7 +32,7 @@ from instar.schedule.branches import branch_problems as schedule_problems
 from instar.schedule.checks import has_end, without_effect
 from instar.schedule.forecast import Forecast, checked_forecast, decay_end
 from instar.schedule.memory import in_force
-from instar.schedule.ramps import CONTEXT
+from instar.schedule.settings import CONTEXT
 from instar.schedule.triggers import evaluates_at_start, operation
 from instar.tasks.task import Say, TaskSpec, spec_class
 

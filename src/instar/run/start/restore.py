@@ -1,30 +1,39 @@
-"""Restores a checkpoint into a new run; later steps are the same as without the interruption."""
+"""Gives a new run its values: those of the weights that it starts from, or all of a checkpoint.
+
+After a restored checkpoint, later steps are the same as without the interruption."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from torch import Tensor
 from torch.nn import Module
 
+from instar.checkpoint.inspect import check_shapes
 from instar.checkpoint.layout import ComponentReader, Parts
 from instar.checkpoint.manifest import CheckpointError, encode_json
-from instar.checkpoint.store import Checkpoint
+from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
 from instar.config.budget import Counters
+from instar.config.fields import LANGUAGE
 from instar.config.sections import Operation
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import full_tensor
+from instar.models.architecture import Architecture
+from instar.models.hf.pretrained_folder import open_folder
+from instar.models.hf.tensors import from_tensors, merge_adapters
+from instar.models.hf.weights import read_weights
 from instar.models.module import empty_buffers, load_buffers, persistent_buffers
 from instar.run.changes.scheduled import carry_out
-from instar.run.loop.checkpointing import LEFT_OUT
-from instar.run.loop.components import Components
-from instar.run.optim.optimizer import copy_tensors, parameter_of
+from instar.run.checkpointing import LEFT_OUT
+from instar.run.components import Components
+from instar.run.init_weights import Weights
+from instar.run.optimizer import copy_tensors, parameter_of
 from instar.run.parallel.choose import build_meta_model
 from instar.run.state.generators import restore_generators, seed_generators
 from instar.run.state.gradient_stats import dead_ranks
@@ -39,6 +48,8 @@ from instar.schedule.operations import (
     states,
 )
 from instar.tasks.task import Task
+
+_POSITIONS = "position_embedding.weight"
 
 
 def restore(
@@ -284,3 +295,88 @@ def _reading(checkpoint: Checkpoint, name: str) -> AbstractContextManager[Compon
             f"checkpoint list {shlex.quote(str(checkpoint.path.parent.parent))}"
         )
     return checkpoint.reading(name)
+
+
+@dataclass(frozen=True)
+class OpenedWeights:
+    """Values of a new model's parameters, and the checkpoint that its buffers are in, if it has any."""
+
+    tensors: Mapping[str, Tensor]
+    """may be read when they are asked for"""
+    checkpoint: Checkpoint | None = None
+
+    def load_into(self, model: Module) -> list[str]:
+        """Load them into a new model; return warnings about buffers that one of them lacks."""
+        parameters = dict(model.named_parameters())
+        if self.checkpoint is None:
+            copy_tensors(parameters, self.tensors)
+            return []
+        try:
+            warnings = load_model_state(model, self.checkpoint)
+            copy_tensors(parameters, {name: self.tensors[name] for name in parameters})
+        except (AttributeError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{self.checkpoint.path}: of another model: {error}") from error
+        return warnings
+
+
+class _Saved(Mapping[str, Tensor]):
+    """The tensors of a component, each read when it is asked for."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, component: str, positions: int | None = None
+    ) -> None:
+        """`positions`: as many rows of the table of positions are read; None: all."""
+        self._checkpoint, self._component, self._positions = checkpoint, component, positions
+        self._names = list(checkpoint.layout(component).entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._checkpoint.reading(self._component) as read:
+            if name == _POSITIONS and self._positions is not None:
+                return read.rows(name, 0, self._positions)
+            return read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def open_weights(weights: Weights, architecture: Any) -> OpenedWeights:
+    """Open weights, of a checkpoint the moving average if it has one, and check them.
+
+    Args:
+        architecture: of the new model; of a GPT, it may have a shorter context than the weights.
+
+    Raises:
+        CheckpointError: the weights are damaged, of another model than they say, or not finite.
+    """
+    if weights.task != LANGUAGE and not weights.is_hf:
+        checkpoint = load_checkpoint(weights.path)
+        return OpenedWeights(_Saved(checkpoint, checkpoint.weights), checkpoint)
+    tensors: Mapping[str, Tensor]
+    if weights.task == LANGUAGE:
+        tensors = _gpt(weights, architecture.context)
+    else:
+        with open_folder(weights.path).reading() as read:
+            tensors = {name: read(name) for name in architecture.parameters()}
+    check_finite(weights.path, tensors, hint="")
+    return OpenedWeights(tensors)
+
+
+def _gpt(weights: Weights, context: int) -> Mapping[str, Tensor]:
+    """Return the parameters of a GPT without adapters, with as many positions as `context` needs."""
+    shape = Architecture.from_dict(weights.architecture)
+    if weights.is_hf:
+        tensors = from_tensors(shape, read_weights(weights.path))
+    else:
+        checkpoint = load_checkpoint(weights.path)
+        component = checkpoint.weights
+        shapes = {name: entry.shape for name, entry in shape.parameters().items()}
+        check_shapes(checkpoint.path, checkpoint.layout(component).entries, shapes)
+        if not shape.lora:
+            return _Saved(checkpoint, component, context)
+        tensors = merge_adapters(shape, _Saved(checkpoint, component))
+    if _POSITIONS in tensors:
+        tensors[_POSITIONS] = tensors[_POSITIONS][:context]
+    return tensors

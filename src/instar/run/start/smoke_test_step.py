@@ -32,7 +32,7 @@ from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.table import check_table
 from instar.record.system import torch_dtype
-from instar.run.optim.optimizer import (
+from instar.run.optimizer import (
     check_states,
     optimizer_tensors,
     shapes_of,
@@ -42,7 +42,7 @@ from instar.run.parallel.micro_batch_sizes import Comes, sizes_to_come
 from instar.run.start.preflight import Prepared
 from instar.run.state.generators import generator_states, restore_generators, seed_generators
 from instar.run.step.stepper import set_model_step, to_device
-from instar.schedule.lr_scaling import rate_factors
+from instar.schedule.settings import rate_factors
 from instar.schedule.triggers import schedule_entries
 from instar.tasks.logged import Logged, recording
 from instar.tasks.metrics import set_metrics, try_out

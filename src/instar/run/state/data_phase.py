@@ -6,7 +6,7 @@ change too; a *phase* is the part of a run with one length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from instar.data.source import Source, close
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.processes.memory import keep_freed_memory
-from instar.run.state.slices import slices
 from instar.tasks.task import Task
 
 
@@ -187,3 +186,19 @@ class LoaderFactory:
         if self._opened is not None:
             close(self._opened[2])
             self._opened = None
+
+
+def slices(config: RunConfig, world_size: int) -> Sequence[range]:
+    """Return the slices of a step that each rank runs, in order.
+
+    Ranks with whole models run neighbouring slices, whose gradients they add alone. Ranks with shards
+    add the gradients of one slice each, and take turns of neighbouring slices.
+    """
+    elastic = config.reproducible == "elastic"
+    number = config.parallel.elastic.virtual_ranks if elastic else world_size
+    if config.parallel.shards_of(world_size) > 1:
+        return [range(rank, number, world_size) for rank in range(world_size)]
+    slices_per_rank = number // world_size
+    return [
+        range(rank * slices_per_rank, (rank + 1) * slices_per_rank) for rank in range(world_size)
+    ]

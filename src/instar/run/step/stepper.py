@@ -24,8 +24,8 @@ from instar.distributed.shards import Wholes, to_local
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
 from instar.record.system import torch_dtype
-from instar.run.optim.muon import lerp
-from instar.run.optim.optimizer import (
+from instar.run.muon import lerp
+from instar.run.optimizer import (
     OUTER_MOMENTUM,
     load_optimizer_tensors,
     optimizer_tensors,
@@ -44,8 +44,8 @@ from instar.run.state.gradient_stats import (
     Skips,
     part_of,
 )
-from instar.schedule.lr_scaling import Update, rate_factors
 from instar.schedule.operations import State
+from instar.schedule.settings import Update, rate_factors
 from instar.tasks.logged import recording, weighted
 from instar.tasks.task import Batch, Task
 

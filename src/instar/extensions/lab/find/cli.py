@@ -158,7 +158,7 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
 
 
 def _load(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
-    from instar.run.origin.load import load_run_config
+    from instar.run.load_config import load_run_config
 
     return load_run_config(cfg, overrides)
 

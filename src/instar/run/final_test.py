@@ -25,7 +25,7 @@ from instar.data.order import Int64Array
 from instar.data.split import Subset
 from instar.distributed.agree import Json, agree, raise_on_all_ranks
 from instar.record.atomic import make_folder, replace_file
-from instar.run.loop.components import Components
+from instar.run.components import Components
 from instar.run.parallel.choose import build_meta_model, wrap_for_eval
 from instar.run.parallel.strategy import Evaluable
 from instar.run.start.restore import load_average, load_model_state
@@ -37,7 +37,7 @@ from instar.tasks.basis import basis_of
 from instar.tasks.task import Task
 
 if TYPE_CHECKING:
-    from instar.run.finish.predictions import Predictions
+    from instar.run.output.predictions import Predictions
 
 FOLDER = "test"
 RESULT = "result.json"
@@ -134,7 +134,7 @@ def _predictions(
             state.step,
         )
         return None
-    from instar.run.finish.predictions import Predictions
+    from instar.run.output.predictions import Predictions
 
     return Predictions(file, parts.world, numbers)
 

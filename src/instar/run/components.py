@@ -13,10 +13,9 @@ from instar.data.source import Source
 from instar.distributed.rank_log import RankLog
 from instar.distributed.world import World
 from instar.run.output.extension import RunExtension
+from instar.run.output.inspection import TextSampler, WeightAnalyzer
 from instar.run.output.run_logger import RunLogger
 from instar.run.output.save import Saver
-from instar.run.output.text_samples import TextSampler
-from instar.run.output.weight_analysis import WeightAnalyzer
 from instar.run.state.data_phase import DataPhase, LoaderFactory
 from instar.run.state.early_stopping import MetricTracker
 from instar.run.state.sync_point import SyncPoint

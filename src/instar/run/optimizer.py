@@ -20,9 +20,8 @@ from instar.distributed.shards import distribute_like, is_dense, local_rows, to_
 from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
-from instar.run.optim.muon import LANES, BatchedMuon, EagerMethods
-from instar.schedule.lr_scaling import Update
-from instar.schedule.settings import NewParamWarmup
+from instar.run.muon import LANES, BatchedMuon, EagerMethods
+from instar.schedule.settings import NewParamWarmup, Update
 from instar.tasks.task import Task
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from instar.run.loop.checkpointing import best_is_now
-from instar.run.loop.components import Components
+from instar.run.checkpointing import best_is_now
+from instar.run.components import Components
 from instar.run.state.run_state import Interval, RunState
 from instar.run.step.evaluate import EvaluationOptions, evaluate_source
 from instar.run.step.stepper import set_model_step

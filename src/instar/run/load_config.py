@@ -35,6 +35,6 @@ def load_run_config(
 
 def _values_with_weights(config_values: Mapping[str, Any]) -> Brought:
     # takes a while, and few runs need it
-    from instar.run.origin.init_weights import values_with_weights
+    from instar.run.init_weights import values_with_weights
 
     return values_with_weights(config_values)

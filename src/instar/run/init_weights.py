@@ -38,7 +38,7 @@ from instar.models.hf import CONFIG
 from instar.models.hf.config import TITLES, from_config, read_config
 from instar.models.hf.tokenizer import from_fast, same_vocabulary
 from instar.record.rundir import RunDir, find_run
-from instar.run.origin.resume import STARTS_FROM, began_with
+from instar.run.resume import STARTS_FROM, began_with
 from instar.tasks.task import TaskSpec, spec_class
 from instar.tasks.text import TextSpec
 

@@ -1,20 +1,27 @@
-"""Checkpointing between two steps: the contents of a checkpoint, and when one is saved."""
+"""Checkpoints of a run: their contents, when one is saved, and which are pointed at as the best."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
-from instar.checkpoint.manifest import COMPONENTS, Facts
+from instar.checkpoint.line import is_on_line
+from instar.checkpoint.listing import list_checkpoints, pointer_target, update_pointer
+from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Facts, RunStart, read_manifest
 from instar.config.fields import checkpoint_values
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import rows_to_save
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
-from instar.run.loop.components import Components
+from instar.run.components import Components
 from instar.run.output.extension import barrier_of
 from instar.run.output.save import Snapshot
+from instar.run.resume import rewind_step
+from instar.run.state.early_stopping import RuleState
 from instar.run.state.generators import generator_states
 from instar.run.state.run_state import Interval, RunState
 from instar.run.state.sync_point import SaveRequest
@@ -161,3 +168,54 @@ def intervals(config: CheckpointConfig) -> list[tuple[Interval, str]]:
             (Interval(config.every_tokens, "tokens"), f"every {config.every_tokens:,} tokens")
         )
     return intervals_with_text
+
+
+def update_best_pointers(state: RunState, parts: Components, start: Path) -> None:
+    """Update the best pointers at a resume. A collective.
+
+    A run may have ended between a save and the update of its pointers. A pointer to a checkpoint on
+    a branch, to none, or to another than that with the best value is set to the best checkpoint of
+    this line, or removed if that was deleted.
+    """
+    root, line = parts.saver.root, parts.line
+    with raise_on_all_ranks(parts.world, "naming the best checkpoint"):
+        if not parts.world.is_main:
+            return
+        current_best = best_is_now(state, parts)
+        for metric, pointer in parts.tracker.pointers.items():
+            if metric in current_best:
+                update_pointer(root, pointer, start)
+                continue
+            best_path = pointer_target(root, pointer)
+            best = state.metrics.best.get(metric, RuleState())
+            if (
+                best_path is not None
+                and rewind_step(best_path, line) is None
+                and _may_be(best_path, metric, best)
+            ):
+                continue
+            best_checkpoint = _with_best(root, metric, best, line)
+            if best_checkpoint is not None:
+                update_pointer(root, pointer, best_checkpoint)
+            else:
+                (root / "checkpoints" / pointer).unlink(missing_ok=True)
+
+
+def _may_be(path: Path, metric: str, best: RuleState) -> bool:
+    """Return whether a checkpoint may be the one with the best value: another may have taken the name of one
+    that was deleted."""
+    with suppress(CheckpointError):
+        manifest = read_manifest(path)
+        return manifest.step != best.best_step or manifest.metrics.get(metric) == best.best
+    return True
+
+
+def _with_best(root: Path, metric: str, best: RuleState, line: Sequence[RunStart]) -> Path | None:
+    """Return the newest checkpoint on a line that has the best value of a metric."""
+    for path in reversed(list_checkpoints(root)):
+        with suppress(CheckpointError):
+            manifest = read_manifest(path)
+            evaluation = (manifest.step, manifest.metrics.get(metric))
+            if evaluation == (best.best_step, best.best) and is_on_line(manifest, line):
+                return path
+    return None

@@ -1,1 +1,0 @@
-"""After the last step: the final test, and which best pointers still hold."""

@@ -1,1 +1,0 @@
-"""Between steps: the live objects, evaluation, and when and what to save."""

@@ -1,1 +1,0 @@
-"""Optimizers: groups, rates and state by name; Muon, in batches and on shards."""

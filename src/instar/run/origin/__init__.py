@@ -1,1 +1,0 @@
-"""What a run comes from: its config, starting weights, the checkpoint it resumes. No torch."""
