@@ -109,6 +109,11 @@ class ConfigError(InstarError):
     def of(cls, message: str, where: str = "", hint: str = "", *, key: str = "") -> ConfigError:
         return cls(ConfigProblem((key,) if key else (), message, hint, where))
 
+    @classmethod
+    def at(cls, key: str, message: str, hint: str = "") -> ConfigError:
+        """Return the error of a key's value."""
+        return cls(ConfigProblem((key,), message, hint, key))
+
     def __str__(self) -> str:
         count = len(self.problems)
         last = f"{count} error{'' if count == 1 else 's'}. Nothing was started."

@@ -166,10 +166,11 @@ def root_of(task: str) -> type[RunConfig]:
         return root
     if ":" not in task:
         if remedy := how_to_install("tasks", task):
-            raise _task_error(f"the extension of task '{task}' is not installed", remedy)
+            raise ConfigError.at("task", f"the extension of task '{task}' is not installed", remedy)
         closest = nearest(task, task_names)
         custom_task = _own_class(task) or "or name your own as module:class"
-        raise _task_error(
+        raise ConfigError.at(
+            "task",
             f"unknown task '{task}'; known are {', '.join(task_names)}",
             f"did you mean '{closest}'?" if closest else custom_task,
         )
@@ -177,8 +178,8 @@ def root_of(task: str) -> type[RunConfig]:
     model, data = getattr(task_class, "Model", Section), getattr(task_class, "Data", SamplesConfig)
     for name, section, base in (("Model", model, Section), ("Data", data, SamplesConfig)):
         if not (isinstance(section, type) and issubclass(section, base)):
-            raise _task_error(
-                f"{task}: {name} must be a subclass of {base.__module__}.{base.__name__}"
+            raise ConfigError.at(
+                "task", f"{task}: {name} must be a subclass of {base.__module__}.{base.__name__}"
             )
     model = with_from(model)
     fields: Mapping[str, Any] = {
@@ -200,7 +201,7 @@ def custom_task_class(task: str) -> type[Any]:
     """
     task_class = load_named(task, key="task")
     if not isinstance(task_class, type):
-        raise _task_error(f"{task} is not a class")
+        raise ConfigError.at("task", f"{task} is not a class")
     return task_class
 
 
@@ -210,10 +211,6 @@ def _own_class(task: str) -> str:
     if module and Path(*module.split(".")).with_suffix(".py").is_file():
         return f"write {module}:{name}"
     return f"write {name}:CLASS" if not module and Path(f"{name}.py").is_file() else ""
-
-
-def _task_error(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.of(message, where="task", hint=hint, key="task")
 
 
 @cache

@@ -38,7 +38,7 @@ def load_named(name: str, *, key: str) -> Callable[..., Any]:
     """
 
     def wrong(message: str, hint: str = "") -> ConfigError:
-        return ConfigError.of(message, where=key, hint=hint, key=key)
+        return ConfigError.at(key, message, hint)
 
     module_name, colon, function_name = name.partition(":")
     if not (

@@ -435,10 +435,9 @@ def _library() -> Any:
     try:
         import zarr
     except ImportError:
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.path",
             "array stores need the library `zarr`, which is not installed",
-            where="data.path",
-            hint="install the extra: pip install 'instar[graph]'",
-            key="data.path",
+            "install the extra: pip install 'instar[graph]'",
         ) from None
     return zarr

@@ -126,12 +126,11 @@ class TokenWindows:
     def __init__(self, split: TokenSequence, context: int, stride: int | None = None) -> None:
         min_tokens = context + 1 if split.name == "train" or stride is not None else 2
         if len(split) < min_tokens:
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "model.context",
                 f"the {split.name} split has {len(split):,} tokens, fewer than the {min_tokens:,} "
                 f"that a context of {context:,} needs",
-                where="model.context",
-                hint="a shorter context or more text",
-                key="model.context",
+                "a shorter context or more text",
             )
         self.split = split
         self.context = context

@@ -88,8 +88,8 @@ def sample_set(
 def _check_unweighted(source: Source, data: SamplesConfig) -> Source:
     """Return the source. Raises ConfigError if it weighs samples itself, whose weights a transform may change."""
     if data.transform is not None and source.weights(np.arange(len(source))) != len(source):
-        raise _error(
-            "transform",
+        raise ConfigError.at(
+            "data.transform",
             "data.transform may change the weights of samples, which this source gives itself",
             "transform in its read, and give the weights of what that returns",
         )
@@ -163,11 +163,10 @@ def split_samples(
             columns = source.read(np.arange(len(source)))
         class_column = columns.get(name) if classes is None else classes
         if not isinstance(class_column, np.ndarray):
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "data.stratify",
                 f"there is no column {name!r} of classes",
-                where="data.stratify",
-                hint=f"there are {', '.join(columns)}",
-                key="data.stratify",
+                f"there are {', '.join(columns)}",
             )
         classes = class_column.astype(np.int64)
     sizes = {"val": data.val, "test": data.test, **(split_members or {})}
@@ -297,16 +296,20 @@ class StreamedSet:
     def __post_init__(self) -> None:
         data = self.data
         if data.order in ("random", "blocks"):
-            raise _error(
-                "order",
+            raise ConfigError.at(
+                "data.order",
                 f"data.order {data.order} needs random access, and an iterable is read from its "
                 "beginning",
                 "sequential, or shuffled within data.shuffle_window",
             )
         if data.workers:
-            raise _error("workers", "an iterable is read by one process", "set data.workers: 0")
+            raise ConfigError.at(
+                "data.workers", "an iterable is read by one process", "set data.workers: 0"
+            )
         if data.stratify is not None:
-            raise _error("stratify", "splits of an iterable are given, not drawn", "leave it out")
+            raise ConfigError.at(
+                "data.stratify", "splits of an iterable are given, not drawn", "leave it out"
+            )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -337,8 +340,8 @@ class StreamedSet:
         Raises ConfigError if there is no such split.
         """
         if split not in self.held_out_sources:
-            raise _error(
-                split,
+            raise ConfigError.at(
+                f"data.{split}",
                 f"samples() gives no {split} split, which cannot be drawn from an iterable",
                 f'return {{"train": iterable, "{split}": …}}',
             )
@@ -347,7 +350,3 @@ class StreamedSet:
     def close(self) -> None:
         for source in self.held_out_sources.values():
             close(source)
-
-
-def _error(key: str, message: str, hint: str) -> ConfigError:
-    return ConfigError.of(message, where=f"data.{key}", hint=hint, key=f"data.{key}")

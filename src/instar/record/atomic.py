@@ -246,5 +246,5 @@ def atomic_dir(folder: Path, *, key: str = "", first_wins: bool = False) -> Iter
     except (OSError, SafetensorError) as error:
         message = f"cannot write {folder}: {getattr(error, 'strerror', None) or error}"
         if key:
-            raise ConfigError.of(message, where=key, key=key) from error
+            raise ConfigError.at(key, message) from error
         raise WriteError(message) from error

@@ -216,7 +216,7 @@ def _code_of(task: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         message = f"{task}: the models cannot be compared: {what_happened(error)}"
-        raise ConfigError.of(message, where="task", key="task") from error
+        raise ConfigError.at("task", message) from error
 
 
 def _in_force(config: RunConfig, source: Checkpoint) -> tuple[SavedModel, History, State]:

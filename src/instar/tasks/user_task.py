@@ -252,10 +252,14 @@ def _instance(config: RunConfig) -> tuple[CustomTask[Any, Any], Growable | None]
     """Return an instance of the user's class, and its shape at step 0."""
     name, task_class = config.task, custom_task_class(config.task)
     if not issubclass(task_class, CustomTask):
-        raise _wrong(f"{name} is no subclass of CustomTask", "class MyTask(CustomTask): …")
+        raise ConfigError.at(
+            "task", f"{name} is no subclass of CustomTask", "class MyTask(CustomTask): …"
+        )
     missing = [n for n in NEEDED if getattr(task_class, n) is getattr(CustomTask, n)]
     if missing:
-        raise _wrong(f"{name} lacks {', '.join(missing)}", "docs/custom-task.md has an example")
+        raise ConfigError.at(
+            "task", f"{name} lacks {', '.join(missing)}", "docs/custom-task.md has an example"
+        )
     assert isinstance(config.data, SamplesConfig)
     with _telling(f"{name} cannot be made"):
         task: CustomTask[Any, Any] = task_class(
@@ -290,9 +294,9 @@ def _open_source(
     except ConfigError:
         raise
     except ValueError as error:
-        raise _wrong(f"{name}.samples(): {what_happened(error)}") from None
+        raise ConfigError.at("task", f"{name}.samples(): {what_happened(error)}") from None
     except (Exception, SystemExit) as error:
-        raise _wrong(f"{name}.samples(): {what_happened(error)}") from error
+        raise ConfigError.at("task", f"{name}.samples(): {what_happened(error)}") from error
 
 
 def build_module(task: CustomTask[Any, Any], shape: Any, seed: int) -> nn.Module:
@@ -336,7 +340,8 @@ def _check_shape(where: str, shape: Any) -> None:
     """Raise ConfigError if a shape cannot grow."""
     growable: Growable = shape
     if not (dataclasses.is_dataclass(shape) and hasattr(shape, "resized")):
-        raise _wrong(
+        raise ConfigError.at(
+            "task",
             f"{where} must return a Shape, not {kind_of(shape)}",
             "@dataclass(frozen=True) class Axes(Shape): one field an axis, and table(self, t)",
         )
@@ -365,13 +370,9 @@ def _telling(what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except InstarError as error:
-        raise _wrong(f"{what}: {error}") from error
+        raise ConfigError.at("task", f"{what}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise _wrong(f"{what}: {what_happened(error)}") from error
-
-
-def _wrong(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.of(message, where="task", hint=hint, key="task")
+        raise ConfigError.at("task", f"{what}: {what_happened(error)}") from error
 
 
 def _numbers(values: Tensor) -> NDArray[Any]:

@@ -165,11 +165,10 @@ def divide_conversations(data: DataConfig, seed: int, say: Say) -> dict[str, tup
         }
         _say_leaks(parts, lines.digests, held_out.digests, say)
         return {"train": (data.source, parts["train"]), "val": (data.val_source, parts["val"])}
-    raise ConfigError.of(
+    raise ConfigError.at(
+        "data.val_source",
         f"{data.source}: {count} conversations, too few or too unequal to hold out whole ones",
-        where="data.val_source",
-        hint="give conversations to hold out in data.val_source, or other fractions",
-        key="data.val_source",
+        "give conversations to hold out in data.val_source, or other fractions",
     )
 
 
@@ -376,11 +375,10 @@ class ChatSamples:
             )
         self._begins, self._ends, self._counts = begins[used], ends[used], counts[used]
         if not used.any():
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "model.context",
                 f"no sample of the {tokens.name} split has a token of the assistant within {context:,} tokens",
-                where="model.context",
-                hint="a longer context",
-                key="model.context",
+                "a longer context",
             )
         how = "packed" if packing else "one"
         self.fingerprint = f"{tokens.fingerprint}/{marks.fingerprint}/{how}/{context}"

@@ -98,7 +98,7 @@ def open_corpus(source: str, text_field: str) -> Corpus:
     sizes = np.concatenate(sizes_of_files) if sizes_of_files else np.empty(0, np.int64)
     if not sizes.any():
         what = "is empty" if len(formats) == 1 else f"has no text in its {len(formats)} files"
-        raise ConfigError.of(f"{source} {what}", where="data.source", key="data.source")
+        raise ConfigError.at("data.source", f"{source} {what}")
     firsts = np.cumsum([0, *(file_sizes.size for file_sizes in sizes_of_files)], dtype=np.int64)
     return Corpus(files=tuple(formats), firsts=firsts, sizes=sizes)
 
@@ -134,11 +134,8 @@ def _format(path: Path, text_field: str, json_is_rows: bool) -> _Format:
     if suffix in LINES or (suffix == JSON and json_is_rows):
         return _JSONRows(path, text_field)
     if path.suffix.lower() in PACKED:
-        raise ConfigError.of(
-            f"{path} is compressed, and only JSON is unpacked",
-            where="data.source",
-            hint="unpack it",
-            key="data.source",
+        raise ConfigError.at(
+            "data.source", f"{path} is compressed, and only JSON is unpacked", "unpack it"
         )
     return _Parquet(path, text_field) if suffix == PARQUET else _TextFile(path)
 
@@ -225,11 +222,10 @@ class _Parquet:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "data.source",
                 f"reading {self.path} needs pyarrow, which is not installed",
-                where="data.source",
-                hint="install the extra: pip install 'instar[hf]'",
-                key="data.source",
+                "install the extra: pip install 'instar[hf]'",
             ) from None
         with open_source(self.path) as file:
             try:
@@ -283,11 +279,10 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _undecodable(path: Path, at: int) -> ConfigError:
-    return ConfigError.of(
+    return ConfigError.at(
+        "data.source",
         f"{path} is not UTF-8 text: byte {at:,} cannot be decoded",
-        where="data.source",
-        hint="convert it, for example with iconv -t UTF-8",
-        key="data.source",
+        "convert it, for example with iconv -t UTF-8",
     )
 
 

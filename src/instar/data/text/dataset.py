@@ -189,7 +189,7 @@ class DataSet(ABC):
             yield
         except Exception as error:
             key, reason = "data.transform", what_happened(error)
-            raise ConfigError.of(f"{self.data.transform}: {reason}", where=key, key=key) from error
+            raise ConfigError.at(key, f"{self.data.transform}: {reason}") from error
 
     def train_source(self, context: int) -> Source | None:  # noqa: ARG002
         """Return the training samples before `data.transform`; None: they are read forward only."""

@@ -116,11 +116,10 @@ def open_rows_of(data: DataConfig, tokenizer: Tokenizer | None) -> Documents:
     column = column_of(rows, data.tokens_field or data.text_field)
     if data.tokens_field is not None:
         if tokenizer is None:
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "data.tokenizer",
                 f"a {data.tokenizer} tokenizer cannot be trained on token ids",
-                where="data.tokenizer",
-                hint="name the tokenizer.json that made them",
-                key="data.tokenizer",
+                "name the tokenizer.json that made them",
             )
         check_ids(column, tokenizer.vocab_size, data.tokens_field, data.source)
     record = RowsRecord(len(rows), rows._fingerprint, content_fingerprint(column))
@@ -312,11 +311,10 @@ def check_ids(column: pa.ChunkedArray, vocab_size: int, name: str, source: str) 
     for chunk in track_items(column.chunks, f"reading {source}", "chunks", len(column.chunks)):
         if (problem := _bad_row(chunk, vocab_size)) is not None:
             row, what = problem
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "data.tokens_field",
                 f"row {first_row + row:,} of {source}: {what} in the column {name!r}",
-                where="data.tokens_field",
-                hint=f"the vocabulary of data.tokenizer has {vocab_size:,} tokens, from 0 on",
-                key="data.tokens_field",
+                f"the vocabulary of data.tokenizer has {vocab_size:,} tokens, from 0 on",
             )
         first_row += len(chunk)
 

@@ -93,10 +93,9 @@ def check_split(existing: Iterable[Any], data: DataConfig) -> set[str]:
 
 def no_split(names: Iterable[Any], data: DataConfig) -> ConfigError:
     """Return the error of a split that is not among those of the source."""
-    return ConfigError.of(
+    return ConfigError.at(
+        "data.source_split",
         f"{data.source} has no split {data.source_split!r}, it has: {', '.join(map(str, names))}",
-        where="data.source_split",
-        key="data.source_split",
     )
 
 
@@ -171,11 +170,10 @@ def library() -> Any:
     try:
         import datasets
     except ImportError:
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.kind",
             "rows and streams need the library `datasets`, which is not installed",
-            where="data.kind",
-            hint="install the extra: pip install 'instar[hf]'",
-            key="data.kind",
+            "install the extra: pip install 'instar[hf]'",
         ) from None
     return datasets
 
@@ -224,7 +222,7 @@ def _check_first_row(files: Sequence[Path], data: DataConfig) -> None:
     """Raise ConfigError unless the first row of JSON files has what the config names."""
     first_row = next(((file, *row) for file in files for row in json_rows(file)), None)
     if first_row is None:
-        raise at_source(f"{data.source} is empty")
+        raise ConfigError.at("data.source", f"{data.source} is empty")
     ids = data.tokens_field is not None
     field_value(*first_row, data.tokens_field or data.text_field, ids=ids)
 
@@ -260,7 +258,7 @@ def _files(source: str) -> list[Path]:
         matches = sorted(Path(name) for name in glob.glob(source, recursive=True))  # noqa: PTH207
         files = [file for file in matches if file.is_file()]
         if not files:
-            raise at_source(f"no file matches {source}")
+            raise ConfigError.at("data.source", f"no file matches {source}")
         return files
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", source) or suffix_of(path) in FORMATS:
         raise _no_rows(source)
@@ -268,8 +266,10 @@ def _files(source: str) -> list[Path]:
 
 
 def _no_rows(source: str) -> ConfigError:
-    return at_source(
-        f"there is no file or folder {source}", "give a path, a glob, or a name on the hub"
+    return ConfigError.at(
+        "data.source",
+        f"there is no file or folder {source}",
+        "give a path, a glob, or a name on the hub",
     )
 
 
@@ -278,17 +278,16 @@ def _format(files: list[Path]) -> tuple[str, dict[str, Any]]:
     formats = {FORMATS[suffix][0] for suffix in suffixes if suffix in FORMATS}
     unknown = next((file for file in files if suffix_of(file) not in FORMATS), None)
     if unknown is not None:
-        raise at_source(
+        raise ConfigError.at(
+            "data.source",
             f"{unknown}: rows are not read from files like this",
             f"known are {', '.join(FORMATS)}; kind tokens prepares any text",
         )
     if len(suffixes) > 1 and (len(formats) > 1 or ".tsv" in suffixes):
-        raise at_source(f"the files are of several kinds: {', '.join(suffixes)}", "give one kind")
+        raise ConfigError.at(
+            "data.source", f"the files are of several kinds: {', '.join(suffixes)}", "give one kind"
+        )
     return FORMATS[suffixes[0]]
-
-
-def at_source(message: str, hint: str = "") -> ConfigError:
-    return ConfigError.of(message, where="data.source", hint=hint, key="data.source")
 
 
 def check_column(features: datasets.Features, data: DataConfig) -> None:
@@ -299,21 +298,19 @@ def check_schema(schema: pa.Schema, data: DataConfig, place: str) -> None:
     key = "data.text_field" if data.tokens_field is None else "data.tokens_field"
     name = data.tokens_field or data.text_field
     if name not in schema.names:
-        raise ConfigError.of(
+        raise ConfigError.at(
+            key,
             f"{place} has no column {name!r} (columns: {', '.join(schema.names)})",
-            where=key,
-            hint="name the column of the text in data.text_field, or that of token ids in "
+            "name the column of the text in data.text_field, or that of token ids in "
             "data.tokens_field",
-            key=key,
         )
     dtype = schema.field(name).type
     if not (is_text(dtype) if data.tokens_field is None else is_ids(dtype)):
         expected = "text" if data.tokens_field is None else "lists of token ids"
-        raise ConfigError.of(
+        raise ConfigError.at(
+            key,
             f"the column {name!r} of {place} holds {dtype}, not {expected}",
-            where=key,
-            hint="name another column",
-            key=key,
+            "name another column",
         )
 
 

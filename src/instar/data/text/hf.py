@@ -20,7 +20,6 @@ from instar.config.language import DataConfig
 from instar.data.text.files import SourceFiles, find_files, suffix_of, walk
 from instar.data.text.formats import (
     FORMATS,
-    at_source,
     check_column,
     is_saved,
     library,
@@ -59,7 +58,9 @@ def load_rows(data: DataConfig) -> datasets.Dataset:
     assert isinstance(rows, module.Dataset)
     check_column(rows.features, data)
     if not len(rows):
-        raise at_source(f"{data.source} has no rows in its split {data.source_split}")
+        raise ConfigError.at(
+            "data.source", f"{data.source} has no rows in its split {data.source_split}"
+        )
     return rows
 
 
@@ -146,17 +147,16 @@ def _explain_errors(data: DataConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except ConnectionError as error:
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.source",
             f"{data.source} is not a file or folder here, and the hub cannot be reached: {error}",
-            where="data.source",
-            hint="check the network, or give a path",
-            key="data.source",
+            "check the network, or give a path",
         ) from None
     except StopIteration:  # the library raises it for files without rows
-        raise at_source(f"{data.source} is empty") from None
+        raise ConfigError.at("data.source", f"{data.source} is empty") from None
     except FileNotFoundError as error:
-        raise at_source(
-            f"there is nothing to load at {data.source}: {_cause_text(error)}"
+        raise ConfigError.at(
+            "data.source", f"there is nothing to load at {data.source}: {_cause_text(error)}"
         ) from None
     except Exception as error:
         cause: BaseException | None = error
@@ -167,10 +167,10 @@ def _explain_errors(data: DataConfig) -> Iterator[None]:
                 raise differs from None
             cause = cause.__cause__
         if "BuilderConfig" in str(error) or "Config name is missing" in str(error):
-            raise ConfigError.of(
-                _cause_text(error), where="data.subset", key="data.subset"
-            ) from None
-        raise at_source(f"{data.source} cannot be loaded: {_cause_text(error)}") from None
+            raise ConfigError.at("data.subset", _cause_text(error)) from None
+        raise ConfigError.at(
+            "data.source", f"{data.source} cannot be loaded: {_cause_text(error)}"
+        ) from None
 
 
 def _cause_text(error: BaseException) -> str:

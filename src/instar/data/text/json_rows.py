@@ -25,9 +25,7 @@ def open_source(path: Path) -> IO[bytes]:
     try:
         return open_regular(path, follow=True)
     except OSError as error:
-        raise ConfigError.of(
-            f"cannot read {path}: {error.strerror}", where="data.source", key="data.source"
-        ) from None
+        raise ConfigError.at("data.source", f"cannot read {path}: {error.strerror}") from None
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -99,11 +97,10 @@ def _unpack(path: Path, file: IO[bytes]) -> IO[bytes]:
             try:
                 import zstandard
             except ImportError:
-                raise ConfigError.of(
+                raise ConfigError.at(
+                    "data.source",
                     f"unpacking {path} needs zstandard, which is not installed",
-                    where="data.source",
-                    hint="install the extra: pip install 'instar[delta]'",
-                    key="data.source",
+                    "install the extra: pip install 'instar[delta]'",
                 ) from None
             reader: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
             return io.BufferedReader(reader)
@@ -144,9 +141,8 @@ def _is_row(line: bytes) -> bool:
 
 
 def _no_rows(path: Path, reason: str) -> ConfigError:
-    return ConfigError.of(
+    return ConfigError.at(
+        "data.source",
         f"{path} has no rows: {reason}",
-        where="data.source",
-        hint="JSON that is to be read as text needs another ending, e.g. .txt",
-        key="data.source",
+        "JSON that is to be read as text needs another ending, e.g. .txt",
     )

@@ -147,20 +147,18 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
         differences = ", ".join(
             f"{key}={recorded_source.get(key)!r}, not {settings[key]!r}" for key in differing
         )
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.path",
             f"the data set {folder} was made otherwise: {differences}",
-            where="data.path",
-            hint="set these keys under data as it was made, or name another data.path",
-            key="data.path",
+            "set these keys under data as it was made, or name another data.path",
         )
     if _is_file(data.tokenizer):
         tokenizer = named_tokenizer(data.tokenizer)
         if tokenizer is not None and tokenizer.fingerprint != dataset.tokenizer_fingerprint:
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "data.tokenizer",
                 f"{data.tokenizer} is not the tokenizer that made the data set {folder}",
-                where="data.tokenizer",
-                hint="put back what it was, or name another data.path",
-                key="data.tokenizer",
+                "put back what it was, or name another data.path",
             )
     return dataset
 
@@ -179,11 +177,8 @@ def is_made(folder: Path, data: DataConfig, seed: int) -> bool:
         splits = check_made_from(folder, data, seed).splits
         return data.read_from_start or "train" in splits
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError.of(
-            f"{folder} already exists and is not a data set",
-            where="data.path",
-            hint="give another folder",
-            key="data.path",
+        raise ConfigError.at(
+            "data.path", f"{folder} already exists and is not a data set", "give another folder"
         )
     return False
 

@@ -180,11 +180,10 @@ def settle_folder(
         say(f"{text}; it is prepared anew in another folder")
         return Path(next_path(data, seed)), False
     remedy = "name another data.path" if is_named else "set data.if_changed: prepare"
-    raise ConfigError.of(
+    raise ConfigError.at(
+        "data.source",
         text,
-        where="data.source",
-        hint=f"{remedy} to prepare it anew, or set data.if_changed: keep to use it as it was prepared",
-        key="data.source",
+        f"{remedy} to prepare it anew, or set data.if_changed: keep to use it as it was prepared",
     )
 
 
@@ -247,9 +246,7 @@ def _bytes_to_take(
     if data.kind == "rows":
         byte_counts = np.where(byte_counts > 0, documents.sizes, 0)
     if not byte_counts.any():
-        raise ConfigError.of(
-            f"the rows of {data.source} are all empty", where="data.source", key="data.source"
-        )
+        raise ConfigError.at("data.source", f"the rows of {data.source} are all empty")
     if not data.drop_duplicates:
         return byte_counts
     documents_in_use = np.flatnonzero(byte_counts)
@@ -266,10 +263,9 @@ def _bytes_to_take(
     unique_counts = byte_counts.copy()
     unique_counts[documents_in_use[is_duplicate]] = 0
     if not unique_counts.any():
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.drop_duplicates",
             f"every document of {data.source} is held out by data.val_source too",
-            where="data.drop_duplicates",
-            key="data.drop_duplicates",
         )
     return unique_counts
 
@@ -293,11 +289,10 @@ def _divide_documents(
         return parts
     whole_parts = divide_whole(byte_counts, *fractions, seed)
     if whole_parts is None:
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.val_source",
             f"{_amounts(data, byte_counts)}: too few or too unequal to hold out whole ones",
-            where="data.val_source",
-            hint="give text to hold out in data.val_source, or other fractions",
-            key="data.val_source",
+            "give text to hold out in data.val_source, or other fractions",
         )
     return whole_parts
 
@@ -376,12 +371,11 @@ def _write_split(
         key, source = "data.source", data.source
         if name != "train" and data.val_source is not None:
             key, source = "data.val_source", data.val_source
-        raise ConfigError.of(
+        raise ConfigError.at(
+            key,
             f"{source} is too short: its {name} split would have {count} tokens, "
             "and it takes two to predict one",
-            where=key,
-            hint="give more text, or other data.val_fraction and data.test_fraction",
-            key=key,
+            "give more text, or other data.val_fraction and data.test_fraction",
         )
     if documents.corpus is not None:
         sizes[-1] += separator_of(tokenizer).size  # the last document's is not written
@@ -416,11 +410,10 @@ def _check_content(
 ) -> None:
     current = documents.rows
     if current is None or (current.rows, current.content) != (record.rows, record.content):
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.source",
             f"the rows of {data.source} are not those that {folder} was made from",
-            where="data.source",
-            hint="put them back, or name another data.path",
-            key="data.source",
+            "put them back, or name another data.path",
         )
 
 

@@ -244,11 +244,10 @@ def separator_of(tokenizer: Tokenizer) -> TokenIds:
     if end is not None:
         return np.array([end], dtype=np.uint32)
     if isinstance(tokenizer, BPETokenizer) and tokenizer.missing_end:
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.tokenizer",
             f"nothing says which token of the tokenizer ends a document: {tokenizer.missing_end}",
-            where="data.tokenizer",
-            hint=f'name it in {TOKENIZER_CONFIG} beside its {TOKENIZER_FILE}: {{"eos_token": "…"}}',
-            key="data.tokenizer",
+            f'name it in {TOKENIZER_CONFIG} beside its {TOKENIZER_FILE}: {{"eos_token": "…"}}',
         )
     return tokenizer.encode_batch([SEPARATOR])[0]
 
@@ -303,11 +302,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.vocab_size",
             f"vocab_size of a bpe tokenizer must be at least {len(alphabet) + 1} "
             f"(256 bytes and {END}), got {vocab_size}",
-            where="data.vocab_size",
-            key="data.vocab_size",
         )
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -357,11 +355,10 @@ def named_file(name: str) -> Path | None:
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
         missing = f"the folder {name} has no {TOKENIZER_FILE}" if path.is_dir() else repr(name)
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.tokenizer",
             f"no tokenizer: {missing}",
-            where="data.tokenizer",
-            hint=f"give {', '.join(TRAINED)}, the path of a {TOKENIZER_FILE} or a folder with one",
-            key="data.tokenizer",
+            f"give {', '.join(TRAINED)}, the path of a {TOKENIZER_FILE} or a folder with one",
         )
     return file
 

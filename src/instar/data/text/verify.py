@@ -166,11 +166,10 @@ def check_unchanged(sources: Mapping[str, SourceFiles], files: Mapping[str, File
         for file in source.files:
             before = files[key][source.name(file)]
             if _size_and_stamp(file) != (before.bytes, before.stamp):
-                raise ConfigError.of(
+                raise ConfigError.at(
+                    f"data.{key}",
                     f"{file} changed while it was prepared",
-                    where=f"data.{key}",
-                    hint="prepare it again when nothing writes to it",
-                    key=f"data.{key}",
+                    "prepare it again when nothing writes to it",
                 )
 
 
@@ -254,9 +253,7 @@ def _record_file(path: Path, advance: Advance) -> FileRecord:
                 digest.update(content)
                 advance(len(content))
     except OSError as error:
-        raise ConfigError.of(
-            f"cannot read {path}: {error.strerror}", where="data.source", key="data.source"
-        ) from None
+        raise ConfigError.at("data.source", f"cannot read {path}: {error.strerror}") from None
     return FileRecord(status.st_size, digest.hexdigest(), _stamp(status))
 
 

@@ -216,7 +216,7 @@ def _open_source(config: GraphConfig) -> tuple[Source, Mapping[str, Int64Array]]
 
 
 def _wrong(message: str) -> ConfigError:
-    return ConfigError.of(message, where="data.source", key="data.source")
+    return ConfigError.at("data.source", message)
 
 
 def _is_stored(config: GraphConfig) -> bool:

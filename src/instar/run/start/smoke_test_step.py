@@ -108,7 +108,7 @@ def _check_family(prepared_run: Prepared) -> None:
             [entry.operation for entry in schedule_entries(prepared_run.config)],
         )
     except GrowthError as error:
-        raise ConfigError.of(str(error), where="schedule", key="schedule") from error
+        raise ConfigError.at("schedule", str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class _Trial:
             raise self._error(f"{what} failed: {message}{batch}", hint) from error
 
     def _error(self, message: str, hint: str = "") -> ConfigError:
-        return ConfigError.of(f"{self.config.task}: {message}", where="task", hint=hint, key="task")
+        return ConfigError.at("task", f"{self.config.task}: {message}", hint)
 
 
 def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -164,12 +164,11 @@ class LoaderFactory:
         """Raise ConfigError if there are fewer lanes than slices."""
         in_parcels = self._parcels is None and self._world.size > 1
         if in_parcels and isinstance(order, Laned) and order.lanes < self.slices:
-            raise ConfigError.of(
+            raise ConfigError.at(
+                "data.strategy",
                 f"this stream has {order.lanes} shard{'' if order.lanes == 1 else 's'}, too few for "
                 f"{self.slices} ranks to read their own",
-                where="data.strategy",
-                hint="say data.strategy: dispatched, or cut the data into more files",
-                key="data.strategy",
+                "say data.strategy: dispatched, or cut the data into more files",
             )
 
     def _samples(self, task: Task, phase: DataPhase) -> tuple[Source, Order]:

@@ -211,11 +211,10 @@ class FunctionLane:
         return f"{self._name}, item {row}"
 
     def _unfit(self, what: str) -> ConfigError:
-        return ConfigError.of(
+        return ConfigError.at(
+            "data.source",
             f"{self._name} {what}",
-            where="data.source",
-            hint="return a new iterable each time: it is called for every pass through the data",
-            key="data.source",
+            "return a new iterable each time: it is called for every pass through the data",
         )
 
 
@@ -313,11 +312,10 @@ def _check_unshuffled(rows: datasets.IterableDataset, name: str) -> None:
     is_shuffled = any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _within(rows))
     if is_shuffled or rows.epoch or rows._distributed is not None:
         what = "shuffled" if is_shuffled or rows.epoch else "shared out among nodes"
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.source",
             f"{name} is already {what}; a resumed run would lose rows and repeat others",
-            where="data.source",
-            hint="give it as it is: data.order shuffles it, and ranks share its lanes",
-            key="data.source",
+            "give it as it is: data.order shuffles it, and ranks share its lanes",
         )
 
 

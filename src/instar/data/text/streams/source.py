@@ -369,8 +369,6 @@ class OpenStreamSource(_LaneSource):
 
 
 def no_samples() -> ConfigError:
-    return ConfigError.of(
-        "the stream has no samples: no document in it has two tokens",
-        where="data.source",
-        key="data.source",
+    return ConfigError.at(
+        "data.source", "the stream has no samples: no document in it has two tokens"
     )

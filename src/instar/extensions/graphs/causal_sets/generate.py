@@ -231,9 +231,8 @@ def _check_options(options: CausalSetsConfig, folder: Path) -> None:
         differences = ", ".join(
             f"{key}={about.get(key)!r}, not {expected[key]!r}" for key in differing
         )
-        raise ConfigError.of(
+        raise ConfigError.at(
+            "data.path",
             f"the samples in {folder} were generated with other options: {differences}",
-            where="data.path",
-            hint=f"set these keys under {SECTION} to the same values, or choose another data.path",
-            key="data.path",
+            f"set these keys under {SECTION} to the same values, or choose another data.path",
         )
