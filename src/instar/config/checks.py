@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigProblem, nearest
@@ -16,32 +17,18 @@ def cross_checks(config: RunConfig) -> list[ConfigProblem]:
         *(_metrics, _eval_context, _schedule, _elastic, _optimizer, _sharding, _diloco),
         *(extension_conflicts, parallel_checks),
     )
-    return [*config.conflicts(), *(problem for rule in rules for problem in rule(config))]
+    return [*config.conflicts(), *chain.from_iterable(rule(config) for rule in rules)]
 
 
 def rank_checks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
     """Return the conflicts of the config with a number of ranks."""
-    return [
-        *_virtual_ranks(config, world_size),
-        *_replicas(config, world_size),
-        *config.rank_conflicts(world_size),
-    ]
+    rules = _virtual_ranks(config, world_size), _replicas(config, world_size)
+    return [*chain.from_iterable(rules), *config.rank_conflicts(world_size)]
 
 
 def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield requested metrics that the task does not measure."""
-    metrics = config.metrics
-    plateau = "learning_rate.plateau.metric"
-    requests = [(plateau, plateau, config.learning_rate.plateau.metric)]
-    requests += [
-        (f"early_stopping.rules[{index}].metric", "early_stopping.rules", rule.metric)
-        for index, rule in enumerate(config.early_stopping.rules)
-    ]
-    requests += [
-        (f"checkpoint.best_of[{index}]", "checkpoint.best_of", metric)
-        for index, metric in enumerate(config.checkpoint.best_of)
-    ]
-    best_of = config.checkpoint.best_of
+    metrics, best_of = config.metrics, config.checkpoint.best_of
     if len(set(best_of)) < max(1, len(best_of)):
         yield ConfigProblem(
             ("checkpoint.best_of",),
@@ -54,16 +41,14 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
             "test.weights is best, but checkpoint.on_best is false: no best checkpoint will exist",
             "set checkpoint.on_best: true, or test.weights: last",
         )
-    for key, list_key, metric in requests:
+    for key, metric in config.requested_metrics.items():
         if metric not in metrics:
             suggestion = nearest(metric, metrics)
-            yield ConfigProblem(
-                (key, list_key),
-                f"{key}: this run has no metric '{metric}'",
-                f"did you mean '{suggestion}'?"
-                if suggestion
-                else f"there are {', '.join(metrics)}",
+            hint = (
+                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(metrics)}"
             )
+            message = f"{key}: this run has no metric '{metric}'"
+            yield ConfigProblem((key, key.partition("[")[0]), message, hint)
 
 
 def _eval_context(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -75,20 +60,18 @@ def _eval_context(config: RunConfig) -> Iterator[ConfigProblem]:
         )
 
 
-def _virtual_ranks(config: RunConfig, world_size: int) -> list[ConfigProblem]:
+def _virtual_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigProblem]:
     slices = config.parallel.elastic.virtual_ranks
     if config.reproducible == "fixed" or slices % world_size == 0:
-        return []
-    possible = [str(ranks) for ranks in range(1, slices + 1) if slices % ranks == 0]
-    return [
-        ConfigProblem(
-            ("parallel.elastic.virtual_ranks", "reproducible"),
-            f"{world_size} ranks cannot share {slices} virtual ranks evenly",
-            f"use {', '.join(possible[:-1])} or {possible[-1]} ranks"
-            if len(possible) > 1
-            else "use 1 rank, or more virtual ranks in a new run",
-        )
-    ]
+        return
+    *smaller, most = (str(ranks) for ranks in range(1, slices + 1) if slices % ranks == 0)
+    yield ConfigProblem(
+        ("parallel.elastic.virtual_ranks", "reproducible"),
+        f"{world_size} ranks cannot share {slices} virtual ranks evenly",
+        f"use {', '.join(smaller)} or {most} ranks"
+        if smaller
+        else "use 1 rank, or more virtual ranks in a new run",
+    )
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[ConfigProblem]:
@@ -201,77 +184,58 @@ def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
         )
 
 
-def _schedule(config: RunConfig) -> list[ConfigProblem]:
-    schedule, problems = config.learning_rate, []
+def _schedule(config: RunConfig) -> Iterator[ConfigProblem]:
+    schedule, end = config.learning_rate, config.learning_rate.lr_decay_iters
     for index, text in enumerate(config.train.until):
         try:
             parse_budget(text)
         except ValueError as error:
             key = f"train.until[{index}]"
-            problems.append(ConfigProblem((key, "train.until"), f"{key}: {error}"))
+            yield ConfigProblem((key, "train.until"), f"{key}: {error}")
     if not config.train.until:
-        problems.append(
-            ConfigProblem(
-                ("train.until",), "train.until is empty: the run would never end", "e.g. 2000it"
-            )
-        )
+        message = "train.until is empty: the run would never end"
+        yield ConfigProblem(("train.until",), message, "e.g. 2000it")
     if schedule.shape in ("step", "exponential") and schedule.decay_every is None:
-        problems.append(
-            ConfigProblem(
-                ("learning_rate.decay_every", "learning_rate.shape"),
-                f"learning_rate.decay_every is needed: with shape {schedule.shape}, the rate is "
-                f"multiplied by gamma ({schedule.gamma:g}) every decay_every steps",
-                "e.g. a third of the run's steps",
-            )
+        yield ConfigProblem(
+            ("learning_rate.decay_every", "learning_rate.shape"),
+            f"learning_rate.decay_every is needed: with shape {schedule.shape}, the rate is "
+            f"multiplied by gamma ({schedule.gamma:g}) every decay_every steps",
+            "e.g. a third of the run's steps",
         )
-    if not schedule.has_end:
-        return problems
-    end = schedule.lr_decay_iters
-    if end is not None and schedule.warmup_iters >= end:
-        problems.append(
-            ConfigProblem(
-                ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),
-                f"learning_rate.warmup_iters ({schedule.warmup_iters}) must be less than "
-                f"learning_rate.lr_decay_iters ({end})",
-            )
+    if schedule.has_end and end is not None and schedule.warmup_iters >= end:
+        yield ConfigProblem(
+            ("learning_rate.warmup_iters", "learning_rate.lr_decay_iters"),
+            f"learning_rate.warmup_iters ({schedule.warmup_iters}) must be less than "
+            f"learning_rate.lr_decay_iters ({end})",
         )
-    return problems
 
 
-def _elastic(config: RunConfig) -> list[ConfigProblem]:
+def _elastic(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.reproducible == "fixed":
-        return []
-    problems = []
+        return
     slices = config.parallel.elastic.virtual_ranks
     if slices & (slices - 1):
         below = 1 << (slices.bit_length() - 1)
-        problems.append(
-            ConfigProblem(
-                ("parallel.elastic.virtual_ranks", "reproducible"),
-                f"parallel.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
-                "are added in pairs, and pairs of pairs",
-                f"use {below} or {2 * below}",
-            )
+        yield ConfigProblem(
+            ("parallel.elastic.virtual_ranks", "reproducible"),
+            f"parallel.elastic.virtual_ranks must be a power of two, got {slices}: gradients "
+            "are added in pairs, and pairs of pairs",
+            f"use {below} or {2 * below}",
         )
     if config.compile:
-        problems.append(
-            ConfigProblem(
-                ("compile", "reproducible"),
-                "compile: true cannot be combined with reproducible: elastic: the kernels of a "
-                "compiled model depend on the shapes that its process has seen",
-                "remove one of them",
-            )
+        yield ConfigProblem(
+            ("compile", "reproducible"),
+            "compile: true cannot be combined with reproducible: elastic: the kernels of a "
+            "compiled model depend on the shapes that its process has seen",
+            "remove one of them",
         )
     if config.parallel.ddp.exchange == "bfloat16":
-        problems.append(
-            ConfigProblem(
-                ("parallel.ddp.exchange", "reproducible"),
-                "parallel.ddp.exchange: bfloat16 cannot be combined with reproducible: elastic: what is "
-                "rounded depends on how many ranks send it",
-                "remove one of them",
-            )
+        yield ConfigProblem(
+            ("parallel.ddp.exchange", "reproducible"),
+            "parallel.ddp.exchange: bfloat16 cannot be combined with reproducible: elastic: what is "
+            "rounded depends on how many ranks send it",
+            "remove one of them",
         )
-    return problems
 
 
 def parallel_checks(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -109,7 +109,7 @@ def read_document(
 
     Args:
         start: hint if the file is missing or empty.
-        named: where its path was written, if in another file.
+        link: where its path was written, if in another file.
         within: see `parse`.
     """
     location = SourceLocation(path)
@@ -128,9 +128,7 @@ def read_document(
             return None, [problem_at(link, f"no such file: {path}", hint)]
         return None, [problem_at(location, "no such file", hint)]
     except IsADirectoryError:
-        candidates = ", ".join(
-            str(candidate) for candidate in sorted(Path(path).glob("*.y*ml"))[:3]
-        )
+        candidates = ", ".join(map(str, sorted(Path(path).glob("*.y*ml"))[:3]))
         hint = candidates and f"it holds {candidates}"
         return None, [problem_at(location, "is a folder, not a config file", hint)]
     except UnicodeDecodeError as error:
@@ -184,10 +182,9 @@ def problem_at(place: SourceLocation, message: str, hint: str = "", key: str = "
     )
 
 
-def value_text(data: Any, limit: int = 60) -> str:
+def value_text(data: Any) -> str:
     """Format data as a short text for a message: strings quoted, constants as in YAML."""
-    text = printable_text(json.dumps(data, ensure_ascii=False, default=str))
-    return shorten_text(text, limit)
+    return shorten_text(printable_text(json.dumps(data, ensure_ascii=False, default=str)), 60)
 
 
 def dotted_key(path: KeyPath) -> str:
@@ -413,15 +410,8 @@ def _explain_yaml_error(
             text_of_error, line = _NO_COLON, before
             column = len(lines[line]) - len(lines[line].lstrip())
         hint = _as_pair(lines[line]) if text_of_error == _NO_COLON else ""
-    return (
-        next(
-            (explanation for pattern, explanation in _SAID if pattern in text_of_error),
-            text_of_error,
-        ),
-        hint,
-        line,
-        column,
-    )
+    explanations = (explanation for pattern, explanation in _SAID if pattern in text_of_error)
+    return next(explanations, text_of_error), hint, line, column
 
 
 def _no_pair_before(line: int, lines: Sequence[str]) -> int | None:

@@ -91,12 +91,7 @@ class PlainRunConfig(RunConfig):
     @property
     def metrics(self) -> dict[str, Direction]:
         """`loss` and the metrics that the config requests; only the class knows all of them."""
-        metric_names = [
-            self.learning_rate.plateau.metric,
-            *(rule.metric for rule in self.early_stopping.rules),
-            *self.checkpoint.best_of,
-        ]
-        return {"loss": "min", **dict.fromkeys(metric_names, "min")}
+        return {"loss": "min", **dict.fromkeys(self.requested_metrics.values(), "min")}
 
 
 class PlainConfig(PlainRunConfig):
@@ -240,20 +235,23 @@ def schema_keys(root: Root) -> dict[str, FieldInfo]:
     return {key: field for key, field in every.items() if key not in section_types(root)}
 
 
+_SCHEDULE_SECTIONS: Mapping[KeyPath, type[BaseModel]] = {
+    (): ScheduledOperation,
+    ("when",): When,
+    ("when", "plateau"): PlateauTrigger,
+    ("when", "noise_scale"): NoiseTrigger,
+    ("when", "slope_below"): SlopeTrigger,
+    ("when", "slope_below", "curve"): CurveSection,
+}
+"""A scheduled operation and the sections within it, by their paths."""
+
+
 @cache
 def schedule_keys() -> dict[KeyPath, FieldInfo]:
     """Return the keys of a scheduled operation, by their paths in the first one."""
-    keys: dict[KeyPath, type[BaseModel]] = {
-        (): ScheduledOperation,
-        ("when",): When,
-        ("when", "plateau"): PlateauTrigger,
-        ("when", "noise_scale"): NoiseTrigger,
-        ("when", "slope_below"): SlopeTrigger,
-        ("when", "slope_below", "curve"): CurveSection,
-    }
     return {
         ("schedule", 0, *path, name): field
-        for path, section in keys.items()
+        for path, section in _SCHEDULE_SECTIONS.items()
         for name, field in section.model_fields.items()
     }
 
@@ -301,7 +299,7 @@ def emptied_sections(root: Root, tree: Mapping[str, Any], *, null: bool) -> Iter
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Nest values by their paths; inverse of `flat`."""
+    """Nest values by their paths; inverse of `flatten_config`."""
     tree: dict[str, Any] = {}
     for (*outer, last), value in values.items():
         inside = tree
@@ -439,18 +437,8 @@ def editor_schema(root: Root, name: str = "") -> dict[str, Any]:
         for step in name.split("."):
             node = alternatives(root, node)[0]["properties"][step]
         if name == "schedule":
-            kinds = (
-                ScheduledOperation,
-                When,
-                PlateauTrigger,
-                SlopeTrigger,
-                CurveSection,
-                NoiseTrigger,
-            )
-            node = {
-                **node,
-                "$defs": {kind.__name__: schema["$defs"][kind.__name__] for kind in kinds},
-            }
+            names = [section.__name__ for section in _SCHEDULE_SECTIONS.values()]
+            node = {**node, "$defs": {name: schema["$defs"][name] for name in names}}
     wider_schema: dict[str, Any] = _widen(node)
     return wider_schema
 
@@ -464,13 +452,8 @@ def _widen(node: Any) -> Any:
         operations = {"$ref": f"#/$defs/{ScheduledOperation.__name__}"}
         if node.get("items") not in ({"type": "string"}, operations):
             return node
-        other_fields = {
-            name: inner for name, inner in node.items() if name not in ("type", "items")
-        }
-        return {
-            "anyOf": [{"type": "array", "items": node["items"]}, {"type": "string"}],
-            **other_fields,
-        }
+        types = [{"type": "array", "items": node["items"]}, {"type": "string"}]
+        return {"anyOf": types, **{k: v for k, v in node.items() if k not in ("type", "items")}}
     node = {name: _widen(inner) for name, inner in node.items()}
     if "$ref" in node:
         return {"anyOf": [{"$ref": node.pop("$ref")}, {"type": "null"}], **node}

@@ -37,25 +37,20 @@ SMALL_BYTES = 1 << 26
 """Upper bound in bytes of files that are read as a whole: a manifest, a result, a tokenizer."""
 
 
-def open_regular(
-    path: Path | str, *, follow: bool = False, folder: int | None = None
-) -> io.BufferedReader:
+def open_regular(path: Path | str, *, follow: bool = False) -> io.BufferedReader:
     """Open a regular file for reading.
 
     Args:
         follow: whether the path itself may be a symbolic link, and folders of a run on the way to it; other
             links among its parents are always followed.
-        folder: descriptor of the folder that a relative path begins in.
 
     Raises:
         OSError: it is missing, unreadable, or not a regular file.
     """
-    return os.fdopen(_open_file(path, os.O_RDONLY, follow, folder), "rb")
+    return os.fdopen(_open_file(path, os.O_RDONLY, follow), "rb")
 
 
-def own_regular(
-    path: Path | str, *, mode: int = 0o644, append: bool = False, folder: int | None = None
-) -> int:
+def own_regular(path: Path | str, *, mode: int = 0o644, append: bool = False) -> int:
     """Open a regular file for reading and writing, created with `mode` if missing; return its
     descriptor. Its content is kept.
 
@@ -64,7 +59,7 @@ def own_regular(
             regular file: writing would change something outside its folder.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0)
-    descriptor = _open_file(path, flags, False, folder, mode)
+    descriptor = _open_file(path, flags, False, mode)
     if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
         raise OSError(errno.EMLINK, "another name for a file outside this folder", str(path))
@@ -165,12 +160,8 @@ def _link_on_the_way(path: Path) -> Path | None:
     """Return the symbolic link, if any, among the folders from a folder of a run or a fleet to a file in it.
     Whoever wrote the run's folder may have planted it; the run's folder itself may be a link."""
     above = list(islice(path.parents, _DEEPEST))
-    positions = [number for number, folder in enumerate(above) if _is_of_run(folder)]
-    return (
-        next((folder for folder in above[: positions[-1] + 1] if folder.is_symlink()), None)
-        if positions
-        else None
-    )
+    until = max((number for number, folder in enumerate(above, 1) if _is_of_run(folder)), default=0)
+    return next((folder for folder in above[:until] if folder.is_symlink()), None)
 
 
 def _is_of_run(folder: Path) -> bool:
@@ -183,14 +174,12 @@ def _is_of_run(folder: Path) -> bool:
     )
 
 
-def _open_file(
-    path: Path | str, flags: int, follow: bool, folder: int | None, mode: int = 0o644
-) -> int:
+def _open_file(path: Path | str, flags: int, follow: bool, mode: int = 0o644) -> int:
     flags |= _SAFE | (0 if follow else os.O_NOFOLLOW)
-    if not follow and folder is None and (link := _link_on_the_way(Path(path))) is not None:
+    if not follow and (link := _link_on_the_way(Path(path))) is not None:
         raise OSError(errno.ELOOP, _NOT_FOLLOWED, str(link))
     try:
-        descriptor = os.open(path, flags, mode, dir_fd=folder)
+        descriptor = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             raise OSError(errno.ELOOP, _NOT_FOLLOWED, str(path)) from error

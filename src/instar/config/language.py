@@ -248,25 +248,19 @@ class CausalLMConfig(TextConfig):
     )
 
     def conflicts(self) -> list[ConfigProblem]:
-        conflicts = super().conflicts()
+        return [*super().conflicts(), *self._model_conflicts()]
+
+    def _model_conflicts(self) -> Iterator[ConfigProblem]:
         if self.starts_from is None and self.model.config is None:
-            conflicts.append(
-                ConfigProblem(
-                    (f"model.{FROM}", "task"),
-                    f"model.{FROM} must name the folder of a model of transformers",
-                    "a model on the hub is downloaded with: hf download NAME --local-dir FOLDER",
-                )
+            yield ConfigProblem(
+                (f"model.{FROM}", "task"),
+                f"model.{FROM} must name the folder of a model of transformers",
+                "a model on the hub is downloaded with: hf download NAME --local-dir FOLDER",
             )
-        longest = self.longest_context
-        if self.model.context is not None and longest is not None and self.model.context > longest:
-            conflicts.append(
-                ConfigProblem(
-                    ("model.context",),
-                    f"model.context is {self.model.context:,}, but the model reads at most "
-                    f"{longest:,} tokens",
-                )
-            )
-        return conflicts
+        context, longest = self.model.context, self.longest_context
+        if context is not None and longest is not None and context > longest:
+            text = f"model.context is {context:,}, but the model reads at most {longest:,} tokens"
+            yield ConfigProblem(("model.context",), text)
 
     @property
     def full_context(self) -> int:
@@ -295,52 +289,40 @@ def _lengths(config: TextConfig) -> Iterator[ConfigProblem]:
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 
 
-def shape_checks(model: ModelConfig) -> list[ConfigProblem]:
-    """Return sizes that are not divisible as required."""
-    problems = []
+def shape_checks(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield sizes that are not divisible as required."""
     heads, width = model.n_head, model.n_embd
     if model.head_dim is not None:
         if model.positions == "rope" and model.head_dim % 2:
-            problems.append(
-                ConfigProblem(
-                    ("model.head_dim", "model.positions"),
-                    f"rope turns pairs of channels: model.head_dim must be even, got {model.head_dim}",
-                )
+            yield ConfigProblem(
+                ("model.head_dim", "model.positions"),
+                f"rope turns pairs of channels: model.head_dim must be even, got {model.head_dim}",
             )
     elif width % heads:
         multiple = max(heads, round(width / heads) * heads)
-        problems.append(
-            ConfigProblem(
-                ("model.n_embd", "model.n_head"),
-                f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
-                f"n_embd {multiple} would be",
-            )
+        yield ConfigProblem(
+            ("model.n_embd", "model.n_head"),
+            f"model.n_embd ({width}) must be divisible by model.n_head ({heads})",
+            f"n_embd {multiple} would be",
         )
     elif model.positions == "rope" and (width // heads) % 2:
-        problems.append(
-            ConfigProblem(
-                ("model.n_embd", "model.n_head", "model.positions"),
-                f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
-                f"got {width} / {heads} = {width // heads}",
-            )
+        yield ConfigProblem(
+            ("model.n_embd", "model.n_head", "model.positions"),
+            f"rope turns pairs of channels: model.n_embd / model.n_head must be even, "
+            f"got {width} / {heads} = {width // heads}",
         )
     number, per_token = model.num_experts, model.num_experts_per_tok
     if per_token is not None and (number is None or per_token > number):
-        problems.append(
-            ConfigProblem(
-                ("model.num_experts_per_tok", "model.num_experts"),
-                f"model.num_experts_per_tok ({per_token}) must be at most model.num_experts "
-                f"({'which is not set' if number is None else number})",
-            )
+        yield ConfigProblem(
+            ("model.num_experts_per_tok", "model.num_experts"),
+            f"model.num_experts_per_tok ({per_token}) must be at most model.num_experts "
+            f"({'which is not set' if number is None else number})",
         )
     if model.n_kv_head is not None and heads % model.n_kv_head:
-        problems.append(
-            ConfigProblem(
-                ("model.n_kv_head", "model.n_head"),
-                f"model.n_head ({heads}) must be divisible by model.n_kv_head ({model.n_kv_head})",
-            )
+        yield ConfigProblem(
+            ("model.n_kv_head", "model.n_head"),
+            f"model.n_head ({heads}) must be divisible by model.n_kv_head ({model.n_kv_head})",
         )
-    return problems
 
 
 def data_checks(data: DataConfig) -> list[ConfigProblem]:
@@ -353,21 +335,14 @@ def data_rank_checks(data: DataConfig, world_size: int) -> list[ConfigProblem]:
     if data.strategy == "dispatched" or world_size == 1:
         return []
     if data.kind == "python":
-        return [
-            ConfigProblem(
-                ("data.strategy", "data.kind"),
-                f"a Python iterable can be read by rank 0 only, not by each of {world_size} ranks",
-                "say data.strategy: dispatched",
-            )
-        ]
+        keys = "data.strategy", "data.kind"
+        text = f"a Python iterable can be read by rank 0 only, not by each of {world_size} ranks"
+        return [ConfigProblem(keys, text, "say data.strategy: dispatched")]
     if data.kind == "stream" and data.lanes < world_size:
-        return [
-            ConfigProblem(
-                ("data.lanes", "data.strategy"),
-                f"{world_size} ranks cannot share {data.lanes} lanes: each reads whole ones",
-                f"say data.lanes: {world_size} or a multiple, or data.strategy: dispatched",
-            )
-        ]
+        keys = "data.lanes", "data.strategy"
+        text = f"{world_size} ranks cannot share {data.lanes} lanes: each reads whole ones"
+        hint = f"say data.lanes: {world_size} or a multiple, or data.strategy: dispatched"
+        return [ConfigProblem(keys, text, hint)]
     return []
 
 

@@ -164,11 +164,8 @@ def load_config(
             {dotted_key(p): entry.value for p, entry in typed_entries.items()}
         )
         weights_layer = findings.add(*parse(yaml_of(weight_values), origin))
-        layer |= (
-            _entries(root, weights_layer, findings, origin)
-            if weight_values and weights_layer
-            else {}
-        )
+        if weight_values and weights_layer:
+            layer |= _entries(root, weights_layer, findings, origin)
     schedule_is_open = _open_schedule(root, layer, findings)
     config = _validate_layer(root, layer, findings)
     if config is not None and (path is None or file is not None):
@@ -349,7 +346,7 @@ def _emptied_by(emptied_keys: Mapping[KeyPath, str], key: str) -> str:
 def _chosen_presets(
     root: Root, entries: dict[KeyPath, ConfigEntry], findings: _Findings
 ) -> list[str]:
-    """Return the names of the requested presets that exist; remove the others from `given`."""
+    """Return the names of the requested presets that exist; remove the others from `entries`."""
     entry = entries.get(("preset",))
     if entry is None:
         return []
@@ -358,13 +355,10 @@ def _chosen_presets(
     for index, name in enumerate(names):
         if name not in presets:
             findings.doubtful |= schema_keys(root).keys() - {dotted_key(path) for path in entries}
-            suggestion = nearest(str(name), presets)
-            hint = (
-                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(presets)}"
-            )
-            findings.note(
-                entry.place((index,)), f"unknown preset {value_text(name)}", hint, "preset"
-            )
+            close = nearest(str(name), presets)
+            hint = f"did you mean '{close}'?" if close else f"there are {', '.join(presets)}"
+            message = f"unknown preset {value_text(name)}"
+            findings.note(entry.place((index,)), message, hint, "preset")
             entries.pop(("preset",), None)
     return [name for name in names if name in presets]
 
@@ -416,7 +410,7 @@ def _grown(
     An empty schedule of the config's own is the preset without growth.
 
     Args:
-        whole: the schedule's file names the first shape too, so there is nothing left to compute.
+        schedule_is_open: whether the schedule's file names the first shape too, so there is nothing left to compute.
     """
     schedule_is_open = schedule_is_open and bool(growing.presets_in(config))
     conflicts = [] if schedule_is_open else list(growing.preset_conflicts(config))
@@ -510,9 +504,8 @@ def _compare(
     for problem in problems:
         if findings.doubtful.isdisjoint(problem.keys):
             places_of_keys = [place for key in problem.keys if (place := place_of(places, key))]
-            place = min(
-                places_of_keys,
-                key=lambda place: place.source.startswith((PRESET, WEIGHTS)),
-                default=SourceLocation(DEFAULT),
+            of_user = (
+                place for place in places_of_keys if not place.source.startswith((PRESET, WEIGHTS))
             )
+            place = next(iter([*of_user, *places_of_keys]), SourceLocation(DEFAULT))
             findings.note(place, problem.message, problem.hint, problem.keys[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, Field, Strict, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, Field, Strict, model_validator
 
 from instar.config.budget import meant_number
 from instar.config.errors import ConfigProblem
@@ -35,6 +35,7 @@ from instar.config.sections import (
     Section,
     Texts,
     Width,
+    with_fields,
 )
 from instar.extensions import load_target, sections_in
 
@@ -52,17 +53,11 @@ def extend_section(
     section: type[S], sections: Mapping[str, tuple[type[BaseModel], str]]
 ) -> type[S]:
     """Return a config class with more sections, given with their descriptions."""
-    fields: Any = {
+    fields = {
         name: (inner, Field(default_factory=inner, description=description))
         for name, (inner, description) in sections.items()
     }
-    return create_model(
-        section.__name__,
-        __base__=section,
-        __doc__=section.__doc__,
-        __module__=section.__module__,
-        **fields,
-    )
+    return with_fields(section, fields)
 
 
 def with_extensions(name: str) -> Callable[[type[S]], type[S]]:
@@ -562,6 +557,16 @@ class RunConfig(Section):
         """The metrics of an evaluation, `loss` first, each with its better direction."""
         return {"loss": "min"}
 
+    @property
+    def requested_metrics(self) -> dict[str, str]:
+        """The metrics that the run is steered by, by the keys that name them."""
+        rules, best_of = enumerate(self.early_stopping.rules), enumerate(self.checkpoint.best_of)
+        return {
+            "learning_rate.plateau.metric": self.learning_rate.plateau.metric,
+            **{f"early_stopping.rules[{number}].metric": rule.metric for number, rule in rules},
+            **{f"checkpoint.best_of[{number}]": metric for number, metric in best_of},
+        }
+
     def conflicts(self) -> list[ConfigProblem]:
         """Return conflicts among this task's own keys."""
         return []
@@ -609,13 +614,7 @@ def with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
             if home == inside:
                 description = section.model_fields[name].description
                 fields[name] = (hints[name], Field(value, description=description))
-        return create_model(
-            section.__name__,
-            __base__=section,
-            __doc__=section.__doc__,
-            __module__=section.__module__,
-            **fields,
-        )
+        return with_fields(section, fields)
 
     def decorated(root: type[C]) -> type[C]:
         sections: dict[str, Any] = {}
@@ -623,10 +622,8 @@ def with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
             field = root.model_fields[name]
             assert isinstance(field.annotation, type)
             section = changed(field.annotation, name)
-            sections[name] = (
-                section,
-                Field(default_factory=section, description=field.description),
-            )
+            factory = Field(default_factory=section, description=field.description)
+            sections[name] = section, factory
         config_class: type[C] = changed(root, "", **sections)
         return config_class
 

@@ -89,7 +89,20 @@ class Section(BaseModel):
 
 
 FROM = "from"
+M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound=Section)
+
+
+def with_fields(section: type[M], fields: Mapping[str, Any]) -> type[M]:
+    """Return a section of the same name with more fields, or others."""
+    section_class: type[M] = create_model(
+        section.__name__,
+        __base__=section,
+        __doc__=section.__doc__,
+        __module__=section.__module__,
+        **dict(fields),
+    )
+    return section_class
 
 
 def with_from(section: type[S]) -> type[S]:
@@ -100,14 +113,7 @@ def with_from(section: type[S]) -> type[S]:
         "checkpoint's folder, or a Hugging Face folder (for task language with a GPT-2 or Llama); the "
         "shape and the tokenizer come with them; default: random",
     )
-    section_class: type[S] = create_model(
-        section.__name__,
-        __base__=section,
-        __doc__=section.__doc__,
-        __module__=section.__module__,
-        **{FROM: (str | None, about)},  # type: ignore[call-overload]
-    )
-    return section_class
+    return with_fields(section, {FROM: (str | None, about)})
 
 
 if TYPE_CHECKING:

@@ -223,13 +223,8 @@ class TextSpec(TaskSpec):
 
 def _asks_for_bytes(config: TextConfig) -> str:
     """Return a key that names the metric bits_per_byte, or an empty string."""
-    rules = enumerate(config.early_stopping.rules)
-    metric_of = {f"early_stopping.rules[{number}].metric": rule.metric for number, rule in rules}
-    metric_of |= {
-        f"checkpoint.best_of[{n}]": name for n, name in enumerate(config.checkpoint.best_of)
-    }
-    metric_of["learning_rate.plateau.metric"] = config.learning_rate.plateau.metric
-    return next((key for key, metric in metric_of.items() if metric == BITS_PER_BYTE), "")
+    requests = config.requested_metrics.items()
+    return next((key for key, metric in requests if metric == BITS_PER_BYTE), "")
 
 
 def _text(config: RunConfig) -> TextConfig:
