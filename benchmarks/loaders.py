@@ -74,7 +74,7 @@ def make_data(folder: Path, tokens: int, context: int) -> None:
 
     drawn = np.random.default_rng(1).integers(VOCABULARY, size=tokens, dtype=np.uint16)
     with atomic_dir(folder / "shards") as aside:
-        writer = ShardWriter(aside, "train", tokenizer="random", vocab_size=VOCABULARY)
+        writer = ShardWriter(aside, "train", "random", VOCABULARY)
         writer.append(drawn)
         write_record(
             aside,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +21,7 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.source import TokenWindows
 from instar.data.text import prepare as module
-from instar.data.text import shards
-from instar.data.text.dataset import TokenData, create_dataset_files, missing, open_data
+from instar.data.text.dataset import TokenData, create_dataset_files, open_data
 from instar.data.text.documents import open_rows, read_row_index
 from instar.data.text.origin import default_path
 from instar.data.text.prepare import prepare_dataset
@@ -194,51 +192,6 @@ def test_training_needs_the_shards_alone(
     monkeypatch.setattr(module, "load_rows", never)
     monkeypatch.setattr("instar.data.text.documents._encode_parts", never)
     assert windows(open_rows(config.path or ""), "train") == before
-
-
-def of_an_earlier_version(folder: Path) -> None:
-    """Make a folder what it was before rows became shards: an index, and what is held out."""
-    record = json.loads((folder / "dataset.json").read_text())
-    for shard in record["splits"].pop("train"):
-        (folder / shard["file"]).unlink()
-    splits = {
-        name: tuple(msgspec.convert(shard, shards.Shard) for shard in some)
-        for name, some in record["splits"].items()
-    }
-    tokenizer = shards.TokenizerRecord(**record["tokenizer"])
-    shards.write_record(
-        folder,
-        tokenizer=tokenizer,
-        vocab_size=record["vocab_size"],
-        splits=splits,
-        source=record["source"],
-    )
-
-
-@pytest.mark.parametrize("field", [None, "ids"])
-def test_a_folder_of_an_earlier_version_gets_its_tokens(tmp_path: Path, field: str | None) -> None:
-    ids = [[number % 256] * (number % 9 + 1) for number in range(100)]
-    columns = {"text": [f"word {number}" for number in range(100)], "ids": ids}
-    data = DataConfig(
-        kind="rows",
-        source=write("parquet", tmp_path, columns),
-        path=str(tmp_path / "set"),
-        tokens_field=field,
-    )
-    before = ensure_rows(data, 3)
-    of_an_earlier_version(before.path)
-    assert missing(data, 3) == [before.path]
-    said: list[str] = []
-    after = open_rows(prepare_dataset(data, 3, say=said.append))
-    assert "tokenising the training split" in said[0]
-    assert after.fingerprint == before.fingerprint
-    assert windows(after, "train") == windows(before, "train")
-    assert missing(data, 3) == []
-    of_an_earlier_version(before.path)
-    write("parquet", tmp_path, {name: rows[::-1] for name, rows in columns.items()})
-    os.utime(data.source, (1, 1))
-    with pytest.raises(ConfigError, match=r"are not those that .*set was made from"):
-        prepare_dataset(data, 3)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ from instar.record.atomic import atomic_dir
 
 def write_dataset(folder: Path, tokens: np.ndarray, *, vocab_size: int, shard_tokens: int) -> Path:
     with atomic_dir(folder) as aside:
-        writer = ShardWriter(
-            aside, "train", tokenizer="t", vocab_size=vocab_size, shard_tokens=shard_tokens
-        )
+        writer = ShardWriter(aside, "train", "t", vocab_size, shard_tokens)
         for part in np.array_split(tokens, 7):
             writer.append(part)
         write_record(

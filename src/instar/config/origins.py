@@ -193,7 +193,7 @@ class ConfigLine:
 
 
 def lines_of(text: str) -> list[ConfigLine]:
-    """Parse the lines written by `resolved`; other text is parsed as far as possible."""
+    """Parse the lines written by `config_text`; other text is parsed as far as possible."""
     lines, sections = list[ConfigLine](), list[tuple[int, str]]()
     for raw in text.splitlines():
         body, mark, origin = raw.rpartition("  # ")

@@ -179,7 +179,7 @@ PATTERNS = {
 def expected(root: Root, path: KeyPath, value: Any = None) -> str:
     """Describe the allowed values of the key at a path: "a whole number greater than 0 or null".
 
-    Bounds that only catch typing errors are mentioned only if `given` exceeds them.
+    Bounds that only catch typing errors are mentioned only if `value` exceeds them.
     """
     return " or ".join(_in_words(root, choice, value) for choice in choices(root, path))
 

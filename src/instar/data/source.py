@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -292,14 +293,10 @@ class WorkerSource:
         """Return the source's samples; raises the source's exceptions, or `WorkerLost`."""
         size = indices.size
         number = max(1, min(len(self.workers), size))
+        edges = [size * worker // number for worker in range(number + 1)]
         futures = [
-            self.workers.call(
-                worker,
-                "read",
-                indices[size * worker // number : size * (worker + 1) // number],
-                epoch,
-            )
-            for worker in range(number)
+            self.workers.call(worker, "read", indices[begin:end], epoch)
+            for worker, (begin, end) in enumerate(pairwise(edges))
         ]
         parts: list[Columns] = [future.result() for future in futures]
         return join_columns(parts) if number > 1 else parts[0]
@@ -437,37 +434,32 @@ def mixture_order(
     if weights is None:
         return make(sum(sizes), seed)
     firsts = np.cumsum([0, *sizes]).tolist()
-    return Mixed(
-        tuple(
-            PartOrder(make(size, _seed_of_part(seed, number)), firsts[number], share)
-            for number, (size, share) in enumerate(zip(sizes, mixture_shares(weights), strict=True))
-        ),
-        seed,
-    )
+    shares = mixture_shares(weights)
+    seeds = [
+        int.from_bytes(key_bytes("part", seed, number, 8), "little") for number in range(len(sizes))
+    ]
+    parts = zip(map(make, sizes, seeds), firsts[:-1], shares, strict=True)
+    return Mixed(tuple(PartOrder(*part) for part in parts), seed)
 
 
-def mixture_shares(weights: Sequence[float], period: int = PERIOD) -> list[int]:
-    """Return each part's positions in a `period`, at least one, by the largest remainder method.
+def mixture_shares(weights: Sequence[float]) -> list[int]:
+    """Return each part's positions in a period, at least one, by the largest remainder method.
 
     Raises ValueError if a weight is not above 0, or there are more parts than positions.
     """
-    if not weights or len(weights) > period or min(weights) <= 0:
-        raise ValueError(f"needs 1 to {period} weights above 0, got {list(weights)}")
-    quotas = np.array(weights, dtype=np.float64) / sum(weights) * period
+    if not weights or len(weights) > PERIOD or min(weights) <= 0:
+        raise ValueError(f"needs 1 to {PERIOD} weights above 0, got {list(weights)}")
+    quotas = np.array(weights, dtype=np.float64) / sum(weights) * PERIOD
     counts = np.maximum(np.floor(quotas), 1)
-    while counts.sum() < period:
+    while counts.sum() < PERIOD:
         counts[np.argmax(quotas - counts)] += 1
-    while counts.sum() > period:
+    while counts.sum() > PERIOD:
         counts[np.argmax(np.where(counts > 1, counts - quotas, -np.inf))] -= 1
     return [int(count) for count in counts]
 
 
-def _seed_of_part(seed: int, number: int) -> int:
-    return int.from_bytes(key_bytes("part", seed, number, 8), "little")
-
-
 def _draws(order: Order, position: int, count: int) -> Int64Array:
-    """Return the next `count` samples of an order that is repeated, after `drawn` samples."""
+    """Return the next `count` samples of an order that is repeated, after `position` samples."""
     chunks = [np.empty(0, dtype=np.int64)]
     while count:
         epoch, start = divmod(position, order.samples_per_epoch)

@@ -50,7 +50,7 @@ def divide(
     last parts become val and test.
 
     Args:
-        wanted: the number of bytes to use of each document, [documents].
+        byte_counts: the number of bytes to use of each document, [documents].
     """
     return _divide(byte_counts, _shares(val_fraction, test_fraction), seed)
 
@@ -71,7 +71,7 @@ def divide_whole(
     nearer to its share.
 
     Args:
-        wanted: the number of bytes to use of each document, [documents].
+        byte_counts: the number of bytes to use of each document, [documents].
     """
     targets = _targets(byte_counts, _shares(val_fraction, test_fraction))
     parts = _by_document(byte_counts, targets, seed)

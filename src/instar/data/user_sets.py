@@ -146,7 +146,7 @@ def split_samples(
     """Split the samples as the config's section `data` says.
 
     Args:
-        given: samples of held-out splits that are not drawn.
+        split_members: samples of held-out splits that are not drawn.
 
     Returns:
         the sample numbers of each split, by name.

@@ -195,15 +195,11 @@ _current: ContextVar[Logged | None] = ContextVar("logged", default=None)
 
 
 @contextmanager
-def recording(log_buffer: Logged | None, weight: float = 1.0) -> Iterator[None]:
-    """Context manager: what user code logs goes to `logged`.
-
-    Args:
-        weight: of a number in its mean.
-    """
+def recording(log_buffer: Logged | None) -> Iterator[None]:
+    """Context manager: what user code logs goes to this buffer; a number counts once in its mean."""
     token = _current.set(log_buffer)
     try:
-        with weighted(weight):
+        with weighted(1.0):
             yield
     finally:
         _current.reset(token)

@@ -232,7 +232,7 @@ class TaskSpec(ABC):
         Default: without activations, whose size depends on the samples.
 
         Args:
-            still: frozen parameters.
+            frozen_parameters: which are not trained.
         """
         del context, batch_size, device
         optimizer, ema = self.config.optimizer.name, self.config.train.ema is not None

@@ -119,6 +119,10 @@ class UserTask(Task):
         return self.spec.custom_task
 
     @property
+    def _name(self) -> str:
+        return name_of(self.custom_task)
+
+    @property
     def random(self) -> bool:
         """Always true: a user's model may draw, so generators are seeded for every micro-batch."""
         return True
@@ -127,16 +131,16 @@ class UserTask(Task):
         return build_module(self.custom_task, self.architecture, self.config.seed)
 
     def optimizer(self, model: nn.Module) -> Any:
-        with exits_fail(f"{name_of(self.custom_task)}.optimizer"):
+        with exits_fail(f"{self._name}.optimizer"):
             return self.custom_task.optimizer(model, self.config.optimizer)
 
     def lr_share(self, step: int, end: int | None) -> float | None:
-        with exits_fail(f"{name_of(self.custom_task)}.schedule"):
+        with exits_fail(f"{self._name}.schedule"):
             share = self.custom_task.schedule(step, end)
         if share is None or (isinstance(share, int | float) and 0.0 <= share < math.inf):
             return share
         raise ValueError(
-            f"{name_of(self.custom_task)}.schedule must return a share of the learning rate, at least 0, not "
+            f"{self._name}.schedule must return a share of the learning rate, at least 0, not "
             f"{share!r} at step {step}"
         )
 
@@ -147,15 +151,15 @@ class UserTask(Task):
         return (self.custom_task,)
 
     def set_metrics(self) -> Mapping[str, Any]:
-        with exits_fail(f"{name_of(self.custom_task)}.metrics"):
+        with exits_fail(f"{self._name}.metrics"):
             metrics: object = self.custom_task.metrics()
         if not isinstance(metrics, Mapping):
             raise ValueError(
-                f"{name_of(self.custom_task)}.metrics must return metrics by name, not {kind_of(metrics)}"
+                f"{self._name}.metrics must return metrics by name, not {kind_of(metrics)}"
             )
         if unknown := metrics.keys() - self.custom_task.better.keys():
             raise ValueError(
-                f"{name_of(self.custom_task)}.better must name {', '.join(sorted(unknown))} of metrics() too, "
+                f"{self._name}.better must name {', '.join(sorted(unknown))} of metrics() too, "
                 "and whether max or min is better"
             )
         return metrics
@@ -163,20 +167,17 @@ class UserTask(Task):
     def measure(self, model: nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
         user_batch = self._collate(batch)
         losses, outputs = self._losses(model, batch, user_batch)
-        with exits_fail(f"{name_of(self.custom_task)}.measure"):
+        with exits_fail(f"{self._name}.measure"):
             result = self.custom_task.measure(outputs, user_batch)
         if not isinstance(result, Mapping):
             raise ValueError(
-                f"{name_of(self.custom_task)}.measure must return tensors by name, not {kind_of(result)}"
+                f"{self._name}.measure must return tensors by name, not {kind_of(result)}"
             )
         values = {"loss": losses, **result}
-        if missing := [name for name in self.custom_task.better if name not in values]:
-            raise ValueError(f"{name_of(self.custom_task)}.measure gave no {', '.join(missing)}")
-        inputs = {
-            name: values[name]
-            for name in self.custom_task.better
-            if isinstance(values[name], tuple)
-        }
+        better = self.custom_task.better
+        if missing := [name for name in better if name not in values]:
+            raise ValueError(f"{self._name}.measure gave no {', '.join(missing)}")
+        inputs = {name: values[name] for name in better if isinstance(values[name], tuple)}
         tallies, weights = {}, torch.ones_like(losses)
         for name in self.metrics:
             if name not in inputs:
@@ -186,11 +187,11 @@ class UserTask(Task):
         return Measured(tallies, inputs, predictions)
 
     def _predictions(self, outputs: Any, batch: Batch, user_batch: Any) -> Columns:
-        with exits_fail(f"{name_of(self.custom_task)}.predict"):
+        with exits_fail(f"{self._name}.predict"):
             predictions = self.custom_task.predict(outputs, user_batch)
         if not isinstance(predictions, Mapping):
             raise ValueError(
-                f"{name_of(self.custom_task)}.predict must return tensors by name, not {kind_of(predictions)}"
+                f"{self._name}.predict must return tensors by name, not {kind_of(predictions)}"
             )
         for name, values in predictions.items():
             first = values[:, 0] if isinstance(values, Tensor) and values.ndim == 2 else values
@@ -198,7 +199,7 @@ class UserTask(Task):
         return {name: _numbers(values) for name, values in predictions.items()}
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        with exits_fail(f"{name_of(self.custom_task)}.outputs"):
+        with exits_fail(f"{self._name}.outputs"):
             outputs: object = self.custom_task.outputs(model, self._collate(batch))
         if not (
             isinstance(outputs, Tensor)
@@ -207,7 +208,7 @@ class UserTask(Task):
             and outputs.numel()
         ):
             raise ValueError(
-                f"{name_of(self.custom_task)}.outputs must return one tensor of floating-point numbers, by "
+                f"{self._name}.outputs must return one tensor of floating-point numbers, by "
                 f"which growth is checked, not {kind_of(outputs)}; where the model returns something "
                 "else, define outputs(self, model, batch), e.g. return model(batch['x'])[0]"
             )
@@ -217,12 +218,12 @@ class UserTask(Task):
         """Return what the user's `collate` makes of a batch; the batch itself without one."""
         if type(self.custom_task).collate is CustomTask.collate:
             return batch
-        with exits_fail(f"{name_of(self.custom_task)}.collate"):
+        with exits_fail(f"{self._name}.collate"):
             return self.custom_task.collate(_split_samples(batch))
 
     def _losses(self, model: nn.Module, batch: Batch, user_batch: Any) -> tuple[Tensor, Any]:
         """Return the losses, and what `measure` and `predict` get: outputs, or the model."""
-        with exits_fail(f"{name_of(self.custom_task)}.loss"):
+        with exits_fail(f"{self._name}.loss"):
             losses: Any = self.custom_task.loss(model, user_batch)
         outputs: Any = model
         if isinstance(losses, tuple) and len(losses) == 2:
@@ -235,7 +236,7 @@ class UserTask(Task):
         if not isinstance(values, Tensor):
             hint = ": it returns nothing" if values is None else ""
             raise ValueError(
-                f"{name_of(self.custom_task)}.{what} must be a tensor [samples], one value for each of "
+                f"{self._name}.{what} must be a tensor [samples], one value for each of "
                 f"{samples}, not {kind_of(values)}{hint}"
             )
         if values.shape != (samples,):
@@ -243,7 +244,7 @@ class UserTask(Task):
             if values.ndim > 1 and len(values) == samples:
                 hint = ": take the mean over the other axes, e.g. .flatten(1).mean(1)"
             raise ValueError(
-                f"{name_of(self.custom_task)}.{what} must be [samples], one for each of {samples}, not "
+                f"{self._name}.{what} must be [samples], one for each of {samples}, not "
                 f"{list(values.shape)}{hint}"
             )
 

@@ -34,6 +34,7 @@ from instar.data.text.foreign.chat_template import (
 )
 from instar.data.text.foreign.engine import Places
 from instar.data.text.shards import (
+    Shard,
     ShardWriter,
     TokenizerRecord,
     TokenSplit,
@@ -44,6 +45,7 @@ from instar.data.text.tokenizer import BPETokenizer, named_tokenizer, tokenizer_
 
 MARKS = "marks"
 TARGET, BEGINS = 1, 2
+_MARK_VALUES = 4
 _BATCH = 256
 _SHARD_TOKENS = 1 << 23
 Say = Callable[[str], None]
@@ -134,9 +136,8 @@ class _Lines:
     def of(cls, source: str) -> _Lines:
         sizes, digests = [], []
         for size, conversation in conversations(source):
-            content = msgspec.json.encode(
-                (conversation.messages, conversation.options), order="sorted"
-            )
+            parts = conversation.messages, conversation.options
+            content = msgspec.json.encode(parts, order="sorted")
             sizes.append(size)
             digests.append(xxhash.xxh3_128_digest(content))
         return cls(np.array(sizes, np.int64), digests)
@@ -193,12 +194,8 @@ def _say_leaks(
     train_digests = {digests[number] for number in parts["train"][:, 0].tolist()}
     split_digests = digests if held_out is None else held_out
     for name, rows in parts.items():
-        leaks = (
-            0
-            if name == "train"
-            else sum(split_digests[n] in train_digests for n in rows[:, 0].tolist())
-        )
-        if leaks:
+        are_leaks = (split_digests[number] in train_digests for number in rows[:, 0].tolist())
+        if name != "train" and (leaks := sum(are_leaks)):
             say(
                 f"warning: {leaks:,} of {len(rows):,} conversations of {name} are trained on too, word for "
                 "word; data.drop_duplicates: true takes each conversation once"
@@ -238,7 +235,7 @@ def write_conversations(
 
     Args:
         source: what it is made from, for its record.
-        say: told what is not trained, or otherwise than it is written; see `divided`.
+        say: told what is not trained, or otherwise than it is written; see `divide_conversations`.
 
     Raises:
         ConfigError: a line is no conversation, or the template refuses it.
@@ -252,36 +249,31 @@ def write_conversations(
     splits = divide_conversations(data, seed, say)
     record = TokenizerRecord(tokenizer.kind, tokenizer.fingerprint)
     (temporary / MARKS).mkdir()
-    shards_of: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     counts = _Counts()
+    sizes = {temporary / MARKS: _MARK_VALUES, temporary: tokenizer.vocab_size}
+    shards_of: dict[Path, dict[str, tuple[Shard, ...]]] = {folder: {} for folder in sizes}
     for name, (path, parts) in splits.items():
-        writers = [
-            ShardWriter(
-                folder,
-                name,
-                tokenizer=tokenizer.fingerprint,
-                vocab_size=size,
-                shard_tokens=_SHARD_TOKENS,
-            )
-            for folder, size in ((temporary, tokenizer.vocab_size), (temporary / MARKS, 4))
-        ]
+        marks_writer, tokens_writer = (
+            ShardWriter(folder, name, tokenizer.fingerprint, size, _SHARD_TOKENS)
+            for folder, size in sizes.items()
+        )
         renderings = _render(path, set(parts[:, 0].tolist()), template, counts)
         for tokens, marks in encode_renderings(renderings, tokenizer):
-            writers[0].append(tokens)
-            writers[1].append(marks)
-        for shards, writer in zip(shards_of, writers, strict=True):
-            shards[name] = writer.close()
-    for folder, size, shards in (
-        (temporary / MARKS, 4, shards_of[1]),
-        (temporary, tokenizer.vocab_size, shards_of[0]),
-    ):
+            tokens_writer.append(tokens)
+            marks_writer.append(marks)
+        shards_of[temporary / MARKS][name] = marks_writer.close()
+        shards_of[temporary][name] = tokens_writer.close()
+    for folder, shards in shards_of.items():
         for name, content in tokenizer_files(tokenizer).items():
             write_once(folder / name, content)
-        write_record(folder, tokenizer=record, vocab_size=size, splits=shards, source=source)
+        write_record(
+            folder, tokenizer=record, vocab_size=sizes[folder], splits=shards, source=source
+        )
     for remark in filter(None, (template.remark, *counts.remarks())):
         say(f"note: {remark}")
     release()
-    return {name: sum(shard.count for shard in shards) for name, shards in shards_of[0].items()}
+    tokens_of = shards_of[temporary]
+    return {name: sum(shard.count for shard in shards) for name, shards in tokens_of.items()}
 
 
 def _render(
@@ -299,11 +291,7 @@ def _render(
         except (ValueError, ImportError) as error:
             where = f"{source}: conversation {number + 1}"
             raise ConfigError.of(str(error), where=where, key="data.source") from None
-        used = [
-            rendering
-            for rendering in renderings
-            if any(begin < end for begin, end in rendering.spans)
-        ]
+        used = [text for text in renderings if any(begin < end for begin, end in text.spans)]
         counts.read += 1
         counts.empty += not used
         counts.without_tools += "tools" in options and "tools" not in template.text

@@ -70,7 +70,7 @@ def _check_stream(data: DataConfig, folder: Path, world_size: int, say: Say) -> 
 
 
 def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path]:
-    """Return the folders that `prepare_data` would create, without creating them.
+    """Return the folders that `create_dataset_files` would create, without creating them.
 
     Raises ConfigError if a folder holds something else, or there is no source to create it from.
     """
@@ -85,7 +85,7 @@ def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path
 
 
 def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
-    """Open the data set that `prepare_data` has created, without reading samples.
+    """Open the data set that `create_dataset_files` has created, without reading samples.
 
     Raises ConfigError if anything is missing or does not match the config.
     """
@@ -106,14 +106,12 @@ def lost_conversations(data: DataConfig, seed: int, context: int) -> list[str]:
     data_set = open_data(data, seed)
     if not isinstance(data_set, ChatData):
         return []
-    samples = [data_set.held_out(split, context) for split in data_set.dataset.splits]
-    return [
-        source.remark for source in samples if isinstance(source, ChatSamples) and source.remark
-    ]
+    samples = (data_set.samples(split, context) for split in data_set.dataset.splits)
+    return [source.remark for source in samples if source.remark]
 
 
 def folders(data: DataConfig, seed: int) -> list[Path]:
-    """Return the folders that `prepare_data` writes to."""
+    """Return the folders that `create_dataset_files` writes to."""
     return [Path(part.path or default_path(part, seed)) for part in _parts(data, seed)]
 
 
@@ -188,8 +186,8 @@ class DataSet(ABC):
         try:
             yield
         except Exception as error:
-            key, reason = "data.transform", what_happened(error)
-            raise ConfigError.at(key, f"{self.data.transform}: {reason}") from error
+            message = f"{self.data.transform}: {what_happened(error)}"
+            raise ConfigError.at("data.transform", message) from error
 
     def train_source(self, context: int) -> Source | None:  # noqa: ARG002
         """Return the training samples before `data.transform`; None: they are read forward only."""
@@ -221,10 +219,9 @@ class TokenData(DataSet):
         return self.samples(context, self.seed)[0]
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
-        source, order = self.samples(context, seed)
-        return host_source(
-            self._transform(source, context, seed), self.data, self.seed, context, seed
-        ), order
+        samples, order = self.samples(context, seed)
+        source = self._transform(samples, context, seed)
+        return host_source(source, self.data, self.seed, context, seed), order
 
     def samples(self, context: int, seed: int) -> tuple[Source, Order]:
         """Return samples and order, without `data.transform` and without workers."""
@@ -270,10 +267,10 @@ class MixtureData(DataSet):
         sources = [part.samples(context, seed)[0] for part in self.parts]
         weights = [part.weight for part in self.data.mixture if part.weight is not None]
         order = mixture_order(
-            partial(order_of, self.data), [len(source) for source in sources], weights or None, seed
+            partial(order_of, self.data), [*map(len, sources)], weights or None, seed
         )
-        transformed_source = self._transform(Concatenated(sources), context, seed)
-        return host_source(transformed_source, self.data, self.parts[0].seed, context, seed), order
+        source = self._transform(Concatenated(sources), context, seed)
+        return host_source(source, self.data, self.parts[0].seed, context, seed), order
 
     def held_out(self, split: str, context: int) -> Source:
         # val_source is the same for all parts
@@ -298,22 +295,22 @@ class ChatData(DataSet):
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def train_samples(self, context: int) -> int:
-        return len(self._samples("train", context))
+        return len(self.samples("train", context))
 
     def train_source(self, context: int) -> Source:
-        return self._samples("train", context)
+        return self.samples("train", context)
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
-        samples = self._samples("train", context)
-        transformed_source = self._transform(samples, context, seed)
-        return host_source(transformed_source, self.data, self.seed, context, seed), order_of(
-            self.data, len(samples), seed
-        )
+        samples = self.samples("train", context)
+        source = self._transform(samples, context, seed)
+        order = order_of(self.data, len(samples), seed)
+        return host_source(source, self.data, self.seed, context, seed), order
 
     def held_out(self, split: str, context: int) -> Source:
-        return self._samples(split, context)
+        return self.samples(split, context)
 
-    def _samples(self, split: str, context: int) -> ChatSamples:
+    def samples(self, split: str, context: int) -> ChatSamples:
+        """Return the conversations of a split, without `data.transform`."""
         pair = self.dataset.split(split), self.marks.split(split)
         return ChatSamples(*pair, context, packing=self.data.packing)
 

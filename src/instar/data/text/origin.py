@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,19 +131,17 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
     )
     settings = {key: getattr(data, key) for key in always} | parameters(data, seed)
     lead_to: dict[str, str] = recorded_source.get("resolved", {})
-    differing = [
-        key
-        for key in settings
-        if key != "seed"
-        and recorded_source.get(key) != settings[key]
+    differing = []
+    for key, setting in settings.items():
+        recorded = recorded_source.get(key)
         # a path leads where it led, or, after a project was moved, where its words lead from here
-        and not (
-            key in _PATHS and same_place(lead_to.get(key, recorded_source.get(key)), settings[key])
+        is_same_path = key in _PATHS and any(
+            same_place(path, setting) for path in (lead_to.get(key, recorded), recorded)
         )
-        and not (key in _PATHS and same_place(recorded_source.get(key), settings[key]))
-        # the file's content is compared below, whatever the tokenizer was made from
-        and not (key == "tokenizer" and _is_file(settings[key]))
-    ]
+        # a file's content is compared below, whatever the tokenizer was made from
+        is_file = key == "tokenizer" and _is_file(setting)
+        if key != "seed" and recorded != setting and not is_same_path and not is_file:
+            differing.append(key)
     if differing:
         differences = ", ".join(
             f"{key}={recorded_source.get(key)!r}, not {settings[key]!r}" for key in differing
@@ -174,8 +173,8 @@ def is_made(folder: Path, data: DataConfig, seed: int) -> bool:
     Raises ConfigError if the folder holds another data set, or something else.
     """
     if (folder / DATASET_FILE).exists():
-        splits = check_made_from(folder, data, seed).splits
-        return data.read_from_start or "train" in splits
+        check_made_from(folder, data, seed)
+        return True
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError.at(
             "data.path", f"{folder} already exists and is not a data set", "give another folder"
@@ -209,39 +208,26 @@ def preparation_files(data: DataConfig) -> dict[str, SourceFiles]:
 
 def source_changes(folder: Path, data: DataConfig) -> SourceChanges:
     """Compare the sources with what the data set in a folder was made from."""
-    surveys, now, absent = read_survey(folder), dict[str, SourceFiles](), []
-    sentences: list[str] = []
+    surveys, now = read_survey(folder), dict[str, SourceFiles]()
     for key in surveys:
-        try:
+        with suppress(NoFiles):
             files = _files(data, key)
-        except NoFiles:
-            absent.append(key)
-        else:
-            if files is None:  # neither a file nor a folder any more
-                absent.append(key)
-            else:
+            if files is not None:  # else it is neither a file nor a folder any more
                 now[key] = files
+    absent = [key for key in surveys if key not in now]
     sources = {key: str(getattr(data, key)) for key in _READ}
-    sentences += changes(folder, surveys, now, sources)
+    sentences = changes(folder, surveys, now, sources)
     recorded_source = open_dataset(folder).source
     python = platform.python_version()
     if recorded_source.get("python", python) != python:
         sentences.append(
             f"the standard library is that of Python {python}, not of {recorded_source['python']} any more,"
         )
-    if "template" in recorded_source and _template_now(data) not in (
-        None,
-        recorded_source["template"],
-    ):
-        sentences.append("the chat template or its special tokens have changed")
+    if "template" in recorded_source:
+        with suppress(ConfigError):  # the tokenizer's folder is gone
+            if _template(data) != recorded_source["template"]:
+                sentences.append("the chat template or its special tokens have changed")
     return SourceChanges(tuple(sentences), tuple(absent), "source" in surveys)
-
-
-def _template_now(data: DataConfig) -> str | None:
-    try:
-        return _template(data)
-    except ConfigError:  # the tokenizer's folder is gone
-        return None
 
 
 def _files(data: DataConfig, key: str) -> SourceFiles | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from instar.data.text.corpus import Corpus, open_corpus
 from instar.data.text.documents import (
     Documents,
     RowIndex,
-    RowsRecord,
     open_held_out,
     open_rows_of,
     pieces_of,
@@ -48,7 +46,6 @@ from instar.data.text.origin import (
     source_changes,
 )
 from instar.data.text.shards import (
-    DATASET_FILE,
     Shard,
     ShardWriter,
     TokenizerRecord,
@@ -90,16 +87,11 @@ def prepare_dataset(
     folder, is_complete = settle_folder(data, seed, say, path)
     if is_complete:
         return folder
-    if (folder / DATASET_FILE).exists():
-        _add_training_tokens(folder, data, say)
-        return folder
     if data.kind == "chat":
         _prepare_chat(folder, data, seed, say)
         return folder
     tokenizer = named_tokenizer(data.tokenizer)
-    sources = preparation_files(data)
-    _say_left_out(sources, data, say)
-    files = survey(sources)
+    sources, files = _survey(data, say)
     plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"), say)
     with atomic_dir(folder, key="data.path", first_wins=True) as temporary:
         splits: dict[str, tuple[Shard, ...]] = {}
@@ -123,18 +115,13 @@ def prepare_dataset(
     check_made_from(folder, data, seed)
     counts = (f"{name} {sum(s.count for s in shards):,}" for name, shards in splits.items())
     summary = f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}"
-    say(
-        summary
-        if data.tokens_field is not None
-        else f"{summary}; documents {surroundings(plan.tokenizer)}"
-    )
+    text = "" if data.tokens_field is not None else f"; documents {surroundings(plan.tokenizer)}"
+    say(f"{summary}{text}")
     return folder
 
 
 def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
-    sources = preparation_files(data)
-    _say_left_out(sources, data, say)
-    files = survey(sources)
+    sources, files = _survey(data, say)
     say(f"preparing {data.source} → {folder}")
     with atomic_dir(folder, key="data.path", first_wins=True) as temporary:
         source = made_from(data, seed, np.empty(0, dtype=np.int64))
@@ -152,7 +139,7 @@ def settle_folder(
     Sources that have changed since are handled as `data.if_changed` says.
 
     Raises:
-        ConfigError: see `prepare`.
+        ConfigError: see `prepare_dataset`.
     """
     folder = Path(path or data.path or default_path(data, seed))
     if not is_made(folder, data, seed):
@@ -187,13 +174,16 @@ def settle_folder(
     )
 
 
-def _say_left_out(sources: Mapping[str, SourceFiles], data: DataConfig, say: Say) -> None:
+def _survey(data: DataConfig, say: Say) -> tuple[Mapping[str, SourceFiles], Mapping[str, Files]]:
+    """Return the files of each source, and what they hold; say which are left out."""
+    sources = preparation_files(data)
     left_out = {key: files.left_out for key, files in sources.items()}
     if data.kind in ("rows", "stream"):
         left_out["source"] = unread_files(data)
     for key, names in left_out.items():
         if names:
             say(f"left out of {getattr(data, key)}: {names_text(names)}")
+    return sources, survey(sources)
 
 
 def _write_survey(
@@ -351,15 +341,12 @@ def _write_split(
     parts: Parts,
     tokenizer: Tokenizer,
     data: DataConfig,
-    files: str = "",
 ) -> tuple[tuple[Shard, ...], Int64Array]:
     """Write a split's token shards; return them and the tokens per document, separators included.
 
     Raises ConfigError if the split has fewer than two tokens.
     """
-    writer = ShardWriter(
-        folder, files or name, tokenizer=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size
-    )
+    writer = ShardWriter(folder, name, tokenizer.fingerprint, tokenizer.vocab_size)
     sizes = np.zeros(len(parts), dtype=np.int64)
     total = int((parts[:, 2] - parts[:, 1]).sum())
     with progress(f"tokenising {name}", total) as advance:
@@ -397,50 +384,7 @@ def _changed_rows(folder: Path, data: DataConfig, say: Say) -> list[str]:
     if (index.record.rows, index.record.loaded) == (len(rows), rows._fingerprint):
         return []
     current = open_rows_of(data, load_saved_tokenizer(folder)).rows
-    if current is not None and (current.rows, current.content) == (
-        index.record.rows,
-        index.record.content,
-    ):
+    recorded = index.record.rows, index.record.content
+    if current is not None and (current.rows, current.content) == recorded:
         return []
     return [f"the rows of data.source {data.source} have changed"]
-
-
-def _check_content(
-    documents: Documents, record: RowsRecord, data: DataConfig, folder: Path
-) -> None:
-    current = documents.rows
-    if current is None or (current.rows, current.content) != (record.rows, record.content):
-        raise ConfigError.at(
-            "data.source",
-            f"the rows of {data.source} are not those that {folder} was made from",
-            "put them back, or name another data.path",
-        )
-
-
-def _add_training_tokens(folder: Path, data: DataConfig, say: Say) -> None:
-    """Tokenize the training split of rows in a folder of an earlier version, which has only their
-    index and the held-out splits.
-
-    Concurrent processes write separate files; the last record is valid.
-    """
-    dataset = open_dataset(folder)
-    tokenizer = load_saved_tokenizer(folder, fingerprint=dataset.tokenizer_fingerprint)
-    index = read_row_index(folder, tokenizer.fingerprint)
-    documents = open_rows_of(data, tokenizer)
-    _check_content(documents, index.record, data, folder)
-    say(f"tokenising the training split of {data.source} → {folder}")
-    parts, files = whole_documents(index.rows, documents.sizes), f"train-{secrets.token_hex(4)}"
-    shards, sizes = _write_split(folder, "train", documents, parts, tokenizer, data, files)
-    if not np.array_equal(sizes, index.counts):
-        raise ConfigError.of(
-            "the tokens of the rows are not as many as were counted",
-            where=str(folder),
-            hint="prepare the data again, in another folder",
-        )
-    write_record(
-        folder,
-        tokenizer=TokenizerRecord(tokenizer.kind, tokenizer.fingerprint),
-        vocab_size=tokenizer.vocab_size,
-        splits={"train": shards} | dict(dataset.shards),
-        source=dict(dataset.source),
-    )

@@ -22,7 +22,7 @@ import safetensors.numpy
 import xxhash
 from numpy.typing import NDArray
 
-from instar.config.errors import ConfigError, near_path
+from instar.config.errors import ConfigError, ConfigProblem, near_path
 from instar.config.files import of_bounded_depth, open_regular, read_regular
 from instar.data.order import Int64Array
 from instar.data.source import TokenArray
@@ -55,11 +55,14 @@ class ShardWriter:
         self,
         folder: Path,
         split: str,
-        *,
         tokenizer: str,
         vocab_size: int,
         shard_tokens: int = SHARD_TOKENS,
     ) -> None:
+        """
+        Args:
+            tokenizer: its fingerprint.
+        """
         self._folder, self._split = folder, split
         self._metadata = {"tokenizer": tokenizer, "vocab_size": str(vocab_size)}
         self._buffer = np.empty(shard_tokens, dtype=token_dtype(vocab_size))
@@ -116,7 +119,7 @@ class ShardFile:
         weakref.finalize(self, os.close, self.descriptor)
 
     def read_bytes(self, start: int, buffer: memoryview) -> None:
-        """Fill `into` with the bytes of the tokens from `start` on."""
+        """Fill `buffer` with the bytes of the tokens from `start` on."""
         place = self.first_byte + start * self.dtype.itemsize
         got = os.preadv(self.descriptor, (buffer,), place)
         while got < len(buffer):
@@ -361,23 +364,20 @@ def open_dataset(path: str | Path) -> TokenDataset:
     """
     folder = Path(path)
     record = _read_record(folder)
-    problems: list[ConfigError] = []
+    problems: list[ConfigProblem] = []
     files: dict[str, list[ShardFile]] = {name: [] for name in record.splits}
+    tokenizer, vocab_size = record.tokenizer.fingerprint, record.vocab_size
     for name, shards in record.splits.items():
         for shard in shards:
+            path = folder / shard.file
             try:
                 files[name].append(
-                    open_shard(
-                        folder / shard.file,
-                        shard,
-                        tokenizer=record.tokenizer.fingerprint,
-                        vocab_size=record.vocab_size,
-                    )
+                    open_shard(path, shard, tokenizer=tokenizer, vocab_size=vocab_size)
                 )
             except ConfigError as error:
-                problems.append(error)
+                problems += error.problems
     if problems:
-        raise ConfigError(*(problem for error in problems for problem in error.problems))
+        raise ConfigError(*problems)
     splits = {
         name: TokenSplit(
             name=name,

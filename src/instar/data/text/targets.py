@@ -82,9 +82,8 @@ def count_targets(source: Source, context: int) -> TargetCount:
 def mean_target_count(counts: Sequence[TargetCount], shares: Sequence[float]) -> TargetCount:
     """Return the mean over the parts of a mixture, by their shares of the samples."""
     mean = sum(part.mean * share for part, share in zip(counts, shares, strict=True)) / sum(shares)
-    return TargetCount(
-        mean, "; ".join(dict.fromkeys(part.remark for part in counts if part.remark))
-    )
+    remarks = dict.fromkeys(part.remark for part in counts if part.remark)
+    return TargetCount(mean, "; ".join(remarks))
 
 
 def at_most(context: int, why: str) -> TargetCount:
@@ -103,9 +102,8 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
     if not isinstance(tokenizer, BPETokenizer):
         return np.ones(tokenizer.vocab_size, dtype=np.int64)
     content = json.loads(tokenizer.to_json())
-    if (content.get("decoder") or {}).get("type") != "ByteLevel" or content["model"].get(
-        "type"
-    ) != "BPE":
+    decoder = content.get("decoder") or {}
+    if (content["model"].get("type"), decoder.get("type")) != ("BPE", "ByteLevel"):
         return None
     added_tokens = {token["content"]: token for token in content.get("added_tokens", ())}
     sizes = np.zeros(tokenizer.vocab_size, dtype=np.int64)

@@ -80,12 +80,9 @@ class Tokenizer(Protocol):
     def to_json(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class ByteTokenizer:
-    """UTF-8 bytes as tokens; vocabulary of 256."""
+class _Plain:
+    """A tokenizer without special tokens, whose JSON decides the tokens of each text."""
 
-    kind = "byte"
-    vocab_size = 256
     end_id = None
     end_token = None
     before = after = _NONE
@@ -95,10 +92,24 @@ class ByteTokenizer:
         return xxhash.xxh3_128_hexdigest(self.to_json().encode())
 
     def encode(self, text: str) -> TokenIds:
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint32)
+        raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
+
+    def to_json(self) -> str:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ByteTokenizer(_Plain):
+    """UTF-8 bytes as tokens; vocabulary of 256."""
+
+    kind = "byte"
+    vocab_size = 256
+
+    def encode(self, text: str) -> TokenIds:
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(token) for token in ids).decode("utf-8", "replace")
@@ -108,23 +119,16 @@ class ByteTokenizer:
 
 
 @dataclass(frozen=True)
-class CharTokenizer:
+class CharTokenizer(_Plain):
     """The sorted characters of the training text, followed by a token for all others."""
 
     characters: str
 
     kind = "char"
-    end_id = None
-    end_token = None
-    before = after = _NONE
 
     @property
     def vocab_size(self) -> int:
         return len(self.characters) + 1
-
-    @property
-    def fingerprint(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self.to_json().encode())
 
     @cached_property
     def _id_of_code_point(self) -> TokenIds:
@@ -138,9 +142,6 @@ class CharTokenizer:
         table = self._id_of_code_point
         ids: TokenIds = table[np.minimum(codes, table.size - 1)]
         return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         names = [*self.characters, UNKNOWN]

@@ -156,7 +156,7 @@ class HostedLanes:
     Args:
         ask: starts `LaneReader.fetch(lane, begin, count)` in a worker.
         close: stops the workers.
-        ahead: the number of samples of a lane that are requested in advance.
+        fetch_ahead: the number of samples of a lane that are requested in advance.
     """
 
     def __init__(

@@ -320,7 +320,7 @@ class StreamSource(_LaneSource):
 class OpenStreamSource(_LaneSource):
     """A stream of unknown length, read by one rank.
 
-    Ends of lanes are reported to the order when they are reached. `ended` is called with the counts
+    Ends of lanes are reported to the order when they are reached. `on_end` is called with the counts
     of the lanes once all are known.
     """
 
