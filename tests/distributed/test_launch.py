@@ -23,7 +23,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from typing import Any
 from instar.config.errors import ConfigError
-from instar.distributed.rank_log import run_rank
+from instar.distributed.rank_log import running_rank
 from instar.distributed.signals import StopSignal, exit_with_parent, exit_now, training_started
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
@@ -68,7 +68,9 @@ def work(log):
                     note(f"saved-{rank}-{log.step}")
                     raise Interrupted("resume with: instar resume")
 
-exit_now(run_rank(work))
+with running_rank() as rank_run:
+    work(rank_run.log)
+exit_now(rank_run.code)
 """
 )
 
@@ -113,7 +115,9 @@ def work(log):
         note("raised")
         raise OSError("disk gone")
     for_ever()
-exit_now(run_rank(work))
+with running_rank() as rank_run:
+    work(rank_run.log)
+exit_now(rank_run.code)
 """
     )
     launched = launcher(toy, 2)
@@ -136,7 +140,9 @@ def work(log):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for_ever()
-exit_now(run_rank(work))
+with running_rank() as rank_run:
+    work(rank_run.log)
+exit_now(rank_run.code)
 """
     )
     launched = launcher(toy, 2)
@@ -169,7 +175,9 @@ def test_a_config_mistake_is_told_once(launcher: Launcher) -> None:
         + """
 def work(log):
     raise ConfigError.of("n_embd is odd", where="a.yaml:3:1")
-exit_now(run_rank(work))
+with running_rank() as rank_run:
+    work(rank_run.log)
+exit_now(rank_run.code)
 """
     )
     code, errors, _ = launcher(toy, 2).end()
@@ -250,7 +258,9 @@ def work(log):
         if rank == 0:
             print("ready", flush=True)
         stop.wait()
-exit_now(run_rank(work))
+with running_rank() as rank_run:
+    work(rank_run.log)
+exit_now(rank_run.code)
 """
     )
     launched = launcher(toy, 2)
@@ -288,7 +298,9 @@ def work(log):
             wait_at("nothing")
             for_ever()
 wait_at("imports")
-exit_now(run_rank(work))
+with running_rank() as rank_run:
+    work(rank_run.log)
+exit_now(rank_run.code)
 """
 )
 

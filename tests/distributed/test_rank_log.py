@@ -11,7 +11,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import Interrupted, PeerError, read_failure
-from instar.distributed.rank_log import RankLog, rank_log_path, run_rank
+from instar.distributed.rank_log import RankLog, rank_log_path, running_rank
 
 Python = Callable[..., "subprocess.Popen[str]"]
 logger = logging.getLogger("instar.test")
@@ -107,11 +107,10 @@ def test_an_interruption_is_no_failure(record: Path) -> None:
 def test_a_rank_ends_with_its_errors_code_and_says_why(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work(log: RankLog) -> None:
-        log.step = 7
+    with running_rank() as rank:
+        rank.log.step = 7
         raise error
-
-    assert run_rank(work) == code
+    assert rank.code == code
     errors = capsys.readouterr().err
     assert said in errors
     assert bool(said) == bool(errors)
@@ -122,7 +121,9 @@ def test_under_instars_launcher_only_the_record_speaks(
 ) -> None:
     monkeypatch.setenv("INSTAR_LAUNCHER_PID", "1")
 
-    assert run_rank(fail) == 4
+    with running_rank() as rank:
+        raise ValueError("boom")
+    assert rank.code == 4
     assert capsys.readouterr().err == ""
     assert read_failure(record) is not None
 
@@ -164,7 +165,7 @@ with RankLog(0) as log:
 FULL = """
 import logging, os, sys
 from pathlib import Path
-from instar.distributed.rank_log import RankLog, run_rank
+from instar.distributed.rank_log import RankLog, running_rank
 
 def work(log):
     log.open(Path(sys.argv[1]))
@@ -178,7 +179,9 @@ def work(log):
     if sys.argv[2] == "freed":
         os.dup2(file, log._appender.fileno())
 
-sys.exit(run_rank(work))
+with running_rank() as rank:
+    work(rank.log)
+sys.exit(rank.code)
 """
 
 

@@ -201,7 +201,7 @@ def _free_port() -> int:
 
 def _one_rank(room: Room) -> int:
     """One rank's life, as rank.py leads it."""
-    from instar.distributed.rank_log import run_rank
+    from instar.distributed.rank_log import running_rank
     from instar.distributed.signals import StopSignal, exit_with_parent
 
     exit_with_parent(os.environ)
@@ -235,12 +235,9 @@ def _one_rank(room: Room) -> int:
             raise OSError("the disk is gone")
 
     come_to("start", 0)
-    with StopSignal() as stop:
-
-        def work(log: RankLog) -> None:
-            _train(room, log, stop, come_to)
-
-        return run_rank(work)
+    with StopSignal() as stop, running_rank() as rank_run:
+        _train(room, rank_run.log, stop, come_to)
+    return rank_run.code
 
 
 def _train(room: Room, log: RankLog, stop: StopSignal, come_to: Callable[[str, int], None]) -> None:

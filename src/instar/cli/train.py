@@ -32,7 +32,7 @@ from instar.config.files import read_regular
 from instar.distributed.failure import NOTHING_STARTED, stopped_before_start
 from instar.distributed.launch import print_stderr, torchrun_line
 from instar.distributed.placement import DEVICES_VARIABLE, RankCount, placement, resolve_ranks
-from instar.distributed.rank_log import RankLog, run_rank
+from instar.distributed.rank_log import running_rank
 from instar.distributed.signals import StopSignal
 from instar.extensions import forecast_notes, values_of_notes
 from instar.logs.query.state import run_status
@@ -208,22 +208,13 @@ def _one_rank(loaded_config: Loaded, resume: Resume | None, options: _TrainOptio
             print_stderr(NOTHING_STARTED)
 
     # before importing torch
-    with StopSignal(last=True, before_start=leave) as signal:
+    with StopSignal(last=True, before_start=leave) as signal, running_rank() as rank:
         signal.resumable = resume is not None or loaded_config.config.resume == "auto"
+        from instar.run.worker import run
 
-        def work(log: RankLog) -> None:
-            from instar.run.worker import run
-
-            run(
-                loaded_config,
-                log,
-                signal,
-                resume,
-                only_test=options.only_test,
-                profiled_steps=options.profile,
-            )
-
-        return run_rank(work)
+        test, profiled = options.only_test, options.profile
+        run(loaded_config, rank.log, signal, resume, only_test=test, profiled_steps=profiled)
+    return rank.code
 
 
 def _forecast(

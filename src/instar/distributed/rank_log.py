@@ -10,8 +10,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -183,34 +184,39 @@ def _appender(path: Path) -> Appender:
     return Appender(descriptor, max_bytes=MAX_HELD_BYTES)
 
 
-def run_rank(work: Callable[[RankLog], None]) -> int:
-    """Run `work` as the rank of this process, log and report its failure, and return the exit code.
+@dataclass
+class RankRun:
+    """What the rank of this process does: its log, and the exit code that it comes to."""
+
+    log: RankLog
+    code: int = 0
+
+
+@contextmanager
+def running_rank() -> Iterator[RankRun]:
+    """Context manager of the work of the rank of this process, whose failure is logged, reported, and made an exit code.
 
     A failure is printed once: by Instar's launcher from the failure record, or, without it, by the
     failing rank; config errors are printed by rank 0.
     """
-    rank = 0
-    log: RankLog | None = None
+    run = RankRun(RankLog(placement(os.environ).rank))
     try:
-        rank = placement(os.environ).rank
-        with RankLog(rank) as log:
-            work(log)
+        with run.log:
+            yield run
     except BaseException as error:
-        code = exit_code_of(error)
-        if code != 0:
+        run.code = exit_code_of(error)
+        if run.code != 0:
             detach_closed_streams()
             with suppress(OSError):
-                _print_failure(error, rank, log)
-        return code
-    return 0
+                _print_failure(error, run.log)
 
 
-def _print_failure(error: BaseException, rank: int, log: RankLog | None) -> None:
-    failure = describe_failure(error, rank, log.step if log else None)
+def _print_failure(error: BaseException, log: RankLog) -> None:
+    failure = describe_failure(error, log.rank, log.step)
     if isinstance(error, KeyboardInterrupt):
         return
     if failure.exit_code in (ConfigError.exit_code, *STOPPED):
-        if rank == 0:
+        if log.rank == 0:
             print(error, file=sys.stderr)
         return
     if failure.secondary or LAUNCHER_VARIABLE in os.environ:
@@ -218,5 +224,5 @@ def _print_failure(error: BaseException, rank: int, log: RankLog | None) -> None
     if not isinstance(error, InstarError | OSError | MemoryError) and not out_of_memory(error):
         traceback.print_exception(error)
     print(failure.sentence(), file=sys.stderr)
-    if log and log.path:
+    if log.path:
         print(f"  see {log.path}", file=sys.stderr)
