@@ -19,11 +19,10 @@ from shapes import llama
 
 from instar.checkpoint.inspect import TensorEntry, encode_header
 from instar.checkpoint.manifest import CheckpointError
-from instar.extensions.delta.chain import append, links, load_state, verify_chain
+from instar.extensions.delta.chain import append, links, load_state, to_bits, verify_chain
 from instar.extensions.delta.format import pair
 from instar.extensions.delta.format.state import state_hash
-from instar.extensions.delta.format.tensors import to_bits
-from instar.extensions.delta.upkeep import remove_states
+from instar.extensions.delta.replay import remove_states
 from instar.models.gpt import GPT
 
 KILLS = figures.times(5, 200)

@@ -11,7 +11,7 @@ from chains import after, same, save
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.chain import append, links, load_state, verify_chain
 from instar.extensions.delta.format.folder import INDEX
-from instar.extensions.delta.upkeep import rebuild_index, remove_states, squash_links
+from instar.extensions.delta.replay import rebuild_index, remove_states, squash_links
 from instar.record import atomic
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from fleets import FleetPlace, phase_of, starts
 
-from instar.extensions.fleet.engines import host
 from instar.extensions.fleet.engines.remote import HostStatus, follow_hosts
-from instar.extensions.fleet.engines.work import remaining_work
+from instar.extensions.fleet.engines.work import host_command, remaining_work
 from instar.extensions.fleet.folder import create_fleet_folder, reopen_fleet
 from instar.extensions.fleet.load import load_fleet
 from instar.extensions.fleet.placement import given_gpus
@@ -40,7 +39,7 @@ class Processes:
 
     def submit(self, instances: Sequence[Instance]) -> None:
         for each in instances:
-            words = host.host_command(self._folder, each.index)
+            words = host_command(self._folder, each.index)
             self.processes[each.index] = subprocess.Popen(words, env=self._env)
 
     def hosts(self) -> Mapping[int, HostStatus]:

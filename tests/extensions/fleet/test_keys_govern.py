@@ -16,9 +16,9 @@ from instar.extensions.fleet.checks import make_plan
 from instar.extensions.fleet.engines.slurm import batch_script
 from instar.extensions.fleet.load import load_fleet
 from instar.extensions.fleet.plan import ANY_MACHINE
-from instar.extensions.fleet.search.study import _pruner
 from instar.extensions.fleet.spec import FleetSpec, Pruner
-from instar.extensions.fleet.view.table import plan_row
+from instar.extensions.fleet.study import _pruner
+from instar.extensions.fleet.view.live import plan_row
 
 TESTS = Path(__file__).parents[2]
 BASE = """\

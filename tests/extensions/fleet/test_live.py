@@ -19,7 +19,7 @@ from instar.extensions.fleet.state import (
     Started,
     fold_events,
 )
-from instar.extensions.fleet.view import live, logs
+from instar.extensions.fleet.view import live, reader
 from instar.extensions.fleet.view.reader import FleetReader
 from instar.extensions.fleet.view.rows import fleet_view
 from instar.record.console import PlainScreen
@@ -34,8 +34,8 @@ def running(tmp_path: Path) -> RunningFleet:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REDRAW_S", 0.01)
     monkeypatch.setattr(live, "_LONGEST_PAUSE_S", 0.01)
-    monkeypatch.setattr(logs, "POLL_S", 0.01)
-    monkeypatch.setattr(logs, "LIST_S", 0.0)
+    monkeypatch.setattr(reader, "POLL_S", 0.01)
+    monkeypatch.setattr(reader, "LIST_S", 0.0)
 
 
 def test_without_a_terminal_a_change_is_a_line(running: RunningFleet) -> None:
@@ -124,13 +124,13 @@ def test_a_table_that_is_too_long_shows_what_runs() -> None:
     assert lines[-1] == "… 92 more"
 
 
-def _lines(found: Iterator[tuple[logs.ProcessLog, str]], count: int) -> list[str]:
+def _lines(found: Iterator[tuple[reader.ProcessLog, str]], count: int) -> list[str]:
     return [next(found)[1] for _ in range(count)]
 
 
 def test_logs_are_followed_until_the_fleet_has_ended(running: RunningFleet) -> None:
     path = running.log("job.log", "one\ntwo\nthree\nfo")
-    found = logs.tail_logs(running.folder, lambda _: True, 2, follow=True)
+    found = reader.tail_logs(running.folder, lambda _: True, 2, follow=True)
     assert _lines(found, 2) == ["two", "three"]
     running.log("job.log", "ur\n10%\r20%\r30%\r\n")
     assert _lines(found, 2) == ["four", "30%"]
@@ -152,9 +152,9 @@ def test_of_a_large_log_only_the_end_is_read(running: RunningFleet) -> None:
         file.seek(0, 2)
         file.write(b"\nlast but one\nlast\n")
     running.end()
-    found = [line for _, line in logs.tail_logs(running.folder, lambda _: True, 2, follow=False)]
+    found = [line for _, line in reader.tail_logs(running.folder, lambda _: True, 2, follow=False)]
     assert found == ["last but one", "last"]
     with path.open("r+b") as file:
         file.truncate(1 << 36)  # one line
-    found = [line for _, line in logs.tail_logs(running.folder, lambda _: True, 2, follow=False)]
-    assert max(map(len, found)) <= 6 * logs.MAX_LINE_BYTES
+    found = [line for _, line in reader.tail_logs(running.folder, lambda _: True, 2, follow=False)]
+    assert max(map(len, found)) <= 6 * reader.MAX_LINE_BYTES

@@ -15,8 +15,7 @@ import ray_cluster
 from fleets import FleetPlace, phase_of
 
 from instar.config.errors import ConfigError
-from instar.extensions.fleet.engines.node_process import ray_library
-from instar.extensions.fleet.engines.ray import bundles, misfit
+from instar.extensions.fleet.engines.ray import bundles, misfit, ray_library
 from instar.extensions.fleet.spec import FleetSpec
 
 SERVER = (

@@ -18,8 +18,6 @@ from tiny_run import TEXT
 
 from instar.config.errors import ConfigError
 from instar.extensions.fleet.plan import FleetPlan, Instance
-from instar.extensions.fleet.search.study import STUDY_FILE
-from instar.extensions.fleet.search.trials import METRICS_FILE, Evaluations, Trials
 from instar.extensions.fleet.spec import Search
 from instar.extensions.fleet.state import (
     FleetEvent,
@@ -31,6 +29,8 @@ from instar.extensions.fleet.state import (
     now,
     read_fleet_events,
 )
+from instar.extensions.fleet.study import STUDY_FILE
+from instar.extensions.fleet.trials import METRICS_FILE, Evaluations, Trials
 from instar.extensions.fleet.view.rows import best_trial
 from instar.record.events import Eval, Train, encode_event
 from instar.record.rundir import RunDir

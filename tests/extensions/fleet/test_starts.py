@@ -9,8 +9,8 @@ import pytest
 from fleets import FleetPlace, starts
 
 from instar.extensions.fleet.health import Checker, Unhealthy
+from instar.extensions.fleet.launcher import stagger_pause_s
 from instar.extensions.fleet.spec import Healthcheck
-from instar.extensions.fleet.stagger import stagger_pause_s
 
 GAP_S = 0.3
 SERVER = (

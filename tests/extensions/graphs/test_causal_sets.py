@@ -14,17 +14,17 @@ from samples import same
 from instar.config.errors import ConfigError
 from instar.data.arrays import open_arrays
 from instar.data.columns import Columns, Ragged, cut, join_columns
-from instar.extensions.graphs.causal_sets.generate import (
+from instar.extensions.graphs.causal_sets import (
     Relation,
     causal_relation,
     causal_sets,
     links_of_relation,
     ordering_fraction,
     percolate,
-    prepare,
+    prepare_causal_sets,
     sprinkle,
 )
-from instar.extensions.graphs.causal_sets.options import CausalSetsConfig
+from instar.extensions.graphs.config import CausalSetsConfig
 
 MYRHEIM_MEYER = {2: 1 / 2, 3: 8 / 35, 4: 1 / 10}
 SEEDS = st.integers(0, 2**32)
@@ -213,25 +213,25 @@ def test_the_ordering_fraction_alone_tells_no_more_than_chance() -> None:
 
 def test_prepared_sets_are_those_generated_and_made_once(tmp_path: Path) -> None:
     told: list[str] = []
-    folder = prepare(SMALL, tmp_path / "sets", seed=7, say=told.append)
+    folder = prepare_causal_sets(SMALL, tmp_path / "sets", seed=7, say=told.append)
     assert told == [f"generating 60 causal sets → {folder}"]
     assert same(open_arrays(folder).read(np.arange(60)), causal_sets(SMALL, 7, 0, 60))
     made = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
-    assert prepare(SMALL, folder, seed=8, say=told.append) == folder
+    assert prepare_causal_sets(SMALL, folder, seed=8, say=told.append) == folder
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == made
     assert open_arrays(folder).about["seed"] == 7
     assert len(told) == 1
 
 
 def test_a_folder_with_other_sets_is_refused(tmp_path: Path) -> None:
-    folder = prepare(SMALL, tmp_path / "sets", seed=7)
+    folder = prepare_causal_sets(SMALL, tmp_path / "sets", seed=7)
     other = SMALL.model_copy(update={"relations": "causal", "sets": 61})
     with pytest.raises(ConfigError, match="sets=60, not 61, relations='links', not 'causal'"):
-        prepare(other, folder, seed=7)
+        prepare_causal_sets(other, folder, seed=7)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("mine")
     with pytest.raises(ConfigError, match="already exists"):
-        prepare(SMALL, tmp_path / "full", seed=7)
+        prepare_causal_sets(SMALL, tmp_path / "full", seed=7)
 
 
 @pytest.mark.parametrize(
@@ -246,5 +246,5 @@ def test_options_that_contradict_themselves_are_named(
     tmp_path: Path, change: dict[str, object], what: str
 ) -> None:
     with pytest.raises(ConfigError, match=what):
-        prepare(SMALL.model_copy(update=change), tmp_path / "sets", seed=1)
+        prepare_causal_sets(SMALL.model_copy(update=change), tmp_path / "sets", seed=1)
     assert not list(tmp_path.iterdir())

@@ -20,10 +20,10 @@ from instar.config.errors import ConfigError
 from instar.extensions.delta.chain import load_state
 from instar.extensions.delta.events import Delta
 from instar.extensions.delta.format.folder import links
+from instar.extensions.grpo.cli import train_grpo
 from instar.extensions.grpo.data import load_questions
 from instar.extensions.grpo.evaluate import pass_at_k
 from instar.extensions.grpo.options import Options
-from instar.extensions.grpo.train import train_grpo
 from instar.record.events import (
     Eval,
     Event,

@@ -15,13 +15,13 @@ from instar.extensions.lab.expected import (
     TypicalSaving,
     expected_saving,
     family_saving,
+    render_saving,
     saved_share,
     saving_values,
     typical,
 )
 from instar.extensions.lab.pilot_file import Spent
 from instar.extensions.lab.saving import spending
-from instar.extensions.lab.text import render_saving
 from instar.schedule.forecast import Forecast, forecast
 from instar.schedule.render import render
 

@@ -15,10 +15,17 @@ from shapes import gpt2, llama
 
 from instar.config.errors import ConfigError
 from instar.config.sections import Operation
-from instar.extensions.lab.candidates import SCRATCH, CandidateStage, GrowthCandidate, proposals
 from instar.extensions.lab.pilot_file import write_json
 from instar.extensions.lab.saving import PilotFindings, predict_saving, worth
-from instar.extensions.lab.search_state import ScheduleSearch, SearchTrial, read_search
+from instar.extensions.lab.search_state import (
+    SCRATCH,
+    CandidateStage,
+    GrowthCandidate,
+    ScheduleSearch,
+    SearchTrial,
+    proposals,
+    read_search,
+)
 from instar.growth.operators import plan
 from instar.models.architecture import Architecture
 

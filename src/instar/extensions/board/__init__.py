@@ -14,7 +14,7 @@ EXTENSION = Extension(
         "logs report": _REPORT,
     },
     plots={"html": f"{_HERE}.report:plot_html"},
-    at_end=f"{_HERE}.at_end:write_report_of_run",
+    at_end=f"{_HERE}.report:write_report_of_run",
 )
 
 PLACES = ("page", "styles", "charts")

@@ -45,10 +45,7 @@ def comparison(records: Sequence[RunRecord]) -> list[Section]:
         for record, config in zip(records, configs, strict=True)
     ]
     evaluations = comparability(groups)
-    texts = [
-        *evaluations.differing,
-        *warnings_on_data(configs, held_out=not evaluations.is_known),
-    ]
+    texts = [*evaluations.differing, *warnings_on_data(configs, held_out=not evaluations.is_known)]
     warnings = [("Warning:", None, text) for text in texts]
     differences = list[list[Cell]]()
     for key, values in differing_keys([config or None for config in configs]).items():

@@ -83,7 +83,7 @@ def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, 
                 {"segment": int(segment)} | _columns(piece.take(thin(piece.value, points)), axes)
                 for segment in np.unique(old_points.segment)
                 for piece in [old_points.take(old_points.segment == segment)]
-            ],
+            ]
         }
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy as np
 
 import instar
 from instar.config.errors import ConfigError, ConfigProblem, shorten_text
+from instar.config.schema import RunConfig
 from instar.extensions import layer_titles
 from instar.extensions.board import PLACES
 from instar.extensions.board.blocks import MAX_ROWS
@@ -53,10 +55,8 @@ MAX_LAYERED = 3
 """number of runs up to which metrics of layers are drawn"""
 TEXT_CHARACTERS = 100_000
 """length of the summaries shown without JavaScript"""
-_GROUPS = {
-    "grad_norm/": "Gradient norm by layer",
-    "update_ratio/": "Update ratio by layer",
-}
+logger = logging.getLogger("instar.report")
+_GROUPS = {"grad_norm/": "Gradient norm by layer", "update_ratio/": "Update ratio by layer"}
 _DIGITS = re.compile(r"\d+")
 _STYLE = re.compile(r'<link rel="stylesheet" href="/page/([\w.-]+)">\n')
 _MAIN = '<main id="main" tabindex="-1">\n'
@@ -82,6 +82,16 @@ def write_report(run: RunDir) -> Path:
     """
     replace_file(run.report, report_html([read_record(run)]).encode("utf-8", "backslashreplace"))
     return run.report
+
+
+def write_report_of_run(run_dir: RunDir, config: RunConfig) -> None:
+    """Write the run's HTML report, unless its config says not to; a failure is only a warning."""
+    if not config.record.report:
+        return
+    try:
+        write_report(run_dir)
+    except Exception as error:
+        logger.warning("no report: %s: %s", type(error).__name__, error)
 
 
 def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | None = None) -> str:

@@ -66,11 +66,7 @@ class PageUpdates:
     """The changes that one page has not been sent yet."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        query: QueryParams,
-        last_id: str = "",
-        fleets: Fleets | None = None,
+        self, catalog: Catalog, query: QueryParams, last_id: str = "", fleets: Fleets | None = None
     ) -> None:
         self._catalog = catalog
         self._fleets = fleets

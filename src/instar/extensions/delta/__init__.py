@@ -1,9 +1,4 @@
-"""Delta checkpoints: the weights of every step, stored as what changed since the step before.
-
-`encoding` (pure functions on bits), `state` (tensors as bits), `link` (the file of one difference),
-`pair` (two files), `folder` (a chain on disk), `chain` (what training code calls), `upkeep` (squash,
-gc), `statistics`.
-"""
+"""Delta checkpoints: the weights of every step, stored as what changed since the step before."""
 
 from instar.extensions import CommandSpec, Extension, MetricName, SectionSpec
 
@@ -26,7 +21,7 @@ EXTENSION = Extension(
     },
     conflicts=f"{_HERE}.config:delta_conflicts",
     missing=f"{_HERE}.config:missing_library",
-    hook=f"{_HERE}.hook:open_deltas",
+    hook=f"{_HERE}.saver:open_deltas",
     events={"delta": f"{_HERE}.events:Delta"},
     metrics={
         "delta_density": MetricName(

@@ -10,9 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
+from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.tensor_file import DTYPES
 from instar.extensions.delta.format.folder import (
     Index,
     Kind,
@@ -30,8 +33,7 @@ from instar.extensions.delta.format.folder import (
 )
 from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values
 from instar.extensions.delta.format.pair import compare_states, head_of
-from instar.extensions.delta.format.state import State, outline, state_hash
-from instar.extensions.delta.format.tensors import empty, to_bits, without_aliases
+from instar.extensions.delta.format.state import Bits, State, outline, state_hash, word_type
 from instar.extensions.delta.replay import check_out_state, replay_to, verify_chain
 from instar.record import atomic
 
@@ -183,3 +185,59 @@ def load_state(folder: Path, number: int | None = None) -> dict[str, Tensor]:
                 at += block.size
     replay.check()
     return tensors | {alias: tensors[name] for alias, name in end.aliases.items()}
+
+
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+
+
+def to_bits(tensor: Tensor) -> Bits:
+    """Return a view of a contiguous CPU tensor's bits; of another one, of a copy.
+
+    Raises:
+        ValueError: safetensors has no such dtype.
+    """
+    if tensor.dtype not in _WORDS:
+        raise ValueError(f"tensors of {tensor.dtype} cannot be saved")
+    flat = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
+    size_bytes = flat.numel() * flat.itemsize
+    entry = TensorEntry(_WORDS[tensor.dtype], tuple(tensor.shape), size_bytes)
+    return Bits(entry, flat.view(torch.uint8).numpy().view(word_type(entry)))
+
+
+def empty(entry: TensorEntry) -> Tensor:
+    """Return a tensor with unset values.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"tensors of the dtype {entry.dtype} cannot be loaded into torch")
+    return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+
+
+def without_aliases(
+    tensors: Mapping[str, Tensor], aliases: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor once, and its other names.
+
+    Tied tensors, which are the same view of the same memory, keep the first of their names; so do
+    checkpoints of transformers.
+
+    Raises:
+        ValueError: an alias refers to a missing tensor.
+    """
+    for alias, name in aliases.items():
+        if name not in tensors or name in aliases:
+            raise ValueError(f"{alias!r} is an alias of {name!r}, which is not saved")
+    unique_tensors: dict[str, Tensor] = {}
+    all_aliases = dict(aliases)
+    first: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        if name in aliases:
+            continue
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() and first.setdefault(view, name) != name:
+            all_aliases[name] = first[view]
+        else:
+            unique_tensors[name] = tensor
+    return unique_tensors, all_aliases

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import InstarError
-from instar.extensions.delta.chain import Link, append, links
+from instar.extensions.delta.chain import Link, append, links, to_bits, without_aliases
 from instar.extensions.delta.events import Delta
 from instar.extensions.delta.format.folder import (
     lock_chain,
@@ -26,7 +26,6 @@ from instar.extensions.delta.format.folder import (
 from instar.extensions.delta.format.link import LinkFile, read_link
 from instar.extensions.delta.format.state import state_hash
 from instar.extensions.delta.format.statistics import LinkStatistics, link_statistics
-from instar.extensions.delta.format.tensors import to_bits, without_aliases
 from instar.record import atomic
 from instar.record.system import recorded_event
 

@@ -17,8 +17,8 @@ from instar.config.fields import plain_root_of, schema_keys
 from instar.config.load import load_config
 from instar.config.schema import RunConfig
 from instar.config.suggestions import suggest_key
+from instar.extensions.fleet.engines.nodes import program_path
 from instar.extensions.fleet.load import LoadedFleet, resolve_beside
-from instar.extensions.fleet.nodes import program_path
 from instar.extensions.fleet.plan import (
     NODE_VARIABLES,
     FleetPlan,
@@ -31,8 +31,8 @@ from instar.extensions.fleet.plan import (
     variables_in,
     variables_of,
 )
-from instar.extensions.fleet.search.checks import extremes, run_problems, search_problems
 from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
+from instar.extensions.fleet.trials import extremes, run_problems, search_problems
 from instar.record.start_folder import misplacements
 
 _BASE = ("name", "index")

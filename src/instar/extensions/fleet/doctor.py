@@ -16,10 +16,7 @@ from instar.extensions.fleet.plan import FleetPlan
 
 _LITTLE_DISK_BYTES = 20 << 30
 _FILES_PER_PROCESS = 4
-_KEYS = {
-    "wandb": ("WANDB_API_KEY", "~/.netrc"),
-    "mlflow": ("MLFLOW_TRACKING_URI", ""),
-}
+_KEYS = {"wandb": ("WANDB_API_KEY", "~/.netrc"), "mlflow": ("MLFLOW_TRACKING_URI", "")}
 
 
 @dataclass(frozen=True)

@@ -110,13 +110,7 @@ def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFo
                 _check_run_trusted(file)
                 configs[name] = _copy_of(path, name)
                 copyfile(file, configs[name])
-        saved_fleet = _Kept(
-            FORMAT,
-            spec.model_dump(mode="json"),
-            configs,
-            gpus,
-            str(Path.cwd()),
-        )
+        saved_fleet = _Kept(FORMAT, spec.model_dump(mode="json"), configs, gpus, str(Path.cwd()))
         replace_file(path / _FILE, json.dumps(msgspec.to_builtins(saved_fleet), indent=2).encode())
     except OSError as error:
         raise ConfigError.of(f"cannot be written: {error.strerror}", where=str(path)) from None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from instar.distributed.placement import child_environment
+from instar.extensions.fleet.engines.nodes import NodeCommand, Nodes, on_all, program_path
 from instar.extensions.fleet.health import Checker, Unhealthy
-from instar.extensions.fleet.nodes import NodeCommand, Nodes, on_all, program_path
 from instar.extensions.fleet.placement import Lease
 from instar.extensions.fleet.plan import (
     NODE_VARIABLES,

@@ -1,8 +1,10 @@
-"""The launcher of a fleet: starts instances as resources become free, until all have ended."""
+"""The launcher of a fleet: starts instances as resources become free, with the pauses of `stagger`, until all
+have ended."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import heapq
 import os
 import resource
@@ -18,12 +20,10 @@ import psutil
 from instar.config.errors import InstarError, printable_text
 from instar.distributed.failure import Interrupted
 from instar.distributed.placement import usable_cores
+from instar.extensions.fleet.engines.nodes import Nodes
 from instar.extensions.fleet.instance import FleetContext, InstanceFailed, InstanceRunner
-from instar.extensions.fleet.nodes import Nodes
 from instar.extensions.fleet.placement import Gpu, Taken, acquire_lease, holder_text
 from instar.extensions.fleet.plan import FleetPlan, Instance, Machine
-from instar.extensions.fleet.search.trials import Trials
-from instar.extensions.fleet.stagger import wait_for_turn
 from instar.extensions.fleet.state import (
     CONTROL,
     DONE,
@@ -42,11 +42,14 @@ from instar.extensions.fleet.state import (
     read_result,
     result_path,
 )
+from instar.extensions.fleet.trials import Trials
 from instar.processes.spawner import Spawner
+from instar.record.lock import open_lock, try_flock
 
 LAST_LINES = 15
 _TAIL_BYTES = 1 << 14
 _POLL_S = 0.5
+_TURN_POLL_S = 0.2
 _RETRY_S = 1.0
 _SIGNALLED_S = 0.2
 """how long after a failure a stop signal explains it: SLURM may signal all processes of a host"""
@@ -383,3 +386,34 @@ def _raise_file_limit() -> None:
     if soft != hard:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def wait_for_turn(folder: Path, role: str, gap_s: float) -> None:
+    """Wait until the last start of this role in the fleet is `gap_s` seconds ago; this is the last then.
+
+    The file `ROLE.started` in the fleet's folder has its time. Its lock is held while a host waits, so
+    that launchers on other hosts take their turns after it.
+
+    Raises:
+        OSError: the file cannot be opened or locked.
+    """
+    descriptor = open_lock(folder / f"{role}.started")
+    try:
+        while not try_flock(descriptor, fcntl.LOCK_EX):
+            await asyncio.sleep(min(gap_s, _TURN_POLL_S))
+        await asyncio.sleep(stagger_pause_s(os.pread(descriptor, 64, 0), gap_s, now()))
+        with suppress(OSError):  # on a full disk the next start does not wait
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, repr(now()).encode(), 0)
+    finally:
+        os.close(descriptor)
+
+
+def stagger_pause_s(last_start: bytes, gap_s: float, now_s: float) -> float:
+    """Return how long to wait after a start at the time written in a file; 0 if there is none.
+
+    No longer than `gap_s`, whatever the file says: clocks are set, and files are damaged.
+    """
+    with suppress(ValueError):
+        return min(max(0.0, float(last_start) + gap_s - now_s), gap_s)
+    return 0.0

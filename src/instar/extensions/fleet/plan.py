@@ -259,20 +259,11 @@ def instances_from(
 ) -> Iterator[Instance]:
     """Yield an instance per combination."""
     for index, values in enumerate(combinations):
-        variables: dict[str, Scalar] = {
-            **spec.vars,
-            **values,
-            "name": spec.name,
-            "index": index,
-        }
+        variables: dict[str, Scalar] = {**spec.vars, **values, "name": spec.name, "index": index}
         variables["run_name"] = expand(spec.run_name, variables)
         variables["output_dir"] = expand(spec.output_dir, variables)
         yield Instance(
-            index,
-            values,
-            str(variables["run_name"]),
-            Path(str(variables["output_dir"])),
-            variables,
+            index, values, str(variables["run_name"]), Path(str(variables["output_dir"])), variables
         )
 
 

@@ -11,9 +11,7 @@ EXTENSION = Extension(
     summary="graph networks and causal sets",
     tasks={
         "graph": TaskNames(
-            f"{_HERE}.config:GraphConfig",
-            f"{_HERE}.spec:GraphSpec",
-            f"{_HERE}.shape:GraphShape",
+            f"{_HERE}.config:GraphConfig", f"{_HERE}.spec:GraphSpec", f"{_HERE}.shape:GraphShape"
         )
     },
     starters={"graph": Path(__file__).with_name("starter.yaml")},

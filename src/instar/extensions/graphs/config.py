@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, Strict, create_model
+from pydantic import Field, Strict
 
 from instar.config.errors import ConfigProblem
-from instar.config.schema import (
-    Direction,
-    RunConfig,
-    SamplesConfig,
-    with_defaults,
-)
+from instar.config.schema import Direction, RunConfig, SamplesConfig, with_defaults
 from instar.config.sections import (
     MOST_VOCABULARY,
     Epsilon,
@@ -31,17 +25,9 @@ from instar.config.sections import (
     Width,
 )
 
-GENERATORS: Mapping[str, str] = {"causal_sets": "instar.extensions.graphs.causal_sets"}
-"""Packages that generate graphs, by the `data.source` that names them. `<package>.options` has the
-class `Options` of the section `data.<name>`, default `HEADS`, and `conflicts`; `<package>.generate`
-has `prepare` and `preview` (see `instar.extensions.graphs.spec.Generator`)."""
-DEFAULT_SOURCE = "causal_sets"
-
-
-def options_of(generator: str) -> Any:
-    """Return the module with the options of a generator."""
-    return import_module(f"{GENERATORS[generator]}.options")
-
+CAUSAL_SETS = "causal_sets"
+"""the `data.source` of generated causal sets"""
+CAUSAL_SETS_SECTION = f"data.{CAUSAL_SETS}"
 
 Level = Literal["graph", "node"]
 Layer = Literal["gin", "sage", "gcn", "gat"]
@@ -103,6 +89,15 @@ class HeadConfig(Section):
         return self.classes or 1
 
 
+_CAUSAL_SET_HEADS = (
+    HeadConfig(name="manifold", kind="classification", classes=2),
+    HeadConfig(name="dimension", kind="classification", classes=3),
+    HeadConfig(name="ordering_fraction", kind="regression", weight=10.0),
+)
+"""The targets of a causal set: whether it is a sprinkling, its dimension (2, 3 or 4), and its
+ordering fraction."""
+
+
 class GraphModelConfig(ModelSection):
     """The shape of the graph network, from encoder to heads."""
 
@@ -149,8 +144,7 @@ class GraphModelConfig(ModelSection):
         None, description="largest graph that is accepted; default: any"
     )
     heads: Annotated[tuple[HeadConfig, ...], Strict(False)] = Field(
-        tuple(HeadConfig(**head) for head in options_of(DEFAULT_SOURCE).HEADS),
-        description="what is predicted; default: the targets of causal_sets",
+        _CAUSAL_SET_HEADS, description="what is predicted; default: the targets of causal_sets"
     )
 
     @property
@@ -159,38 +153,50 @@ class GraphModelConfig(ModelSection):
         return self.heads[0].level if self.heads else "graph"
 
 
+Points = Annotated[int, Field(ge=2, le=2**14)]
+
+
+class CausalSetsConfig(Section):
+    """Sprinklings of Minkowski space, and percolation orders with as many relations."""
+
+    sets: Annotated[int, Field(gt=0, le=10**8)] = Field(
+        20_000, description="causal sets, about half of them sprinkled"
+    )
+    min_points: Points = Field(64, description="points of the smallest sets")
+    max_points: Points = Field(256, description="points of the largest sets")
+    dimensions: Annotated[tuple[Literal[2, 3, 4], ...], Strict(False), Field(min_length=1)] = Field(
+        (2, 3, 4), description="dimensions of the spacetimes, equally likely"
+    )
+    relations: Literal["links", "causal"] = Field(
+        "links",
+        description="edges of the graph: links (the transitive reduction) or causal (all relations)",
+    )
+    features: Annotated[
+        tuple[Literal["links", "volumes"], ...], Strict(False), Field(min_length=1)
+    ] = Field(
+        ("links",),
+        description="node features: links, log(1 + n) of a point's links to the past and to the "
+        "future; volumes, the fractions of the set in its past and in its future, whose mean reveals "
+        "the ordering fraction",
+    )
+
+
 class GraphDataConfig(SamplesConfig):
     """Where the graphs are, how they are split, and how they reach the ranks."""
 
     source: str = Field(
-        DEFAULT_SOURCE,
-        description=f"{', '.join(GENERATORS)} (generated once, as data.<source> says), the folder of "
+        CAUSAL_SETS,
+        description="causal_sets (generated once, as data.<source> says), the folder of "
         "an array store, or module:function, which gives samples",
+    )
+    causal_sets: CausalSetsConfig = Field(
+        default_factory=CausalSetsConfig, description="options of source: causal_sets"
     )
 
     @property
-    def generator_options(self) -> Section | None:
-        """The options of the generator that `source` names; None if it names none."""
-        return getattr(self, self.source) if self.source in GENERATORS else None
-
-
-if not TYPE_CHECKING:
-    GraphDataConfig = create_model(
-        "GraphDataConfig",
-        __base__=GraphDataConfig,
-        __doc__=GraphDataConfig.__doc__,
-        __module__=__name__,
-        **{
-            name: (
-                options_of(name).Options,
-                Field(
-                    default_factory=options_of(name).Options,
-                    description=f"options of source: {name}",
-                ),
-            )
-            for name in GENERATORS
-        },
-    )
+    def is_generated(self) -> bool:
+        """Whether the graphs are causal sets, made on the spot."""
+        return self.source == CAUSAL_SETS
 
 
 @with_defaults(
@@ -230,7 +236,11 @@ class GraphConfig(RunConfig):
 
 def graph_checks(config: GraphConfig) -> list[ConfigProblem]:
     """Return the conflicts within the model, its heads and its data."""
-    return [*_heads(config.model), *_shape(config.model), *_generator_problems(config.data)]
+    problems = [*_heads(config.model), *_shape(config.model)]
+    if config.data.is_generated:
+        conflicts = causal_set_conflicts(config.data.causal_sets)
+        problems += [ConfigProblem(keys, message) for keys, message in conflicts]
+    return problems
 
 
 def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
@@ -316,7 +326,20 @@ def _shape(model: GraphModelConfig) -> Iterator[ConfigProblem]:
         )
 
 
-def _generator_problems(data: GraphDataConfig) -> Iterator[ConfigProblem]:
-    if (options := data.generator_options) is not None:
-        conflicts = options_of(data.source).conflicts(options, f"data.{data.source}")
-        yield from (ConfigProblem(keys, message) for keys, message in conflicts)
+def causal_set_conflicts(options: CausalSetsConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield keys that contradict each other, with a message."""
+    fewest_key, largest_key = (
+        f"{CAUSAL_SETS_SECTION}.min_points",
+        f"{CAUSAL_SETS_SECTION}.max_points",
+    )
+    if options.min_points > options.max_points:
+        message = (
+            f"{fewest_key} is {options.min_points}, more than {largest_key}, {options.max_points}"
+        )
+        yield (fewest_key, largest_key), message
+    for name, values in (("dimensions", options.dimensions), ("features", options.features)):
+        if len(set(values)) < len(values):
+            yield (
+                (f"{CAUSAL_SETS_SECTION}.{name}",),
+                f"{CAUSAL_SETS_SECTION}.{name} has a duplicate value",
+            )

@@ -30,13 +30,7 @@ from instar.extensions.graphs.config import (
     Norm,
     Pooling,
 )
-from instar.models.shape import (
-    ArchitectureError,
-    axis_size,
-    check_fields,
-    layer_of,
-    size_problems,
-)
+from instar.models.shape import ArchitectureError, axis_size, check_fields, layer_of, size_problems
 from instar.models.table import Shape, Table
 
 FLOWS: Mapping[Flow, tuple[str, ...]] = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import xxhash
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.config.sections import Section
 from instar.config.user_code import load_named, what_happened
 from instar.data.arrays import Arrays, InMemorySource, holds_arrays, open_arrays
 from instar.data.columns import Columns, as_ragged
@@ -23,7 +21,8 @@ from instar.data.order import Int64Array
 from instar.data.source import Source, WeightedSource
 from instar.data.split import SampleSet
 from instar.data.user_sets import sample_set, split_samples
-from instar.extensions.graphs.config import GENERATORS, GraphConfig
+from instar.extensions.graphs.causal_sets import prepare_causal_sets, preview_causal_sets
+from instar.extensions.graphs.config import GraphConfig
 from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_graph, sizes_of
 from instar.extensions.graphs.survey import GraphSurvey, survey_graphs, true_counts
 from instar.models.shape import ArchitectureError
@@ -31,22 +30,6 @@ from instar.tasks.task import SampleSetSpec, SavedModel, Say
 
 if TYPE_CHECKING:
     from instar.extensions.graphs.network import GraphNetwork
-
-
-class Generator(Protocol):
-    """Generator of graphs, for a `data.source` of `GENERATORS`."""
-
-    def prepare(self, options: Section, folder: Path, seed: int, say: Say) -> object:
-        """Write the graphs into an array store unless it exists.
-
-        Raises:
-            ConfigError: the folder contains something else, or graphs of other options.
-        """
-        ...
-
-    def preview(self, options: Section, seed: int) -> Columns:
-        """Generate a few graphs in memory, for a forecast before any are stored."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -66,13 +49,6 @@ class NodeCounts:
         return (column.sizes if self.mask is None else true_counts(column)).astype(np.float64)
 
 
-def generator_of(source: str) -> Generator:
-    """Return the generator of this name, one of `GENERATORS`."""
-    module: Any = importlib.import_module(f"{GENERATORS[source]}.generate")
-    generator: Generator = module
-    return generator
-
-
 @dataclass(frozen=True, eq=False)
 class GraphSpec(SampleSetSpec):
     """`TaskSpec` of a graph network on surveyed graphs."""
@@ -88,9 +64,9 @@ class GraphSpec(SampleSetSpec):
     def prepare(cls, loaded_config: Loaded, world_size: int, say: Say) -> None:  # noqa: ARG003
         """See `TaskSpec`: generates and stores graphs; the user prepares all other data."""
         config = _graph(loaded_config.config)
-        if (options := config.data.generator_options) is not None:
-            generator = generator_of(config.data.source)
-            generator.prepare(options, _folder(config), config.data_seed, say)
+        if config.data.is_generated:
+            sets = config.data.causal_sets
+            prepare_causal_sets(sets, _folder(config), config.data_seed, say)
 
     @classmethod
     def open(cls, loaded_config: Loaded, world_size: int) -> Self:  # noqa: ARG003
@@ -117,11 +93,9 @@ class GraphSpec(SampleSetSpec):
     def assume(cls, loaded_config: Loaded, say: Say, world_size: int = 1) -> Self:
         """See `TaskSpec`: a few generated graphs replace those that are not stored yet."""
         config = _graph(loaded_config.config)
-        options = config.data.generator_options
-        if options is None or holds_arrays(_folder(config)):
+        if not config.data.is_generated or holds_arrays(_folder(config)):
             return cls.open(loaded_config, world_size)
-        preview = generator_of(config.data.source).preview(options, config.data_seed)
-        source = InMemorySource(preview)
+        source = InMemorySource(preview_causal_sets(config.data.causal_sets, config.data_seed))
         say(
             f"no data in {_folder(config)} yet; a run would generate them: {len(source)} "
             f"{config.data.source} stand in for them"
@@ -225,14 +199,12 @@ def _is_stored(config: GraphConfig) -> bool:
 
 def _folder(config: GraphConfig) -> Path:
     """Folder of the stored graphs, which may not exist yet."""
-    options = config.data.generator_options
-    if options is None:
+    if not config.data.is_generated:
         return Path(config.data.source)
     if config.data.path is not None:
         return Path(config.data.path)
-    key = f"{config.data_seed} {options.model_dump_json()}"
-    name = config.data.source.replace("_", "-")
-    return Path("data", f"{name}-{xxhash.xxh3_64_hexdigest(key.encode())[:8]}")
+    key = f"{config.data_seed} {config.data.causal_sets.model_dump_json()}"
+    return Path("data", f"causal-sets-{xxhash.xxh3_64_hexdigest(key.encode())[:8]}")
 
 
 def _nodes(source: Source) -> Int64Array:

@@ -38,8 +38,7 @@ class GraphTask(Task):
 
     def shell(self) -> GraphNetwork:
         return GraphNetwork(
-            self.architecture,
-            gradient_checkpointing=self.config.train.gradient_checkpointing,
+            self.architecture, gradient_checkpointing=self.config.train.gradient_checkpointing
         )
 
     def initial_values(self) -> Mapping[str, Tensor]:

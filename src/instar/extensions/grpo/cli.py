@@ -1,16 +1,31 @@
-"""`python -m instar.recipes.grpo` and `python -m instar.recipes.grpo.serve`: the command lines of the GRPO recipe."""
+"""`python -m instar.recipes.grpo` and `python -m instar.recipes.grpo.serve`: their command lines, and what is
+checked before torch is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from instar.extensions.grpo.checkpoints import Resume
-from instar.extensions.grpo.options import Options, check_installed
-from instar.extensions.grpo.train import train_grpo
+from instar.config.errors import InstarError
+from instar.distributed.signals import StopSignal
+from instar.extensions.grpo.checkpoints import Resume, find_checkpoint, step_of
+from instar.extensions.grpo.data import load_questions
+from instar.extensions.grpo.options import Options, check_installed, check_options
+from instar.record.recorder import Recorder
+from instar.record.rundir import RunDir, hold
 
+logger = logging.getLogger("instar.grpo")
+_EXPECTED_WARNINGS = (
+    "You are using 'rollout_func'",  # TRL: it may change
+    r"`\w*gradient_checkpointing\w*` is deprecated",  # TRL calls it so, transformers renamed it
+)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _POSITIVE = click.IntRange(min=1)
 _DEFAULTS = Options()
@@ -82,3 +97,69 @@ def serve_model(model: str, dataset: str, host: str, port: int, seed: int, dtype
 
     run_server(model, dataset, host, port, seed, dtype)
     return 0
+
+
+def train_grpo(options: Options, resume: Resume | None = None) -> None:
+    """Train from the beginning or from a checkpoint, until `max_steps` or a stop signal.
+
+    Raises:
+        ConfigError: an option, the data set, the server or the checkpoint is not usable; before
+            torch is imported where possible.
+        Interrupted: a signal stopped the run, which can be resumed.
+        StoppedUnsaved: a signal stopped it before the first checkpoint.
+        ServerLost: the server does not answer any more.
+    """
+    check_options(options)
+    questions = load_questions(options.dataset)
+    checkpoint = find_checkpoint(options, resume)
+    server = None
+    if options.generation != "local":
+        from instar.extensions.grpo.servers import find_server
+
+        server = find_server(options.generation, options.vllm_port, options.model)
+    if checkpoint is not None and step_of(checkpoint) >= options.max_steps:
+        print(f"{options.output_dir}: finished at step {step_of(checkpoint)}")
+        return
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    run = RunDir(options.output_dir)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignal(last=True))
+        stop.resumable = checkpoint is not None
+        stack.enter_context(hold(run))
+        stack.enter_context(_logging(options.log_dir / "train.log"))
+        stack.enter_context(warnings.catch_warnings())
+        for message in _EXPECTED_WARNINGS:
+            warnings.filterwarnings("ignore", message)
+        recorder = stack.enter_context(Recorder(run.events, warn=logger.warning))
+        from instar.extensions.grpo.trainer import GrpoRun
+
+        grpo_run = GrpoRun(options, questions, server, checkpoint, recorder, stop)
+        stack.callback(grpo_run.close)
+        grpo_run.train()
+
+
+@contextmanager
+def _logging(path: Path) -> Iterator[None]:
+    """Show the run's lines, and write them into a file."""
+    from transformers.utils.logging import disable_progress_bar
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()
+    stdout_handler = logging.StreamHandler(sys.stdout)
+    stdout_handler.addFilter(lambda line: line.levelno < logging.ERROR)  # the command prints errors
+    handlers: list[logging.Handler] = [stdout_handler, logging.FileHandler(path)]
+    logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    except InstarError as error:
+        logger.error("%s", error)
+        raise
+    except Exception:
+        logger.exception("failed")
+        raise
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()

@@ -21,17 +21,12 @@ from instar.distributed.failure import Interrupted, StoppedUnsaved, exit_code_of
 from instar.distributed.signals import StopSignal
 from instar.extensions.delta.callback import DeltaCallback
 from instar.extensions.grpo.answers import final_answer_of_solution, is_correct
-from instar.extensions.grpo.callbacks import RunCallback
-from instar.extensions.grpo.checkpoints import (
-    read_marker,
-    restore_rest,
-    step_of,
-)
+from instar.extensions.grpo.callbacks import GrpoRecord, RunCallback
+from instar.extensions.grpo.checkpoints import read_marker, restore_rest, step_of
 from instar.extensions.grpo.data import Question, Questions
 from instar.extensions.grpo.evaluate import PassRates, evaluate_pass_rates, reference_loss
 from instar.extensions.grpo.models import Ids, Sampling, chat_prompt, load_policy
 from instar.extensions.grpo.options import Options
-from instar.extensions.grpo.record import GrpoRecord
 from instar.extensions.grpo.samplers import (
     LocalSampler,
     Sampler,

@@ -25,5 +25,5 @@ EXTENSION = Extension(
             f"{_HERE}.cli:search", "Find the schedule with the least compute."
         ),
     },
-    forecast=f"{_HERE}.text:saving_note",
+    forecast=f"{_HERE}.expected:saving_note",
 )

@@ -92,9 +92,9 @@ def pilot(
     budget allows, as ordinary runs in the folder of runs. From then on `instar schedule check` and
     `instar train --dry-run` print the saving to expect. The same command goes on after an interruption.
     """
+    from instar.extensions.lab.expected import render_saving
     from instar.extensions.lab.pilot import run_pilot
     from instar.extensions.lab.short_runs import ShortRunRequest
-    from instar.extensions.lab.text import render_saving
 
     budget_s = _seconds(budget, steps)
     settings = (*overrides, *([schedule_option(file)] if file else ()))
@@ -146,9 +146,9 @@ def search(
     written as a schedule's file, for `instar train CONFIG --schedule FILE`. The same command goes on after
     an interruption.
     """
+    from instar.extensions.lab.expected import render_saving
     from instar.extensions.lab.search import run_search
     from instar.extensions.lab.short_runs import ShortRunRequest
-    from instar.extensions.lab.text import render_saving
 
     budget_s = _seconds(budget, steps)
     request = ShortRunRequest(

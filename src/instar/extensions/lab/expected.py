@@ -7,7 +7,7 @@ GPTs of 0.1 to 0.3 M parameters. That is a range and not a prediction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.origins import SCHEDULE
+from instar.extensions import ForecastNote
 from instar.extensions.lab.pilot_file import Spent, pilot_path, read_pilot
 from instar.extensions.lab.saving import (
     ExpectedSaving,
@@ -29,6 +30,7 @@ from instar.growth.operators import is_growth
 from instar.models.architecture import Architecture
 from instar.record.format import si
 from instar.schedule.forecast import Forecast
+from instar.schedule.render import wrapped_row
 
 EXPONENTS = (-0.2, 0.4, 0.75)
 """θ: the lowest of the runs (AdamW, 6 tokens per parameter), the middle of those with Muon, and the
@@ -121,6 +123,25 @@ def typical(forecast: Forecast) -> TypicalSaving | None:
     return TypicalSaving("", (low, middle, high), family_saving(forecast, EXPONENTS))
 
 
+def saving_note(
+    forecast: Forecast, loaded_config: Loaded, path: str | None, files: Mapping[str, Path | None]
+) -> ForecastNote:
+    """Return what growth is expected to save in the run of a forecast, by its pilot or as is typical.
+
+    Args:
+        path: of the run's config.
+        files: `pilot`: the pilot to use, instead of the config's.
+    """
+    saving = expected_saving(forecast, loaded_config, path, files.get("pilot"))
+    return ForecastNote("" if saving is None else render_saving(saving), saving_values(saving))
+
+
+def render_saving(saving: ExpectedSaving | TypicalSaving) -> str:
+    """Render what a schedule is expected to save, in lines of at most 80 columns."""
+    texts = _typical(saving) if isinstance(saving, TypicalSaving) else _expected(saving)
+    return "\n".join(wrapped_row("growth", texts))
+
+
 def saved_share(members: Sequence[Sequence[Spent]], flops: float, exponent: float) -> float:
     """Return the share of the FLOPs that models save which cost `flops` in all.
 
@@ -173,3 +194,35 @@ def _unknown(forecast: Forecast, costs: Sequence[Spent]) -> str:
     if before > LATEST:
         return f"it grows after {100 * before:.0f} % of its tokens, in what was measured at most {100 * LATEST:g}"
     return ""
+
+
+def _expected(saving: ExpectedSaving) -> list[str]:
+    return [
+        f"saves {_percent((saving.low, saving.share, saving.high))}, {100 * saving.of_time:.0f} % of the "
+        "time in steps; from scratch, the final size has the loss of this run's end after "
+        f"{si(round(saving.tokens))} tokens",
+        *_family(saving.family),
+        *(f"extrapolated: {why}" for why in saving.extrapolates),
+        f"predicted from {saving.source}",
+    ]
+
+
+def _typical(saving: TypicalSaving) -> list[str]:
+    measure = "`instar schedule pilot` measures it"
+    if saving.shares is None:
+        return [f"nobody can say what it saves: {saving.unknown}; {measure}"]
+    return [
+        f"may save {_percent(saving.shares)}",
+        *_family(saving.family),
+        "not measured for this config: so much saved other copies of layers, in GPTs of 0.1 to 0.3 M "
+        f"parameters; {measure}",
+    ]
+
+
+def _family(shares: Shares | None) -> list[str]:
+    return [f"with its branches {_percent(shares)} of all sizes from scratch"] if shares else []
+
+
+def _percent(shares: Shares) -> str:
+    low, middle, high = (f"{100 * share:.0f}" for share in shares)
+    return f"{middle} % of the FLOPs ({low} to {high} %)"

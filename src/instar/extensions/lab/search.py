@@ -22,16 +22,19 @@ from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
 from instar.distributed.failure import RunFailed
 from instar.extensions.lab import short_runs
-from instar.extensions.lab.candidates import (
+from instar.extensions.lab.pilot_file import pilot_path, settings_of, write_json
+from instar.extensions.lab.saving import ExpectedSaving, pilot_summary, predict_saving, spending
+from instar.extensions.lab.search_state import (
     SCRATCH,
+    SUFFIX,
     CandidateStage,
     GrowthCandidate,
     GrowthProposal,
+    ScheduleSearch,
+    SearchTrial,
     proposals,
+    read_search,
 )
-from instar.extensions.lab.pilot_file import pilot_path, settings_of, write_json
-from instar.extensions.lab.saving import ExpectedSaving, pilot_summary, predict_saving, spending
-from instar.extensions.lab.search_state import SUFFIX, ScheduleSearch, SearchTrial, read_search
 from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest
 from instar.growth.operators import is_growth
 from instar.models.architecture import Architecture

@@ -96,7 +96,7 @@ class MeasuredConfig:
 
     def seconds(self, settings: Sequence[str], say: Say) -> tuple[float, float]:
         """Return how long a step and an evaluation of the config with other settings take."""
-        from instar.extensions.lab.find.step_time import step_time
+        from instar.extensions.lab.find.training import step_time
 
         time = step_time(self.load(settings), say)
         # ranks of one CPU share its cores

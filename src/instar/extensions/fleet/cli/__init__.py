@@ -1,5 +1,93 @@
-"""The commands of `instar fleet`."""
+"""The group `instar fleet`, and what its commands share."""
 
-from instar.extensions.fleet.cli.group import fleet
+from __future__ import annotations
 
-__all__ = ["fleet"]
+from contextlib import suppress
+from typing import get_args
+
+import click
+
+from instar.cli.options import LazyGroup, takes_json
+from instar.extensions import load_target
+from instar.extensions.fleet.engines import EngineName
+
+gpus_option = click.option(
+    "--gpus",
+    metavar="GPUS",
+    help="GPUs to use, e.g. 0-3,6 or a number; without a driver, pretended ones.",
+)
+
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(get_args(EngineName)),
+    help="What runs the instances, instead of FILE's `engine`.",
+)
+
+only_option = click.option(
+    "--only", metavar="INDICES", help="Instances to run, e.g. 0 or 0,2-4; default: all."
+)
+
+
+detach_option = click.option(
+    "--detach", is_flag=True, help="Return when the jobs are in SLURM's queue."
+)
+
+
+_HERE = "instar.extensions.fleet.cli"
+_HOST = f"{_HERE}.start:host"
+"""what engines run on hosts; no help lists it"""
+
+_TABLE = {
+    "doctor": (
+        f"{_HERE}.start:check_host",
+        "Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits.",
+    ),
+    "down": (
+        f"{_HERE}.follow:down",
+        "Stop a running fleet: jobs, then services; return when everything has ended.",
+    ),
+    "logs": (
+        f"{_HERE}.follow:logs",
+        "Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS.",
+    ),
+    "plan": (
+        f"{_HERE}.start:plan_fleet",
+        "Check FILE and print which instance would get which GPUs and ports.",
+    ),
+    "reap": (
+        f"{_HERE}.follow:reap",
+        "Kill processes of fleets whose launcher is gone (yours; see --dry-run).",
+    ),
+    "resume": (
+        f"{_HERE}.start:resume_fleet",
+        "Run the instances of fleet NAME that have not succeeded; finished jobs are not run again.",
+    ),
+    "status": (
+        f"{_HERE}.follow:status",
+        "Print the state of fleet NAME, or list all fleets; also after its launcher has died.",
+    ),
+    "stop": (
+        f"{_HERE}.follow:stop",
+        "Stop INSTANCES (indices or names) of a running fleet; the others go on.",
+    ),
+    "up": (f"{_HERE}.start:up", "Start FILE's instances and supervise them until all have ended."),
+}
+
+
+class FleetGroup(LazyGroup):
+    """The commands of the table, and one that only engines call."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "host":
+            return takes_json(load_target(_HOST))
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=FleetGroup, table=_TABLE)
+def fleet() -> None:
+    """Run a matrix of trainings with the servers that they need."""
+
+
+def say_to_terminal(text: str) -> None:
+    with suppress(OSError):  # the terminal was closed
+        click.echo(text, err=True)

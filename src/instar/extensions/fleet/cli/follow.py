@@ -14,7 +14,7 @@ from instar.cli import completion
 from instar.cli.options import StrictCommand, json_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
-from instar.extensions.fleet.cli.group import say_to_terminal
+from instar.extensions.fleet.cli import say_to_terminal
 from instar.extensions.fleet.engines import slurm
 from instar.extensions.fleet.folder import (
     check_own,
@@ -26,11 +26,17 @@ from instar.extensions.fleet.folder import (
 from instar.extensions.fleet.lock import launcher_pid, signal_launcher
 from instar.extensions.fleet.plan import instances_of
 from instar.extensions.fleet.state import CONTROL, FLEETS, STATE_FILE
-from instar.extensions.fleet.view.live import watch_fleet
-from instar.extensions.fleet.view.logs import ProcessLog, process_logs, tail_logs
-from instar.extensions.fleet.view.reader import FleetReader
+from instar.extensions.fleet.view.live import (
+    HEADERS,
+    OPTIONAL,
+    RIGHT,
+    cell,
+    fleet_table,
+    title,
+    watch_fleet,
+)
+from instar.extensions.fleet.view.reader import FleetReader, ProcessLog, process_logs, tail_logs
 from instar.extensions.fleet.view.rows import FleetView, fleet_json, fleet_overview
-from instar.extensions.fleet.view.table import HEADERS, OPTIONAL, RIGHT, cell, fleet_table, title
 from instar.record.console import LiveScreen, open_screen
 from instar.record.control import put_request
 
@@ -75,12 +81,7 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
 @click.option("-n", "--lines", default=20, show_default=True, help="Last lines of each log.")
 @json_option
 def logs(
-    name: str,
-    instance: str | None,
-    process: str | None,
-    follow: bool,
-    lines: int,
-    as_json: bool,
+    name: str, instance: str | None, process: str | None, follow: bool, lines: int, as_json: bool
 ) -> None:
     """Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS."""
     if as_json and follow:

@@ -16,7 +16,7 @@ from instar.cli.options import StrictCommand, json_option, set_option, trust_opt
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
 from instar.extensions.fleet.checks import missing_commands
-from instar.extensions.fleet.cli.group import (
+from instar.extensions.fleet.cli import (
     detach_option,
     engine_option,
     gpus_option,
@@ -36,9 +36,8 @@ from instar.extensions.fleet.folder import (
 )
 from instar.extensions.fleet.load import load_fleet
 from instar.extensions.fleet.placement import numbers_in
-from instar.extensions.fleet.view.live import shown_below
+from instar.extensions.fleet.view.live import cell, plan_row, shown_below, title
 from instar.extensions.fleet.view.reader import FleetReader
-from instar.extensions.fleet.view.table import cell, plan_row, title
 
 
 @click.command("plan", cls=StrictCommand)
@@ -142,9 +141,10 @@ def resume_fleet(name: str, only: str | None, wait: bool, detach: bool) -> int:
 @trust_option
 def host(folder: Path, index: int) -> int:
     """Run instance INDEX of the fleet in FOLDER on this host, for the engine that placed it here."""
-    from instar.extensions.fleet.engines import host, slurm
+    from instar.extensions.fleet.engines import slurm
+    from instar.extensions.fleet.engines.work import run_on_host
 
-    code, stopped_by = host.run_on_host(folder, index, say_to_terminal)
+    code, stopped_by = run_on_host(folder, index, say_to_terminal)
     slurm.requeue(stopped_by, say_to_terminal)
     return code
 

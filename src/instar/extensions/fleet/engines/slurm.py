@@ -17,7 +17,6 @@ from typing import Any
 
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import of_bounded_depth, read_regular
-from instar.extensions.fleet.engines import host
 from instar.extensions.fleet.engines.remote import (
     HostStatus,
     part_sizes,
@@ -25,7 +24,7 @@ from instar.extensions.fleet.engines.remote import (
     submit,
     wait_for_hosts,
 )
-from instar.extensions.fleet.engines.work import Work, remaining_work
+from instar.extensions.fleet.engines.work import Work, host_command, remaining_work
 from instar.extensions.fleet.folder import FleetFolder
 from instar.extensions.fleet.lock import FolderBusy, FolderLock, launcher_pid
 from instar.extensions.fleet.plan import FleetPlan, Instance
@@ -195,7 +194,7 @@ def batch_script(
     executor.parameters |= {"map_count": len(indices), "wckey": None}
     if not plan.spec.slurm.time:
         executor.parameters["time"] = None  # the partition's, not submitit's five minutes
-    words = shlex.join(host.host_command(folder, "")[:-1])
+    words = shlex.join(host_command(folder, "")[:-1])
     text: str = executor._make_submission_file_text(f'exec {words} "$SLURM_ARRAY_TASK_ID"', "")
     return text
 

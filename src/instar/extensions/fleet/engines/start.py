@@ -13,9 +13,9 @@ from instar.extensions.fleet.folder import FleetFolder
 from instar.extensions.fleet.lock import FolderLock
 from instar.extensions.fleet.placement import close_all, lock_gpus
 from instar.extensions.fleet.plan import FleetPlan
-from instar.extensions.fleet.search.trials import Trials
 from instar.extensions.fleet.spec import FleetSpec
 from instar.extensions.fleet.state import FLEETS
+from instar.extensions.fleet.trials import Trials
 
 
 def check_engine(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 from instar.config.errors import shorten_text, visible
 from instar.extensions.fleet.plan import Instance
 from instar.extensions.fleet.state import ENDED, FLEETS, STATE_FILE
+from instar.extensions.fleet.view.live import without_line_breaks
 from instar.extensions.fleet.view.reader import FleetReader
 from instar.extensions.fleet.view.rows import InstanceRow, ProcessRow, group_name
-from instar.extensions.fleet.view.table import without_line_breaks
 from instar.record.events import to_words
 from instar.record.format import encodable
 from instar.record.rundir import RunDir

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
-from instar.distributed.world import World
+from instar.distributed.world import World, join_group
 from instar.record.atomic import scratch_folder
 from instar.record.console import silent_console
 from instar.record.progress import progress
@@ -21,6 +23,7 @@ from instar.run.start.build import RunOutputs, build_trainer
 from instar.run.start.preflight import Prepared, check_memory, preflight, prepare_run_data
 from instar.run.trainer import Trainer
 
+_TIMED_S = 1.0
 _SKIPPED = 3
 """Consecutive steps with a non-finite gradient after which a training has diverged."""
 
@@ -125,3 +128,39 @@ def shorten_config(
             "eval": config.eval.model_copy(update={"eval_iters": subset}),
         }
     )
+
+
+_FEWEST, _MOST = 4, 50
+"""steps"""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds on one device."""
+
+    step: float
+    evaluation: float
+
+
+def step_time(loaded_config: Loaded, say: Callable[[str], None]) -> StepTime:
+    """Train some steps of a config on one device and evaluate once; nothing is written but data that
+    are prepared.
+
+    Raises:
+        ConfigError: the run could not start.
+    """
+    prepared_run = prepared_alone(loaded_config, say)
+    with (
+        join_group(loaded_config.config.parallel, loaded_config.config.device) as world,
+        open_trainer(prepared_run, prepared_run.config, world) as trainer,
+    ):
+        for _ in range(2):  # the first ones also allocate, compile and choose kernels
+            trainer.step()
+        times: list[float] = []
+        while len(times) < _FEWEST or (sum(times) < _TIMED_S and len(times) < _MOST):
+            start = time.perf_counter()
+            trainer.step()
+            times.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        trainer.evaluate()
+        return StepTime(statistics.median(times), time.perf_counter() - start)

@@ -22,7 +22,11 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.data.arrays import holds_arrays, open_arrays, write_arrays
 from instar.data.columns import Ragged
 from instar.data.order import key_bytes
-from instar.extensions.graphs.causal_sets.options import CausalSetsConfig, conflicts
+from instar.extensions.graphs.config import (
+    CAUSAL_SETS_SECTION,
+    CausalSetsConfig,
+    causal_set_conflicts,
+)
 from instar.record.progress import progress
 
 Float64Array = NDArray[np.float64]
@@ -32,14 +36,13 @@ entries above the diagonal can be true."""
 
 NO_DIMENSION = -1
 LOWEST_DIMENSION = 2
-SECTION = "data.causal_sets"
 
 _KIND = "causal-sets/1"
 _BLOCK_SETS = 256
 _PREVIEW_SETS = 100
 
 
-def prepare(
+def prepare_causal_sets(
     options: CausalSetsConfig,
     folder: str | Path,
     seed: int,
@@ -54,7 +57,7 @@ def prepare(
             with other options. The seed is not compared: a store may serve runs with other seeds.
     """
     problems = [
-        ConfigProblem((), message, place=keys[0]) for keys, message in conflicts(options, SECTION)
+        ConfigProblem((), message, place=keys[0]) for keys, message in causal_set_conflicts(options)
     ]
     if problems:
         raise ConfigError(*problems)
@@ -67,7 +70,7 @@ def prepare(
     return path
 
 
-def preview(options: CausalSetsConfig, seed: int) -> dict[str, NDArray[Any] | Ragged]:
+def preview_causal_sets(options: CausalSetsConfig, seed: int) -> dict[str, NDArray[Any] | Ragged]:
     """Generate the first sets in memory, for a forecast before any are stored."""
     return causal_sets(options, seed, 0, min(_PREVIEW_SETS, options.sets))
 
@@ -234,5 +237,5 @@ def _check_options(options: CausalSetsConfig, folder: Path) -> None:
         raise ConfigError.at(
             "data.path",
             f"the samples in {folder} were generated with other options: {differences}",
-            f"set these keys under {SECTION} to the same values, or choose another data.path",
+            f"set these keys under {CAUSAL_SETS_SECTION} to the same values, or choose another data.path",
         )

@@ -59,7 +59,7 @@ def nodes_of(engine: str, environ: Mapping[str, str]) -> Nodes | None:
 def on_all(nodes: Nodes, commands: Sequence[NodeCommand], file: Path) -> list[str]:
     """Write the commands to a file that all nodes read; return the words that start them."""
     file.write_text(json.dumps([asdict(command) for command in commands]), encoding="utf-8")
-    words = [sys.executable, "-m", "instar.extensions.fleet.nodes", str(file.absolute())]
+    words = [sys.executable, "-m", "instar.extensions.fleet.engines.nodes", str(file.absolute())]
     return [*nodes.launcher(len(commands)), *words]
 
 

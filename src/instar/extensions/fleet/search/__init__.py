@@ -1,1 +1,0 @@
-"""Searches: a sampler draws the values of each instance, and a pruner stops those that fall behind."""

@@ -1,1 +1,0 @@
-"""Graphs of causal sets: sprinklings of Minkowski space, and percolation orders."""
