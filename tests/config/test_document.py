@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.config.document import Document, parse, value_text
-from instar.config.errors import SourceLocation
+from instar.config.document import Document, parse
+from instar.config.errors import SourceLocation, value_text
 
 
 def read(text: str) -> Any:

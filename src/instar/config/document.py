@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from instar.config.errors import (
     near_path,
     printable_text,
     shorten_text,
+    value_text,
 )
 from instar.config.files import HINT, is_address, message_of, open_regular
 
@@ -180,11 +180,6 @@ def problem_at(place: SourceLocation, message: str, hint: str = "", key: str = "
     return ConfigProblem(
         (key,) if key else (), printable_text(message), printable_text(hint), place
     )
-
-
-def value_text(data: Any) -> str:
-    """Format data as a short text for a message: strings quoted, constants as in YAML."""
-    return shorten_text(printable_text(json.dumps(data, ensure_ascii=False, default=str)), 60)
 
 
 def dotted_key(path: KeyPath) -> str:

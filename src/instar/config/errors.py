@@ -9,6 +9,7 @@ a traceback and exits with its `exit_code`.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -251,6 +252,11 @@ def printable_text(text: str) -> str:
 def shorten_text(text: str, length: int = 1000) -> str:
     """Return at most `length` characters of a text, with an ellipsis if it is cut."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def value_text(data: Any) -> str:
+    """Format data as a short text for a message: strings quoted, constants as in YAML."""
+    return shorten_text(printable_text(json.dumps(data, ensure_ascii=False, default=str)), 60)
 
 
 def _cells(char: str) -> int:

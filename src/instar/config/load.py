@@ -29,9 +29,8 @@ from instar.config.document import (
     parse_option,
     problem_at,
     read_document,
-    value_text,
 )
-from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nearest
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nearest, value_text
 from instar.config.fields import (
     FORMER,
     LANGUAGE,

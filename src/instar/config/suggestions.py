@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from instar.config.budget import meant_number
-from instar.config.document import KeyPath, dotted_key, odd_space, value_text
-from instar.config.errors import is_secret, nearest
+from instar.config.document import KeyPath, dotted_key, odd_space
+from instar.config.errors import is_secret, nearest, value_text
 from instar.config.fields import Root, alternatives, choices, default, schema_keys, section_types
 from instar.extensions import how_to_install
 

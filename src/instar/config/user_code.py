@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import instar
-from instar.config.errors import ConfigError, ConfigProblem, nearest
+from instar.config.errors import ConfigError, ConfigProblem, nearest, value_text
 
 _INSTAR = str(Path(instar.__file__).parent)
 _NOT_THE_USERS = (_INSTAR, str(Path(os.__file__).parent), "<frozen")
@@ -138,8 +138,6 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
     """
     if is_trusted():
         return
-    from instar.config.document import value_text
-
     code_keys = {key: text for document in documents for key, text in _code_references(document)}
     problems = []
     for key, text in code_keys.items():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -22,8 +22,8 @@ from instar.data.order import Int64Array
 from instar.data.source import check_indices
 from instar.record.atomic import atomic_dir, sync_file, sync_folder
 
-if TYPE_CHECKING:
-    import zarr
+Stored: TypeAlias = Any
+"""An array of `zarr`, which is imported where it is used."""
 
 
 class InMemorySource:
@@ -108,7 +108,7 @@ class Arrays:
     fingerprint: str
     about: Mapping[str, Any]
     samples: int
-    values: Mapping[str, NDArray[Any] | zarr.Array[Any]]
+    values: Mapping[str, NDArray[Any] | Stored]
     offsets: Mapping[str, Int64Array]
 
     def __len__(self) -> int:
@@ -241,7 +241,7 @@ def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> A
     with _reading(path):
         group = library.open_group(path, mode="r", zarr_format=3)
     in_memory = sum(map(_nbytes, record.arrays.values())) <= in_memory_bytes
-    values: dict[str, NDArray[Any] | zarr.Array[Any]] = {}
+    values: dict[str, NDArray[Any] | Stored] = {}
     offsets: dict[str, Int64Array] = {}
     for name, entry in record.arrays.items():
         with _reading(path, name):
@@ -261,9 +261,7 @@ def open_arrays(folder: str | Path, in_memory_bytes: int = IN_MEMORY_BYTES) -> A
 class _ArrayWriter:
     """Writes one array, in whole files of chunks."""
 
-    def __init__(self, group: zarr.Group, name: str, first: NDArray[Any]) -> None:
-        from zarr.codecs import ZstdCodec
-
+    def __init__(self, group: Any, name: str, first: NDArray[Any]) -> None:
         self.name = name
         self.tail = first.shape[1:]
         self.dtype = first.dtype
@@ -277,7 +275,7 @@ class _ArrayWriter:
             dtype=self.dtype,
             chunks=(chunk, *inner),
             shards=(self.rows_per_file, *inner),
-            compressors=ZstdCodec(checksum=True),
+            compressors=_library().codecs.ZstdCodec(checksum=True),
             config={"write_empty_chunks": True},
         )
         self.hash = xxhash.xxh3_128()
@@ -345,7 +343,7 @@ def _spread(offsets: Int64Array, samples: Int64Array) -> tuple[Int64Array, Int64
     return rows, ends
 
 
-def _load_array(path: Path, name: str, array: zarr.Array[Any], entry: ArrayRecord) -> NDArray[Any]:
+def _load_array(path: Path, name: str, array: Stored, entry: ArrayRecord) -> NDArray[Any]:
     with _reading(path, name):
         values = np.asarray(array[:])
     if xxhash.xxh3_128_hexdigest(values.tobytes()) != entry.fingerprint:

@@ -11,13 +11,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from instar.config.schema import FeedConfig
+from instar.config.schema import FeedConfig
 
 Int64Array = NDArray[np.int64]
 UInt32Array = NDArray[np.uint32]

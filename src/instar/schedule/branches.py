@@ -15,8 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from instar.config.document import value_text
-from instar.config.errors import nearest
+from instar.config.errors import nearest, value_text
 from instar.config.fields import is_fixed, is_launch_only, values, with_values
 from instar.config.schema import RunConfig
 from instar.config.sections import LARGEST, Operation

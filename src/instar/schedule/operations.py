@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from instar.config.document import value_text
-from instar.config.errors import nearest
+from instar.config.errors import nearest, value_text
 from instar.config.fields import with_values
 from instar.config.schema import RunConfig
 from instar.config.sections import LARGEST, Operation

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, Literal
 
-from instar.config.document import value_text
+from instar.config.errors import value_text
 from instar.config.schema import RunConfig
 from instar.models.lora import is_adapter
 from instar.models.shape import Growable, Parameter, axis_size, streams_of

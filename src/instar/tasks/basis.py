@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import xxhash
 
@@ -22,9 +22,6 @@ from instar.config.files import read_regular
 from instar.config.schema import FeedConfig, RunConfig, SamplesConfig
 from instar.config.user_code import module_files
 from instar.tasks.task import Task
-
-if TYPE_CHECKING:
-    from instar.data.source import Source
 
 Basis = Mapping[str, str]
 """What a metric depends on, by name."""
@@ -37,7 +34,16 @@ _UNTOLD = (SAMPLES, _TOKENIZER, _SOURCE)
 _MOST_BYTES = 1 << 24
 
 
-def basis_of(config: RunConfig, task: Task, source: Source, limit: int | None = None) -> Basis:
+class HeldOut(Protocol):
+    """What a basis tells of held-out samples, a `Source`; readers of bases need none."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+
+def basis_of(config: RunConfig, task: Task, source: HeldOut, limit: int | None = None) -> Basis:
     """Return the basis of an evaluation.
 
     Args:

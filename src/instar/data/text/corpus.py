@@ -219,8 +219,7 @@ class _Parquet:
 
     def _batches(self) -> Iterator[list[str]]:
         try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
+            from pyarrow import ArrowException, large_string, parquet
         except ImportError:
             raise ConfigError.at(
                 "data.source",
@@ -229,7 +228,7 @@ class _Parquet:
             ) from None
         with open_source(self.path) as file:
             try:
-                table = pq.ParquetFile(file)
+                table = parquet.ParquetFile(file)
                 names = table.schema_arrow.names
                 if self.text_field not in names:
                     raise ConfigError.of(
@@ -247,9 +246,9 @@ class _Parquet:
                         key="data.text_field",
                     )
                 for batch in table.iter_batches(_PARQUET_ROWS, columns=[self.text_field]):
-                    column = batch.column(0).cast(pa.large_string())
+                    column = batch.column(0).cast(large_string())
                     yield [text or "" for text in column.to_pylist()]
-            except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+            except (ArrowException, UnicodeDecodeError, OSError) as error:
                 raise ConfigError.of(
                     f"cannot read column {self.text_field!r} as text: {error}", where=str(self.path)
                 ) from None

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,13 +24,11 @@ from instar.config.language import DataConfig
 from instar.data.order import Int64Array
 from instar.data.split import Parts, whole_documents
 from instar.data.text.corpus import Corpus, Part, clip, open_corpus
+from instar.data.text.formats import ArrowColumn, is_text
 from instar.data.text.hf import column_of, load_rows
 from instar.data.text.shards import TokenDataset, open_dataset, splits_fingerprint, write_once
 from instar.data.text.tokenizer import Tokenizer, in_pieces, separator_of
 from instar.record.progress import Advance, progress, track_items
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 INDEX_FORMAT = "instar-rows/1"
 INDEX_FILE = "index-train.safetensors"
@@ -261,7 +259,7 @@ def open_rows(folder: str | Path) -> TokenDataset:
     )
 
 
-def text_corpus(column: pa.ChunkedArray) -> Corpus:
+def text_corpus(column: ArrowColumn) -> Corpus:
     """Return a text column as a corpus; a null is an empty document."""
     import pyarrow.compute as pc
 
@@ -273,7 +271,7 @@ def text_corpus(column: pa.ChunkedArray) -> Corpus:
 class _ColumnText:
     """A text column as one file of a corpus."""
 
-    column: pa.ChunkedArray
+    column: ArrowColumn
 
     def sizes(self) -> Iterator[int]:
         yield from text_corpus(self.column).sizes.tolist()
@@ -283,13 +281,13 @@ class _ColumnText:
             yield iter([clip(self.column[part[0]].as_py() or "", part)])
 
 
-def id_bytes(column: pa.ChunkedArray) -> Int64Array:
+def id_bytes(column: ArrowColumn) -> Int64Array:
     """Return the bytes of each row of token ids in Arrow's memory, [rows]."""
     sizes = [_sizes(chunk) * _ids(chunk).dtype.itemsize for chunk in column.chunks]
     return np.concatenate([np.empty(0, dtype=np.int64), *sizes])
 
 
-def id_pieces(column: pa.ChunkedArray, parts: Parts) -> Iterator[tuple[int, NDArray[Any]]]:
+def id_pieces(column: ArrowColumn, parts: Parts) -> Iterator[tuple[int, NDArray[Any]]]:
     """Yield the ids of each part (row, first byte, end byte), [n, 3], with the part's number.
 
     Documents are kept as the user made them: no separator is inserted.
@@ -305,7 +303,7 @@ def id_pieces(column: pa.ChunkedArray, parts: Parts) -> Iterator[tuple[int, NDAr
         first += len(chunk)
 
 
-def check_ids(column: pa.ChunkedArray, vocab_size: int, name: str, source: str) -> None:
+def check_ids(column: ArrowColumn, vocab_size: int, name: str, source: str) -> None:
     """Read every id once. Raises ConfigError, naming the row, for an id outside the vocabulary."""
     first_row = 0
     for chunk in track_items(column.chunks, f"reading {source}", "chunks", len(column.chunks)):
@@ -319,15 +317,12 @@ def check_ids(column: pa.ChunkedArray, vocab_size: int, name: str, source: str) 
         first_row += len(chunk)
 
 
-def content_fingerprint(column: pa.ChunkedArray) -> str:
+def content_fingerprint(column: ArrowColumn) -> str:
     """Return the xxh3-128 of a column's rows, independent of its chunks. Reads all of them."""
-    import pyarrow as pa
-
     values, sizes = xxhash.xxh3_128(), xxhash.xxh3_128()
     for chunk in track_items(column.chunks, "reading rows", "chunks", len(column.chunks)):
         if len(chunk):
-            is_list = pa.types.is_nested(chunk.type)
-            values.update((_ids(chunk) if is_list else _utf8(chunk)).data)
+            values.update((_utf8(chunk) if is_text(chunk.type) else _ids(chunk)).data)
             sizes.update(_sizes(chunk).data)
     return xxhash.xxh3_128_hexdigest(values.digest() + sizes.digest())
 
@@ -347,19 +342,14 @@ def _utf8(chunk: Any) -> NDArray[np.uint8]:
 
 def _sizes(chunk: Any) -> Int64Array:
     """Return the number of ids or bytes in each row of a chunk."""
-    import pyarrow as pa
-
-    if pa.types.is_fixed_size_list(chunk.type):
+    if hasattr(chunk.type, "list_size"):
         return np.full(len(chunk), chunk.type.list_size, dtype=np.int64)
-    is_list = pa.types.is_nested(chunk.type)
-    offsets = chunk.offsets.to_numpy() if is_list else _text_offsets(chunk)
+    offsets = _text_offsets(chunk) if is_text(chunk.type) else chunk.offsets.to_numpy()
     return np.diff(offsets).astype(np.int64)
 
 
 def _text_offsets(chunk: Any) -> NDArray[Any]:
-    import pyarrow as pa
-
-    dtype = np.int64 if pa.types.is_large_string(chunk.type) else np.int32
+    dtype = np.int64 if str(chunk.type).startswith("large_") else np.int32
     offsets = np.frombuffer(chunk.buffers()[1], dtype=dtype)
     return offsets[chunk.offset : chunk.offset + len(chunk) + 1]
 

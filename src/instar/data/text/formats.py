@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
@@ -22,9 +22,11 @@ from instar.config.language import DataConfig
 from instar.data.text.files import suffix_of
 from instar.data.text.json_rows import field_value, json_rows
 
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
+ArrowTable: TypeAlias = Any
+ArrowColumn: TypeAlias = Any
+ArrowType: TypeAlias = Any
+ArrowSchema: TypeAlias = Any
+"""Objects of pyarrow, which has no types of its own and is imported where it is used."""
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
@@ -180,16 +182,17 @@ def library() -> Any:
 
 def _check_csv(files: Sequence[Path], data: DataConfig, options: Mapping[str, Any]) -> None:
     """Raise ConfigError if the header of a file does not have the column."""
-    import pandas as pd
-    import pyarrow as pa
+    from pandas import read_csv
+    from pyarrow import schema as schema_of
+    from pyarrow import string
 
     for file in files:
-        names = pd.read_csv(file, **{**options, "nrows": 0, "chunksize": None}).columns
-        schema = pa.schema([(str(name), pa.string()) for name in names])
+        names = read_csv(file, **{**options, "nrows": 0, "chunksize": None}).columns
+        schema = schema_of([(str(name), string()) for name in names])
         check_schema(schema, data, str(file))
 
 
-def _features(data: DataConfig) -> datasets.Features:
+def _features(data: DataConfig) -> Any:
     module = library()
     if data.tokens_field is None:
         return module.Features({data.text_field: module.Value("large_string")})
@@ -206,7 +209,7 @@ def _check_parquet(files: Sequence[Path], data: DataConfig) -> None:
         check_schema(schema, data, str(file))
 
 
-def _as_text(name: str, table: pa.Table) -> pa.Table:
+def _as_text(name: str, table: ArrowTable) -> ArrowTable:
     """Return a column of text of any of Arrow's types as large strings."""
     import pyarrow as pa
 
@@ -229,7 +232,7 @@ def _check_first_row(files: Sequence[Path], data: DataConfig) -> None:
 
 def _json_tables(
     data: DataConfig, base_files: Sequence[str], **_: Any
-) -> Iterator[tuple[Any, pa.Table]]:
+) -> Iterator[tuple[Any, ArrowTable]]:
     """Yield the column of JSON files, in the place of the library's reader: rows are those of kind tokens."""
     import pyarrow as pa
     from datasets.builder import Key
@@ -290,11 +293,11 @@ def _format(files: list[Path]) -> tuple[str, dict[str, Any]]:
     return FORMATS[suffixes[0]]
 
 
-def check_column(features: datasets.Features, data: DataConfig) -> None:
+def check_column(features: Any, data: DataConfig) -> None:
     check_schema(features.arrow_schema, data, data.source)
 
 
-def check_schema(schema: pa.Schema, data: DataConfig, place: str) -> None:
+def check_schema(schema: ArrowSchema, data: DataConfig, place: str) -> None:
     key = "data.text_field" if data.tokens_field is None else "data.tokens_field"
     name = data.tokens_field or data.text_field
     if name not in schema.names:
@@ -314,21 +317,18 @@ def check_schema(schema: pa.Schema, data: DataConfig, place: str) -> None:
         )
 
 
-def is_text(dtype: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(dtype):
-        dtype = dtype.value_type
-    of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    of_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-    return any(is_kind(dtype) for is_kind in (*of_text, *of_bytes))
+_TEXT = re.compile(r"(large_)?(string|binary)|(string|binary)_view")
+_IDS = re.compile(r"(large_|fixed_size_)?list<.*>(\[\d+\])?")
+_INTEGER = re.compile(r"u?int\d+")
 
 
-def is_ids(dtype: pa.DataType) -> bool:
-    import pyarrow as pa
+def is_text(dtype: ArrowType) -> bool:
+    plain = dtype.value_type if str(dtype).startswith("dictionary<") else dtype
+    return _TEXT.fullmatch(str(plain)) is not None
 
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_list(dtype) for is_list in lists) and pa.types.is_integer(dtype.value_type)
+
+def is_ids(dtype: ArrowType) -> bool:
+    return bool(_IDS.fullmatch(str(dtype)) and _INTEGER.fullmatch(str(dtype.value_type)))
 
 
 def other_columns(error: BaseException, place: str) -> ConfigError | None:

@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text.files import SourceFiles, find_files, suffix_of, walk
 from instar.data.text.formats import (
     FORMATS,
+    ArrowColumn,
     check_column,
     is_saved,
     library,
@@ -29,12 +30,13 @@ from instar.data.text.formats import (
 )
 from instar.record.progress import folder_bytes, progress
 
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
+Rows: TypeAlias = Any
+"""A `datasets.Dataset`; the library has no types of its own and is imported where it is used."""
+Stream: TypeAlias = Any
+"""A `datasets.IterableDataset`."""
 
 
-def load_rows(data: DataConfig) -> datasets.Dataset:
+def load_rows(data: DataConfig) -> Rows:
     """Load the rows of `data.source`, memory-mapped, with the column that the config names.
 
     Raises:
@@ -74,7 +76,7 @@ def _count_bytes(builder: Any, source: str) -> Callable[[], float]:
     return lambda: sum(map(folder_bytes, folders)) - before
 
 
-def load_stream(data: DataConfig) -> datasets.IterableDataset:
+def load_stream(data: DataConfig) -> Stream:
     """Open `data.source` as a stream, read from its beginning; nothing is converted or cached.
 
     The column is checked if the source declares its columns without being read. Raises ConfigError
@@ -108,7 +110,7 @@ def unread_files(data: DataConfig) -> tuple[str, ...]:
     return (*(os.path.relpath(file, folder) for file in inside), *left_out)
 
 
-def column_of(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
+def column_of(rows: Rows, name: str) -> ArrowColumn:
     """Return a column as memory-mapped Arrow, in the order of the rows."""
     if rows._indices is not None:
         rows = rows.flatten_indices()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,13 +19,8 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.user_code import load_named
 from instar.data.columns import Ragged
-from instar.data.text.formats import is_ids, is_text, other_columns
-from instar.data.text.hf import load_stream
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
-
+from instar.data.text.formats import ArrowColumn, is_ids, is_text, other_columns
+from instar.data.text.hf import Stream, load_stream
 
 _ROWS = 256
 _VALUES = 1 << 18
@@ -79,9 +74,7 @@ class RowLanes:
     likewise, one for each shard unless there are very many.
     """
 
-    def __init__(
-        self, rows: datasets.IterableDataset, name: str, field: str, *, ids: bool, lanes: int
-    ) -> None:
+    def __init__(self, rows: Stream, name: str, field: str, *, ids: bool, lanes: int) -> None:
         """
         Args:
             lanes: the maximal number of lanes; there are never more than the source has shards.
@@ -115,15 +108,13 @@ class RowLanes:
         within = f" ({files[0]} … {files[-1]})" if len(files) > 1 else within
         return f"{self._name}, lane {lane}{within}, item {row}"
 
-    def _parts(self, lane: int) -> Callable[[int], datasets.IterableDataset | None]:
+    def _parts(self, lane: int) -> Callable[[int], Stream | None]:
         """Return a function that opens a part of a lane by its number, None after the last."""
         rows = self._rows.shard(num_shards=self.lanes, index=lane)
         number = min(rows.num_shards, _PARTS)
         return lambda part: rows.shard(num_shards=number, index=part) if part < number else None
 
-    def _of_tables(
-        self, rows: datasets.IterableDataset, place: Callable[[int], str], row: int
-    ) -> Iterator[Items]:
+    def _of_tables(self, rows: Stream, place: Callable[[int], str], row: int) -> Iterator[Items]:
         """Yield a part's items from a row on; the rows before it are skipped as tables."""
         first_row = 0
         try:
@@ -147,15 +138,13 @@ class RowLanes:
             raise
 
     def _of_column(
-        self, place: Callable[[int], str], first: int, column: pa.Array
+        self, place: Callable[[int], str], first: int, column: ArrowColumn
     ) -> Iterator[Items]:
         """Yield a column's values; a null text is an empty one."""
-        import pyarrow as pa
-
-        if not self._ids and pa.types.is_null(column.type):  # of rows of nulls alone
-            column = column.cast(pa.string())
+        if not self._ids and str(column.type) == "null":  # of rows of nulls alone
+            column = column.cast("string")
         if not self._ids and is_text(column.type):
-            column = column.cast(pa.large_string()).fill_null("")
+            column = column.cast("large_string").fill_null("")
         count = _before_null(column)
         if count:
             if not (is_ids if self._ids else is_text)(column.type):
@@ -282,12 +271,10 @@ def collect_items(values: Iterator[str | NDArray[np.int64]], *, ids: bool) -> It
         raise failure
 
 
-def _ragged_ids(lists: pa.Array) -> Ragged:
+def _ragged_ids(lists: ArrowColumn) -> Ragged:
     """Convert lists without a copy, up to the first that contains a null."""
-    import pyarrow as pa
-
     flat = lists.flatten()
-    if pa.types.is_fixed_size_list(lists.type):
+    if hasattr(lists.type, "list_size"):
         offsets = np.arange(len(lists) + 1, dtype=np.int64) * lists.type.list_size
     else:
         offsets = lists.offsets.to_numpy().astype(np.int64)
@@ -299,14 +286,14 @@ def _ragged_ids(lists: pa.Array) -> Ragged:
     return Ragged(flat.slice(0, count).to_numpy(zero_copy_only=True), offsets[: rows + 1])
 
 
-def _before_null(column: pa.Array) -> int:
+def _before_null(column: ArrowColumn) -> int:
     """Return the number of values before the first null."""
     if not column.null_count:
         return len(column)
     return int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
 
 
-def _check_unshuffled(rows: datasets.IterableDataset, name: str) -> None:
+def _check_unshuffled(rows: Stream, name: str) -> None:
     from datasets.iterable_dataset import BufferShuffledExamplesIterable
 
     is_shuffled = any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _within(rows))
@@ -319,7 +306,7 @@ def _check_unshuffled(rows: datasets.IterableDataset, name: str) -> None:
         )
 
 
-def _within(rows: datasets.IterableDataset) -> Iterator[Any]:
+def _within(rows: Stream) -> Iterator[Any]:
     """Yield a stream's stages and its underlying data sets."""
     stages = [rows._ex_iterable]
     while stages:
@@ -329,7 +316,7 @@ def _within(rows: datasets.IterableDataset) -> Iterator[Any]:
         stages += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else []
 
 
-def _files(rows: datasets.IterableDataset) -> list[str]:
+def _files(rows: Stream) -> list[str]:
     """Return the files that a stream is read from, if they can be determined."""
     for stage in _within(rows):
         sources = getattr(stage, "kwargs", {})
