@@ -13,10 +13,7 @@ from typing import Literal, Self, TypeVar
 
 Kind = Literal["steps", "tokens", "samples", "epochs", "seconds", "loss"]
 
-FORMS = (
-    "2000it or 2kit (steps), 50Mtok or 1.5Btok (tokens), 10ksamples, 3ep (epochs), "
-    "90s, 10min, 2h, loss<3.0"
-)
+FORMS = "2000it or 2kit (steps), 50Mtok or 1.5Btok (tokens), 10ksamples, 3ep (epochs), 90s, 10min, 2h, loss<3.0"
 
 MOST = 1e18
 

@@ -341,8 +341,7 @@ def from_values(root: type[C], values: Mapping[str, Any]) -> C:
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Any, ...]]:
-    """Return the keys whose values differ, with the value in each mapping; None if it lacks the
-    key.
+    """Return the keys whose values differ, with the value in each mapping; None if it lacks the key.
 
     A mapping that is None is unknown and differs from nothing.
     """
@@ -356,10 +355,9 @@ def differing_keys(configs: Sequence[Mapping[str, Any] | None]) -> dict[str, tup
     return differences
 
 
-# Changing a key when a run is resumed. Launch-only keys say where a run is and how one process
-# executes it; their values apply to that process and are not part of the run. Fixed keys cannot
-# change, because everything saved depends on them. A new value of any other key becomes an
-# operation in the run's history, from that step on.
+# Changing a key when a run is resumed. Launch-only keys say where a run is and how one process executes it; their
+# values apply to that process and are not part of the run. Fixed keys cannot change, because everything saved
+# depends on them. A new value of any other key becomes an operation in the run's history, from that step on.
 
 PLACES = ("name", "preset", "resume", "data.path", "record.run_dir", "record.out_dir")
 """Launch-only keys that say where a run is; their changes are not reported."""

@@ -120,10 +120,9 @@ class DataConfig(FeedConfig):
 
     kind: Literal["tokens", "rows", "stream", "python", "chat"] = Field(
         "tokens",
-        description="tokens: text, tokenised once into token shards; rows: a Hugging Face data set, "
-        "tokenised once too; stream: a Hugging Face IterableDataset, read from its beginning; "
-        "python: any iterable, made by a function; chat: JSON lines with conversations, of which only the "
-        "assistant's tokens are targets",
+        description="tokens: text, tokenised once into token shards; rows: a Hugging Face data set, tokenised "
+        "once too; stream: a Hugging Face IterableDataset, read from its beginning; python: any iterable, made by "
+        "a function; chat: JSON lines with conversations, of which only the assistant's tokens are targets",
     )
     path: str | None = Field(
         None,
@@ -483,6 +482,5 @@ def _mixture(data: DataConfig) -> Iterator[ConfigProblem]:
     if data.order in ("random", "blocks"):
         yield ConfigProblem(
             ("data.order", "data.mixture"),
-            f"data.order {data.order} is of one source; those of a mixture are shuffled or "
-            "sequential",
+            f"data.order {data.order} is of one source; those of a mixture are shuffled or sequential",
         )

@@ -1,5 +1,4 @@
-"""Where each value of a config comes from, and resolved configs as YAML text that says so: writing and
-reading.
+"""Where each value of a config comes from, and resolved configs as YAML text that says so: writing and reading.
 
 Also redacts possible secrets, for configs that are shown to others.
 """

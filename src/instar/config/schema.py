@@ -1,8 +1,7 @@
 """Config sections common to all runs: frozen pydantic models, one per section, torch-free.
 
-A task adds its `model` and `data` sections (`config/language.py`; an extension's or a custom task's own).
-Every field has a description, from which `instar init`, `instar config schema` and error messages
-are generated.
+A task adds its `model` and `data` sections (`config/language.py`; an extension's or a custom task's own). Every
+field has a description, from which `instar init`, `instar config schema` and error messages are generated.
 """
 
 from __future__ import annotations
@@ -75,9 +74,8 @@ class FeedConfig(Section):
     path: str | None = Field(None, description="folder of the data")
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         None,
-        description="seed of the split, of a tokenizer's training text and of generated samples; "
-        "default: `seed`, which also orders the samples. Set it to compare runs of several seeds on "
-        "the same data",
+        description="seed of the split, of a tokenizer's training text and of generated samples; default: `seed`, "
+        "which also orders the samples. Set it to compare runs of several seeds on the same data",
     )
     strategy: Literal["sharded", "dispatched"] = Field(
         "sharded",
@@ -85,9 +83,8 @@ class FeedConfig(Section):
     )
     order: Literal["shuffled", "sequential", "random", "blocks"] = Field(
         "shuffled",
-        description="shuffled without replacement, sequential, random windows with replacement, or "
-        "blocks: shuffled so that what is read together lies together; a stream is shuffled within "
-        "shuffle_window",
+        description="shuffled without replacement, sequential, random windows with replacement, or blocks: "
+        "shuffled so that what is read together lies together; a stream is shuffled within shuffle_window",
     )
     block_samples: PositiveInt = Field(
         256, description="order blocks: number of neighbouring samples that are read together"
@@ -316,8 +313,7 @@ class CheckpointConfig(Section):
     on_best: bool = Field(True, description="save whenever a metric of best_of is the best so far")
     best_of: Texts = Field(
         ("loss",),
-        description="metrics of which the best checkpoint is kept, the first being `best`, others "
-        "`best-<metric>`",
+        description="metrics of which the best checkpoint is kept, the first being `best`, others `best-<metric>`",
     )
     on_growth: bool = Field(True, description="save after every operation that changes the model")
     asynchronous: bool = Field(
@@ -441,8 +437,7 @@ class ParallelConfig(Section):
     )
     silence_s: Seconds = Field(
         60.0,
-        description="a rank without a heartbeat for this long is considered dead, seconds; at most "
-        "timeout_s",
+        description="a rank without a heartbeat for this long is considered dead, seconds; at most timeout_s",
     )
     strategy: Literal["auto", "ddp", "fsdp", "hsdp", "diloco"] = Field(
         "ddp",

@@ -1,6 +1,4 @@
-"""Base class of all config sections, number types with bounds, and the sections `schedule`,
-and `record`.
-"""
+"""Base class of all config sections, number types with bounds, and the sections `schedule`, and `record`."""
 
 from __future__ import annotations
 
@@ -65,8 +63,7 @@ def check_address(address: str) -> str:
     """
     if not re.fullmatch(r"[!-~]+", address):
         raise ValueError(
-            "an address without spaces, control characters and letters beyond ASCII "
-            "(percent-encoded: %20)"
+            "an address without spaces, control characters and letters beyond ASCII (percent-encoded: %20)"
         )
     try:
         parts = urlsplit(address)
@@ -325,13 +322,11 @@ class AlertsConfig(Section):
     )
     stall: Share | None = Field(
         0.3,
-        description="alert when training runs at less than this share of its usual speed; "
-        "null: never",
+        description="alert when training runs at less than this share of its usual speed; null: never",
     )
     nan_skips: PositiveInt | None = Field(
         3,
-        description="alert when this many steps in a row were skipped for non-finite gradients; "
-        "null: never",
+        description="alert when this many steps in a row were skipped for non-finite gradients; null: never",
     )
     command: Texts | str = Field(
         (),

@@ -89,8 +89,7 @@ def what_happened(error: BaseException) -> str:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost frame in user code, e.g. "spirals.py:40 in loss"; "" if there is
-    none."""
+    """Return the innermost frame in user code, e.g. "spirals.py:40 in loss"; "" if there is none."""
     for frame in reversed(frames):
         if not (frame.filename.startswith(_NOT_THE_USERS) or "-packages" in frame.filename):
             path = Path(frame.filename)

@@ -1,7 +1,6 @@
 """Dispatched loading: rank 0 reads for all ranks and sends each one its part of every step.
 
-A message holds several steps. The wire format is a JSON header and flat arrays; nothing is
-unpickled.
+A message holds several steps. The wire format is a JSON header and flat arrays; nothing is unpickled.
 
     magic, 8 bytes | header's length, uint64 | header's xxh3-64, uint64 | header | arrays
 

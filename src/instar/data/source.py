@@ -378,10 +378,9 @@ class PartOrder:
 class Mixed:
     """Interleaves the parts of a mixture; each part has its own order and its own epochs.
 
-    The interleaving repeats in periods, each shuffled differently, in which every part has exactly
-    its share. An epoch is as long as those of all parts together, and the next one continues where
-    it ends: a part whose share exceeds its size starts its second epoch before others end their
-    first.
+    The interleaving repeats in periods, each shuffled differently, in which every part has exactly its share. An
+    epoch is as long as those of all parts together, and the next one continues where it ends: a part whose share
+    exceeds its size starts its second epoch before others end their first.
     """
 
     parts: tuple[PartOrder, ...]

@@ -179,8 +179,7 @@ def divide_samples(
             too few samples may be absent from a held-out split, but not from train.
 
     Raises:
-        ConfigError: with all problems of the sizes and files; or all samples of a class would be
-            held out.
+        ConfigError: with all problems of the sizes and files; or all samples of a class would be held out.
     """
     if total < 1:
         raise _error("data.path", "there are no samples to divide")
@@ -455,7 +454,6 @@ def _check_classes(classes: Int64Array, split_of: NDArray[np.int8]) -> None:
         more = f", and so would {missing.size - 1:,} more classes" if missing.size > 1 else ""
         raise _error(
             "data.stratify",
-            f"class {missing[0]} has {size:,} sample{'s' * (size > 1)}, and all would be held "
-            f"out{more}",
+            f"class {missing[0]} has {size:,} sample{'s' * (size > 1)}, and all would be held out{more}",
             "hold out less, leave data.stratify out, or name another column",
         )

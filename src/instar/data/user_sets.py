@@ -1,8 +1,7 @@
 """Sets of a user's samples: split as the config says, by themselves, or with a stream to train on.
 
-A stream is an iterable that is read from its beginning at every pass. Its order, the cache of recent
-samples and the search for its end are those of streams of text: it is one lane, without points at
-which reading could begin.
+A stream is an iterable that is read from its beginning at every pass. Its order, the cache of recent samples and
+the search for its end are those of streams of text: it is one lane, without points at which reading could begin.
 """
 
 from __future__ import annotations
@@ -109,8 +108,7 @@ def splits_of(value: object) -> dict[str, object] | None:
         return None  # columns, one of which has the name of a split
     if unknown:
         raise ValueError(
-            f"a data set {', '.join(unknown)} besides train; splits are train, val (or validation) "
-            "and test"
+            f"a data set {', '.join(unknown)} besides train; splits are train, val (or validation) and test"
         )
     data_set_of = {SPLITS[name]: data_set for name, data_set in value.items()}
     if len(data_set_of) < len(value):
@@ -298,8 +296,7 @@ class StreamedSet:
         if data.order in ("random", "blocks"):
             raise ConfigError.at(
                 "data.order",
-                f"data.order {data.order} needs random access, and an iterable is read from its "
-                "beginning",
+                f"data.order {data.order} needs random access, and an iterable is read from its beginning",
                 "sequential, or shuffled within data.shuffle_window",
             )
         if data.workers:

@@ -1,7 +1,6 @@
 """Custom tasks: train a user's PyTorch model.
 
-The config names a subclass of `CustomTask`, `task: module:class`. Everything else works as for the
-built-in tasks.
+The config names a subclass of `CustomTask`, `task: module:class`. Everything else works as for the built-in tasks.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ class CustomTask(Generic[M, D]):
         """Return all samples, the same in every process; the config says how to split them.
 
         Returns:
-            arrays or tensors by name, each [samples, …] or `Ragged`; a list of samples, each a
-            mapping of arrays by name or a tuple; a data set of torch, `datasets` or PyTorch
-            Geometric; an iterable; a `Source`; or one of these for each split, by the names train,
-            val and test.
+            arrays or tensors by name, each [samples, …] or `Ragged`; a list of samples, each a mapping of arrays by
+            name or a tuple; a data set of torch, `datasets` or PyTorch Geometric; an iterable; a `Source`; or one
+            of these for each split, by the names train, val and test.
         """
         raise NotImplementedError
 
@@ -119,8 +117,7 @@ class CustomTask(Generic[M, D]):
         return None
 
     def schedule(self, step: int, steps: int | None) -> float | None:  # noqa: ARG002
-        """Return the share of the peak learning rate at a step, counted from 0; None: as the config
-        says.
+        """Return the share of the peak learning rate at a step, counted from 0; None: as the config says.
 
         Args:
             steps: learning_rate.lr_decay_iters: by default the steps of the run; None: unknown.

@@ -1,8 +1,7 @@
 """What every task is made of: `TaskSpec`, known before torch is imported, and `Task`.
 
-A `TaskSpec` is created from a config without importing torch and gives the shape, the samples, the
-derived keys and the cost of a step. It creates the `Task`, all that the trainer knows of a model
-and its data.
+A `TaskSpec` is created from a config without importing torch and gives the shape, the samples, the derived keys and
+the cost of a step. It creates the `Task`, all that the trainer knows of a model and its data.
 """
 
 from __future__ import annotations

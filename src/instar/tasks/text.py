@@ -57,8 +57,7 @@ class TextSpec(TaskSpec):
 
     config: TextConfig
     tokens: Callable[[int], int | None]
-    """for a context length, tokens of a text with as many samples as the training split has; None
-    if unknown"""
+    """for a context length, tokens of a text with as many samples as the training split has; None if unknown"""
     dataset: DataSet | None = None
     """None: not prepared yet"""
     _counts: dict[int, TargetCount] = field(default_factory=dict, repr=False)

@@ -244,8 +244,7 @@ class UserTask(Task):
             if values.ndim > 1 and len(values) == samples:
                 hint = ": take the mean over the other axes, e.g. .flatten(1).mean(1)"
             raise ValueError(
-                f"{self._name}.{what} must be [samples], one for each of {samples}, not "
-                f"{list(values.shape)}{hint}"
+                f"{self._name}.{what} must be [samples], one for each of {samples}, not {list(values.shape)}{hint}"
             )
 
 

@@ -80,8 +80,7 @@ def open_corpus(source: str, text_field: str) -> Corpus:
     """Open a corpus and determine the sizes of its documents.
 
     Args:
-        source: "stdlib", a file, a folder (searched for known text, JSONL and Parquet files), or a
-            glob.
+        source: "stdlib", a file, a folder (searched for known text, JSONL and Parquet files), or a glob.
 
     Raises:
         ConfigError: there are no files, or rows lack `text_field`.

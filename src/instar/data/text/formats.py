@@ -304,8 +304,7 @@ def check_schema(schema: ArrowSchema, data: DataConfig, place: str) -> None:
         raise ConfigError.at(
             key,
             f"{place} has no column {name!r} (columns: {', '.join(schema.names)})",
-            "name the column of the text in data.text_field, or that of token ids in "
-            "data.tokens_field",
+            "name the column of the text in data.text_field, or that of token ids in data.tokens_field",
         )
     dtype = schema.field(name).type
     if not (is_text(dtype) if data.tokens_field is None else is_ids(dtype)):

@@ -360,8 +360,7 @@ def _write_split(
             key, source = "data.val_source", data.val_source
         raise ConfigError.at(
             key,
-            f"{source} is too short: its {name} split would have {count} tokens, "
-            "and it takes two to predict one",
+            f"{source} is too short: its {name} split would have {count} tokens, and it takes two to predict one",
             "give more text, or other data.val_fraction and data.test_fraction",
         )
     if documents.corpus is not None:

@@ -178,8 +178,7 @@ def open_shard(path: Path, shard: Shard, *, tokenizer: str, vocab_size: int) -> 
     for key, (actual, expected) in claims.items():
         if actual != expected:
             raise ConfigError.of(
-                f"this shard does not belong to the data set: {key} is {actual}, "
-                f"dataset.json asks for {expected}",
+                f"this shard does not belong to the data set: {key} is {actual}, dataset.json asks for {expected}",
                 where=str(path),
             )
     _check_size(path, first_byte + shard.count * dtype.itemsize)
@@ -359,8 +358,7 @@ def write_record(
 def open_dataset(path: str | Path) -> TokenDataset:
     """Open a prepared data set and check that every shard is complete, without reading tokens.
 
-    Raises ConfigError, naming the file, if anything is missing, truncated, foreign, or does not
-    match dataset.json.
+    Raises ConfigError, naming the file, if anything is missing, truncated, foreign, or does not match dataset.json.
     """
     folder = Path(path)
     record = _read_record(folder)

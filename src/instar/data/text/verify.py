@@ -101,8 +101,7 @@ def _damage(dataset: TokenDataset, shard: Shard, tokens: TokenArray) -> ConfigPr
     if fingerprint != shard.fingerprint:
         return ConfigProblem(
             (),
-            f"the tokens are not those that were written: fingerprint {fingerprint}, "
-            f"recorded {shard.fingerprint}",
+            f"the tokens are not those that were written: fingerprint {fingerprint}, recorded {shard.fingerprint}",
             f"prepare the data set again: {_prepare_command(dataset)}",
             place=file,
         )

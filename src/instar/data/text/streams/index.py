@@ -75,8 +75,7 @@ def count_lanes(
 ) -> None:
     """Count the lanes of a stream and store the result in a folder, unless it is there already.
 
-    Sharded loading requires it: each rank then knows what the others read. Call it in one process
-    at a time.
+    Sharded loading requires it: each rank then knows what the others read. Call it in one process at a time.
 
     Raises:
         ConfigError: the stream cannot be read or has no samples.

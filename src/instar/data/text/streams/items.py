@@ -40,8 +40,7 @@ class ItemStream(Protocol):
     def fingerprint(self) -> str: ...
 
     def open(self, lane: int, part: int = 0, row: int = 0) -> Iterator[tuple[int, int, Items]]:
-        """Yield batches of a lane's items, each with the part and row of its first item, from a row
-        of a part on.
+        """Yield batches of a lane's items, each with the part and row of its first item, from a row of a part on.
 
         Raises ConfigError at an item that is neither text nor ids, after those before it.
         """

@@ -204,8 +204,7 @@ class _TokenSamples(ABC):
 
 
 class PackedStream(_TokenSamples):
-    """Packed samples: a lane's documents are concatenated and cut into windows, as in
-    `TokenWindows`.
+    """Packed samples: a lane's documents are concatenated and cut into windows, as in `TokenWindows`.
 
     Every token of a lane but the first is a target once; a lane's last window may be shorter.
     """

@@ -108,8 +108,7 @@ class LaneSamples:
         self._lanes.close()
 
     def _missing(self, lane: int, stop: int) -> int:
-        """Return the number of samples to fetch of a lane; at its expected end one more, to verify
-        that it ends."""
+        """Return the number of samples to fetch of a lane; at its expected end one more, to verify that it ends."""
         cache_end, length = self._caches[lane].stop, self.length(lane)
         end = stop if length is None else min(stop, length)
         return end - cache_end + (length is not None and stop >= length) if cache_end < end else 0
@@ -206,9 +205,8 @@ class LaneOrder:
         self._lay_out()
 
     def samples_needed(self, stop: int) -> dict[int, int]:
-        """Return how many samples of each unended lane must be read to determine all positions
-        before `stop`: whole windows, because a window that is cut short by the lane's end is
-        shuffled differently."""
+        """Return how many samples of each unended lane must be read to determine all positions before `stop`: whole
+        windows, because a window that is cut short by the lane's end is shuffled differently."""
         if len(self.ends) == self.lanes:
             return {}
         last, number = self.turn(stop - 1)
@@ -240,9 +238,8 @@ class LaneOrder:
         return self.certain
 
     def _lay_out(self) -> None:
-        """Find the stretches of rounds in which the same lanes alternate, between two ends of
-        lanes: the first round and first position of each stretch, and finally the end of the
-        epoch."""
+        """Find the stretches of rounds in which the same lanes alternate, between two ends of lanes: the first
+        round and first position of each stretch, and finally the end of the epoch."""
         endless = UNKNOWN // self.lanes // self.window * self.window
         lengths = [self.ends.get(lane, endless) for lane in range(self.lanes)]
         self._lengths = np.array(lengths, dtype=np.int64)
@@ -341,8 +338,7 @@ class OpenStreamSource(_LaneSource):
         return float(sum(map(self._samples.stream.weight_of, self._samples.take(indices))))
 
     def explore(self, start: int, stop: int) -> int:
-        """Read ahead until the samples at positions start … stop-1 are determined, and whether one
-        follows.
+        """Read ahead until the samples at positions start … stop-1 are determined, and whether one follows.
 
         Returns:
             The number of samples per epoch: exact if all lanes have ended, otherwise the number
