@@ -32,7 +32,7 @@ from instar.config.load import load_config
 from instar.data.text.prepare import prepare_dataset
 from instar.models.cost import flops_per_token
 from instar.models.shape import count_parameters
-from instar.record.system import measure_peak_flops
+from instar.record.device import measure_peak_flops
 from instar.run.start.preflight import preflight
 from report import Case, case, options, parser, publish
 

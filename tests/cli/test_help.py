@@ -48,9 +48,6 @@ def modules_after(*args: str) -> set[str]:
     [
         ["--help"],
         ["--version"],
-        ["config", "--help"],
-        ["config", "show", "--help"],
-        ["init", "-h"],
         ["logs", "--help"],
         ["fleet", "--help"],
     ],
@@ -59,8 +56,18 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
     assert modules_after(*args) & HEAVY == set()
 
 
-def test_config_commands_import_no_torch() -> None:
-    assert modules_after("config", "show") & {"torch", "numpy", "rich"} == set()
+@pytest.mark.parametrize("args", [["config", "--help"], ["config", "show"], ["init", "-h"]])
+def test_config_commands_import_no_torch(args: list[str]) -> None:
+    assert modules_after(*args) & {"torch", "numpy", "rich"} == set()
+
+
+@pytest.mark.parametrize("group", ["train", "grow", "schedule", "data"])
+def test_help_of_a_group_imports_no_torch(group: str) -> None:
+    assert modules_after(group, "--help") & {"torch", "numpy"} == set()
+
+
+def test_help_of_checkpoints_imports_no_schema() -> None:
+    assert modules_after("checkpoint", "--help") & HEAVY == set()
 
 
 @needs("fleet")

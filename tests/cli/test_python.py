@@ -197,10 +197,11 @@ def test_a_model_of_another_task_is_named(place: Path, tmp_path: Path) -> None:
 
 
 def test_importing_instar_imports_nothing_else() -> None:
-    show = "import sys, instar; instar.load_run; print(*sys.modules)"
+    show = "import sys, instar; print(*sys.modules); instar.load_run; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", show], env=os.environ, capture_output=True, text=True, check=True
     )
-    loaded = set(done.stdout.split())
-    assert "instar.api.runs" in loaded
-    assert not {"torch", "numpy", "pydantic", "pandas"} & loaded
+    after_import, after_use = (set(line.split()) for line in done.stdout.splitlines())
+    assert not {"instar.api", "torch", "numpy", "pydantic", "pandas"} & after_import
+    assert "instar.api.runs" in after_use
+    assert not {"instar.api.models", "instar.api.training", "torch", "pandas"} & after_use

@@ -25,7 +25,7 @@ from instar.checkpoint.store import load_checkpoint
 from instar.distributed.failure import RunFailed
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
-from instar.record import system
+from instar.record import device as record_device
 from instar.record.events import Skip, Train, read_events
 from instar.record.rundir import find_run
 from instar.run.load_config import load_run_config
@@ -199,13 +199,13 @@ def test_float32_matrices_are_multiplied_as_the_config_says(
     losses: Losses, how: list[str], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = []
-    measure = system.measure_peak_flops
+    measure = record_device.measure_peak_flops
 
     def measured(*args: Any) -> float:
         modes.append(torch.get_float32_matmul_precision())
         return measure(*args)
 
-    monkeypatch.setattr(system, "measure_peak_flops", measured)
+    monkeypatch.setattr(record_device, "measure_peak_flops", measured)
     with pretended.device():
         losses("run", "train.until=1it", *how)
     assert set(modes) == {mode}

@@ -7,13 +7,8 @@ import pytest
 import torch
 
 import instar
-from instar.record.system import (
-    git_commit,
-    machine,
-    measure_peak_flops,
-    memory_bytes,
-    versions,
-)
+from instar.record.device import measure_peak_flops
+from instar.record.system import git_commit, machine, memory_bytes, versions
 
 
 def run_afresh(code: str) -> None:

@@ -20,10 +20,10 @@ from instar.config.load import Loaded, load_config
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 from instar.models.cost import bf16_pays
-from instar.record import system
+from instar.record import device, system
+from instar.record.device import PeakFlops
 from instar.record.events import Alert, Skip, Train, Warn, read_events
 from instar.record.rundir import RunDir
-from instar.record.system import PeakFlops
 from instar.run.resume import Resume, continuation
 from instar.run.start import rank_consistency
 from instar.run.start.preflight import Prepared
@@ -122,7 +122,7 @@ def test_small_products_do_not_pay(width: int, tokens: int, pays: bool) -> None:
 def test_the_gain_is_measured_with_one_thread_and_leaves_them_as_they_were() -> None:
     torch.set_num_threads(2)
     try:
-        assert 0 < system.measure_bf16_gain() < 100
+        assert 0 < device.measure_bf16_gain() < 100
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -206,7 +206,7 @@ def test_no_run_uses_more_than_all_that_was_seen_to_be_possible() -> None:
 
 def test_a_peak_taken_on_a_busy_machine_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter((1e9, 8e9, 2e9, 4e9))
-    monkeypatch.setattr(system, "measure_peak_flops", lambda *_: next(seen))
+    monkeypatch.setattr(device, "measure_peak_flops", lambda *_: next(seen))
     peak = PeakFlops(CPU, "fp32", 2)
     assert peak.share(1e9) == pytest.approx(0.5)
     for _ in range(10):  # only the first three measure

@@ -386,13 +386,13 @@ def _make_what_runs_make_once() -> None:
     """Each run would take a second for these: how values are written in YAML, and the report. How
     fast the processor is, it measures by small products: a fifth of a second less."""
     from instar.config.load import load_config
-    from instar.record import system
+    from instar.record import device
 
     load_config(None, []).to_yaml()
     for extension in built_in().values():
         if extension.at_end:
             load_target(extension.at_end)
-    system._CPU_SIDES = (64,)
+    device._CPU_SIDES = (64,)
 
 
 def _end_call(ready: selectors.BaseSelector, caller: socket.socket, status: int | None) -> None:

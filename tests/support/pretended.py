@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instar.cli.main import main
-from instar.record import system
+from instar.record import device as record_device
 
 MEMORY_BYTES = 24 << 30
 DEVICES = 2
@@ -418,7 +418,7 @@ def device(index: int = 0) -> Iterator[Gpu]:
             stack.enter_context(patch.object(torch.cuda, name, _counted(name, answer)))
         stack.enter_context(patch.object(torch.accelerator, "is_available", lambda: True))
         stack.enter_context(patch.object(torch.version, "cuda", "0.0"))
-        stack.enter_context(patch.object(system, "_GPU_SIDES", (64,)))
+        stack.enter_context(patch.object(record_device, "_GPU_SIDES", (64,)))
         stack.enter_context(patch.object(dist, "init_process_group", join))
         stack.enter_context(patch.object(threading.Thread, "run", run))
         stack.enter_context(patch.object(torch.autocast, "__enter__", entered))

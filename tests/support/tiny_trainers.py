@@ -15,7 +15,7 @@ from instar.config.load import Loaded, load_config
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World
-from instar.record import system
+from instar.record import device
 from instar.record.console import silent_console
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
@@ -91,7 +91,7 @@ def trainer(
 ) -> Iterator[Callable[..., Trainer]]:
     """Trainers on one thread, whose events go to `<tmp_path>/<name>.jsonl`. How fast the processor is,
     they measure by small products."""
-    monkeypatch.setattr(system, "_CPU_SIDES", (64,))
+    monkeypatch.setattr(device, "_CPU_SIDES", (64,))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with ExitStack() as stack:

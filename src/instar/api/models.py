@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 from instar.checkpoint.listing import resolve_checkpoint
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.config.errors import ConfigError
+from instar.config.fields import CAUSAL_LM, LANGUAGE
+from instar.data.text.foreign.chat_template import template_beside
+from instar.data.text.targets import token_bytes
+from instar.data.text.tokenizer import BPETokenizer, Tokenizer, load_saved_tokenizer, prompt_tokens
 from instar.distributed.placement import share_cores
 from instar.models.shape import count_parameters
 from instar.record.progress import track_items
 
 if TYPE_CHECKING:
-    from instar.data.text.tokenizer import Tokenizer
     from instar.models.sampling import LanguageModel
 
 Source = str | os.PathLike[str]
@@ -114,7 +117,6 @@ def stream_samples(
     """
     path = _folder(checkpoint)
 
-    from instar.data.text.tokenizer import prompt_tokens
     from instar.models.sampling import SamplingOptions, continuations
 
     tokenizer = _tokenizer(path)
@@ -174,7 +176,6 @@ def evaluate(checkpoint: Source, text: str, device: str = "auto") -> TextLoss:
 
     import torch
 
-    from instar.data.text.targets import token_bytes
     from instar.models.module import enough_threads
 
     tokenizer = _tokenizer(path)
@@ -202,8 +203,6 @@ def _folder(checkpoint: Source) -> Path:
     Raises:
         CheckpointError: it is one of another task; says how its weights are loaded.
     """
-    from instar.config.fields import CAUSAL_LM, LANGUAGE
-
     path = resolve_checkpoint(os.fspath(checkpoint))
     task = str(read_manifest(path).config.get("task", LANGUAGE))
     if task not in (LANGUAGE, CAUSAL_LM):
@@ -215,8 +214,6 @@ def _folder(checkpoint: Source) -> Path:
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    from instar.data.text.tokenizer import load_saved_tokenizer
-
     return load_saved_tokenizer(path.absolute().parent.parent)
 
 
@@ -224,9 +221,6 @@ def _begin_conversation(
     path: Path, tokenizer: Tokenizer, message: str
 ) -> tuple[list[int], list[str]]:
     """Return the tokens of a conversation up to the answer, and the texts that end one."""
-    from instar.data.text.foreign.chat_template import template_beside
-    from instar.data.text.tokenizer import BPETokenizer
-
     run_dir = path.absolute().parent.parent
     if not isinstance(tokenizer, BPETokenizer):
         raise ConfigError.of("the tokenizer has no special tokens", where="--chat")

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instar.checkpoint.listing import list_checkpoints
 from instar.config.errors import ConfigError
-from instar.record.rundir import runs_in
+from instar.extensions import run_set
+from instar.logs.query.alignment import axis_named, parse_place
+from instar.logs.query.compare import Comparison, compare_groups
+from instar.logs.query.config import config_values
+from instar.logs.query.groups import group_runs
+from instar.logs.query.runs import find_runs, list_rows, row_to_json
+from instar.logs.query.summary import summarize, summary_to_json
+from instar.logs.read.columns import Column
+from instar.logs.read.record import RunRecord, Series, read_record, read_records
+from instar.logs.read.rows import rows_of
+from instar.record.events import RecordError
+from instar.record.rundir import RunDir, runs_in
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import pandas as pd
 
-    from instar.logs.query.compare import Comparison
-    from instar.logs.read.record import RunRecord, Series
+RUNS = Path("runs")
+"""where ids and names of runs are looked up"""
 
 
 class Run:
@@ -47,7 +59,7 @@ class Run:
         """
         return self.record.series(name).current()
 
-    def table(self, *metrics: str) -> dict[str, npt.NDArray[Any]]:
+    def table(self, *metrics: str) -> dict[str, Column]:
         """Return equally long columns by name: step, tokens, … and the metrics; by default all.
 
         A row is a step at which something was measured; what was not measured there is NaN.
@@ -55,8 +67,6 @@ class Run:
         Raises:
             ConfigError: the run has no such metric; suggests one.
         """
-        from instar.logs.read.rows import rows_of
-
         return rows_of([self.metric(name) for name in metrics or self.metrics]).values
 
     def to_pandas(self, *metrics: str) -> pd.DataFrame:
@@ -76,8 +86,6 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """Return what `instar logs summary --json` prints: state, best and last values, times, …"""
-        from instar.logs.query.summary import summarize, summary_to_json
-
         return summary_to_json(summarize(self.record))
 
     def config(self) -> dict[str, Any]:
@@ -86,8 +94,6 @@ class Run:
         Raises:
             ConfigError: the config cannot be read.
         """
-        from instar.logs.query.config import config_values
-
         (config,), faults = config_values([self.record.run])
         if faults:
             raise ConfigError.of(faults[0])
@@ -110,9 +116,6 @@ def load_run(
         ConfigError: there is no such run; suggests one.
         RecordError: its record cannot be read.
     """
-    from instar.logs.query.runs import find_runs
-    from instar.logs.read.record import read_record
-
     return Run(read_record(find_runs([os.fspath(run)], Path(folder))[-1]))
 
 
@@ -133,10 +136,7 @@ def list_runs(
     Raises:
         ConfigError: there is no such state.
     """
-    from instar.logs.query.runs import list_rows as rows_of
-    from instar.logs.query.runs import row_to_json
-
-    rows = rows_of(runs_in(Path(folder)), state=state, name=name, last=last)
+    rows = list_rows(runs_in(Path(folder)), state=state, name=name, last=last)
     return [row_to_json(row) for row in rows]
 
 
@@ -160,15 +160,11 @@ def compare(
         ConfigError: there is no such run, no run has such a metric, or a place cannot be parsed.
         RecordError: a record cannot be read.
     """
-    from instar.logs.query.alignment import axis_named, parse_place
-    from instar.logs.query.compare import compare_groups as compared
-    from instar.logs.query.groups import group_runs
-
     if isinstance(runs, str | os.PathLike | Run):
         raise ConfigError.of("runs must be a list of runs, or of their paths", "instar.compare")
     records = [(run if isinstance(run, Run) else load_run(run)).record for run in runs]
     groups, _ = group_runs([record.run for record in records])
-    return compared(
+    return compare_groups(
         groups,
         records,
         metrics=metrics,
@@ -176,3 +172,58 @@ def compare(
         axis=axis_named(axis),
         target=at_loss,
     )
+
+
+@dataclass(frozen=True)
+class RecordsRead:
+    """Records of runs, and the errors of runs whose record cannot be read."""
+
+    records: tuple[RunRecord, ...]
+    faults: tuple[str, ...]
+
+
+def selected_runs(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
+    """Find the runs that the arguments name; with `every` and no arguments, all in `runs`.
+
+    Raises:
+        ConfigError: an argument names no run.
+    """
+    return [*selected_groups(runs, every=every)]
+
+
+def selected_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
+    """Find the runs that the arguments name, each with its group if the argument is the folder of a set of runs,
+    such as a fleet, else with an empty one.
+
+    Raises:
+        ConfigError: an argument names no run.
+    """
+    groups: dict[Path, tuple[RunDir, str]] = {}
+    for text in runs or ([str(RUNS)] if every else ["latest"]):
+        set_of_runs = run_set(Path(text)) if text else None
+        if set_of_runs is not None:
+            group_by_run = set_of_runs(Path(text))
+        else:
+            group_by_run = dict.fromkeys(find_runs([text], RUNS), "")
+        for run, group in group_by_run.items():
+            groups.setdefault(run.path.resolve(), (run, group))
+    return dict(groups.values())
+
+
+def read_all(runs: Sequence[RunDir]) -> RecordsRead:
+    """Read the records of runs, in order.
+
+    Raises:
+        RecordError: none of them can be read.
+    """
+    with suppress(RecordError):
+        return RecordsRead(tuple(read_records(runs)), ())
+    records, faults = [], []
+    for run in runs:
+        try:
+            records.append(read_record(run))
+        except RecordError as error:
+            faults.append(str(error))
+    if not records:
+        raise RecordError("\n".join(faults))
+    return RecordsRead(tuple(records), tuple(faults))

@@ -10,9 +10,11 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instar.config.errors import ConfigError
+from instar.config.load import Loaded
+from instar.config.origins import in_yaml
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
 from instar.distributed.launch import environment, print_stderr, run_ranks, threads_per_rank
 from instar.distributed.placement import (
@@ -27,10 +29,16 @@ from instar.distributed.placement import (
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.record.rundir import find_run
-
-if TYPE_CHECKING:
-    from instar.config.load import Loaded
-    from instar.run.resume import Resume
+from instar.record.start_folder import begun_in
+from instar.run.load_config import load_run_config
+from instar.run.resume import (
+    Resume,
+    automatic,
+    choose_checkpoint,
+    continuation,
+    named_checkpoint,
+)
+from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 """path of a config file, or its content: sections and keys; None: the default config"""
@@ -66,7 +74,6 @@ def train(
     """
     share_cores(os.environ)
     with environment(_variables(rank, world_size, port)), StopSignal() as signal:
-        from instar.run.load_config import load_run_config
         from instar.run.start.build import as_before
         from instar.run.worker import run
 
@@ -138,9 +145,6 @@ def resume(
         CheckpointError: there is no such checkpoint, or it is damaged.
         RunFailed, Interrupted: see `launch`.
     """
-    from instar.record.start_folder import begun_in
-    from instar.run.resume import Resume, named_checkpoint
-
     run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, print_stderr)
     resume_request = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
     named_checkpoint(resume_request)
@@ -163,8 +167,6 @@ def _file_and_overrides(
     Raises:
         ConfigError: the overrides are one text, or the content is not what YAML can hold.
     """
-    from instar.config.origins import in_yaml
-
     if isinstance(overrides, str):
         raise ConfigError.of(
             "overrides must be a list", where="instar", hint=f'write ["{overrides}"]'
@@ -191,8 +193,6 @@ def _launch(
     devices: Sequence[int] | None,
     max_restarts: int,
 ) -> Path:
-    from instar.run.load_config import load_run_config
-
     loaded_config = load_run_config(config, overrides)
     place = placement(os.environ)
     if place.is_set:
@@ -259,8 +259,6 @@ def preflight_launch(
     """
     from instar.data.text.origin import NOTE
     from instar.run.init_weights import starting_weights
-    from instar.run.resume import automatic, choose_checkpoint, continuation
-    from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
     resume = resume or automatic(loaded_config.config)
     checkpoint = None

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,14 +18,27 @@ from instar.cli.options import (
 )
 from instar.cli.output import print_json, print_table
 from instar.config import PRESETS, STARTERS, names_in
+from instar.config.document import dotted_key
 from instar.config.errors import ConfigError, ConfigProblem, nearest
+from instar.config.fields import (
+    default,
+    differing_keys,
+    editor_schema,
+    schedule_keys,
+    schema_keys,
+    section_types,
+    task_config_class,
+    values,
+)
+from instar.config.load import Loaded
+from instar.config.origins import in_yaml
+from instar.config.schema import RunConfig
+from instar.config.starter import starter
+from instar.config.suggestions import expected, suggest_key
 from instar.config.user_code import is_trusted
 from instar.extensions import how_to_install, starters
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    from instar.config.load import Loaded
-    from instar.config.schema import RunConfig
+from instar.run.load_config import load_run_config
 
 
 class StarterKind(click.Choice[str]):
@@ -53,8 +66,6 @@ def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> 
 
     Every key is in it, with its meaning; what begins with '#key:' is at its default.
     """
-    from instar.config.starter import starter
-
     path = path or f"{kind}.yaml"
     text = starter(kind, path, presets)
     try:
@@ -119,8 +130,6 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
 
     The output is itself a valid config (except with --json --origin: a record of keys).
     """
-    from instar.config.fields import values
-
     loaded_config = _load(cfg, overrides)
     if not as_json:
         click.echo(loaded_config.to_yaml(origin=origin), nl=False)
@@ -145,9 +154,6 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 
     --json prints the JSON Schema of a config file, which editors use to complete and check.
     """
-    from instar.config.fields import editor_schema, schema_keys, section_types, task_config_class
-    from instar.config.suggestions import suggest_key
-
     name, root = section or "", task_config_class(task, [section or ""])
     names = list(filter(None, section_types(root)))
     if name not in section_types(root) and name not in schema_keys(root):
@@ -163,11 +169,6 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
 def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, str, str]]:
     """Return key, type, default and meaning of every key of a config class, or of those of the
     section or key `name`."""
-    from instar.config.document import dotted_key
-    from instar.config.fields import default, schedule_keys, schema_keys
-    from instar.config.origins import in_yaml
-    from instar.config.suggestions import expected
-
     rows = [
         (
             key,
@@ -198,8 +199,6 @@ def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, s
 @json_option
 def validate(cfg: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check the file CFG; every mistake is listed, exit code 2."""
-    from instar.config.fields import values
-
     loaded_config = _load(cfg, overrides)
     all_values = values(loaded_config.config)
     set_count = sum(loaded_config.origins[key] != "default" for key in all_values)
@@ -216,9 +215,6 @@ def validate(cfg: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @json_option
 def diff(a: str, b: str, as_json: bool) -> None:
     """List the keys in which the configs A and B differ, defaults and presets included."""
-    from instar.config.fields import differing_keys, values
-    from instar.config.origins import in_yaml
-
     problems: list[ConfigProblem] = []
     read: list[dict[str, Any]] = []
     for path in (a, b):
@@ -246,8 +242,6 @@ def diff(a: str, b: str, as_json: bool) -> None:
 def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     """Load a config and check it. Without `--trust-code`, a run's own config, which may belong to
     another user, is only read: the class of its task is not imported."""
-    from instar.run.load_config import load_run_config
-
     run = None if cfg is None else RunDir(Path(cfg).parent)
     of_run = run is not None and run.config == Path(cfg or "") and run.holds_parts()
     return load_run_config(cfg, overrides, import_task=is_trusted() or not of_run)

@@ -14,6 +14,9 @@ from instar.cli.options import MOST_RANKS, CommandGroup, json_option, set_option
 from instar.cli.output import print_json, print_named, print_table
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
+from instar.config.language import TextConfig
+from instar.run.load_config import load_run_config
+from instar.run.start.preflight import prepare_run_data
 
 if TYPE_CHECKING:
     from instar.data.text.shards import TokenDataset
@@ -74,8 +77,6 @@ def prepare_data(
     Prints its folder, one line per part of a mixture. With --json, prints what `inspect --json`
     prints of the data set, as a list if it is a mixture.
     """
-    from instar.run.load_config import load_run_config
-
     settings = {f"data.{key}": fields[key] for key in DATA_KEYS} | {"data.seed": seed}
     options = [
         f"{key}={json.dumps(value) if key in _TEXTS else value}"
@@ -84,15 +85,12 @@ def prepare_data(
     ]
     loaded_config = load_run_config(cfg, [*overrides, *options])
     config = loaded_config.config
-
-    from instar.config.language import TextConfig
-    from instar.data.text.dataset import folders
-    from instar.run.start.preflight import prepare_run_data
-
     prepare_run_data(loaded_config, nproc, lambda line: click.echo(line, err=True))
     if not isinstance(config, TextConfig):
         click.echo(config.data.path or "in memory")
         return
+    from instar.data.text.dataset import folders
+
     paths = folders(config.data, config.data_seed)
     if not as_json:
         click.echo("\n".join(map(str, paths)))

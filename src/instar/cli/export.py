@@ -11,19 +11,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import click
 from pydantic import ValidationError
 
-from instar.cli.output import (
-    as_text,
-    deliver,
-    output_options,
-    read_all,
-    runs_argument,
-    selected_runs,
-)
+from instar.api.runs import read_all, selected_runs
+from instar.cli.output import as_text, deliver, output_options, report_faults, runs_argument
 from instar.config.document import parse
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
@@ -38,11 +32,10 @@ from instar.record.events import event_kinds
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir
 from instar.record.trackers import TRACKERS
-from instar.record.trackers.sink import replay_record
+from instar.record.trackers.sink import current_lines, replay_record
 from instar.record.trackers.tracker import TrackedRun, configured_trackers, missing_libraries
 
-if TYPE_CHECKING:
-    Each = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
+EventsByRun = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
 
 
 @click.command()
@@ -83,7 +76,7 @@ def events(
             seen_kinds.add(event_kind(entry.event))
             yield entry
 
-    events_by_run: Each = ((run, filter_run(run)) for run in run_dirs)
+    events_by_run: EventsByRun = ((run, filter_run(run)) for run in run_dirs)
     if (
         not set(kinds) <= event_kinds().keys()
     ):  # kinds of a newer Instar, or misspelt: look into the records
@@ -97,7 +90,7 @@ def events(
     )
 
 
-def _text(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:  # noqa: ARG001
+def _text(events_by_run: EventsByRun, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:  # noqa: ARG001
 
     for number, (run, events) in enumerate(events_by_run):
         if many_runs:
@@ -108,7 +101,7 @@ def _text(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Ite
             yield from (f"{line}{mark}" for line in formatter.every(entry.event))
 
 
-def _lines(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:
+def _lines(events_by_run: EventsByRun, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:
     for run, events in events_by_run:
         for entry in events:
             if many_runs or with_superseded:
@@ -119,7 +112,7 @@ def _lines(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> It
                 yield entry.line.decode("utf-8", "backslashreplace")
 
 
-def _json(events_by_run: Each, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:
+def _json(events_by_run: EventsByRun, *, many_runs: bool, with_superseded: bool) -> Iterator[str]:
     texts = (
         json.dumps(_object(run, entry, many_runs, with_superseded))
         for run, events in events_by_run
@@ -186,7 +179,7 @@ def export(
                 store = shlex.quote(entry["where"].partition(" ")[0])
                 command = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
                 click.echo(f"open it with: {command}", err=True)
-    return read.report_faults()
+    return report_faults(read.faults)
 
 
 Written = dict[str, Any]
@@ -206,8 +199,6 @@ def _last_steps(record: RunRecord, with_superseded: bool) -> dict[int, int]:
 
 
 def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], Written]:
-    from instar.cli.export import check_tracker, replay_run
-
     check_tracker(to, output)
 
     def write(record: RunRecord, with_superseded: bool) -> Written:
@@ -254,8 +245,6 @@ def _export_facts(record: RunRecord, to: str, where: str, **count: int) -> Writt
 
 
 def _write_jsonl(record: RunRecord, with_superseded: bool, file: BinaryIO) -> int:
-    from instar.record.trackers.sink import current_lines
-
     count = 0
     for _, line in current_lines(record.run.events, _last_steps(record, with_superseded)):
         file.write(line)

@@ -28,13 +28,19 @@ from instar.cli.options import (
 from instar.cli.output import print_json
 from instar.config.document import parse
 from instar.config.errors import ConfigError
+from instar.config.sections import Operation
 from instar.extensions import forecast_notes, values_of_notes
 from instar.models.hf import is_pretrained
 from instar.processes.memory import keep_freed_memory
 from instar.record.format import si
+from instar.run.load_config import load_run_config
+from instar.schedule.checks import without_effect
+from instar.schedule.forecast import checked_forecast
+from instar.schedule.operations import check_operation
+from instar.schedule.render import render
+from instar.tasks.task import spec_class
 
 if TYPE_CHECKING:
-    from instar.config.sections import Operation
     from instar.growth.offline import OfflineGrowth
 
 
@@ -118,9 +124,6 @@ def operation_of(text: str) -> Operation:
     Raises:
         ConfigError: the form is wrong, or the operation is unknown.
     """
-    from instar.config.sections import Operation
-    from instar.schedule.operations import check_operation
-
     place = f"--op {text}"
     values: dict[str, Any] = {}
     for part in _OPTION.split(text.strip()):
@@ -198,12 +201,6 @@ def check(
     Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
     epochs are unknown.
     """
-    from instar.run.load_config import load_run_config
-    from instar.schedule.checks import without_effect
-    from instar.schedule.forecast import checked_forecast
-    from instar.schedule.render import render
-    from instar.tasks.task import spec_class
-
     if pilot_file is not None:
         refuse_deleted("schedule pilot")
     loaded_config = load_run_config(cfg, (*overrides, schedule_option(file)))

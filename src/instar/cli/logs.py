@@ -5,33 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
+from instar.api.runs import RUNS, read_all, selected_groups, selected_runs
 from instar.cli import completion
 from instar.cli.output import (
-    OUT_DIR,
     WIDTH,
     as_text,
     deliver,
     json_format_option,
     output_options,
     print_table,
-    read_all,
+    report_faults,
     runs_argument,
-    selected_groups,
-    selected_runs,
     terminal_width,
 )
 from instar.config.errors import ConfigError
 from instar.logs.query.alignment import axis_named, parse_place
+from instar.logs.query.compare import compare_groups, comparison_to_json
+from instar.logs.query.groups import By, group_runs, notes_on_data
 from instar.logs.query.labels import RunLabels, change_labels, labels_of
-from instar.logs.query.runs import branch_start, in_trees
+from instar.logs.query.runs import (
+    Row,
+    branch_start,
+    find_runs,
+    in_trees,
+    list_rows,
+    row_faults,
+    row_notes,
+    row_to_json,
+    runs_of,
+)
 from instar.logs.query.summary import Summary, summarize, summary_to_json
 from instar.logs.query.tail import follow_log, last_events, last_lines, unit_of
 from instar.logs.query.tail import follow_record as added
+from instar.logs.text.comparison import comparison_markdown, comparison_text
 from instar.logs.text.format_event import EventFormatter
 from instar.logs.text.stdout import align_columns, indent_text
 from instar.logs.text.summary import (
@@ -46,11 +56,6 @@ from instar.logs.text.summary import (
 from instar.record.events import RecordError, to_words
 from instar.record.format import duration, loss, si
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    from instar.logs.query.groups import By
-    from instar.logs.query.runs import Row
-
 
 HEADERS = ("id", "name", "state", "step", "tokens", "loss", "best val", "at", "time", "started")
 NUMBERS = ("step", "tokens", "loss", "best val", "at", "time")
@@ -87,9 +92,7 @@ def list_(
 
     A DIR may also be a run, a name, or a pattern.
     """
-    from instar.logs.query.runs import list_rows, row_faults, row_notes, row_to_json, runs_of
-
-    runs = runs_of(folders, OUT_DIR)
+    runs = runs_of(folders, RUNS)
     rows = list_rows(runs, state=state, name=name, tag=tag, archived=archived, last=last)
     if as_json or form == "json":
         deliver(as_text([row_to_json(row) for row in rows]), output, open_it=open_it)
@@ -219,7 +222,7 @@ def summary(
     else:
         text = "\n".join(_summary_lines(summaries, form, terminal_width() or WIDTH))
     deliver(text, output, open_it=open_it)
-    return read.report_faults()
+    return report_faults(read.faults)
 
 
 def _summary_lines(summaries: Sequence[Summary], form: str, width: int) -> list[str]:
@@ -290,11 +293,6 @@ def compare(
     "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
     deviation over runs. The keys in which the configs differ follow at the end.
     """
-    from instar.logs.query.compare import compare_groups as compared
-    from instar.logs.query.compare import comparison_to_json
-    from instar.logs.query.groups import group_runs, notes_on_data
-    from instar.logs.text.comparison import comparison_markdown, comparison_text
-
     axis = axis_named(axis)
     at = [parse_place(place) for place in places]
     groups = selected_groups(runs)
@@ -307,7 +305,7 @@ def compare(
         click.echo(f"config not compared: {fault}", err=True)
     for note in notes_on_data({group.name: group.runs for group in sides}):
         click.echo(f"note: {note}", err=True)
-    result = compared(
+    result = compare_groups(
         sides,
         read.records,
         metrics=metrics,
@@ -325,7 +323,7 @@ def compare(
             else comparison_text(result, terminal_width())
         )
     deliver(output_text, output, open_it=open_it)
-    return read.report_faults()
+    return report_faults(read.faults)
 
 
 @click.command()
@@ -349,14 +347,12 @@ def tail(run: str, count: int, follow: bool, rank: int | None, as_json: bool) ->
 
     Superseded events are shown too.
     """
-    from instar.logs.query.runs import find_runs
-
     if as_json and (follow or rank is not None):
         raise ConfigError.of(
             f"--json cannot be combined with {'-f' if follow else '--rank'}",
             hint="to follow JSON lines: tail -f RUN/events.jsonl",
         )
-    runs = find_runs([run], OUT_DIR)
+    runs = find_runs([run], RUNS)
     run_dir = runs[-1]
     if len(runs) > 1:
         click.echo(f"{run!r} matches {len(runs)} runs; showing {run_dir.path}", err=True)

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import shell_complete
@@ -22,12 +22,10 @@ from instar.cli.completion import VARIABLE
 from instar.cli.options import LazyGroup, Say, in_one_line, json_requested, say
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.config.files import check_words
+from instar.config.user_code import TRUST_VARIABLE, Untrusted
 from instar.extensions import how_to_install, load_target, programs
 from instar.logs.text.stdout import StdoutFails, set_encoding, watch_streams
-from instar.record.progress import Display, showing
-
-if TYPE_CHECKING:
-    from instar.record.console import LiveScreen, PlainScreen
+from instar.record.progress import Display, Screen, showing
 
 COMMANDS = {
     "init": ("instar.cli.config:init", "Write a commented config to start from."),
@@ -67,7 +65,7 @@ PATH_ERRORS = {
 READER_GONE = 141
 
 
-def _open_screen() -> LiveScreen | PlainScreen:
+def _open_screen() -> Screen:
     from instar.record.console import open_screen
 
     return open_screen(sys.stderr)
@@ -190,8 +188,6 @@ def _run_with_trust(args: list[str]) -> int:
     try:
         return _run(args)
     except ConfigError as error:
-        from instar.config.user_code import TRUST_VARIABLE, Untrusted
-
         asks = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
         # ranks share their launcher's terminal, so they must not ask
         if not isinstance(error, Untrusted) or not asks or "RANK" in os.environ:

@@ -139,7 +139,7 @@ MOST_PROFILED = 100
 
 
 def _profiled_steps(_context: click.Context, _option: click.Parameter, text: str | None) -> int:
-    from instar.config.budget import parse_budget
+    from instar.config.budget import parse_budget  # `instar --help` does not wait for it
 
     if text is None:
         return 0

@@ -1,4 +1,4 @@
-"""Output of commands: tables, named values, JSON and files; and reading the records of runs."""
+"""Output of commands: tables, named values, JSON and files."""
 
 from __future__ import annotations
 
@@ -8,26 +8,18 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import click
 
 from instar.cli import completion
 from instar.cli.options import Command
 from instar.config.errors import ConfigError, visible, without_filter
-from instar.extensions import run_set
 from instar.logs.text.stdout import ENCODING, align_columns, columns_that_fit
 from instar.record.atomic import replace_file
-from instar.record.events import RecordError, to_words
+from instar.record.events import to_words
 from instar.record.format import to_ascii
-from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import RunRecord
-
 
 _GAP = 2
 _MIN_CELL = 12
@@ -166,12 +158,21 @@ def print_json(value: Any) -> None:
 WIDTH = 80
 """Width in columns without a terminal."""
 
-runs_argument = click.argument(
-    "runs", nargs=-1, metavar="[RUN]...", shell_complete=completion.run_names
-)
 json_format_option = click.option(
     "--json", "as_json", is_flag=True, help="The same as --format json."
 )
+
+
+runs_argument = click.argument(
+    "runs", nargs=-1, metavar="[RUN]...", shell_complete=completion.run_names
+)
+
+
+def report_faults(faults: Sequence[str]) -> int:
+    """Print on stderr why records cannot be read; return the exit code of the command."""
+    for fault in faults:
+        click.echo(fault, err=True)
+    return 4 if faults else 0
 
 
 def output_options(*formats: str) -> Callable[[Command], Command]:
@@ -270,71 +271,3 @@ def open_file(path: Path) -> None:
 def as_text(data: Any) -> str:
     """Serialize JSON values to one line."""
     return json.dumps(data)  # ASCII, which every stdout can encode
-
-
-OUT_DIR = Path("runs")
-
-
-@dataclass(frozen=True)
-class Read:
-    """Records of runs, and the errors of runs whose record cannot be read."""
-
-    records: tuple[RunRecord, ...]
-    faults: tuple[str, ...]
-
-    def report_faults(self) -> int:
-        """Print the errors on stderr; return the exit code of the command."""
-        for fault in self.faults:
-            click.echo(fault, err=True)
-        return 4 if self.faults else 0
-
-
-def selected_runs(runs: Sequence[str], *, every: bool = False) -> list[RunDir]:
-    """Find the runs that the arguments name; with `every` and no arguments, all in `runs`.
-
-    Raises:
-        ConfigError: an argument names no run.
-    """
-    return [*selected_groups(runs, every=every)]
-
-
-def selected_groups(runs: Sequence[str], *, every: bool = False) -> dict[RunDir, str]:
-    """Find the runs that the arguments name, each with its group if the argument is the folder of a set of runs,
-    such as a fleet, else with an empty one.
-
-    Raises:
-        ConfigError: an argument names no run.
-    """
-    from instar.logs.query.runs import find_runs
-
-    groups: dict[Path, tuple[RunDir, str]] = {}
-    for text in runs or ([str(OUT_DIR)] if every else ["latest"]):
-        runs_in = run_set(Path(text)) if text else None
-        if runs_in is not None:
-            group_by_run = runs_in(Path(text))
-        else:
-            group_by_run = dict.fromkeys(find_runs([text], OUT_DIR), "")
-        for run, group in group_by_run.items():
-            groups.setdefault(run.path.resolve(), (run, group))
-    return dict(groups.values())
-
-
-def read_all(runs: Sequence[RunDir]) -> Read:
-    """Read the records of runs, in order.
-
-    Raises:
-        RecordError: none of them can be read.
-    """
-    from instar.logs.read.record import read_record, read_records
-
-    with suppress(RecordError):
-        return Read(tuple(read_records(runs)), ())
-    records, faults = [], []
-    for run in runs:
-        try:
-            records.append(read_record(run))
-        except RecordError as error:
-            faults.append(str(error))
-    if not records:
-        raise RecordError("\n".join(faults))
-    return Read(tuple(records), tuple(faults))

@@ -7,34 +7,31 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import click
 
+from instar.api.runs import read_all, selected_groups
 from instar.cli.output import (
     WIDTH,
     as_text,
     deliver,
     json_format_option,
     open_file,
-    read_all,
+    report_faults,
     runs_argument,
-    selected_groups,
     terminal_width,
 )
 from instar.config.errors import ConfigError, without_filter
 from instar.extensions import how_to_install, plot_in
 from instar.logs.plot.chart import Chart
+from instar.logs.plot.compose import LOSS_CURVES, ChartRequest, compose
 from instar.logs.plot.picture import picture
 from instar.logs.plot.terminal import TerminalSize, terminal
 from instar.logs.query.alignment import axis_named, place_on
+from instar.logs.query.groups import By
 from instar.logs.read.record import AXES, RunRecord
 from instar.record.atomic import replace_file
-
-if TYPE_CHECKING:
-    from instar.logs.plot.compose import ChartRequest
-    from instar.logs.query.groups import By
-
 
 FORMATS = ("png", "svg", "pdf", "html", "text", "json")
 _HEIGHT = 24
@@ -114,8 +111,6 @@ def plot(
     Without -o or -e, draws in the terminal. Operations are marked, superseded steps are faint, and
     the best value of a validation metric has a ring.
     """
-    from instar.logs.plot.compose import ChartRequest
-
     form = _form(form, output, as_json=as_json, open_it=open_it)
     if form == "html" and plot_in(form) is None:
         remedy = how_to_install("plots", form)
@@ -138,7 +133,7 @@ def plot(
     )
     read = read_all([*groups])
     _deliver(read.records, request, form, output, open_it=open_it)
-    return read.report_faults()
+    return report_faults(read.faults)
 
 
 def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool) -> str:
@@ -158,8 +153,6 @@ def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool)
 
 
 def _panels(metrics: str | None, *, loss_curves: bool) -> tuple[tuple[str, ...], ...]:
-    from instar.logs.plot.compose import LOSS_CURVES
-
     names = [name.strip() for name in (metrics or "").split(",")]
     panels = tuple((name,) for name in dict.fromkeys(filter(None, names)))
     return (*LOSS_CURVES, *panels) if loss_curves or not panels else panels
@@ -174,8 +167,6 @@ def _deliver(
     open_it: bool,
 ) -> None:
     """Draw the chart and write it to its destination."""
-    from instar.logs.plot.compose import compose
-
     chart = compose(records, request)
     to_stdout = output is None or output == "-"
     if form == "json":

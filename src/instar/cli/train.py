@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -29,8 +29,9 @@ from instar.cli.options import (
 from instar.cli.output import print_json
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import read_regular
+from instar.config.load import Loaded, from_launcher
 from instar.distributed.failure import NOTHING_STARTED, stopped_before_start
-from instar.distributed.launch import print_stderr, torchrun_line
+from instar.distributed.launch import launch_ranks, print_stderr, torchrun_line
 from instar.distributed.placement import DEVICES_VARIABLE, RankCount, placement, resolve_ranks
 from instar.distributed.rank_log import running_rank
 from instar.distributed.signals import StopSignal
@@ -42,11 +43,14 @@ from instar.record.events import Saved
 from instar.record.format import bytes_text
 from instar.record.lock import lock_owner
 from instar.record.rundir import RunDir, find_run
+from instar.record.start_folder import begun_in
 from instar.record.system import host_bytes
-
-if TYPE_CHECKING:
-    from instar.config.load import Loaded
-    from instar.run.resume import Resume
+from instar.run.load_config import load_run_config
+from instar.run.resume import Resume, automatic, named_checkpoint, with_restoring
+from instar.run.start.preflight import foreseen_precision, preflight, suggestion
+from instar.schedule.memory import in_force
+from instar.schedule.render import render
+from instar.tasks.task import SampleSetSpec
 
 
 @click.command(
@@ -120,8 +124,6 @@ class _TrainOptions:
 
 def _train(options: _TrainOptions) -> int:
     if options.resume is not None and options.cfg is None:
-        from instar.record.start_folder import begun_in
-
         run, base, overrides = begun_in(
             find_run(options.resume), options.overrides, lambda text: click.echo(text, err=True)
         )
@@ -144,15 +146,10 @@ def _train(options: _TrainOptions) -> int:
 
 def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     """Return the config, the resume if there is one, and the words for each rank."""
-    from instar.config.load import from_launcher
-    from instar.run.load_config import load_run_config
-
     cfg, overrides = options.cfg, options.all_overrides()
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
     resume = None
     if options.resume is not None:
-        from instar.run.resume import Resume, named_checkpoint
-
         run, start = find_run(options.resume), options.start
         resume = Resume(
             run, start, options.allow, fresh=start == "latest", has_user_config=cfg is not None
@@ -168,8 +165,6 @@ def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     except ConfigError as error:
         if resume is None or resume.has_user_config:
             raise
-        from instar.run.resume import with_restoring
-
         raise with_restoring(resume.run, error) from None
     return loaded_config, resume, argv
 
@@ -189,8 +184,6 @@ def _launch(
         )
         if count.ranks == 1 and devices is None and not max_restarts:
             return _one_rank(loaded_config, resume, options)
-        from instar.distributed.launch import launch_ranks, torchrun_line
-
         port = loaded_config.config.parallel.master_port
         line = torchrun_line(argv, count.ranks, devices, max_restarts=max_restarts, port=port)
         click.echo(f"same as: {line}", err=True)
@@ -225,11 +218,6 @@ def _forecast(
     ranks: int,
 ) -> int:
     from instar.run.init_weights import starting_weights
-    from instar.run.resume import automatic
-    from instar.run.start.preflight import foreseen_precision, preflight, suggestion
-    from instar.schedule.memory import in_force
-    from instar.schedule.render import render
-    from instar.tasks.task import SampleSetSpec
 
     new = automatic(loaded_config.config) is None
     preparation = preflight(

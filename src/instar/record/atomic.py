@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from instar.config.errors import ConfigError, InstarError
 from instar.config.files import make_folder as make_folder
 from instar.config.files import sync_folder as sync_folder
@@ -225,8 +227,6 @@ def atomic_dir(folder: Path, *, key: str = "", first_wins: bool = False) -> Iter
         WriteError: the folder cannot be written, and no `key` is given.
         ConfigError: the folder cannot be written, and a `key` is given.
     """
-    from safetensors import SafetensorError
-
     folder = folder.absolute()
     temporary = folder.with_name(f"{TMP}{folder.name}-{secrets.token_hex(4)}")
     try:

@@ -176,7 +176,9 @@ class LiveScreen:
     ) -> None:
         from rich.console import Console as RichConsole
         from rich.live import Live
+        from rich.text import Text
 
+        self._make_text = Text
         self._stream = stream
         self._own_escapes = ExitStack()
         self._own_escapes.enter_context(without_filter(stream))
@@ -229,9 +231,7 @@ class LiveScreen:
 
     def paint(self, lines: Iterable[tuple[str, str]]) -> None:
         """Replace the block of lines, each with its style; lines that are too long are cut."""
-        from rich.text import Text
-
-        block = Text("\n", no_wrap=True, overflow="ellipsis").join(
+        block = self._make_text("\n", no_wrap=True, overflow="ellipsis").join(
             self._line(text, style) for text, style in lines
         )
         self._block = block
@@ -246,9 +246,7 @@ class LiveScreen:
         self._terminal.show_cursor(True)  # Live hides it, and a killed run would not restore it
 
     def _line(self, text: str, style: str) -> Text:
-        from rich.text import Text
-
-        return Text(encodable_as(text, self._encoding), style=style)
+        return self._make_text(encodable_as(text, self._encoding), style=style)
 
     def _attempt(self, paint: Callable[[], object]) -> None:
         if self._broken:

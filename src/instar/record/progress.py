@@ -14,10 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from instar.record.console import LiveScreen, PlainScreen
+from typing import Protocol, TypeVar
 
 Advance = Callable[[float], object]
 Item = TypeVar("Item")
@@ -29,6 +26,27 @@ LINE_EVERY_S = 10.0
 """Time between lines where there is no terminal; work that takes less has none."""
 _TICK_S = 0.1
 _MEASURE_S = 1.0
+
+
+class Screen(Protocol):
+    """Where work is shown: a terminal, or lines elsewhere. See `instar.record.console`."""
+
+    @property
+    def due(self) -> bool:
+        """Whether `update` should be called now."""
+
+    @property
+    def width(self) -> int | None:
+        """Columns; None: there is no current line to update."""
+
+    def show(self, text: str) -> None:
+        """Print a line."""
+
+    def update(self, text: str) -> None:
+        """Replace the current line."""
+
+    def close(self) -> None:
+        """Restore the terminal."""
 
 
 @dataclass(eq=False)
@@ -128,10 +146,10 @@ def folder_bytes(folder: Path) -> float:
 class Display:
     """Shows the innermost work that takes long: a bar on a terminal, lines elsewhere."""
 
-    def __init__(self, open_screen: Callable[[], LiveScreen | PlainScreen], *, owns: bool) -> None:
+    def __init__(self, open_screen: Callable[[], Screen], *, owns: bool) -> None:
         """`owns`: close the screen after each work; it is opened when there is something to show."""
         self._open, self._owns = open_screen, owns
-        self._screen: LiveScreen | PlainScreen | None = None
+        self._screen: Screen | None = None
         self._works: list[Activity] = []
         self._ended = threading.Event()
         self._painter: threading.Thread | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from instar.config.errors import ConfigError, InstarError, nearest
 from instar.config.files import (
@@ -35,15 +35,21 @@ from instar.record.lock import (
     write_holder,
 )
 
-if TYPE_CHECKING:
-    from instar.config.sections import RecordConfig
-
 LETTERS = "abcdefghjkmnpqrstuvwxyz"
 """Characters of run ids, without those that look alike (i, l, 1, o, 0)."""
 LETTERS_AND_DIGITS = LETTERS + "23456789"
 LOCK_WAIT_S = 0.1
 """How long to wait for a lock that another process may hold just to read who trains there."""
 _ID = re.compile(rf"[{LETTERS}][{LETTERS_AND_DIGITS}]{{4}}")
+
+
+class Destination(Protocol):
+    """Where a new run goes: these keys of the section `record` of its config."""
+
+    @property
+    def out_dir(self) -> str: ...
+    @property
+    def run_dir(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,7 @@ def _busy(run: RunDir, holder: ProcessName | None) -> str:
 
 
 def create_run_dir(
-    record: RecordConfig, name: str, fill: Callable[[RunDir], None] = lambda _: None
+    record: Destination, name: str, fill: Callable[[RunDir], None] = lambda _: None
 ) -> RunDir:
     """Create the folder of a new run with `logs/` and `checkpoints/`, and call `fill`.
 
@@ -223,7 +229,7 @@ def create_run_dir(
     return run
 
 
-def check_run_dir(record: RecordConfig, name: str) -> None:
+def check_run_dir(record: Destination, name: str) -> None:
     """Check whether `create_run_dir` can create the folder, and create nothing.
 
     Raises:
@@ -317,7 +323,7 @@ def _taken_error(path: Path, pid: int | None) -> ConfigError:
     )
 
 
-def _claim_new(record: RecordConfig, name: str) -> RunDir:
+def _claim_new(record: Destination, name: str) -> RunDir:
     out_dir = Path(record.out_dir)
     make_folder(out_dir)
     while True:
@@ -395,5 +401,5 @@ def _written_at(run: RunDir) -> int | None:
     return None
 
 
-def folder_key(record: RecordConfig) -> str:
+def folder_key(record: Destination) -> str:
     return "record.run_dir" if record.run_dir else "record.out_dir"

@@ -21,7 +21,7 @@ from instar.extensions.fleet.state import (
 from instar.extensions.fleet.view.live import fleet_table, title
 from instar.extensions.fleet.view.reader import FleetReader
 from instar.extensions.fleet.view.rows import FleetView, fleet_json, fleet_overview, fleet_view
-from instar.logs.query.state import RunProgress
+from instar.logs.query.runs import RunProgress
 from instar.record.events import OperationEvent, Stop
 from instar.record.recorder import Recorder
 

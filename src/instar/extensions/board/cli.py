@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
+from instar.api.runs import read_all, selected_groups
 from instar.cli.options import json_option
-from instar.cli.output import as_text, deliver, open_file, read_all, runs_argument, selected_groups
+from instar.cli.output import as_text, deliver, open_file, report_faults, runs_argument
 from instar.config.errors import ConfigError
 from instar.extensions import catalog
 from instar.record.atomic import replace_file
@@ -40,7 +41,7 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     groups = selected_groups(runs)
     read = read_all([*groups])
     if not read.records:
-        return read.report_faults()
+        return report_faults(read.faults)
     default = read.records[0].run.report if len(read.records) == 1 else Path(REPORT_OF_SEVERAL)
     path = output or default
     content = report_html(read.records, groups).encode("utf-8", "backslashreplace")
@@ -53,7 +54,7 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     deliver(as_text(as_dict) if as_json else str(path), None)
     if open_it:
         open_file(path)
-    return read.report_faults()
+    return report_faults(read.faults)
 
 
 @click.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +12,10 @@ from instar.logs.plot.transforms import thin
 from instar.logs.query.groups import By, given_values, group_indices
 from instar.logs.query.stages import WHOLE_AXES, marks
 from instar.logs.query.summary import summarize
-from instar.logs.read.record import ALIASES, AXES, Series, read_record
+from instar.logs.read.columns import Floats, Ints
+from instar.logs.read.record import ALIASES, AXES, RunRecord, Series, read_record
 from instar.record.format import encodable
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import Floats, Ints, RunRecord, Series
-
 
 SIGNIFICANT_FIGURES = 6
 """to which values and FLOPs are rounded"""

@@ -27,7 +27,7 @@ from instar.extensions.delta.format.link import LinkFile, read_link
 from instar.extensions.delta.format.state import state_hash
 from instar.extensions.delta.format.statistics import LinkStatistics, link_statistics
 from instar.record import atomic
-from instar.record.system import recorded_event
+from instar.record.device import recorded_event
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """dtypes that weights may be rounded to"""

@@ -6,20 +6,15 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Literal
 
 from instar.config.errors import ConfigError
 from instar.extensions import metric_names
 from instar.logs.query.stages import stages
+from instar.logs.read.columns import Floats
 from instar.logs.read.record import AXES, RunRecord
 from instar.record.events import to_words
 from instar.record.format import si
-
-if TYPE_CHECKING:
-    Floats = npt.NDArray[np.float64]
 
 _ROOM = 0.015
 Kind = Literal["operation", "checkpoint", "resume", "alert", "failed"]

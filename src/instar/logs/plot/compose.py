@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from instar.config.errors import ConfigError, shorten_text
 from instar.logs.plot.chart import (
@@ -26,13 +25,10 @@ from instar.logs.plot.chart import (
 from instar.logs.plot.transforms import band, smooth, thin
 from instar.logs.query.groups import By, group_indices, notes_on_data
 from instar.logs.query.stages import marks
+from instar.logs.read.columns import Bools, Floats
 from instar.logs.read.record import ALIASES, RunRecord, Series, unknown_metric
 from instar.record.events import RunStarted
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    Floats = npt.NDArray[np.float64]
-
 
 _CLOCKS = ("wall_s", "time")
 _LONGEST_TITLE = 60
@@ -237,8 +233,8 @@ def _within(series: Series, request: ChartRequest) -> Series:
     return series if inside.all() else series.take(inside)
 
 
-def _drawable(series: Series, request: ChartRequest) -> npt.NDArray[np.bool_]:
-    mask: npt.NDArray[np.bool_] = np.abs(series.value) < _LARGEST
+def _drawable(series: Series, request: ChartRequest) -> Bools:
+    mask: Bools = np.abs(series.value) < _LARGEST
     return mask & (series.value > 1 / _LARGEST) if request.log else mask
 
 
@@ -267,9 +263,7 @@ def _superseded_stretches(series: Series) -> Iterator[Series]:
         yield part.take(np.arange(max(0, first - 1), len(part)))
 
 
-def _best(
-    series: Series, mask: npt.NDArray[np.bool_], request: ChartRequest
-) -> tuple[float, float] | None:
+def _best(series: Series, mask: Bools, request: ChartRequest) -> tuple[float, float] | None:
     at = series.best(mask) if mask.sum() > 1 else None
     return None if at is None else (float(series.axis(request.axis)[at]), float(series.value[at]))
 

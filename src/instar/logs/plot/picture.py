@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from instar.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instar.logs.plot.chart import Chart
+from instar.logs.plot.chart import Chart
 
 
 def check_matplotlib() -> None:

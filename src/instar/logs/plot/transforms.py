@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    Floats = npt.NDArray[np.float64]
-    Ints = npt.NDArray[np.int64]
+from instar.logs.read.columns import Floats, Ints
 
 _BLOCK = 64
 

@@ -8,19 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigError, nearest
+from instar.logs.read.columns import Floats
 from instar.logs.read.record import Series
 from instar.record.format import duration, scientific, si, unit_text
-
-if TYPE_CHECKING:
-    Floats = npt.NDArray[np.float64]
-
 
 PLACED_BY = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s")
 """axes that start at 0 in every run"""

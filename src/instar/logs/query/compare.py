@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from instar.config.errors import ConfigError
 from instar.config.fields import differing_keys
@@ -32,12 +31,10 @@ from instar.logs.query.groups import (
     comparability,
     warnings_on_data,
 )
+from instar.logs.read.columns import Floats
 from instar.logs.read.record import ALIASES, RunRecord, unknown_metric
 from instar.record.events import BeginsAnew, RunStarted, to_words
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    Floats = npt.NDArray[np.float64]
 
 COMPARED = ("val/loss", "val/bits_per_byte", "loss")
 """default metrics, as far as a run has them"""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,11 +21,8 @@ from instar.checkpoint.manifest import (
     read_manifest,
 )
 from instar.config.files import open_regular, read_regular
+from instar.logs.read.columns import Floats
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import Floats
-
 
 _PREDICTED = ".predicted"
 NO_PYARROW = "Predictions are not plotted: pyarrow is not installed (pip install 'instar[hf]')."
@@ -121,35 +118,34 @@ def _scatters(
     if find_spec("pyarrow") is None:
         notes.append(NO_PYARROW)
         return ()
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from pyarrow import ArrowException, parquet, types
 
     try:
         if checksum is not None and file_entry(file, "").xxh3_128 != checksum:
             notes.append("test/predictions.parquet is not of the test of test/result.json.")
             return ()
-        with open_regular(file) as stream, pq.ParquetFile(stream) as table:
+        with open_regular(file) as stream, parquet.ParquetFile(stream) as table:
             names = [name for name in table.schema_arrow.names if name.endswith(_PREDICTED)]
-            scatters = [_scatter(table, name.removesuffix(_PREDICTED), points) for name in names]
-    except (OSError, pa.ArrowException) as error:
+            scatters = [
+                _scatter(types, table, name.removesuffix(_PREDICTED), points) for name in names
+            ]
+    except (OSError, ArrowException) as error:
         notes.append(f"test/predictions.parquet cannot be read: {error}")
         return ()
     return tuple(scatter for scatter in scatters if scatter is not None)
 
 
-def _scatter(table: Any, target: str, points: int) -> Scatter | None:
-    """Sample pairs of a target evenly from the whole file, read in batches."""
-    import pyarrow as pa
-
+def _scatter(types: Any, table: Any, target: str, points: int) -> Scatter | None:
+    """Sample pairs of a target evenly from the whole file, read in batches; `types`: the module of pyarrow."""
     schema, names = table.schema_arrow, [target, target + _PREDICTED]
     if target not in schema.names:
         return None
-    if not all(pa.types.is_floating(_inner(schema.field(name).type)) for name in names):
+    if not all(types.is_floating(_inner(types, schema.field(name).type)) for name in names):
         return None
     every = max(1, table.metadata.num_rows // points)
     parts, count = list[Any](), 0
     for batch in table.iter_batches(columns=names, batch_size=1 << 16):
-        pair = np.stack([_flat(batch.column(name)) for name in names])
+        pair = np.stack([_flat(types, batch.column(name)) for name in names])
         count += pair.shape[1]
         parts.append(pair[:, ::every])
     pairs = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0))
@@ -158,14 +154,12 @@ def _scatter(table: Any, target: str, points: int) -> Scatter | None:
     return Scatter(target, pairs[0], pairs[1], count) if pairs.size else None
 
 
-def _inner(kind: Any) -> Any:
-    import pyarrow as pa
-
-    nested = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)
+def _inner(types: Any, kind: Any) -> Any:
+    nested = types.is_list(kind) or types.is_fixed_size_list(kind)
     return kind.value_type if nested else kind
 
 
-def _flat(column: Any) -> Floats:
-    nested = _inner(column.type) != column.type
+def _flat(types: Any, column: Any) -> Floats:
+    nested = _inner(types, column.type) != column.type
     flat = column.flatten() if nested else column
     return np.asarray(flat.to_numpy(zero_copy_only=False), np.float64)

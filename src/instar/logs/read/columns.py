@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, reduce
 from itertools import starmap
 from operator import attrgetter, or_
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgspec
 import numpy as np
@@ -28,10 +28,11 @@ from instar.record.events import (
     metrics,
 )
 
-if TYPE_CHECKING:
-    Column = npt.NDArray[Any]
-    Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers] | Sequence[ExtensionEvent]
-
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Column = npt.NDArray[Any]
+Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers] | Sequence[ExtensionEvent]
 
 CELLS = 1 << 27
 """Cells that a table may have beyond the bytes of its record. A written number takes several bytes,
@@ -272,7 +273,7 @@ def decode_measurements(block: bytes) -> list[Event]:
     return events
 
 
-def table_of(steps: Sequence[Train]) -> dict[str, npt.NDArray[Any]]:
+def table_of(steps: Sequence[Train]) -> dict[str, Column]:
     """Return each field of all steps as a column, `ABSENT` for None; for `extra`, whether any is set."""
     try:
         rows = b"".join(starmap(_row.pack, map(astuple, steps)))

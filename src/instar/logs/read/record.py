@@ -10,14 +10,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from instar.config.errors import ConfigError, nearest
 from instar.logs.read import cache
-from instar.logs.read.columns import LazyColumns, MetricTable, present
+from instar.logs.read.columns import Bools, Column, Floats, Ints, LazyColumns, MetricTable, present
 from instar.logs.read.reader_cache import cache_folder
 from instar.logs.read.scan import EVERYTHING, Content, SegmentTree, no_record, scan
 from instar.record.events import (
@@ -32,11 +31,6 @@ from instar.record.events import (
 )
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    Floats = npt.NDArray[np.float64]
-    Ints = npt.NDArray[np.int64]
-    Bools = npt.NDArray[np.bool_]
 
 AXES = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s", "time")
 """x axes of curves"""
@@ -64,7 +58,7 @@ class Series:
         self,
         name: str,
         value: Floats,
-        axes: Mapping[str, npt.NDArray[Any]],
+        axes: Mapping[str, Column],
         is_current: Bools,
         better: Direction | None = None,
         since: float = -math.inf,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from instar.logs.read.columns import Bools, Column, Ints
 from instar.logs.read.record import Series
 
 PLACES = ("step", "samples", "tokens", "epoch", "flops", "wall_s", "active_s", "time", "segment")
@@ -20,8 +19,8 @@ _TIMES_BITS, _STEP_BITS = 10, 40
 class Rows:
     """Places and metrics by name; `is_measured` masks the rows in which each metric has a value."""
 
-    values: dict[str, npt.NDArray[Any]]
-    is_measured: dict[str, npt.NDArray[np.bool_]]
+    values: dict[str, Column]
+    is_measured: dict[str, Bools]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -57,13 +56,13 @@ def rows_of(series: Sequence[Series]) -> Rows:
         if keys
         else []
     )
-    values: dict[str, npt.NDArray[Any]] = {}
+    values: dict[str, Column] = {}
     for place in PLACES:
         kind = np.int64 if place in ("step", "samples", "tokens", "segment") else np.float64
         values[place] = np.zeros(len(all_keys), kind)
         for curve, rows in zip(reversed(series), reversed(positions), strict=True):
             values[place][rows] = getattr(curve, place)
-    is_measured: dict[str, npt.NDArray[np.bool_]] = {}
+    is_measured: dict[str, Bools] = {}
     for curve, rows in zip(series, positions, strict=True):
         name = curve.name if curve.name not in PLACES else f"{curve.name} (measured)"
         values[name] = np.full(len(all_keys), np.nan)
@@ -73,7 +72,7 @@ def rows_of(series: Sequence[Series]) -> Rows:
     return Rows(values, is_measured)
 
 
-def _keys(series: Series) -> npt.NDArray[np.int64]:
+def _keys(series: Series) -> Ints:
     """Return sort keys: segment, step and count of earlier measurements there, packed in one int."""
     place = (series.segment << _STEP_BITS) | series.step
     order = np.argsort(place, kind="stable")

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from instar.config.files import open_regular
 from instar.distributed.placement import usable_cores
 from instar.logs.read.columns import (
     CELLS,
+    Column,
     MetricTable,
     TableBuilder,
     decode_measurements,
@@ -41,9 +42,6 @@ from instar.record.events import (
     decode_event,
 )
 from instar.record.progress import Advance, progress
-
-if TYPE_CHECKING:
-    from instar.logs.read.columns import Column
 
 BLOCK_BYTES = 1 << 18
 """small enough that the events of a block stay in the processor's cache"""

@@ -34,6 +34,7 @@ from instar.record.media import read_image
 from instar.record.trackers.tracker import (
     Outcome,
     TrackedRun,
+    Tracker,
     event_note,
     media_key,
     metrics_of_event,
@@ -50,13 +51,12 @@ RETRY_AFTER_S = 0.5
 _STATUS: dict[Outcome, str] = {"finished": "FINISHED", "stopped": "KILLED", "crashed": "FAILED"}
 
 
-class Mlflow:
+class Mlflow(Tracker):
     name = "mlflow"
 
     def __init__(self, config: MlflowConfig) -> None:
-        self.where = ""
-        self.secrets: tuple[str, ...] = ()
         self._config = config
+        self._mlflow: Any = None
         self._client: Any = None
         self._run_id = ""
         self._folder = Path()
@@ -69,6 +69,9 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         if is_folder(uri):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        import mlflow.tracking  # reads the environment
+
+        self._mlflow = mlflow
         with _creating_alone(uri):
             try:
                 self._open(run, uri)
@@ -81,9 +84,7 @@ class Mlflow:
         self._set(run)
 
     def _open(self, run: TrackedRun, uri: str) -> None:
-        from mlflow.tracking import MlflowClient
-
-        self._client = MlflowClient(tracking_uri=uri)
+        self._client = self._mlflow.tracking.MlflowClient(tracking_uri=uri)
         where = f"{redact_text(uri)} {self._config.experiment}"
         run_id = run.ids.get(self.name, where)
         if run_id is None:
@@ -95,14 +96,12 @@ class Mlflow:
         self.where = f"{redact_text(uri)} run {run_id}"
 
     def _experiment(self) -> str:
-        from mlflow.exceptions import MlflowException
-
         name = self._config.experiment
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
-            except MlflowException:  # another run created it meanwhile
+            except self._mlflow.exceptions.MlflowException:  # another run created it meanwhile
                 experiment = self._client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
@@ -110,11 +109,13 @@ class Mlflow:
 
     def _set(self, run: TrackedRun) -> None:
         """Log the config as parameters; one with another value already as a tag."""
-        from mlflow.entities import Param
-
         logged_params = self._client.get_run(self._run_id).data.params
         parameters = {_name(key): str(value)[:MAX_PARAMETER] for key, value in run.config.items()}
-        new = [Param(key, value) for key, value in parameters.items() if key not in logged_params]
+        new = [
+            self._mlflow.entities.Param(key, value)
+            for key, value in parameters.items()
+            if key not in logged_params
+        ]
         for start in range(0, len(new), PARAMETERS_PER_BATCH):
             self._client.log_batch(self._run_id, params=new[start : start + PARAMETERS_PER_BATCH])
         for key, value in parameters.items():
@@ -123,15 +124,14 @@ class Mlflow:
         self._tag("folder", str(run.folder))
 
     def take(self, event: Event) -> None:
-        from mlflow.entities import Metric
-
         if isinstance(event, Placed):
             numbers = metrics_of_event(event)
             if isinstance(event, RunFinished):
                 numbers = {f"final/{name}": value for name, value in totals(event).items()}
             when = round(event.time * 1000)
             self._metrics += [
-                Metric(_name(key), value, when, event.step) for key, value in numbers.items()
+                self._mlflow.entities.Metric(_name(key), value, when, event.step)
+                for key, value in numbers.items()
             ]
         if isinstance(event, ImageEvent) and read_image(self._folder, event.path) is not None:
             image = str(self._folder / event.path)

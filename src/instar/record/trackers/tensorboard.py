@@ -7,24 +7,19 @@ run begins its file with a session start, at which TensorBoard drops the points 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from instar.config.sections import TensorBoardConfig
 from instar.record.events import Event
-from instar.record.trackers.tracker import Outcome, TrackedRun
-
-if TYPE_CHECKING:
-    from instar.record.trackers.event_file import EventFile
+from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     name = "tensorboard"
 
     def __init__(self, config: TensorBoardConfig) -> None:
-        self.where = ""
-        self.secrets: tuple[str, ...] = ()
         self._config = config
-        self._file: EventFile | None = None
+        self._file: Any = None
 
     def start(self, run: TrackedRun) -> None:
         from instar.record.trackers.event_file import EventFile
@@ -35,13 +30,10 @@ class TensorBoard:
         self._file = EventFile(folder, run)
 
     def take(self, event: Event) -> None:
-        assert self._file is not None
         self._file.take(event)
 
     def flush(self) -> None:
-        assert self._file is not None
         self._file.flush()
 
     def finish(self, outcome: Outcome) -> None:
-        assert self._file is not None
         self._file.finish(outcome)

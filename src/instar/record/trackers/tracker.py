@@ -66,9 +66,9 @@ class Tracker(Protocol):
     """One tool. A single thread, not that of training, calls all methods; any may raise."""
 
     name: str
-    where: str
+    where: str = ""
     """where the tool stores the run, once it has started"""
-    secrets: tuple[str, ...]
+    secrets: tuple[str, ...] = ()
     """addresses that its errors may repeat"""
 
     def start(self, run: TrackedRun) -> None:

@@ -21,6 +21,7 @@ from instar.record.trackers.tracker import (
     Note,
     Outcome,
     TrackedRun,
+    Tracker,
     event_note,
     metrics_of_event,
     totals,
@@ -31,12 +32,10 @@ MAX_ROWS = 5000
 """rows collected before they are written"""
 
 
-class Trackio:
+class Trackio(Tracker):
     name = "trackio"
 
     def __init__(self, config: TrackioConfig) -> None:
-        self.where = ""
-        self.secrets: tuple[str, ...] = ()
         self._config = config
         self._storage: Any = None
         self._run_keys: dict[str, str] = {}

@@ -20,6 +20,7 @@ from instar.record.trackers.tracker import (
     Level,
     Outcome,
     TrackedRun,
+    Tracker,
     event_note,
     media_key,
     metrics_of_event,
@@ -29,13 +30,12 @@ from instar.record.trackers.tracker import (
 _LEVELS: dict[Level, str] = {"info": "INFO", "warn": "WARN", "error": "ERROR"}
 
 
-class Wandb:
+class Wandb(Tracker):
     name = "wandb"
 
     def __init__(self, config: WandbConfig) -> None:
-        self.where = ""
-        self.secrets: tuple[str, ...] = ()
         self._config = config
+        self._wandb: Any = None
         self._run: Any = None
         self._folder = Path()
 
@@ -44,7 +44,7 @@ class Wandb:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        config = self._config
+        self._wandb, config = wandb, self._config
         if config.mode == "online" and not wandb.login(prompt=False):
             raise PermissionError("no API key is known: wandb login, or mode: offline")
         where = f"{config.entity or ''}/{config.project}"
@@ -72,9 +72,7 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def _settings(self) -> Any:
-        import wandb
-
-        return wandb.Settings(
+        return self._wandb.Settings(
             silent=True,
             console="off",
             save_code=False,
@@ -107,14 +105,14 @@ class Wandb:
             self._run.summary.update({f"final/{key}": v for key, v in totals(event).items()})
 
     def _log_media(self, event: ImageEvent | TableEvent) -> None:
-        import wandb
-
         media: Any
         if isinstance(event, TableEvent):
             rows = [[*row] for row in event.rows]
-            media = wandb.Table(columns=list(event.columns), data=rows, allow_mixed_types=True)
+            media = self._wandb.Table(
+                columns=list(event.columns), data=rows, allow_mixed_types=True
+            )
         elif read_image(self._folder, event.path) is not None:
-            media = wandb.Image(str(self._folder / event.path))
+            media = self._wandb.Image(str(self._folder / event.path))
         else:
             return
         self._log(event, event.step, {media_key(event): media})

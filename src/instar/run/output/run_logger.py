@@ -21,6 +21,7 @@ from instar.distributed.agree import gather, reduce_sums
 from instar.distributed.world import World
 from instar.growth.analysis import WeightAnalysis
 from instar.record.console import Console
+from instar.record.device import PeakFlops
 from instar.record.events import (
     AnalysisEvent,
     BeginsAnew,
@@ -41,7 +42,7 @@ from instar.record.events import (
 )
 from instar.record.format import begins_anew_line, confusion_lines
 from instar.record.recorder import Silent, Sink
-from instar.record.system import PeakFlops, memory_bytes
+from instar.record.system import memory_bytes
 from instar.run.output.operation_text import ChangeOutcome, log_block, operation_event
 from instar.run.output.save import SaveResult
 from instar.run.parallel.strategy import RoundEnd

@@ -25,7 +25,7 @@ from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
 from instar.distributed.shards import SavedRows
 from instar.distributed.world import RunFailed, World, with_own_group
-from instar.record.system import recorded_event
+from instar.record.device import recorded_event
 
 logger = logging.getLogger(__name__)
 

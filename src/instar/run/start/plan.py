@@ -21,8 +21,8 @@ from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, recall
 from instar.record.console import Console
+from instar.record.device import gpu_bytes
 from instar.record.rundir import RunDir
-from instar.record.system import gpu_bytes
 from instar.run.init_weights import Weights, starting_weights
 from instar.run.parallel.micro_batch_sizes import sizes_ahead
 from instar.run.resume import (

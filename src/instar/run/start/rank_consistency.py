@@ -25,15 +25,10 @@ from instar.distributed.agree import agree, gather, raise_on_all_ranks
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 from instar.record.atomic import TMP
+from instar.record.device import gpu_bytes, measure_bf16_gain
 from instar.record.format import bytes_text
 from instar.record.rundir import RunDir, folder_key
-from instar.record.system import (
-    gpu_bytes,
-    has_bf16_units,
-    host_bytes,
-    measure_bf16_gain,
-    versions,
-)
+from instar.record.system import has_bf16_units, host_bytes, versions
 from instar.run.start.preflight import FORECAST_SHARE, Prepared, sharding_problems
 
 _LOCAL = {"device", "parallel", "record"}

@@ -31,7 +31,7 @@ from instar.distributed.world import World
 from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.table import check_table
-from instar.record.system import torch_dtype
+from instar.record.device import torch_dtype
 from instar.run.optimizer import (
     check_states,
     optimizer_tensors,

@@ -29,7 +29,7 @@ from instar.growth.plan import (
     Truncated,
 )
 from instar.models import shape
-from instar.record.system import recorded_event
+from instar.record.device import recorded_event
 
 Norms = Mapping[str, float]
 GroupNorms = Callable[[Sequence[Sequence[Tensor]]], Tensor]

@@ -23,7 +23,7 @@ from instar.distributed.agree import raise_on_all_ranks, reduce_sums
 from instar.distributed.shards import Wholes, to_local
 from instar.distributed.world import World
 from instar.models.module import held_buffers, load_buffers
-from instar.record.system import torch_dtype
+from instar.record.device import torch_dtype
 from instar.run.muon import lerp
 from instar.run.optimizer import (
     OUTER_MOMENTUM,

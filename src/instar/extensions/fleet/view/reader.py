@@ -19,7 +19,7 @@ from instar.extensions.fleet.spec import Search
 from instar.extensions.fleet.state import FleetStatus, fold_events, read_fleet_events
 from instar.extensions.fleet.view.rows import FleetView, fleet_view, group_name
 from instar.logs.query.groups import notes_on_bases, recorded_basis
-from instar.logs.query.state import ProgressReader, RunProgress
+from instar.logs.query.runs import ProgressReader, RunProgress
 from instar.logs.query.tail import LineFollower, last_lines
 from instar.record.rundir import RunDir
 

@@ -13,7 +13,7 @@ from instar.extensions.fleet.engines.remote import HostStatus
 from instar.extensions.fleet.plan import Instance, text_of
 from instar.extensions.fleet.spec import Scalar, Search
 from instar.extensions.fleet.state import ENDED, FleetStatus, InstanceStatus, ProcessStatus, as_json
-from instar.logs.query.state import RunProgress
+from instar.logs.query.runs import RunProgress
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import World, join_group
 from instar.extensions.lab.find.training import open_trainer, prepared_alone
-from instar.record.system import peak_resident_bytes, usable_bytes
+from instar.record.device import usable_bytes
+from instar.record.system import peak_resident_bytes
 from instar.run.start.preflight import Prepared
 
 MARGIN = 0.9

@@ -22,8 +22,9 @@ import torch
 from instar.config.schema import RunConfig
 from instar.distributed.launch import threads_per_rank
 from instar.distributed.placement import is_loopback, usable_cores
+from instar.record.device import measure_peak_flops, torch_dtype
 from instar.record.format import bytes_text
-from instar.record.system import cpu_model, measure_peak_flops, torch_dtype
+from instar.record.system import cpu_model
 from instar.run.start.rank_consistency import bf16_gain, is_bf16_faster
 
 _BLOCK_BYTES = 8 << 20
