@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from samples import same
 
 from instar.data.columns import stack
-from instar.data.order import Order, Sequential, Shuffled, make_order
-from instar.data.source import (
+from instar.data.mixture import (
     PERIOD,
     Concatenated,
     Mixed,
     PartOrder,
-    TokenWindows,
     mixture_order,
     mixture_shares,
 )
+from instar.data.order import Order, Sequential, Shuffled, make_order
+from instar.data.source import TokenWindows
 
 seeds = st.integers(0, 2**63 - 1)
 

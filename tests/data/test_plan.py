@@ -6,10 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.data.arrays import InMemorySource
 from instar.data.loader import LocalReader, ReadRequest, StepKey
 from instar.data.order import balance_costs, make_order
-from instar.data.source import CostedSource
+from instar.data.source import CostedSource, InMemorySource
 
 COSTS = st.lists(st.integers(0, 10_000), max_size=80)
 

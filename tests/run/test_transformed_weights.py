@@ -16,8 +16,7 @@ from forks import INSTAR, Forks
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.schema import SamplesConfig
-from instar.data.arrays import InMemorySource
-from instar.data.source import WeightedSource
+from instar.data.source import InMemorySource, WeightedSource
 from instar.data.text.dataset import create_dataset_files, open_data, unread_targets
 from instar.data.text.targets import TokenTargets
 from instar.data.text.tokenizer import train_bpe

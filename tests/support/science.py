@@ -29,8 +29,8 @@ from instar.cli.main import main
 from instar.config.load import load_config
 from instar.config.schema import ParallelConfig
 from instar.custom import Batch, CustomTask, Field, SamplesConfig, Section, Shape, Table
-from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns, stack
+from instar.data.source import InMemorySource
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join_group

@@ -19,8 +19,8 @@ from torchmetrics.regression import PearsonCorrCoef, R2Score, SpearmanCorrCoef
 
 from instar.config.schema import ParallelConfig
 from instar.custom import Batch
-from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns
+from instar.data.source import InMemorySource
 from instar.data.split import divide_samples
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join_group

@@ -1,7 +1,7 @@
 """The global order of samples, a pure function of (seed, epoch, position), and the part of it that is a step.
 
 An order does not depend on ranks, workers or batch sizes. Its state is a few integers: any position
-of any epoch is computed directly. `instar.data.source` orders mixtures of sources. How a step is divided
+of any epoch is computed directly. `instar.data.mixture` orders mixtures of sources. How a step is divided
 into slices and micro-batches follows from its plan; no data is read here.
 """
 

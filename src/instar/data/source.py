@@ -1,9 +1,10 @@
-"""Sources, which read samples by index: token windows, documents, mixtures; weights and costs."""
+"""Sources, which read samples by index: in memory, token windows, documents; weights and costs; in worker processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,16 +13,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.data.columns import Columns, difference, join_columns, pick
-from instar.data.order import Int64Array, Order, check_positions, key_bytes, permuted_apart
+from instar.data.columns import Columns, Ragged, join_columns, leaves, pick
+from instar.data.order import Int64Array
 from instar.processes.pool import Workers
 
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 IGNORED = -1
 """The target of a position that has none."""
-PERIOD = 1024
-"""The number of positions over which the shares of a mixture are exact."""
 
 
 class Source(Protocol):
@@ -84,6 +83,52 @@ def close(source: Source) -> None:
     """Release the resources of a source."""
     if isinstance(source, Closable):
         source.close()
+
+
+class InMemorySource:
+    """A `Source` of in-memory columns; each sample has weight 1.
+
+    Raises:
+        ValueError: there are no columns, or their lengths differ.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        lengths = {name: len(column) for name, column in leaves(columns)}
+        if len(set(lengths.values())) != 1:
+            length_text = (
+                ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no columns"
+            )
+            raise ValueError(f"columns must have the same number of samples, got {length_text}")
+        self.columns = columns
+        self._length = next(iter(lengths.values()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_128()
+        for name, column in leaves(self.columns):
+            arrays = (column.flat, column.sizes) if isinstance(column, Ragged) else (column,)
+            for array in arrays:
+                digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+                digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
+        """Return copies of the samples. Raises IndexError outside 0 … len-1."""
+        check_indices(indices, self._length)
+        return pick(self.columns, indices)
+
+    def weights(self, indices: Int64Array) -> float:
+        return float(indices.size)
+
+
+@runtime_checkable
+class Columnar(Protocol):
+    """A source that gives a dense column of all samples without reading the others."""
+
+    def column(self, name: str) -> NDArray[Any]: ...
 
 
 class TokenSequence(Protocol):
@@ -304,165 +349,3 @@ class WorkerSource:
     def close(self) -> None:
         """Stop the workers. Idempotent."""
         self.workers.close()
-
-
-class Concatenated:
-    """Concatenated sources: samples offsets[k] … offsets[k+1]-1 are those of part k."""
-
-    def __init__(self, sources: Sequence[Source], names: Sequence[str] = ()) -> None:
-        """
-        Args:
-            names: names of the parts in errors; default: their numbers.
-        """
-        self.sources = tuple(sources)
-        self._names = names or [f"part {number} of the mixture" for number in range(len(sources))]
-        self.offsets = np.cumsum([0, *map(len, sources)], dtype=np.int64)
-        parts = "\n".join(source.fingerprint for source in sources)
-        self.fingerprint = xxhash.xxh3_128_hexdigest(parts.encode())
-
-    def __len__(self) -> int:
-        return int(self.offsets[-1])
-
-    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        """Return the samples in the order of `indices`.
-
-        Raises:
-            IndexError: a sample is outside 0 … len-1.
-            ValueError: a part, given by its number, has other columns than the first that is read.
-        """
-        pieces: list[Columns] = []
-        places: list[Int64Array] = []
-        for number, rows, part_indices in self._by_part(indices):
-            try:
-                piece = self.sources[number].read(part_indices, epoch)
-            except Exception as error:
-                error.add_note(f"in {self._names[number]}")
-                raise
-            if pieces and (mismatch := difference(pieces[0], piece)):
-                raise ValueError(f"{self._names[number]} has {mismatch}")
-            pieces.append(piece)
-            places.append(rows)
-        if len(pieces) == 1:
-            return pieces[0]
-        return pick(join_columns(pieces), np.argsort(np.concatenate(places)))
-
-    def weights(self, indices: Int64Array) -> float:
-        return sum(
-            self.sources[number].weights(part_indices)
-            for number, _, part_indices in self._by_part(indices)
-        )
-
-    def _by_part(self, indices: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
-        """Yield the parts in use, each with its rows of `indices` and its own indices."""
-        if not indices.size:
-            yield 0, indices, indices
-            return
-        check_indices(indices, len(self))
-        parts = np.searchsorted(self.offsets, indices, side="right") - 1
-        for number in np.unique(parts).tolist():
-            rows = np.flatnonzero(parts == number)
-            yield number, rows, indices[rows] - self.offsets[number]
-
-
-@dataclass(frozen=True)
-class PartOrder:
-    """One part of a mixture: the order of its samples, the index of its first sample in the
-    concatenation, and its number of positions per period."""
-
-    order: Order
-    first: int
-    share: int
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """Interleaves the parts of a mixture; each part has its own order and its own epochs.
-
-    The interleaving repeats in periods, each shuffled differently, in which every part has exactly its share. An
-    epoch is as long as those of all parts together, and the next one continues where it ends: a part whose share
-    exceeds its size starts its second epoch before others end their first.
-    """
-
-    parts: tuple[PartOrder, ...]
-    seed: int
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return sum(part.order.samples_per_epoch for part in self.parts)
-
-    def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
-        check_positions(self, epoch, start, stop)
-        count = stop - start
-        shares = [part.share for part in self.parts]
-        period, offset = divmod(epoch * self.samples_per_epoch + start, sum(shares))
-        turns = self._turns(period, offset + count)
-        earlier = np.bincount(turns[:offset], minlength=len(shares)).tolist()
-        turns = turns[offset:]
-        samples = np.empty(count, dtype=np.int64)
-        for number, part in enumerate(self.parts):
-            rows = np.flatnonzero(turns == number)
-            start_draw = period * part.share + earlier[number]
-            samples[rows] = part.first + _draws(part.order, start_draw, rows.size)
-        return samples
-
-    def _turns(self, period: int, count: int) -> NDArray[np.intp]:
-        """Return the part numbers at the `count` positions from the start of a period on."""
-        shares = [part.share for part in self.parts]
-        pattern = np.repeat(np.arange(len(shares)), shares)
-        periods, offsets = np.divmod(np.arange(count, dtype=np.uint64), np.uint64(pattern.size))
-        key = np.frombuffer(key_bytes("turns", self.seed, 0, 8), dtype="<u8")[0]
-        places = permuted_apart(offsets, pattern.size, periods + np.uint64(period), key)
-        turns: NDArray[np.intp] = pattern[places]
-        return turns
-
-
-def mixture_order(
-    make: Callable[[int, int], Order],
-    sizes: Sequence[int],
-    weights: Sequence[float] | None,
-    seed: int,
-) -> Order:
-    """Return an order over `Concatenated` sources.
-
-    Args:
-        make: returns an order of n samples for (n, seed).
-        sizes: the number of samples of each source.
-        weights: the relative sampling shares of the parts; None: one order over all samples, so
-            that each occurs once per epoch.
-    """
-    if weights is None:
-        return make(sum(sizes), seed)
-    firsts = np.cumsum([0, *sizes]).tolist()
-    shares = mixture_shares(weights)
-    seeds = [
-        int.from_bytes(key_bytes("part", seed, number, 8), "little") for number in range(len(sizes))
-    ]
-    parts = zip(map(make, sizes, seeds), firsts[:-1], shares, strict=True)
-    return Mixed(tuple(PartOrder(*part) for part in parts), seed)
-
-
-def mixture_shares(weights: Sequence[float]) -> list[int]:
-    """Return each part's positions in a period, at least one, by the largest remainder method.
-
-    Raises ValueError if a weight is not above 0, or there are more parts than positions.
-    """
-    if not weights or len(weights) > PERIOD or min(weights) <= 0:
-        raise ValueError(f"needs 1 to {PERIOD} weights above 0, got {list(weights)}")
-    quotas = np.array(weights, dtype=np.float64) / sum(weights) * PERIOD
-    counts = np.maximum(np.floor(quotas), 1)
-    while counts.sum() < PERIOD:
-        counts[np.argmax(quotas - counts)] += 1
-    while counts.sum() > PERIOD:
-        counts[np.argmax(np.where(counts > 1, counts - quotas, -np.inf))] -= 1
-    return [int(count) for count in counts]
-
-
-def _draws(order: Order, position: int, count: int) -> Int64Array:
-    """Return the next `count` samples of an order that is repeated, after `position` samples."""
-    chunks = [np.empty(0, dtype=np.int64)]
-    while count:
-        epoch, start = divmod(position, order.samples_per_epoch)
-        stop = min(start + count, order.samples_per_epoch)
-        chunks.append(order.indices(epoch, start, stop))
-        position, count = position + stop - start, count - (stop - start)
-    return np.concatenate(chunks)

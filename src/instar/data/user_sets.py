@@ -17,10 +17,10 @@ import xxhash
 
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig
-from instar.data.arrays import Arrays, InMemorySource
 from instar.data.columns import Columns, Ragged, difference, stack
+from instar.data.mixture import Concatenated
 from instar.data.order import Int64Array, Order
-from instar.data.source import Concatenated, Source, close
+from instar.data.source import Columnar, InMemorySource, Source, close
 from instar.data.split import SampleSet, divide_samples
 from instar.data.text.streams.reader import LaneReader
 from instar.data.text.streams.samples import Note, StreamChanged
@@ -155,7 +155,7 @@ def split_samples(
     classes = None
     if (name := data.stratify) is not None:
         columns = source.columns if isinstance(source, InMemorySource) else {}
-        if isinstance(source, Arrays):
+        if isinstance(source, Columnar):
             classes = np.asarray(source.column(name))
         elif not columns and len(source):
             columns = source.read(np.arange(len(source)))

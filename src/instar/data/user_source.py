@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from instar.config.schema import FeedConfig
 from instar.config.user_code import load_named
-from instar.data.arrays import InMemorySource
 from instar.data.columns import (
     NUMBERS,
     Column,
@@ -27,7 +26,7 @@ from instar.data.columns import (
     stack,
 )
 from instar.data.order import Int64Array, key_bytes
-from instar.data.source import Measure, Source, close
+from instar.data.source import InMemorySource, Measure, Source, close
 
 Sample: TypeAlias = "Mapping[str, Any]"
 """One sample: arrays by name, nested as the columns are."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from samples import same
 
 from instar.config.errors import ConfigError
-from instar.data.arrays import open_arrays
 from instar.data.columns import Columns, Ragged, cut, join_columns
+from instar.extensions.graphs.arrays import open_arrays
 from instar.extensions.graphs.causal_sets import (
     Relation,
     causal_relation,

@@ -13,8 +13,8 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.fields import values
 from instar.config.load import Loaded, load_config
-from instar.data.arrays import write_arrays
 from instar.data.columns import Columns, Ragged
+from instar.extensions.graphs.arrays import write_arrays
 from instar.extensions.graphs.config import GraphConfig, GraphModelConfig
 from instar.extensions.graphs.shape import GraphShape, resolve_graph
 from instar.extensions.graphs.spec import GraphSpec, NodeCounts

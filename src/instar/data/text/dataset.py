@@ -15,15 +15,9 @@ import xxhash
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.user_code import load_named, what_happened
+from instar.data.mixture import Concatenated, mixture_order
 from instar.data.order import Order, make_order, order_of
-from instar.data.source import (
-    Concatenated,
-    DocumentSamples,
-    Source,
-    TokenWindows,
-    WorkerSource,
-    mixture_order,
-)
+from instar.data.source import DocumentSamples, Source, TokenWindows, WorkerSource
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.documents import open_rows
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files

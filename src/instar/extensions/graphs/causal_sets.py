@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.data.arrays import holds_arrays, open_arrays, write_arrays
 from instar.data.columns import Ragged
 from instar.data.order import key_bytes
+from instar.extensions.graphs.arrays import holds_arrays, open_arrays, write_arrays
 from instar.extensions.graphs.config import (
     CAUSAL_SETS_SECTION,
     CausalSetsConfig,

@@ -15,12 +15,12 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.config.user_code import load_named, what_happened
-from instar.data.arrays import Arrays, InMemorySource, holds_arrays, open_arrays
 from instar.data.columns import Columns, as_ragged
 from instar.data.order import Int64Array
-from instar.data.source import Source, WeightedSource
+from instar.data.source import InMemorySource, Source, WeightedSource
 from instar.data.split import SampleSet
 from instar.data.user_sets import sample_set, split_samples
+from instar.extensions.graphs.arrays import Arrays, holds_arrays, open_arrays
 from instar.extensions.graphs.causal_sets import prepare_causal_sets, preview_causal_sets
 from instar.extensions.graphs.config import GraphConfig
 from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_graph, sizes_of

@@ -22,9 +22,9 @@ from torch.nn import Module
 from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.config.user_code import what_happened
-from instar.data.arrays import InMemorySource
 from instar.data.columns import Columns, Ragged, cut, dtype_of, leaves, not_finite
 from instar.data.loader import OpenEnded
+from instar.data.source import InMemorySource
 from instar.data.split import SampleSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World

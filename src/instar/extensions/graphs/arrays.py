@@ -1,4 +1,4 @@
-"""Samples in memory and in array stores (zarr)."""
+"""Array stores: samples in folders of zarr, held in memory or read by chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,52 +16,12 @@ from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
 from instar.config.files import of_bounded_depth, read_regular
-from instar.data.columns import NUMBERS, Columns, Ragged, leaves, pick
+from instar.data.columns import NUMBERS, Columns, Ragged
 from instar.data.order import Int64Array
-from instar.data.source import check_indices
 from instar.record.atomic import atomic_dir, sync_file, sync_folder
 
 Stored: TypeAlias = Any
 """An array of `zarr`, which is imported where it is used."""
-
-
-class InMemorySource:
-    """A `Source` of in-memory columns; each sample has weight 1.
-
-    Raises:
-        ValueError: there are no columns, or their lengths differ.
-    """
-
-    def __init__(self, columns: Columns) -> None:
-        lengths = {name: len(column) for name, column in leaves(columns)}
-        if len(set(lengths.values())) != 1:
-            length_text = (
-                ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no columns"
-            )
-            raise ValueError(f"columns must have the same number of samples, got {length_text}")
-        self.columns = columns
-        self._length = next(iter(lengths.values()))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        digest = xxhash.xxh3_128()
-        for name, column in leaves(self.columns):
-            arrays = (column.flat, column.sizes) if isinstance(column, Ragged) else (column,)
-            for array in arrays:
-                digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-                digest.update(array.tobytes())
-        return digest.hexdigest()
-
-    def __len__(self) -> int:
-        return self._length
-
-    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
-        """Return copies of the samples. Raises IndexError outside 0 … len-1."""
-        check_indices(indices, self._length)
-        return pick(self.columns, indices)
-
-    def weights(self, indices: Int64Array) -> float:
-        return float(indices.size)
 
 
 ARRAYS_FORMAT = "instar-arrays/1"

@@ -15,8 +15,8 @@ from samples import dense, ragged, same
 
 from instar.config.errors import ConfigError
 from instar.data import arrays as module
-from instar.data.arrays import holds_arrays, open_arrays, write_arrays
 from instar.data.columns import Columns, Ragged, cut, pick
+from instar.extensions.graphs.arrays import holds_arrays, open_arrays, write_arrays
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,3}", fullmatch=True)
 EVERYTHING, NOTHING = 1 << 40, 0
