@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from samples import dense, ragged, same
 
 from instar.config.errors import ConfigError
-from instar.data import arrays as module
 from instar.data.columns import Columns, Ragged, cut, pick
+from instar.extensions.graphs import arrays as module
 from instar.extensions.graphs.arrays import holds_arrays, open_arrays, write_arrays
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,3}", fullmatch=True)
