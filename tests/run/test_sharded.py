@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,14 @@ def saved(
     }
 
 
-def analysed(run_dir: Path) -> dict[str, float]:
+def left_out(run_dir: Path) -> set[int]:
+    """The steps whose analysis a warning says to be missing, because the machine was too busy for it."""
+    said = " ".join(event["message"] for event in tiny_run.events(run_dir, "warning"))
+    patterns = (r"step ([\d,]+): no analysis", r"weights of step ([\d,]+) is not recorded")
+    return {int(step.replace(",", "")) for form in patterns for step in re.findall(form, said)}
+
+
+def analysed(run_dir: Path, without: Collection[int] = ()) -> dict[str, float]:
     """Every number that the analyses of a run's weights have found, by its place, but of biases of keys: they
     change no output, so that their gradients are rounding, which AdamW makes steps of."""
     numbers: dict[str, float] = {}
@@ -111,7 +119,8 @@ def analysed(run_dir: Path) -> dict[str, float]:
             numbers[place] = value
 
     for event in tiny_run.events(run_dir, "analysis"):
-        collect(str(event["step"]), event["findings"])
+        if event["step"] not in without:
+            collect(str(event["step"]), event["findings"])
     assert len(numbers) > 20
     return numbers
 
@@ -141,10 +150,14 @@ def test_sharded_ranks_are_the_same_run_up_to_rounding(place: tiny_run.Place) ->
     (child,) = place.instar("checkpoint", "diff", whole, sharded)
     assert child.finish() == 0, child.output()
     assert "only in" not in child.output().replace("only in A  only in B", "")
-    for kind in ("layers", "analysis"):
-        one, other = (tiny_run.events(run, kind) for run in (whole, sharded))
-        assert [event["step"] for event in other] == [event["step"] for event in one] != []
-    assert analysed(sharded) == pytest.approx(analysed(whole), rel=1e-3, abs=1e-6)
+    missing = left_out(whole) | left_out(sharded)
+    for kind, without in (("layers", set()), ("analysis", missing)):
+        one, other = (
+            [event["step"] for event in tiny_run.events(run, kind) if event["step"] not in without]
+            for run in (whole, sharded)
+        )
+        assert other == one != []
+    assert analysed(sharded, missing) == pytest.approx(analysed(whole, missing), rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.torture
@@ -161,7 +174,8 @@ def test_elastic_runs_are_one_run_bit_for_bit(place: tiny_run.Place) -> None:
         run_dir = others["in turn"]
         children = place.resume(run_dir, "--until", f"{until}it", *keys, ranks=ranks)
         assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
-    assert analysed(others["fsdp"]) == pytest.approx(analysed(alone), rel=1e-6)
+    missing = left_out(others["fsdp"]) | left_out(alone)
+    assert analysed(others["fsdp"], missing) == pytest.approx(analysed(alone, missing), rel=1e-6)
     wanted = saved(alone)
     assert [len(each) for each in wanted.values()] == [55, 165, 55]
     for name, other in others.items():

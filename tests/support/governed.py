@@ -121,7 +121,7 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
         "run/test_ramps.py::test_measuring_the_noise_changes_no_bit_of_training",
     ),
     "record.sample_*": (
-        "run/test_text_samples.py::test_a_model_writes_at_evaluations_and_at_the_end",
+        "run/test_inspection.py::test_a_model_writes_at_evaluations_and_at_the_end",
     ),
     "record.out_dir": (
         "record/test_rundir.py::test_a_folder_in_which_no_run_can_be_made_is_refused",

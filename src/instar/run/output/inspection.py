@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightAnalyzer:
-    """Runs one analysis at a time; skips one that is due while another is running."""
+    """Runs one analysis at a time; skips one that is due while another is running, and warns of the first."""
 
     def __init__(self, every: int | None, world: World) -> None:
         """
@@ -59,6 +59,8 @@ class WeightAnalyzer:
         self._every = None if every is None else Interval(every)
         self._pending: Future[Analyzed] | None = None
         self._before: tuple[int, Mapping[str, torch.Tensor]] | None = None
+        """step and weights of the last analysis that was begun"""
+        self._has_skipped = False
 
     def analyze_if_due(
         self, state: RunState, stepper: Stepper, validation: Source, run_logger: RunLogger
@@ -75,6 +77,13 @@ class WeightAnalyzer:
             return
         already_done = before is not None and before[0] == step
         begins = self._pending is None and not already_done
+        if before is not None and not (begins or already_done or self._has_skipped):
+            self._has_skipped = True
+            run_logger.warn(
+                f"step {step:,}: no analysis of the weights, because that of step {before[0]:,} is still running; "
+                "later ones are left out alike: set a longer record.analyze_every",
+                step,
+            )
         if is_collective:
             begins = bool(agree(self._world, begins))
         if not begins:
@@ -106,7 +115,15 @@ class WeightAnalyzer:
     def finish(self, state: RunState, run_logger: RunLogger) -> None:
         """Record the running analysis, if there is one; wait for it up to `LAST_WAIT_S` seconds."""
         pending, self._pending = self._pending, None
-        if pending is None or not wait([pending], LAST_WAIT_S).done:
+        if pending is None or self._before is None:
+            return
+        if not wait([pending], LAST_WAIT_S).done:
+            begun_at = self._before[0]
+            run_logger.warn(
+                f"the analysis of the weights of step {begun_at:,} is not recorded: it was not done {LAST_WAIT_S:g} s "
+                "after the last step; set a longer record.analyze_every",
+                state.step,
+            )
             return
         try:
             run_logger.log_analysis(*pending.result())

@@ -1,12 +1,19 @@
-"""Samples of what a model writes, and that writing changes nothing."""
+"""Samples of what a model writes, and that writing changes nothing; analyses of its weights that come too late."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from instar.record.events import SampleText, Warn, read_events
+from instar.run.output import inspection
+from instar.run.output.inspection import WeightAnalyzer
 from instar.run.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -45,3 +52,29 @@ def test_a_model_that_cannot_write_goes_on_training(
     said = [e.message for e in read_events(tmp_path / "wild.jsonl") if isinstance(e, Warn)]
     assert any("no sample text was generated" in message for message in said)
     assert wrote(tmp_path / "wild.jsonl") == []
+
+
+def test_analyses_that_are_left_out_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is due while another runs, and one that is not done some time after the last step."""
+    monkeypatch.setattr(inspection, "LAST_WAIT_S", 0.0)
+    warnings: list[tuple[int, str]] = []
+    logger: Any = SimpleNamespace(warn=lambda message, step: warnings.append((step, message)))
+    stepper: Any = SimpleNamespace(strategy=SimpleNamespace(forward_is_collective=False))
+    world: Any = SimpleNamespace(is_main=True)
+    analyzer: Any = WeightAnalyzer(1, world)
+    analyzer._pending, analyzer._before = Future(), (3, {})
+
+    def state_at(step: int) -> Any:
+        return SimpleNamespace(step=step, due=lambda _: True)
+
+    for step in (3, 6, 9):
+        analyzer.analyze_if_due(state_at(step), stepper, None, logger)
+    assert [step for step, _ in warnings] == [6]
+    assert warnings[0][1].startswith(
+        "step 6: no analysis of the weights, because that of step 3 is still"
+    )
+    analyzer.finish(state_at(9), logger)
+    assert len(warnings) == 2
+    assert warnings[1][1].startswith("the analysis of the weights of step 3 is not recorded")
+    analyzer.finish(state_at(9), logger)
+    assert len(warnings) == 2
