@@ -126,11 +126,7 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        options: LaunchOptions,
-        work_dir: Path,
-        stop: StopSignal,
-        env: Mapping[str, str],
+        self, options: LaunchOptions, work_dir: Path, stop: StopSignal, env: Mapping[str, str]
     ) -> None:
         # not before signals are handled: importing torch takes a second or two
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -78,10 +78,7 @@ def _gpt(arch: Architecture, number: int, per_token: int, balance: float) -> Arc
             "{target: mlp, rank: 0} first"
         )
     return replace(
-        arch,
-        num_experts=number,
-        num_experts_per_tok=per_token,
-        router_aux_loss_coef=balance,
+        arch, num_experts=number, num_experts_per_tok=per_token, router_aux_loss_coef=balance
     )
 
 

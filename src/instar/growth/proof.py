@@ -23,22 +23,9 @@ from instar.growth.apply import (
     state_role,
 )
 from instar.growth.peers import Alone, Peers, run_in_step, unless_refused
-from instar.growth.plan import (
-    Fresh,
-    Grown,
-    GrowthError,
-    GrowthPlan,
-    Label,
-    New,
-    TensorPlan,
-)
+from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, Label, New, TensorPlan
 
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-5,
-    torch.bfloat16: 5e-2,
-    torch.float16: 1e-2,
-}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The largest change of the logits, relative to the largest logit, and of the loss in nats, that
 rounding explains in a model of this dtype."""
 

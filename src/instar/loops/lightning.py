@@ -62,12 +62,7 @@ class LightningGrowth(Callback):
         self.schedule.steps = int(min(trainer.estimated_stepping_batches, 1 << 62))
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._step(trainer, pl_module)
 

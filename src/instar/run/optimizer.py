@@ -102,11 +102,7 @@ def build_optimizers(
         for kernel in sorted({*kernels.values()}, reverse=True):
             members = [parameters[name] for name in group.names if kernels[name] is kernel]
             by_update.setdefault((group.update, kernel or group.update != "adamw"), []).append(
-                {
-                    "params": members,
-                    "lr_ratio": group.lr_ratio,
-                    "weight_decay": group.weight_decay,
-                }
+                {"params": members, "lr_ratio": group.lr_ratio, "weight_decay": group.weight_decay}
             )
     return [
         _optimizer(update, groups, config, may_fuse=may_fuse, precision=precision)

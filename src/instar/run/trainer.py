@@ -20,11 +20,7 @@ from instar.run.state.gradient_stats import LayerStats, Skips, noise_interval
 from instar.run.state.run_state import REACHED, Decision, Interval, RunState
 from instar.run.state.sync_point import Stopped
 from instar.run.step.stepper import StepResult, do_nothing
-from instar.run.validation import (
-    evaluate_validation,
-    evaluate_validation_if_due,
-    is_comparable,
-)
+from instar.run.validation import evaluate_validation, evaluate_validation_if_due, is_comparable
 from instar.schedule.settings import learning_rate
 from instar.tasks.logged import recording
 
@@ -265,11 +261,7 @@ class Trainer:
         return progress.step % sync_every == 0 or met_budget is not None
 
     def _record(
-        self,
-        batch: StepBatch,
-        result: StepResult,
-        lr: float,
-        end: RoundEnd | None,
+        self, batch: StepBatch, result: StepResult, lr: float, end: RoundEnd | None
     ) -> None:
         """Record the step, and judge it if its norm is known.
 

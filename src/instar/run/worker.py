@@ -14,13 +14,7 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import InstarError
 from instar.config.load import Loaded
 from instar.distributed.agree import agree, raise_on_all_ranks
-from instar.distributed.failure import (
-    Interrupted,
-    PeerError,
-    RunFailed,
-    exits_fail,
-    point_to_log,
-)
+from instar.distributed.failure import Interrupted, PeerError, RunFailed, exits_fail, point_to_log
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal, training_started
 from instar.distributed.world import join_group

@@ -61,8 +61,7 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw:
     for number in range(_FLOORS):
         floor = lowest - _NEAREST * (max(lowest, 1.0) / _NEAREST) ** (number / (_FLOORS - 1))
         slope, at_one = linear_regression(
-            [math.log(flops) for flops, _ in points],
-            [math.log(loss - floor) for _, loss in points],
+            [math.log(flops) for flops, _ in points], [math.log(loss - floor) for _, loss in points]
         )
         if slope < 0:
             law = PowerLaw(floor, math.exp(-at_one / slope), -slope)

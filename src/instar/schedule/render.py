@@ -113,10 +113,7 @@ def _rows(stage: Stage, unit: str, world_size: int) -> list[Row]:
     ranks = f"{world_size} rank" + "s" * (world_size > 1)
     rows: list[Row] = [
         *stage.style,
-        (
-            "parameters",
-            [f"{si(count.total)}, {si(count.non_embedding)} without embeddings"],
-        ),
+        ("parameters", [f"{si(count.total)}, {si(count.non_embedding)} without embeddings"]),
         (
             "compute",
             [f"{scientific(stage.flops_per_token)} FLOPs per {unit}, forward and backward"],

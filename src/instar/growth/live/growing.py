@@ -176,10 +176,7 @@ class LiveGrowth:
         # last: its parameters take the place of those that the others look up
         return [
             *parts,
-            GrownPart(
-                partial(self._verify_module, candidate),
-                partial(self._take_over, candidate),
-            ),
+            GrownPart(partial(self._verify_module, candidate), partial(self._take_over, candidate)),
         ]
 
     def _verify_module(self, candidate: Module, peers: Peers) -> None:

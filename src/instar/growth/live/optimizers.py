@@ -171,10 +171,7 @@ def _prefix(labels: Mapping[str, str], names: Mapping[str, str]) -> str:
 
 
 def _grow_state(
-    step: GrowthStep,
-    name: str,
-    values: Mapping[str, Any],
-    parameters: tuple[Parameter, Parameter],
+    step: GrowthStep, name: str, values: Mapping[str, Any], parameters: tuple[Parameter, Parameter]
 ) -> Any:
     """Return a state of a new parameter.
 

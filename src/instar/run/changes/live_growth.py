@@ -48,12 +48,7 @@ from instar.growth.proof import (
 )
 from instar.models.module import evaluating, load_buffers, persistent_buffers
 from instar.run.components import Components
-from instar.run.optimizer import (
-    check_names,
-    check_states,
-    parameter_of,
-    shapes_of,
-)
+from instar.run.optimizer import check_names, check_states, parameter_of, shapes_of
 from instar.run.output.operation_text import format_proof
 from instar.run.parallel.choose import build_meta_model, wrap_for_eval, wrap_for_training
 from instar.run.parallel.strategy import Evaluable

@@ -22,12 +22,7 @@ from instar.data.text.tokenizer import Tokenizer, load_saved_tokenizer
 from instar.distributed.agree import agree, gather, raise_on_all_ranks
 from instar.distributed.shards import full_tensor
 from instar.distributed.world import World
-from instar.growth.analysis import (
-    CausalAttention,
-    WeightAnalysis,
-    analyze,
-    attention_entropy,
-)
+from instar.growth.analysis import CausalAttention, WeightAnalysis, analyze, attention_entropy
 from instar.models.shape import Parameter
 from instar.run.optimizer import copy_tensors
 from instar.run.output.run_logger import RunLogger

@@ -366,12 +366,7 @@ class RunLogger:
         """Log an event of an extension, of the step that has this progress."""
         self._write(progress, event)
 
-    def log_operation(
-        self,
-        progress: Counters,
-        outcome: ChangeOutcome,
-        loss: float | None,
-    ) -> None:
+    def log_operation(self, progress: Counters, outcome: ChangeOutcome, loss: float | None) -> None:
         """Log an operation between two steps, and the validation loss before it, if there is one."""
         self.console.show_operation(self._write(progress, operation_event(outcome)))
         self.sink.sync()

@@ -11,11 +11,7 @@ from torch.nn import Module
 
 from instar.config.schema import RunConfig
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.parallel import (
-    broadcast_from_rank_0,
-    check_same_layout,
-    copy_from_rank_0,
-)
+from instar.distributed.parallel import broadcast_from_rank_0, check_same_layout, copy_from_rank_0
 from instar.distributed.world import World
 from instar.models.module import is_meta
 from instar.run.optimizer import copy_tensors

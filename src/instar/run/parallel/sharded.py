@@ -27,12 +27,7 @@ from torch.nn import Linear, Module, ModuleList, Parameter
 from instar.config.schema import RunConfig
 from instar.data.loader import StepBatch
 from instar.distributed.agree import collective
-from instar.distributed.all_reduce import (
-    Subtrees,
-    norms_of_rows,
-    row_squares,
-    tree_sum,
-)
+from instar.distributed.all_reduce import Subtrees, norms_of_rows, row_squares, tree_sum
 from instar.distributed.failure import RunFailed
 from instar.distributed.shards import to_local
 from instar.distributed.world import World

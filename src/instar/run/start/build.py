@@ -141,12 +141,7 @@ def _connect(
     budgets = [parse_budget(text) for text in config.train.until]
     seconds = [budget for budget in budgets if budget.kind == "seconds"]
     logger = RunLogger(
-        world,
-        outputs.sink,
-        outputs.console,
-        config=config,
-        budgets=budgets,
-        folder=run_dir.path,
+        world, outputs.sink, outputs.console, config=config, budgets=budgets, folder=run_dir.path
     )
 
     def log_save(save: SaveResult) -> None:

@@ -32,12 +32,7 @@ from instar.growth.plan import GrowthError
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.table import check_table
 from instar.record.device import torch_dtype
-from instar.run.optimizer import (
-    check_states,
-    optimizer_tensors,
-    shapes_of,
-    task_optimizers,
-)
+from instar.run.optimizer import check_states, optimizer_tensors, shapes_of, task_optimizers
 from instar.run.parallel.micro_batch_sizes import Comes, sizes_to_come
 from instar.run.start.preflight import Prepared
 from instar.run.state.generators import generator_states, restore_generators, seed_generators
@@ -365,11 +360,7 @@ class _Trial:
 
     @contextmanager
     def _task_errors(
-        self,
-        what: str,
-        samples: Columns | None = None,
-        model: Module | None = None,
-        hint: str = "",
+        self, what: str, samples: Columns | None = None, model: Module | None = None, hint: str = ""
     ) -> Iterator[None]:
         """Context manager: turn errors into a ConfigError that names the task's part and batch."""
         try:
