@@ -18,8 +18,7 @@ from instar.config.sections import Operation
 from instar.extensions import load_target, third_party
 from instar.growth import values
 from instar.growth.axes import fold_masks, refuse_if_masked
-from instar.growth.depth import insert_layers, stack_layers
-from instar.growth.experts import upcycle
+from instar.growth.depth import insert_layers, stack_layers, upcycle
 from instar.growth.lora import (
     Adaptable,
     change_lora_rank,
