@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from instar.checkpoint.line import is_on_line
 from instar.checkpoint.listing import list_checkpoints, pointer_target, update_pointer
@@ -158,16 +159,9 @@ def finish_extensions(state: RunState, parts: Components) -> None:
 
 def intervals(config: CheckpointConfig) -> list[tuple[Interval, str]]:
     """Return the intervals of saves in steps and tokens, with their descriptions."""
-    intervals_with_text = []
-    if config.every_steps:
-        intervals_with_text.append(
-            (Interval(config.every_steps), f"every {config.every_steps:,} steps")
-        )
-    if config.every_tokens:
-        intervals_with_text.append(
-            (Interval(config.every_tokens, "tokens"), f"every {config.every_tokens:,} tokens")
-        )
-    return intervals_with_text
+    units: tuple[Literal["steps", "tokens"], ...] = ("steps", "tokens")
+    counts = ((getattr(config, f"every_{unit}"), unit) for unit in units)
+    return [(Interval(count, unit), f"every {count:,} {unit}") for count, unit in counts if count]
 
 
 def update_best_pointers(state: RunState, parts: Components, start: Path) -> None:

@@ -376,20 +376,7 @@ def began_with(run: RunDir, manifest: Manifest | None) -> RunConfig:
         except (LookupError, TypeError, ValueError) as error:
             where = f"{run.checkpoints}: step {manifest.step}"
             raise CheckpointError(f"{where}: its config cannot be read: {error}") from error
-    step = manifest.step if manifest is not None else 0
-    file = _before_rewritten(run, step) or run.config
-    return load_config(str(file), checks=(), import_task=False).config
-
-
-def _before_rewritten(run: RunDir, step: int) -> Path | None:
-    """Return the config file of a checkpoint of an older Instar, which rewrote run.yaml later."""
-    steps = [
-        int(match[1])
-        for path in run.path.glob("run-until-step-*.yaml")
-        if (match := re.fullmatch(r"run-until-step-(\d+)\.yaml", path.name))
-    ]
-    until = min((until_step for until_step in steps if step <= until_step), default=None)
-    return None if until is None else run.path / f"run-until-step-{until}.yaml"
+    return load_config(str(run.config), checks=(), import_task=False).config
 
 
 def check_complete(run: RunDir, loaded_config: Loaded, manifest: Manifest) -> None:

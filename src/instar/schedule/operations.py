@@ -494,10 +494,6 @@ def _round(value: float) -> int:
     return max(1, math.floor(value + 0.5))
 
 
-def _lr(settings: Settings, lr: float) -> Settings:
-    return dataclasses.replace(settings, lr=lr)
-
-
 def _set_warmup(settings: Settings, warmup: int) -> Settings:
     """Set the warm-up; scale the decay by the same factor, so that the schedule keeps its shape."""
     end, every = settings.lr_decay_iters, settings.decay_every
@@ -549,14 +545,22 @@ def _scale(intervals: Intervals, factor: float) -> Intervals:
     )
 
 
-def _eval_iters(settings: Settings, iters: float) -> Settings:
-    return dataclasses.replace(settings, eval_iters=_round(iters))
+def _effect(name: str, change: Callable[[Any, Any], Any]) -> Effect:
+    """Return the effect that makes a setting's new value of its present one and the operation's."""
+
+    def effect(settings: Settings, value: Any, _step: int) -> Settings:
+        return dataclasses.replace(settings, **{name: change(getattr(settings, name), value)})
+
+    return effect
 
 
-def _change_eval_iters(settings: Settings, factor: float, _step: int) -> Settings:
-    if settings.eval_iters is None:
-        return settings  # the whole validation set
-    return _eval_iters(settings, settings.eval_iters * factor)
+def _set_count(name: str) -> Effect:
+    return _effect(name, lambda _, count: int(count))
+
+
+def _scale_count(name: str) -> Effect:
+    """Return the effect that multiplies a count; one that is None, which is no limit, stays so."""
+    return _effect(name, lambda now, factor: None if now is None else _round(now * factor))
 
 
 def _freeze(settings: Settings, value: Any, _step: int) -> Settings:
@@ -577,29 +581,21 @@ def _without(settings: Settings, value: Any) -> tuple[str, ...]:
 
 
 SETTINGS: Mapping[str, Effect] = {
-    "change_lr": lambda s, factor, _: _lr(s, s.lr * factor),
-    "set_lr": lambda s, value, _: _lr(s, value),
-    "change_batch_size": lambda s, factor, _: dataclasses.replace(
-        s, batch_size=_round(s.batch_size * factor)
-    ),
-    "set_batch_size": lambda s, value, _: dataclasses.replace(s, batch_size=int(value)),
-    "change_grad_accum": lambda s, factor, _: dataclasses.replace(
-        s, grad_accum=_round(s.grad_accum * factor)
-    ),
-    "set_grad_accum": lambda s, value, _: dataclasses.replace(s, grad_accum=int(value)),
+    "change_lr": _effect("lr", lambda now, factor: now * factor),
+    "set_lr": _effect("lr", lambda _, lr: lr),
+    "change_batch_size": _scale_count("batch_size"),
+    "set_batch_size": _set_count("batch_size"),
+    "change_grad_accum": _scale_count("grad_accum"),
+    "set_grad_accum": _set_count("grad_accum"),
     "change_warmup_iters": lambda s, factor, _: _change_warmup(s, factor),
     "set_warmup_iters": lambda s, value, _: _set_warmup(s, int(value)),
-    "change_eval_iters": _change_eval_iters,
-    "set_eval_iters": lambda s, value, _: _eval_iters(s, value),
-    "change_eval_interval": lambda s, factor, _: dataclasses.replace(
-        s, eval_interval=_round(s.eval_interval * factor)
-    ),
-    "set_eval_interval": lambda s, value, _: dataclasses.replace(s, eval_interval=int(value)),
+    "change_eval_iters": _scale_count("eval_iters"),
+    "set_eval_iters": _set_count("eval_iters"),
+    "change_eval_interval": _scale_count("eval_interval"),
+    "set_eval_interval": _set_count("eval_interval"),
     "reset_lr_schedule": lambda s, _, step: s.with_restart(step),
-    "change_context": lambda s, factor, _: dataclasses.replace(
-        s, context=_round(s.context * factor)
-    ),
-    "set_context": lambda s, value, _: dataclasses.replace(s, context=int(value)),
+    "change_context": _scale_count("context"),
+    "set_context": _set_count("context"),
     "freeze": _freeze,
     "unfreeze": _unfreeze,
     BRANCH: lambda s, _value, _step: s,

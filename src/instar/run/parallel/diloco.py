@@ -66,7 +66,7 @@ class DiLoCo(Replicated):
         """See `Strategy`."""
         return nullcontext()
 
-    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
         """See `Strategy`."""
         if not self._start:
             self._start = {
@@ -77,14 +77,10 @@ class DiLoCo(Replicated):
         # as under DDP: the mean of all ranks' gradients is that of the global batch, also where their
         # shares differ
         scale = self.world.size / batch.weight
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for micro in batch.micro_batches:
             if micro.samples:
-                loss = calls.forward(micro)
-                calls.backward(loss * scale)
-                total += loss.detach()
+                calls.backward(calls.forward(micro) * scale)
         calls.before_sync()
-        return total
 
     @torch.no_grad()
     def end(self, states: Mapping[str, Tensor], n_skipped: int, in_a_row: int) -> RoundEnd:

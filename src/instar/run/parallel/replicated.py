@@ -102,25 +102,24 @@ class DataParallel(Replicated):
         """See `Strategy`."""
         return sync(self.model, enabled=False)
 
-    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
         """See `Strategy`."""
         # DDP averages over ranks; undo that to get the sum
         scale = self.world.size / batch.weight
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         # as late as possible, so that the exchange overlaps with forward and backward passes
         early = self.collectives.next_may_communicate()
         if early:
             calls.before_sync()
-        passes = [(micro, micro.samples > 0) for micro in batch.micro_batches]
+        passes = [*batch.micro_batches]
         # DDP records a static graph in its first backward pass, which must reduce. The averaged
         # gradients are the same on all ranks, so averaging them again changes nothing. All ranks
         # must reduce equally often, so a rank with a single micro-batch runs it twice.
         learns = self._new_static_graph and self._some_rank_accumulates(len(passes))
         if learns and len(passes) == 1:
-            passes.insert(0, (replace(passes[0][0], samples=0), False))
+            passes.insert(0, replace(passes[0], samples=0))
         self._new_static_graph = False
-        for index, (micro, counts) in enumerate(passes):
-            last = index == len(passes) - 1
+        for index, micro in enumerate(passes):
+            last, counts = index == len(passes) - 1, micro.samples > 0
             # no_sync must be entered before the forward pass, in which DDP decides
             buffers = {} if counts else held_buffers(self.bare)
             with sync(self.model, enabled=last or (learns and index == 0)):
@@ -128,14 +127,11 @@ class DataParallel(Replicated):
                 if last and not early:
                     calls.before_sync()
                 calls.backward(loss * (scale if counts else 0.0))
-            if counts:
-                total += loss.detach()
-            else:
+            if not counts:
                 # running statistics must not include stand-in samples, or a sample twice
                 load_buffers(self.bare, buffers)
         self._check_all_used(batch)
         self.collectives.note_reduction()
-        return total
 
     def _check_all_used(self, batch: StepBatch) -> None:
         """Raise RunFailed if DDP still waits for the gradient of a parameter on this rank. The others wait for it in a
@@ -215,9 +211,8 @@ class VirtualRanks(Replicated):
         """See `Strategy`."""
         return nullcontext()
 
-    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
         """See `Strategy`."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         # each slice starts with the buffers from before the step, and the model keeps those of the
         # first slice, as under DDP with one rank per slice
         before, after = held_buffers(self.bare), None
@@ -228,9 +223,7 @@ class VirtualRanks(Replicated):
             self._point_to(gradients)
             for micro in micro_batches:
                 if micro.samples:
-                    loss = calls.forward(micro)
-                    calls.backward(loss / batch.weight)
-                    total += loss.detach()
+                    calls.backward(calls.forward(micro) / batch.weight)
             for (_, tree), gradient in zip(self.parts, gradients, strict=True):
                 tree.add(gradient)
             if after is None:
@@ -239,7 +232,6 @@ class VirtualRanks(Replicated):
         self._point_to([tree.root() for _, tree in self.parts])
         load_buffers(self.bare, after or {})
         share_buffers(self.world, self.bare)
-        return total
 
     def _point_to(self, flats: Sequence[Tensor]) -> None:
         """Make the parameters' gradients views of flat tensors, one per dtype."""

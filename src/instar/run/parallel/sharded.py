@@ -119,11 +119,10 @@ class Sharded:
         dist.all_gather(list(everyones.unbind()), gradients, group=group)
         gradients.copy_(tree_sum(everyones))
 
-    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
         """See `Strategy`."""
         # every forward pass is a collective
         calls.before_sync()
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         # as under DDP with one rank per slice, see `VirtualRanks`
         before, after = held_buffers(self.bare), None
         gradients: dict[str, Tensor] = {}
@@ -132,7 +131,7 @@ class Sharded:
             if after is not None:
                 load_buffers(self.bare, before)
             passes = max(batch.passes[first : first + size])
-            total += self._run_slice(batch, first + self.world.rank, passes, calls)
+            self._run_slice(batch, first + self.world.rank, passes, calls)
             gradients_now = self._take_gradients()
             # the sums will be in the tensors of the first turn
             gradients = gradients or gradients_now
@@ -147,14 +146,12 @@ class Sharded:
         load_buffers(self.bare, after or {})
         if self._elastic:
             share_buffers(self.world, self.bare)
-        return total
 
     def _run_slice(
         self, batch: StepBatch, number: int, passes: int, calls: MicroBatchCalls
-    ) -> Tensor:
+    ) -> None:
         """Run a slice's micro-batches, and as many stand-ins as make `passes`; reduce the sum of their
-        gradients. Return the summed loss."""
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        gradients."""
         micro_batches = [micro for micro in batch.micro_batches if micro.rank == number]
         for index in range(passes):
             micro = micro_batches[min(index, len(micro_batches) - 1)]
@@ -166,12 +163,9 @@ class Sharded:
             )
             loss = calls.forward(micro if counts else replace(micro, samples=0))
             calls.backward(loss / batch.weight if counts else loss * 0.0)
-            if counts:
-                total += loss.detach()
-            else:
+            if not counts:
                 # running statistics must not include stand-in samples
                 load_buffers(self.bare, buffers)
-        return total
 
     def _take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients, and clear them."""

@@ -25,7 +25,7 @@ class MicroBatchCalls(NamedTuple):
     """What accumulating the gradients of a step calls."""
 
     forward: Callable[[MicroBatch], Tensor]
-    """returns a micro-batch's summed loss"""
+    """returns a micro-batch's summed loss; of one without samples, which stands in, it does not count"""
     backward: Callable[[Tensor], None]
     """adds a loss's gradients to those of the parameters"""
     before_sync: Callable[[], None]
@@ -52,7 +52,7 @@ class Evaluable(Protocol):
         ...
 
     def in_double(self, shell: Module) -> Evaluable:
-        """Return a copy of the model in float64. A collective if `together`.
+        """Return a copy of the model in float64. A collective if `forward_is_collective`.
 
         Args:
             shell: a new module of the same shape, which the copy may use.
@@ -103,17 +103,16 @@ class Strategy(Evaluable, Protocol):
         """The model to call in training."""
         ...
 
-    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> Tensor:
-        """Leave the gradient of the global batch in the parameters' `grad`; return this rank's summed
-        loss, a float64 scalar on the device. A collective, unless there are `rounds`: then the gradient is
-        that of this rank's share."""
+    def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
+        """Leave the gradient of the global batch in the parameters' `grad`. A collective, unless there are
+        `rounds`: then the gradient is that of this rank's share."""
         ...
 
     def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the Euclidean norm of each group of tensors, each laid out as a parameter: (groups,),
         float64, on the device; not read.
 
-        A collective if `together`; the same on all ranks.
+        A collective if `forward_is_collective`; the same on all ranks.
         """
         ...
 

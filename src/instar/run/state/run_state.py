@@ -21,7 +21,7 @@ from instar.tasks.basis import Basis, incomparable
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of training: `Every(500)` steps, `Every(10**9, "tokens")`."""
+    """An interval of training: `Interval(500)` steps, `Interval(10**9, "tokens")`."""
 
     count: int
     unit: Literal["steps", "tokens", "epochs"] = "steps"
@@ -209,11 +209,7 @@ class RunState:
             phase=phase.restore(state["course"]) if "course" in state else phase,
             progress=progress,
             # an evaluation stays due if the run stopped between a step and its evaluation
-            before=read("before", Counters | None, None)
-            # of an earlier version
-            or replace(
-                progress, step=max(0, progress.step - 1), samples=max(0, progress.samples - 1)
-            ),
+            before=read("before", Counters),
             history=history,
             metrics=read("judgement", MetricState),
             evaluated_metrics=read("metrics", dict[str, float], {}),

@@ -188,10 +188,10 @@ class Stepper:
             measures_part: also measure the gradient of a part of the batch, which changes no bit of
                 the update.
         """
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if not batch.weight:  # there is nothing to learn from
             before_sync()
             self.layers = None
-            loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
             return StepResult(loss_sum, GradNorm(0.0))
         set_learning_rate(self.optimizers, lr, step)
         set_model_step(self.unwrapped_model, step)
@@ -202,9 +202,10 @@ class Stepper:
                 part = self._part_norm(batch, step, before_sync)
             load_buffers(self.unwrapped_model, buffers)
             before_sync = do_nothing
-        calls = MicroBatchCalls(partial(self._forward, step), self._backward, before_sync)
+        forward = partial(self._forward, step, loss_sum=loss_sum)
+        calls = MicroBatchCalls(forward, self._backward, before_sync)
         with _shards_explained():
-            loss_sum = self.strategy.accumulate(batch, calls)
+            self.strategy.accumulate(batch, calls)
             scale = self.scaler.get_scale()
             result = StepResult(loss_sum, self._update(), scale, part)
         if buffers and not result.norm.finite:
@@ -272,15 +273,25 @@ class Stepper:
         factor = batch.weight / sums["weight"] if sums["weight"] else math.nan
         return PartNorm(round(sums["samples"]), norm * factor)
 
-    def _forward(self, step: int, micro: MicroBatch, model: Module | None = None) -> Tensor:
+    def _forward(
+        self,
+        step: int,
+        micro: MicroBatch,
+        *,
+        model: Module | None = None,
+        loss_sum: Tensor | None = None,
+    ) -> Tensor:
+        """Return the summed loss of a micro-batch, and add it to `loss_sum` unless it only stands in."""
         self.world.note_progress()
         if self.seed is not None:
             # no state to save, and the result does not depend on which rank runs a micro-batch
             seed_generators(self.seed, step, micro.first, self.world.device)
         with self.autocast(), weighted(micro.samples):
-            return self.task.loss_sum(
-                model or self.strategy.model, to_device(micro.arrays, self.world.device)
-            )
+            batch = to_device(micro.arrays, self.world.device)
+            loss = self.task.loss_sum(model or self.strategy.model, batch)
+        if loss_sum is not None and micro.samples:
+            loss_sum += loss.detach()
+        return loss
 
     def _backward(self, loss: Tensor) -> None:
         torch.autograd.backward(self.scaler.scale(loss))
