@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instar.checkpoint.listing import list_checkpoints
 from instar.config.errors import ConfigError
 from instar.extensions import run_set
 from instar.logs.query.alignment import axis_named, parse_place
@@ -101,6 +100,8 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints, oldest first."""
+        from instar.checkpoint.listing import list_checkpoints  # brings psutil
+
         return list_checkpoints(self.path)
 
 

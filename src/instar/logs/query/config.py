@@ -22,7 +22,6 @@ from instar.config.origins import (
     redacted_value,
 )
 from instar.record.rundir import RunDir
-from instar.schedule.operations import OVERRIDE, history_from_json
 
 MAX_BYTES = 1 << 20
 """maximum size of a config file"""
@@ -62,6 +61,8 @@ def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
         return changes
     if not entries:
         return changes
+    # brings all of growth, and most runs that are compared have no history
+    from instar.schedule.operations import OVERRIDE, history_from_json
 
     with suppress(TypeError, ValueError):  # an edited manifest
         for change in history_from_json(entries):
