@@ -338,7 +338,7 @@ def test_some_bytes_are_whole_documents(tmp_path: Path, config: DataConfig) -> N
 def test_documents_are_samples_without_packing(config: DataConfig) -> None:
     rows = ensure_rows(config, 3)
     data = config.model_copy(update={"packing": False})
-    samples, _ = TokenData(data, rows, 3).samples(32, 3)
+    samples, _ = TokenData(data, 3, rows).samples(32, 3)
     tokenizer = load_saved_tokenizer(rows.path)
     assert len(samples) == len(chosen(rows))
     batch: Any = samples.read(np.arange(len(samples)))

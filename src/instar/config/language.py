@@ -25,6 +25,7 @@ from instar.config.sections import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Share,
     Vocabulary,
     Width,
 )
@@ -167,7 +168,7 @@ class DataConfig(FeedConfig):
         False,
         description="tokens, rows, chat: of documents that are equal, use the first, and none that is held out",
     )
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(0.05, description="share held out")
+    val_fraction: Share = Field(0.05, description="share held out")
     test_fraction: Fraction = Field(0.05, description="share kept for a final test")
     chat_template: str | None = Field(
         None,

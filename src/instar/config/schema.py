@@ -32,6 +32,8 @@ from instar.config.sections import (
     Score,
     Seconds,
     Section,
+    Seed,
+    Share,
     Texts,
     Width,
     with_fields,
@@ -72,7 +74,7 @@ class FeedConfig(Section):
     """Where the samples are, in which order they come, and how they reach the ranks."""
 
     path: str | None = Field(None, description="folder of the data")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+    seed: Seed | None = Field(
         None,
         description="seed of the split, of a tokenizer's training text and of generated samples; default: `seed`, "
         "which also orders the samples. Set it to compare runs of several seeds on the same data",
@@ -133,7 +135,7 @@ class TrainConfig(Section):
     max_skipped_steps: PositiveInt = Field(
         8, description="stop after this many consecutive steps with a non-finite gradient"
     )
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    ema: Share | None = Field(
         None, description="decay of an exponential moving average of the weights, e.g. 0.999"
     )
     gradient_checkpointing: bool = Field(
@@ -207,7 +209,7 @@ class Watch(Section):
 class PlateauConfig(Watch):
     """Reduces the learning rate when a metric has stopped improving."""
 
-    factor: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    factor: Share | None = Field(
         None, description="factor by which the rate is multiplied; default: never reduced"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -244,7 +246,7 @@ class LearningRateConfig(Section):
     decay_every: PositiveInt | None = Field(
         None, description="step, exponential: steps after which the rate is multiplied by gamma"
     )
-    gamma: Annotated[float, Field(gt=0, lt=1)] = Field(
+    gamma: Share = Field(
         0.5, description="step, exponential: factor applied every decay_every steps"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -478,9 +480,7 @@ class RunConfig(Section):
         description="presets moult and family: layers of each size, e.g. [2, 4, 8], the last as "
         "model.n_layer; default: a quarter (family: and half) of the final layers, or what divides them",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        1337, description="seed of all random numbers"
-    )
+    seed: Seed = Field(1337, description="seed of all random numbers")
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = Field(
         "auto", description="auto, cpu, cuda or cuda:<index>"
     )

@@ -53,6 +53,8 @@ Rate = Annotated[float, Field(gt=0, le=1e6)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def check_address(address: str) -> str:
@@ -251,9 +253,6 @@ class ScheduledOperation(Sparse):
     allow_inexact: bool = Field(
         False, description="continue if an exact operation is measured to change the function"
     )
-
-
-Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class TensorBoardConfig(Section):

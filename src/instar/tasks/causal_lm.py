@@ -82,10 +82,12 @@ class CausalLMSpec(TextSpec):
         return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
 
 
-def _module(shape: LoraShape) -> PretrainedModel:
+def _module(
+    shape: LoraShape, *, checkpointing: bool = False, seed: int | None = None
+) -> PretrainedModel:
     from instar.models.hf.module import PretrainedModel
 
-    return PretrainedModel(shape)
+    return PretrainedModel(shape, gradient_checkpointing=checkpointing, seed=seed)
 
 
 def _causal(config: RunConfig) -> CausalLMConfig:
@@ -111,7 +113,5 @@ class CausalLMTask(TextTask):
         return self._build_model(None)
 
     def _build_model(self, seed: int | None) -> PretrainedModel:
-        from instar.models.hf.module import PretrainedModel
-
         checkpointing = self.config.train.gradient_checkpointing
-        return PretrainedModel(self.architecture, gradient_checkpointing=checkpointing, seed=seed)
+        return _module(self.architecture, checkpointing=checkpointing, seed=seed)

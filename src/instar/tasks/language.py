@@ -119,10 +119,10 @@ class LanguageSpec(TextSpec):
         return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
 
 
-def _module(shape: Architecture) -> GPT:
+def _module(shape: Architecture, *, checkpointing: bool = False) -> GPT:
     from instar.models.gpt import GPT
 
-    return GPT(shape)
+    return GPT(shape, gradient_checkpointing=checkpointing)
 
 
 def described_shape(loaded_config: Loaded, vocab_size: int) -> Architecture:
@@ -135,9 +135,8 @@ def described_shape(loaded_config: Loaded, vocab_size: int) -> Architecture:
         assert isinstance(loaded_config.config, LanguageConfig)
         return resolve_architecture(loaded_config.config.model, vocab_size)
     except ArchitectureError as error:
-        hint = (
-            "data.tokenizer must be that of the weights" if loaded_config.config.starts_from else ""
-        )
+        has_weights = loaded_config.config.starts_from is not None
+        hint = "data.tokenizer must be that of the weights" if has_weights else ""
         raise ConfigError(
             *(loaded_config.problem(m.keys[0], m.message, hint or m.hint) for m in error.problems)
         ) from None
@@ -159,11 +158,8 @@ class LanguageTask(TextTask):
         return model
 
     def shell(self) -> GPT:
-        from instar.models.gpt import GPT
-
-        return GPT(
-            self.architecture, gradient_checkpointing=self.config.train.gradient_checkpointing
-        )
+        checkpointing = self.config.train.gradient_checkpointing
+        return _module(self.architecture, checkpointing=checkpointing)
 
     def initial_values(self) -> Mapping[str, torch.Tensor]:
         from instar.models.gpt import InitialValues

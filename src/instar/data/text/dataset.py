@@ -85,13 +85,13 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
     """
     if data.mixture:
         parts = tuple(_open_tokens(part, seed) for part in _parts(data, seed))
-        return MixtureData(data, parts[0].dataset, parts)
+        return MixtureData(data, seed, parts[0].dataset, parts)
     if data.read_from_start:
         folder = data.path or default_path(data, seed)
-        return StreamData(data, open_dataset(folder), _counts_lanes(data, world_size))
+        return StreamData(data, seed, open_dataset(folder), _counts_lanes(data, world_size))
     if data.kind == "chat":
         folder = data.path or default_path(data, seed)
-        return ChatData(data, open_dataset(folder), open_dataset(Path(folder) / MARKS), seed)
+        return ChatData(data, seed, open_dataset(folder), open_dataset(Path(folder) / MARKS))
     return _open_tokens(data, seed)
 
 
@@ -114,6 +114,7 @@ class DataSet(ABC):
     """Training and held-out samples with any context length, and the tokenizer of their text."""
 
     data: DataConfig
+    seed: int
     dataset: TokenDataset
     """the shards whose folder holds the tokenizer"""
 
@@ -190,12 +191,19 @@ class DataSet(ABC):
     def _transform(self, source: Source, context: int, seed: int) -> Source:
         return transform_source(source, self.data, seed, TokenTargets(context, self.vocab_size))
 
+    def _host(self, samples: Source, context: int, seed: int) -> Source:
+        """Return samples after `data.transform`, read by worker processes if the config has any."""
+        source = self._transform(samples, context, seed)
+        if not self.data.workers:
+            return source
+        worker_data = self.data.model_copy(update={"workers": 0})
+        open_source = partial(_open_source, worker_data, self.seed, context, seed)
+        return WorkerSource(open_source, self.data.workers)
+
 
 @dataclass(frozen=True, eq=False)
 class TokenData(DataSet):
     """Token shards made from text or from rows."""
-
-    seed: int
 
     @property
     def fingerprint(self) -> str:
@@ -214,8 +222,7 @@ class TokenData(DataSet):
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         samples, order = self.samples(context, seed)
-        source = self._transform(samples, context, seed)
-        return host_source(source, self.data, self.seed, context, seed), order
+        return self._host(samples, context, seed), order
 
     def samples(self, context: int, seed: int) -> tuple[Source, Order]:
         """Return samples and order, without `data.transform` and without workers."""
@@ -263,8 +270,7 @@ class MixtureData(DataSet):
         order = mixture_order(
             partial(order_of, self.data), [*map(len, sources)], weights or None, seed
         )
-        source = self._transform(Concatenated(sources), context, seed)
-        return host_source(source, self.data, self.parts[0].seed, context, seed), order
+        return self._host(Concatenated(sources), context, seed), order
 
     def held_out(self, split: str, context: int) -> Source:
         # val_source is the same for all parts
@@ -281,7 +287,6 @@ class ChatData(DataSet):
 
     marks: TokenDataset
     """what each token is, see `chat`"""
-    seed: int
 
     @property
     def fingerprint(self) -> str:
@@ -296,9 +301,7 @@ class ChatData(DataSet):
 
     def train(self, context: int, seed: int) -> tuple[Source, Order]:
         samples = self.samples("train", context)
-        source = self._transform(samples, context, seed)
-        order = order_of(self.data, len(samples), seed)
-        return host_source(source, self.data, self.seed, context, seed), order
+        return self._host(samples, context, seed), order_of(self.data, len(samples), seed)
 
     def held_out(self, split: str, context: int) -> Source:
         return self.samples(split, context)
@@ -343,24 +346,14 @@ def unread_targets(data: DataConfig, context: int) -> TargetCount:
     return TargetCount(context)
 
 
-def host_source(
-    source: Source, data: DataConfig, seed: int, context: int, order_seed: int
-) -> Source:
-    """Return the source, read by worker processes if the config has any."""
-    if not data.workers:
-        return source
-    worker_data = data.model_copy(update={"workers": 0})
-    return WorkerSource(partial(_source, worker_data, seed, context, order_seed), data.workers)
-
-
-def _source(data: DataConfig, seed: int, context: int, order_seed: int) -> Source:
+def _open_source(data: DataConfig, seed: int, context: int, order_seed: int) -> Source:
     """Open the source in a worker."""
     return open_data(data, seed).train(context, order_seed)[0]
 
 
 def _open_tokens(data: DataConfig, seed: int) -> TokenData:
     open_shards = open_rows if data.kind == "rows" else open_dataset
-    return TokenData(data, open_shards(data.path or default_path(data, seed)), seed)
+    return TokenData(data, seed, open_shards(data.path or default_path(data, seed)))
 
 
 def _parts(data: DataConfig, seed: int) -> list[DataConfig]:

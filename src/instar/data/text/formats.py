@@ -235,8 +235,8 @@ def _json_tables(
 ) -> Iterator[tuple[Any, ArrowTable]]:
     """Yield the column of JSON files, in the place of the library's reader: rows are those of kind tokens."""
     import pyarrow as pa
-    from datasets.builder import Key
 
+    key = library().builder.Key
     ids = data.tokens_field is not None
     field = data.tokens_field or data.text_field
     kind = pa.list_(pa.int64()) if ids else pa.large_string()
@@ -245,7 +245,7 @@ def _json_tables(
         values = (field_value(file, *row, field, ids=ids) for row in json_rows(file))
         number = 0
         while batch := [*islice(values, _PARQUET_ROWS)]:
-            yield Key(shard, number), pa.table({field: pa.array(batch, kind)})
+            yield key(shard, number), pa.table({field: pa.array(batch, kind)})
             number += 1
 
 
@@ -336,17 +336,13 @@ def other_columns(error: BaseException, place: str) -> ConfigError | None:
     Args:
         place: where it was read, if the error does not name the file.
     """
-    from datasets.exceptions import DatasetGenerationCastError
-    from datasets.table import CastError
-
-    if isinstance(error, CastError):
+    if isinstance(error, library().table.CastError):
         what = error.details().rstrip(".")
-    elif isinstance(error, DatasetGenerationCastError):
+    elif isinstance(error, library().exceptions.DatasetGenerationCastError):
         pieces = str(error).split("\n\n")
         what = pieces[1].rpartition("at some point ")[2]
-        place = next(
-            (p for before, p in pairwise(pieces) if "generating data using" in before), place
-        )
+        files = (file for before, file in pairwise(pieces) if "generating data using" in before)
+        place = next(files, place)
     else:
         return None
     return ConfigError.of(

@@ -120,13 +120,11 @@ def column_of(rows: Rows, name: str) -> ArrowColumn:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Disable progress bars, the library's log lines, download counts and telemetry."""
-    import datasets
     import huggingface_hub
 
+    datasets = library()
     places: tuple[Any, ...] = (datasets.utils, huggingface_hub.utils)
-    before = [
-        (place.are_progress_bars_disabled(), place.logging.get_verbosity()) for place in places
-    ]
+    before = [(p.are_progress_bars_disabled(), p.logging.get_verbosity()) for p in places]
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
     for place in places:

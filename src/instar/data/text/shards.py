@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ SHARD_TOKENS = 1 << 25
 _LEAST_RUN = 8
 """consecutive windows, on average, from which on runs are read at once"""
 _LARGEST_HEADER_BYTES = 1 << 20
+_Record = TypeVar("_Record")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
@@ -334,6 +335,23 @@ class TokenDataset:
         return self.splits[name]
 
 
+def read_record(file: Path, kind: type[_Record], name: str, hint: str = "") -> _Record:
+    """Return the record in a JSON file.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ConfigError: it cannot be read, or is not what its name says.
+    """
+    try:
+        return msgspec.json.decode(of_bounded_depth(read_regular(file, follow=True)), type=kind)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ConfigError.of(f"not {name}: {error}", where=str(file), hint=hint) from None
+
+
 def write_record(
     folder: Path,
     *,
@@ -419,14 +437,7 @@ def _read_record(folder: Path) -> DatasetRecord:
             where="data.path",
             hint=near_path(str(folder)) or "make one with `instar data prepare`",
         )
-    try:
-        record = msgspec.json.decode(
-            of_bounded_depth(read_regular(file, follow=True)), type=DatasetRecord
-        )
-    except OSError as error:
-        raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from None
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError.of(f"not a data set's record: {error}", where=str(file)) from None
+    record = read_record(file, DatasetRecord, "a data set's record")
     if record.format != DATASET_FORMAT:
         raise ConfigError.of(f"format {record.format!r} is not {DATASET_FORMAT!r}", where=str(file))
     empty = [name for name, shards in record.splits.items() if not shards]

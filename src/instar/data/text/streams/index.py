@@ -21,8 +21,8 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.files import of_bounded_depth, read_regular
 from instar.config.language import DataConfig
+from instar.data.text.shards import read_record
 from instar.data.text.streams.items import open_items
 from instar.data.text.streams.reader import HostedLanes, LaneReader, Lanes
 from instar.data.text.streams.samples import (
@@ -221,17 +221,9 @@ def _stored_record(
     """
     file = folder / LANES_FILE
     try:
-        record = msgspec.json.decode(
-            of_bounded_depth(read_regular(file, follow=True)), type=LanesRecord
-        )
+        record = read_record(file, LanesRecord, "a record of lanes", "delete it")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from None
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError.of(
-            f"not a record of lanes: {error}", where=str(file), hint="delete it"
-        ) from None
     same = record.fingerprint == tokens.fingerprint and record.packing == data.packing
     if not same or record.format != LANES_FORMAT or len(record.counts) != tokens.lanes:
         return None

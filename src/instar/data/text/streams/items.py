@@ -19,7 +19,7 @@ from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.user_code import load_named
 from instar.data.columns import Ragged
-from instar.data.text.formats import ArrowColumn, is_ids, is_text, other_columns
+from instar.data.text.formats import ArrowColumn, is_ids, is_text, library, other_columns
 from instar.data.text.hf import Stream, load_stream
 
 _ROWS = 256
@@ -293,9 +293,8 @@ def _before_null(column: ArrowColumn) -> int:
 
 
 def _check_unshuffled(rows: Stream, name: str) -> None:
-    from datasets.iterable_dataset import BufferShuffledExamplesIterable
-
-    is_shuffled = any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _within(rows))
+    shuffled = library().iterable_dataset.BufferShuffledExamplesIterable
+    is_shuffled = any(isinstance(stage, shuffled) for stage in _within(rows))
     if is_shuffled or rows.epoch or rows._distributed is not None:
         what = "shuffled" if is_shuffled or rows.epoch else "shared out among nodes"
         raise ConfigError.at(
