@@ -101,7 +101,6 @@ def analyze(
     no_heads: str = NO_ATTENTION,
     before: Mapping[str, Tensor] | None = None,
     steps: int | None = None,
-    energies: Sequence[float] = ENERGIES,
 ) -> WeightAnalysis:
     """Analyze the weights of a model of any task.
 
@@ -117,7 +116,7 @@ def analyze(
     layers = 1 + max(
         (layer for name in weights if (layer := layer_of(name)) is not None), default=0
     )
-    ranks = tuple(matrix_ranks(parameters, weights, energies))
+    ranks = tuple(matrix_ranks(parameters, weights))
     changes: tuple[WeightChange, ...] = ()
     drift = None
     left_out = []
@@ -140,7 +139,7 @@ def analyze(
                 f"change of {len(names_left_out)} tensors: they were zero, missing, or of another shape"
             )
     return WeightAnalysis(
-        tuple(energies),
+        ENERGIES,
         ranks,
         tuple(heads),
         changes,
@@ -158,9 +157,7 @@ def _comparable(before: Mapping[str, Tensor], layers: int) -> Mapping[str, Tenso
 
 
 def matrix_ranks(
-    parameters: Mapping[str, Parameter],
-    weights: Mapping[str, Tensor],
-    energies: Sequence[float] = ENERGIES,
+    parameters: Mapping[str, Parameter], weights: Mapping[str, Tensor]
 ) -> Iterator[MatrixRank]:
     """Yield the ranks of every matrix and adapter; a convolution's kernel is flattened to
     (outputs, all else)."""
@@ -168,12 +165,12 @@ def matrix_ranks(
         weight, _, kind = name.rpartition(".")
         if kind == "lora_a":
             a, b = weights[name], weights[f"{weight}.lora_b"]
-            ranks = effective_ranks(product_spectrum(a, b), energies)
+            ranks = effective_ranks(product_spectrum(a, b), ENERGIES)
             yield MatrixRank(weight, (b.shape[0], a.shape[1]), a.shape[0], ranks, adapter=True)
         elif kind != "lora_b" and entry.kind == "matrix" and weights[name].numel():
             matrix = weights[name].flatten(1)
             outputs, inputs = matrix.shape
-            ranks = effective_ranks(spectrum(matrix), energies)
+            ranks = effective_ranks(spectrum(matrix), ENERGIES)
             yield MatrixRank(
                 name.removesuffix(".weight"), (outputs, inputs), min(outputs, inputs), ranks
             )

@@ -95,7 +95,7 @@ def plan_tensors(
             tuple(
                 Edit(dim, _pieces(Use(name, entry, dim), sizes, layouts))
                 for dim, axis in enumerate(entry.axes)
-                if layouts.keys() & set(_factors(axis))
+                if layouts.keys() & set(factors_of(axis))
             ),
             offset=entry.offset,
         )
@@ -109,11 +109,12 @@ def uses(arch: Growable, axis: str) -> list[Use]:
         Use(name, entry, dim)
         for name, entry in arch.parameters().items()
         for dim, dim_axes in enumerate(entry.axes)
-        if axis in _factors(dim_axes)
+        if axis in factors_of(dim_axes)
     ]
 
 
-def _factors(axis: str) -> list[str]:
+def factors_of(axis: str) -> list[str]:
+    """Return the simple axes and numbers of a composite axis."""
     return axis.replace("+", "*").split("*")
 
 

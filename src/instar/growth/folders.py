@@ -56,6 +56,8 @@ TOKENS = "random tokens"
 """on which outputs are compared, in words"""
 PROOF_BYTES = 2 * 10**9
 """Up to this size of both models in float32, their outputs are compared unless the caller declines."""
+SEED = 0
+"""of new values, as that of `instar.growth.grow` by default"""
 _KEPT_TENSORS = 2
 """parameters of which several tensors of a file are made: gates with ups, and downs"""
 
@@ -67,11 +69,10 @@ def grow_folder(
     *,
     check: bool | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    seed: int = 0,
 ) -> OfflineGrowth:
     """Create the folder `out`: the model of `source` after the operations, for `from_pretrained`.
 
-    New values are those of `instar.growth.grow` with the same seed. The folder is published whole or not at all.
+    New values are those of `instar.growth.grow`. The folder is published whole or not at all.
 
     Args:
         check: compare the outputs of both models, and write nothing unless the labels hold; default: if both fit in
@@ -86,7 +87,7 @@ def grow_folder(
     """
     start = time.perf_counter()
     check_new(out)
-    folder_plan = _plan_folder(source, operations, seed)
+    folder_plan = _plan_folder(source, operations)
     before = count_parameters(source.shape).total
     size = 4 * (before + folder_plan.stages[-1].parameters)
     proof, warning, checked_on = None, "", ""
@@ -97,7 +98,7 @@ def grow_folder(
         except GrowthError as error:
             raise NotProven(str(error)) from error
     if too_large:
-        proof, checked_on = _try_on_twin(source, folder_plan, operations, out, seed)
+        proof, checked_on = _try_on_twin(source, folder_plan, operations, out)
         fallback = f"instead, {checked_on} was" if proof else f"nothing was, for {checked_on}"
         warning = (
             f"both models take {size / 1e9:.1f} GB and were not compared: {fallback}; --check does"
@@ -125,14 +126,12 @@ class _PlannedFolder(PlannedGrowth):
     """of operations with a new tokenizer"""
 
 
-def _plan_folder(
-    source: PretrainedFolder, operations: Sequence[Operation], seed: int
-) -> _PlannedFolder:
+def _plan_folder(source: PretrainedFolder, operations: Sequence[Operation]) -> _PlannedFolder:
     steps, stages, vocabularies = list[GrowthStep](), list[GrowthStage](), list[VocabularyMap]()
     shapes = list[PretrainedShape]()
     shape, tokenizer = source.shape, source.path
     for operation in operations:
-        key = (seed, count_parameters(shape).total)
+        key = (SEED, count_parameters(shape).total)
         with as_config_error():
             exact = with_vocabulary(operation, tokenizer)
             shape, growth_plan = plan(shape, exact)
@@ -266,7 +265,6 @@ def _try_on_twin(
     folder_plan: _PlannedFolder,
     operations: Sequence[Operation],
     out: Path,
-    seed: int,
 ) -> tuple[Proof | None, str]:
     """Grow a small model of the same config in the same way, and compare that.
 
@@ -288,7 +286,7 @@ def _try_on_twin(
             if (source.path / name).is_file():
                 shutil.copy(source.path / name, small / name)
         folder = open_folder(small)
-        narrow = _plan_folder(folder, twin.operations, seed)
+        narrow = _plan_folder(folder, twin.operations)
         with folder.reading() as read:
             checked_on = f"{TOKENS}, of {about},"
             growth = _folder_growth(folder, read, narrow, (large, out), checked_on)

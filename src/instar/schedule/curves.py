@@ -31,13 +31,6 @@ class PowerLaw:
         above = self.exponent * (math.log(self.flops) - math.log(flops)) if flops > 0 else math.inf
         return self.floor + (math.exp(above) if above < 700 else math.inf)
 
-    def flops_at(self, loss: float) -> float:
-        """Return the FLOPs after which the loss is reached; infinite at or below the floor."""
-        if loss <= self.floor:
-            return math.inf
-        power = math.log(self.flops) - math.log(loss - self.floor) / self.exponent
-        return math.exp(power) if power < 700 else math.inf
-
     def slope_at(self, loss: float) -> float:
         """Return the fall in nats per 1e15 FLOPs where the loss is `loss`; 0 at or below the floor."""
         if loss <= self.floor or not math.isfinite(loss):

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from instar.config.errors import value_text
 from instar.config.schema import RunConfig
+from instar.growth.axes import factors_of
 from instar.models.lora import is_adapter
 from instar.models.shape import Growable, Parameter, axis_size, streams_of
 
@@ -374,7 +375,7 @@ def _ratios(
     """
     now, table = arch.sizes(), arch.parameters().values()
     read, output_axes = (
-        {factor for axis in axes if axis for factor in _factors(axis)}
+        {factor for axis in axes if axis for factor in factors_of(axis)}
         for axes in ((entry.reads for entry in table), (entry.writes for entry in table))
     )
     widths = {
@@ -383,12 +384,8 @@ def _ratios(
     }
 
     def ratio(axis: str | None) -> float:
-        if axis is None or not widths.keys() & set(_factors(axis)):
+        if axis is None or not widths.keys() & set(factors_of(axis)):
             return 1.0
         return axis_size(now, axis) / axis_size({**now, **widths}, axis) / share
 
     return ratio
-
-
-def _factors(axis: str) -> list[str]:
-    return axis.replace("+", "*").split("*")
