@@ -209,8 +209,10 @@ def _tensors(
             tensors[name] = Fresh(entry.shape, "zero", offset=entry.offset)
         elif blocks[layer].is_inserted and origin == "normal":
             tensors[name] = _fresh(name, entry)
-        elif (share := blocks[layer].share) and _shape(old, _above(source)) == entry.shape:
-            tensors[name] = Averaged((source, _above(source)), (1 - share, share))
+        elif (share := blocks[layer].share) and (
+            (above := _above(source)) in old and old[above].shape == entry.shape
+        ):
+            tensors[name] = Averaged((source, above), (1 - share, share))
         else:
             tensors[name] = Grown(source, is_copy=True)
     return tensors
@@ -219,10 +221,6 @@ def _tensors(
 def _fresh(name: str, entry: Parameter) -> Fresh:
     new = initial_slices(Use(name, entry, 0), entry.shape[0])
     return Fresh(entry.shape, new.fill, new.std, entry.offset)
-
-
-def _shape(table: Mapping[str, Parameter], name: str) -> tuple[int, ...] | None:
-    return table[name].shape if name in table else None
 
 
 def _above(name: str) -> str:

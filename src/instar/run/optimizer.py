@@ -61,7 +61,9 @@ def group_parameters(shapes: Mapping[str, int], config: OptimizerConfig) -> tupl
     """
     members: dict[tuple[str, float, float], list[str]] = {}
     for name, dimensions in shapes.items():
-        muon = config.name == "muon" and dimensions == 2 and _is_blocks_matrix(name)
+        # an adapter's factors have a low rank and should not be orthogonalised
+        inside = name.startswith("blocks.") and not is_adapter(name)
+        muon = config.name == "muon" and dimensions == 2 and inside
         exempt = dimensions < 2 or any(fnmatch(name, pattern) for pattern in config.no_decay)
         key = (
             "adamw" if config.name == "muon" and not muon else config.name,
@@ -73,11 +75,6 @@ def group_parameters(shapes: Mapping[str, int], config: OptimizerConfig) -> tupl
         Group(update, tuple(names), lr_ratio, decay)
         for (update, lr_ratio, decay), names in members.items()
     )
-
-
-def _is_blocks_matrix(name: str) -> bool:
-    # an adapter's factors have a low rank and should not be orthogonalised
-    return name.startswith("blocks.") and not is_adapter(name)
 
 
 def build_optimizers(

@@ -117,8 +117,7 @@ class _Pretrained:
 
 
 def _of_another_family(shape: PretrainedShape, old: Any) -> Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     values = copy.deepcopy(shape.to_dict())
     config = CONFIG_MAPPING[values["model_type"]].from_dict(values)

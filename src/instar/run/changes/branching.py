@@ -186,7 +186,9 @@ def unfinished_branches(
     branches = []
     with raise_on_all_ranks(parts.world, "reading the configs of branches"):
         for name in names:
-            run = RunDir(_relative(branch_folder(root, name), root))
+            folder = branch_folder(root, name)
+            # as the trunk's is written: absolute, or relative to the working directory
+            run = RunDir(folder if root.is_absolute() else root.parent / folder.name)
             # the code of the task is the trunk's: what the file names is not imported before this is known
             task = load_run_config(str(run.config), import_task=False).config.task
             if task != parts.config.task:
@@ -196,11 +198,6 @@ def unfinished_branches(
                 )
             branches.append((run, load_run_config(str(run.config), resuming=True)))
     return branches
-
-
-def _relative(folder: Path, root: Path) -> Path:
-    """Return the folder as `root` is written: relative to the working directory, or absolute."""
-    return folder if root.is_absolute() else root.parent / folder.name
 
 
 def _is_left(name: str, root: Path, parts: Components) -> bool:

@@ -65,7 +65,7 @@ class Predictions:
                 part = _encode(self._tables)
         parts = gather_parts(self._world, part)
         with raise_on_all_ranks(self._world, "writing predictions"):
-            if tables := [_decode(table) for table in parts if table]:
+            if tables := [pq.read_table(pa.BufferReader(table)) for table in parts if table]:
                 self.samples = len(set().union(*(table[SAMPLE].to_pylist() for table in tables)))
                 replace_file(self._file, _encode(tables, sort=True))
         return self._file if self.samples else None
@@ -80,10 +80,6 @@ def _encode(tables: Sequence[Any], *, sort: bool = False) -> bytes:
     pq.write_table(table.sort_by(SAMPLE) if sort else table, sink)
     content: bytes = sink.getvalue().to_pybytes()
     return content
-
-
-def _decode(content: bytes) -> Any:
-    return pq.read_table(pa.BufferReader(content))
 
 
 def confusion_matrices(file: Path) -> dict[str, list[list[int]]]:

@@ -114,7 +114,9 @@ class DataParallel(Replicated):
         # DDP records a static graph in its first backward pass, which must reduce. The averaged
         # gradients are the same on all ranks, so averaging them again changes nothing. All ranks
         # must reduce equally often, so a rank with a single micro-batch runs it twice.
-        learns = self._new_static_graph and self._some_rank_accumulates(len(passes))
+        learns = self._new_static_graph and any(
+            cast(int, number) > 1 for number in gather(self.world, len(passes))
+        )
         if learns and len(passes) == 1:
             passes.insert(0, replace(passes[0], samples=0))
         self._new_static_graph = False
@@ -156,9 +158,6 @@ class DataParallel(Replicated):
                 "parallel.ddp.find_unused_parameters: true, or let the loss depend on all of them, e.g. by adding 0 × "
                 "their sum"
             ) from error
-
-    def _some_rank_accumulates(self, micro_batches: int) -> bool:
-        return any(cast(int, number) > 1 for number in gather(self.world, micro_batches))
 
 
 class VirtualRanks(Replicated):

@@ -28,8 +28,8 @@ from instar.data.source import InMemorySource
 from instar.data.split import SampleSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
+from instar.growth.folders import check_own_family
 from instar.growth.plan import GrowthError
-from instar.models.hf.pretrained import PretrainedShape
 from instar.models.table import check_table
 from instar.record.device import torch_dtype
 from instar.run.optimizer import check_states, optimizer_tensors, shapes_of, task_optimizers
@@ -72,10 +72,8 @@ def try_sizes(prepared_run: Prepared, world: World, sizes: Mapping[int, Comes]) 
     if not isinstance(prepared_run.spec, SampleSetSpec):
         return []
     with _undo_at_end(world):
-        trial, task = (
-            _Trial(prepared_run, world, prepared_run.spec),
-            prepared_run.spec.task(prepared_run.config),
-        )
+        trial = _Trial(prepared_run, world, prepared_run.spec)
+        task = prepared_run.spec.task(prepared_run.config)
         samples = trial.training_samples(max(sizes))
         return trial.try_sizes(task, trial.model_of(task), samples, sizes)
 
@@ -93,15 +91,9 @@ def _undo_at_end(world: World) -> Iterator[None]:
 
 
 def _check_family(prepared_run: Prepared) -> None:
-    if not isinstance(prepared_run.spec.architecture, PretrainedShape):
-        return
-    from instar.growth.folders import check_own_family  # imports transformers
-
+    operations = (entry.operation for entry in schedule_entries(prepared_run.config))
     try:
-        check_own_family(
-            prepared_run.spec.architecture,
-            [entry.operation for entry in schedule_entries(prepared_run.config)],
-        )
+        check_own_family(prepared_run.spec.architecture, operations)
     except GrowthError as error:
         raise ConfigError.at("schedule", str(error)) from error
 

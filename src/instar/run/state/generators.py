@@ -21,7 +21,7 @@ def generator_states(device: torch.device) -> dict[str, torch.Tensor]:
     states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": _optional(gauss),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
         "numpy": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
         "numpy_place": torch.tensor([legacy["state"]["pos"], legacy["has_gauss"]]),
         "numpy_gauss": torch.tensor([legacy["gauss"]], dtype=torch.float64),
@@ -73,7 +73,3 @@ def seed_generators(seed: int, step: int, rank: int, device: torch.device) -> No
         torch.cuda.default_generators[device.index].manual_seed(int(entropy[0] >> 1))
     random.seed(int(entropy[1]))
     np.random.seed(int(entropy[2] >> 32))
-
-
-def _optional(value: float | None) -> torch.Tensor:
-    return torch.tensor([] if value is None else [value], dtype=torch.float64)
