@@ -265,13 +265,10 @@ class DocumentSamples:
         return {"inputs": inputs, "targets": targets}
 
 
-@dataclass(frozen=True, eq=False)
-class _AnnotatedSource:
-    """A source with one known int64 value per sample."""
+class WrappedSource:
+    """A source over another one, which answers what a subclass does not."""
 
     source: Source
-    values: Int64Array
-    """The value of each sample, int64 [samples]."""
 
     @property
     def fingerprint(self) -> str:
@@ -295,6 +292,15 @@ class _AnnotatedSource:
         close(self.source)
 
 
+@dataclass(frozen=True, eq=False)
+class _AnnotatedSource(WrappedSource):
+    """A source with one known int64 value per sample."""
+
+    source: Source
+    values: Int64Array
+    """The value of each sample, int64 [samples]."""
+
+
 class WeightedSource(_AnnotatedSource):
     """A source with a loss weight per sample."""
 
@@ -309,7 +315,7 @@ class CostedSource(_AnnotatedSource):
         return self.values[indices]
 
 
-class WorkerSource:
+class WorkerSource(WrappedSource):
     """A source read by worker processes, each of which reads a part of the samples.
 
     It is also opened in this process, to answer queries that need no reading.
@@ -320,19 +326,8 @@ class WorkerSource:
         Args:
             open_source: opens the same source in every process, see `Workers`.
         """
-        self._source = open_source()
+        self.source = open_source()
         self.workers = Workers(open_source, number)
-        self.fingerprint = self._source.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    @property
-    def measure(self) -> Measure | None:
-        return measure_of(self._source)
-
-    def weights(self, indices: Int64Array) -> float:
-        return self._source.weights(indices)
 
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
         """Return the source's samples; raises the source's exceptions, or `WorkerLost`."""

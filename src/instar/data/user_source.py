@@ -21,12 +21,13 @@ from instar.data.columns import (
     Columns,
     Ragged,
     as_ragged,
+    dtype_of,
     leaves,
     native_array,
     stack,
 )
 from instar.data.order import Int64Array, key_bytes
-from instar.data.source import InMemorySource, Measure, Source, close
+from instar.data.source import InMemorySource, Measure, Source, WrappedSource
 
 Sample: TypeAlias = "Mapping[str, Any]"
 """One sample: arrays by name, nested as the columns are."""
@@ -40,7 +41,7 @@ def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(words))
 
 
-class Transformed:
+class Transformed(WrappedSource):
     """Applies a function to the samples of a source.
 
     The weights are the source's where there is no `measure` of what the function returns.
@@ -53,20 +54,17 @@ class Transformed:
         self, source: Source, function: SampleFunction, seed: int, measure: Measure | None = None
     ) -> None:
         self.source = source
-        self.measure = measure
-        self._function = function
-        self._seed = seed
+        self._measure, self._function, self._seed = measure, function, seed
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
-        self.fingerprint = f"{source.fingerprint}/{function.__module__}:{self._name}/{seed}"
 
-    def __len__(self) -> int:
-        return len(self.source)
+    @property
+    def fingerprint(self) -> str:
+        function = f"{self._function.__module__}:{self._name}"
+        return f"{self.source.fingerprint}/{function}/{self._seed}"
 
-    def weights(self, indices: Int64Array) -> float:
-        return self.source.weights(indices)
-
-    def close(self) -> None:
-        close(self.source)
+    @property
+    def measure(self) -> Measure | None:
+        return self._measure
 
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
         """Return the transformed samples.
@@ -84,8 +82,8 @@ class Transformed:
             try:
                 generator = sample_generator(self._seed, epoch, index)
                 samples.append(self._function(_sample(columns, row), generator))
-                if self.measure is not None:
-                    self.measure.check(samples[-1])
+                if self._measure is not None:
+                    self._measure.check(samples[-1])
             except Exception as error:
                 error.add_note(f"in {self._name}, of sample {index} in epoch {epoch}")
                 raise
@@ -310,10 +308,9 @@ def sample_of(number: int, item: object, fields: Sequence[str] = ()) -> Mapping[
 def numeric(columns: Columns) -> None:
     """Raise ValueError naming a column that is not an array of numbers."""
     for name, column in leaves(columns):
-        kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
-        if kind.kind not in NUMBERS:
+        if (dtype := dtype_of(column)).kind not in NUMBERS:
             raise ValueError(
-                f"{name} has values of type {kind}, not numbers; encode text as numbers first, "
+                f"{name} has values of type {dtype}, not numbers; encode text as numbers first, "
                 "e.g. by np.unique(…, return_inverse=True)"
             )
 
