@@ -194,6 +194,25 @@ def test_training_needs_the_shards_alone(
     assert windows(open_rows(config.path or ""), "train") == before
 
 
+def saved(folder: Path, kind: str, texts: list[bytes]) -> DataConfig:
+    """A folder of `save_to_disk` whose texts are of an Arrow type."""
+    features = datasets.Features({"text": datasets.Value(kind)})
+    values = [text.decode() for text in texts] if kind == "string" else texts
+    datasets.Dataset.from_dict({"text": values}, features).save_to_disk(folder / kind)
+    return DataConfig(kind="rows", source=str(folder / kind), path=str(folder / f"set-{kind}"))
+
+
+def test_texts_may_be_kept_as_bytes(tmp_path: Path) -> None:
+    texts = [text.encode() for text in TEXTS]
+    kinds = ("string", "binary", "large_binary")
+    rows = [ensure_rows(saved(tmp_path, kind, texts), 3) for kind in kinds]
+    assert len({set_.fingerprint for set_ in rows}) == 1
+    assert windows(rows[0], "train") == windows(rows[1], "train") == windows(rows[2], "train")
+    with pytest.raises(ConfigError, match=r"'text' of .*binary is not UTF-8 text") as refusal:
+        ensure_rows(saved(tmp_path / "other", "binary", [*texts, b"\xff\xfe"]), 3)
+    assert refusal.value.problems[0].key == "data.text_field"
+
+
 @pytest.mark.parametrize(
     ("kind", "fingerprint"),
     [

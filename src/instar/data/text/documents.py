@@ -112,18 +112,19 @@ def open_rows_of(data: DataConfig, tokenizer: Tokenizer | None) -> Documents:
     """Open the rows of a Hugging Face data set. Raises ConfigError for ids that are not tokens."""
     rows = load_rows(data)
     column = column_of(rows, data.tokens_field or data.text_field)
-    if data.tokens_field is not None:
-        if tokenizer is None:
-            raise ConfigError.at(
-                "data.tokenizer",
-                f"a {data.tokenizer} tokenizer cannot be trained on token ids",
-                "name the tokenizer.json that made them",
-            )
-        check_ids(column, tokenizer.vocab_size, data.tokens_field, data.source)
+    if data.tokens_field is None:
+        column = _as_strings(column, data)
+        record = RowsRecord(len(rows), rows._fingerprint, content_fingerprint(column))
+        return Documents(text_corpus(column), rows=record)
+    if tokenizer is None:
+        raise ConfigError.at(
+            "data.tokenizer",
+            f"a {data.tokenizer} tokenizer cannot be trained on token ids",
+            "name the tokenizer.json that made them",
+        )
+    check_ids(column, tokenizer.vocab_size, data.tokens_field, data.source)
     record = RowsRecord(len(rows), rows._fingerprint, content_fingerprint(column))
-    if data.tokens_field is not None:
-        return Documents(ids=column, rows=record)
-    return Documents(text_corpus(column), rows=record)
+    return Documents(ids=column, rows=record)
 
 
 def open_held_out(data: DataConfig, source: str, tokenizer: Tokenizer | None) -> Documents:
@@ -279,6 +280,17 @@ class _ColumnText:
     def texts(self, parts: list[Part]) -> Iterator[Iterator[str]]:
         for part in parts:
             yield iter([clip(self.column[part[0]].as_py() or "", part)])
+
+
+def _as_strings(column: ArrowColumn, data: DataConfig) -> ArrowColumn:
+    """Return a text column that may hold it as bytes. Raises ConfigError for bytes that are not UTF-8."""
+    if str(column.type) in ("string", "large_string"):
+        return column
+    try:
+        return column.cast("large_string")
+    except ValueError as error:
+        message = f"the column {data.text_field!r} of {data.source} is not UTF-8 text: {error}"
+        raise ConfigError.at("data.text_field", message) from None
 
 
 def id_bytes(column: ArrowColumn) -> Int64Array:
