@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 from cases import shortened
+from forks import forks
 
 import instar
 from instar.extensions import BUILT_IN, WordKind, built_in
@@ -23,12 +24,21 @@ GONE = {"fleet": ["fleet"]}
 
 
 def run(
-    path: Path, *words: str, at: Path | None = None, module: str = "instar"
+    path: Path,
+    *words: str,
+    at: Path | None = None,
+    module: str = "instar",
+    python: str | Path = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Run `instar` or another module with a folder before all others on the path of modules."""
     env = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module, *words]
+    command = [str(python), "-m", module, *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=at)
+
+
+def run_forked(path: Path, *words: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """Run `instar` with a package of somebody else on the path, in a process that has imported torch already."""
+    return run(path, *words, at=at, python=forks().python)
 
 
 def tiny(folder: Path) -> str:
@@ -376,21 +386,21 @@ def test_a_package_whose_module_is_gone_is_said_once(tmp_path: Path) -> None:
 
 def test_a_package_takes_part_in_a_run_whose_config_has_its_section(tmp_path: Path) -> None:
     path = install(tmp_path / "installed")
-    shown = run(path, "config", "show", "--set", "census.every=2", at=tmp_path)
+    shown = run_forked(path, "config", "show", "--set", "census.every=2", at=tmp_path)
     assert "census:\n  every: 2" in shown.stdout
-    refused = run(path, "config", "show", "--set", "census.every=x", at=tmp_path)
+    refused = run_forked(path, "config", "show", "--set", "census.every=x", at=tmp_path)
     assert "census.every" in refused.stderr
-    refused = run(path, "config", "show", "--set", "census.every=0", at=tmp_path)
+    refused = run_forked(path, "config", "show", "--set", "census.every=0", at=tmp_path)
     assert "nothing would be counted; use 1" in refused.stderr
-    done = run(path, "train", tiny(tmp_path), "--set=census.every=2", at=tmp_path)
+    done = run_forked(path, "train", tiny(tmp_path), "--set=census.every=2", at=tmp_path)
     assert done.returncode == 0, done.stderr
-    events = run(path, "logs", "events", "--kind", "census", at=tmp_path)
+    events = run_forked(path, "logs", "events", "--kind", "census", at=tmp_path)
     assert events.stdout.splitlines() == ["census: 3920"] * 2
-    assert "census" in run(path, "logs", "plot", "--metrics", "census", at=tmp_path).stdout
-    resumed = run(path, "resume", "latest", "--until", "6it", at=tmp_path)
+    assert "census" in run_forked(path, "logs", "plot", "--metrics", "census", at=tmp_path).stdout
+    resumed = run_forked(path, "resume", "latest", "--until", "6it", at=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     # where the package is not installed, its run can still be read
-    listed = run(tmp_path, "logs", "list", "--json", at=tmp_path)
+    listed = run_forked(tmp_path, "logs", "list", "--json", at=tmp_path)
     assert '"step": 6' in listed.stdout
 
 
@@ -403,29 +413,34 @@ def test_a_package_adds_an_operation_of_growth(tmp_path: Path) -> None:
     path = install(tmp_path / "installed")
     entry = "{name: census.double_layers, when: {at_step: 2}}"
     grows = [f"--set=schedule=[{entry}]", "--set=record.run_dir=grown"]
-    done = run(path, "train", tiny(tmp_path), *grows, at=tmp_path)
+    done = run_forked(path, "train", tiny(tmp_path), *grows, at=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "census.double_layers" in run(path, "logs", "events", "grown", at=tmp_path).stdout
+    assert "census.double_layers" in run_forked(path, "logs", "events", "grown", at=tmp_path).stdout
     assert layers(tmp_path / "grown", 4) == 2
-    resumed = run(path, "resume", "grown", "--until", "6it", at=tmp_path)
+    resumed = run_forked(path, "resume", "grown", "--until", "6it", at=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     grow = ("grow", "grown", "larger", "--op", "census.double_layers")
-    done = run(path, *grow, at=tmp_path)
+    done = run_forked(path, *grow, at=tmp_path)
     assert done.returncode == 0, done.stderr
     assert layers(tmp_path / "larger", 6) == 4
-    refused = run(path, "train", "tiny.yaml", grows[0].replace("double", "treble"), at=tmp_path)
+    refused = run_forked(
+        path, "train", "tiny.yaml", grows[0].replace("double", "treble"), at=tmp_path
+    )
     assert "must be an operation, got 'census.treble_layers'" in refused.stderr
-    refused = run(
+    refused = run_forked(
         path, "train", "tiny.yaml", grows[0].replace(", when", ", value: 3, when"), at=tmp_path
     )
     assert refused.returncode == 2, refused.stderr
     # where the package is not installed, what it did is told, and nothing is guessed
     for words in (grow, ("resume", "grown", "--until", "8it"), ("train", "tiny.yaml", grows[0])):
-        refused = run(tmp_path, *words, at=tmp_path)
+        refused = run_forked(tmp_path, *words, at=tmp_path)
         assert refused.returncode == 2, refused.stderr
         assert "no package with the operation is installed, an extension 'census'" in refused.stderr
         assert "Traceback" not in refused.stderr
-    assert "census.double_layers" in run(tmp_path, "logs", "events", "grown", at=tmp_path).stdout
+    assert (
+        "census.double_layers"
+        in run_forked(tmp_path, "logs", "events", "grown", at=tmp_path).stdout
+    )
 
 
 PAGES = """\
@@ -448,17 +463,20 @@ def test_a_package_installed_by_pip_adds_a_task_and_a_page(tmp_path: Path) -> No
     pip = ["-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     words = [sys.executable, *pip, "--target", str(path), str(source)]
     subprocess.run(words, check=True, capture_output=True)
-    done = run(path, "train", tiny(tmp_path), "--set=task=census", at=tmp_path)
+    done = run_forked(path, "train", tiny(tmp_path), "--set=task=census", at=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "task: census" in run(path, "config", "show", "--set=task=census", at=tmp_path).stdout
-    resumed = run(path, "resume", "latest", "--until", "6it", at=tmp_path)
+    assert (
+        "task: census"
+        in run_forked(path, "config", "show", "--set=task=census", at=tmp_path).stdout
+    )
+    resumed = run_forked(path, "resume", "latest", "--until", "6it", at=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     env = {**os.environ, "PYTHONPATH": str(path)}
     grows = "--set=schedule=[{name: census.double_layers, when: {at_step: 2}}]"
-    done = run(path, "train", "tiny.yaml", grows, "--set=task=census", at=tmp_path)
+    done = run_forked(path, "train", "tiny.yaml", grows, "--set=task=census", at=tmp_path)
     assert done.returncode == 0, done.stderr
     served = subprocess.run(
-        [sys.executable, "-c", PAGES],
+        [forks().python, "-c", PAGES],
         capture_output=True,
         text=True,
         cwd=tmp_path,

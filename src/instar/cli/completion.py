@@ -1,4 +1,4 @@
-"""What a shell completes: runs, their checkpoints, keys of configs, fleets; and the script that makes it do so.
+"""What a shell completes: runs, their checkpoints, keys of configs; and the script that makes it do so.
 
 Only names of files are read, nothing of their content, and no code but that of this package is run.
 Each function but the command has the signature of click's `shell_complete`.
@@ -19,20 +19,22 @@ from instar.config.files import cache_home, read_regular
 
 Items = list[CompletionItem[str]]
 
-_RUNS, _FLEETS = Path("runs"), Path("fleets")
+_RUNS = Path("runs")
 
 
 def run_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
     """Folders of `runs` that are runs, and `latest`."""
     names = sorted(run.name for run in _runs())
-    return _matching(["latest", *names] if names else [], incomplete)
+    return matching_items(["latest", *names] if names else [], incomplete)
 
 
 def checkpoints(context: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """Runs; after a slash, the checkpoints of runs."""
     if "/" not in incomplete:
         return run_names(context, parameter, incomplete)
-    return _matching([str(path) for run in _runs() for path in _checkpoints_of(run)], incomplete)
+    return matching_items(
+        [str(path) for run in _runs() for path in _checkpoints_of(run)], incomplete
+    )
 
 
 def starts(context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
@@ -48,19 +50,12 @@ def starts(context: click.Context, _parameter: click.Parameter, incomplete: str)
         with suppress(OSError):
             names = (path.name for path in (run / "checkpoints").iterdir())
             candidates += [name.removeprefix("step-") for name in names if not name.startswith(".")]
-    return _matching(sorted(candidates, key=_by_number) or ["latest", "best"], incomplete)
+    return matching_items(sorted(candidates, key=_by_number) or ["latest", "best"], incomplete)
 
 
 def keys(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
     """Dotted keys of the config, for --set; nothing once a value has begun."""
-    return [] if "=" in incomplete else _matching(_keys(), incomplete, with_files=False)
-
-
-def fleets(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
-    """Folders of `fleets`."""
-    with suppress(OSError):
-        return _matching(sorted(path.name for path in _FLEETS.iterdir()), incomplete)
-    return []
+    return [] if "=" in incomplete else matching_items(_keys(), incomplete, with_files=False)
 
 
 def _runs() -> Iterator[Path]:
@@ -81,7 +76,7 @@ def _by_number(name: str) -> tuple[float, str]:
     return (float(digits) if digits.isdecimal() else -1.0), name
 
 
-def _matching(names: Iterable[str], incomplete: str, *, with_files: bool = True) -> Items:
+def matching_items(names: Iterable[str], incomplete: str, *, with_files: bool = True) -> Items:
     """Return the names that begin so; if there is none, `with_files` any file."""
     items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
     return items or ([CompletionItem(incomplete, type="file")] if with_files else [])

@@ -281,16 +281,19 @@ class CommandGroup(click.Group):
             refuse_deleted(f"{self.name} {args[0]}")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        formatter: click.HelpFormatter,
+    ) -> None:
+        rows = {name: spec.summary for name, spec in commands_in(self.name or "").items()}
+        rows |= {
+            name: command.get_short_help_str(1000)
+            for name, command in self.commands.items()
+            if not command.hidden
+        }
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [
-                    (name, command.get_short_help_str(1000))
-                    for name, command in commands
-                    if command and not command.hidden
-                ]
-            )
+            formatter.write_dl(sorted(rows.items()))
 
 
 def refuse_deleted(words: str) -> None:

@@ -166,13 +166,21 @@ def load_target(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def _specs_of(kind: str) -> dict[str, Any]:
+    """Return what the extensions of Instar add of a kind, a field of `Extension`, by its names."""
+    return {
+        name: spec
+        for extension in built_in().values()
+        for name, spec in getattr(extension, kind).items()
+    }
+
+
 def commands_in(group: str = "") -> Mapping[str, CommandSpec]:
     """Return the commands that extensions of Instar add to a group of the core, by name."""
     prefix = f"{group} " if group else ""
     return {
         words.removeprefix(prefix): command
-        for extension in built_in().values()
-        for words, command in extension.commands.items()
+        for words, command in _specs_of("commands").items()
         if words.startswith(prefix) and " " not in words.removeprefix(prefix)
     }
 
@@ -199,19 +207,14 @@ def how_to_install(kind: WordKind, word: str) -> str:
 
 def programs() -> Mapping[str, str]:
     """Return the targets of what is typed after `python -m`, by its module."""
-    return {
-        module: target
-        for extension in built_in().values()
-        for module, target in extension.programs.items()
-    }
+    return _specs_of("programs")
 
 
 def sections_in(section: str) -> Mapping[str, SectionSpec]:
     """Return the sections that extensions of Instar add to one of the config; "" is the top level."""
     return {
         name.rpartition(".")[2]: spec
-        for extension in built_in().values()
-        for name, spec in extension.sections.items()
+        for name, spec in _specs_of("sections").items()
         if name.rpartition(".")[0] == section
     }
 
@@ -219,14 +222,12 @@ def sections_in(section: str) -> Mapping[str, SectionSpec]:
 @cache
 def tasks() -> Mapping[str, TaskNames]:
     """Return the tasks that extensions of Instar add."""
-    return {
-        name: task for extension in built_in().values() for name, task in extension.tasks.items()
-    }
+    return _specs_of("tasks")
 
 
 def starters() -> dict[str, Path]:
     """Return the configs from which `instar init` makes those of extensions of Instar, by their kinds."""
-    return {kind: path for e in built_in().values() for kind, path in e.starters.items()}
+    return _specs_of("starters")
 
 
 def find_task(name: str) -> TaskNames | None:
@@ -249,11 +250,7 @@ def active_extensions(names: Iterable[str]) -> Iterator[Extension]:
 @cache
 def event_types() -> Mapping[str, Any]:
     """Return the classes of events that extensions of Instar record, by kind."""
-    return {
-        kind: load_target(target)
-        for extension in built_in().values()
-        for kind, target in extension.events.items()
-    }
+    return {kind: load_target(target) for kind, target in _specs_of("events").items()}
 
 
 def event_type(kind: str) -> Any:
@@ -266,7 +263,7 @@ def event_type(kind: str) -> Any:
 @cache
 def metric_names() -> Mapping[str, MetricName]:
     """Return how the metrics of Instar's extensions are called."""
-    return {name: m for extension in built_in().values() for name, m in extension.metrics.items()}
+    return _specs_of("metrics")
 
 
 @cache
@@ -277,11 +274,11 @@ def layer_titles() -> Mapping[str, str]:
 
 def run_set(folder: Path) -> Any:
     """Return the function that tells a folder's runs with their groups; None if no extension made it."""
-    for extension in built_in().values():
-        for marker, target in extension.run_sets.items():
-            if (folder / marker).exists():
-                return load_target(target)
-    return None
+    targets = (
+        target for marker, target in _specs_of("run_sets").items() if (folder / marker).exists()
+    )
+    target = next(targets, None)
+    return target and load_target(target)
 
 
 def forecast_notes(
@@ -308,16 +305,14 @@ def values_of_notes(notes: Iterable[ForecastNote]) -> dict[str, Any]:
 
 def plot_in(form: str) -> Any:
     """Return the function that draws a chart in a format; None if no extension has it."""
-    targets = [e.plots[form] for e in built_in().values() if form in e.plots]
-    return load_target(targets[0]) if targets else None
+    target = _specs_of("plots").get(form)
+    return target and load_target(target)
 
 
 def catalog(part: str) -> Any:
     """Return what makes a part of the dashboard's page; None if no extension has it."""
-    targets = [
-        extension.catalogs[part] for extension in built_in().values() if part in extension.catalogs
-    ]
-    return load_target(targets[0]) if targets else None
+    target = _specs_of("catalogs").get(part)
+    return target and load_target(target)
 
 
 class EntryPoint(NamedTuple):

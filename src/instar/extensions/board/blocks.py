@@ -11,15 +11,13 @@ import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instar.config.errors import shorten_text
+from instar.logs.read.record import RecordedEvent, RunRecord
 from instar.record.events import Event, ImageEvent, TableEvent
 from instar.record.format import duration, encodable, si
 from instar.record.media import read_image
-
-if TYPE_CHECKING:
-    from instar.logs.read.record import RecordedEvent, RunRecord
 
 Section = dict[str, Any]
 Cell = str | dict[str, str]

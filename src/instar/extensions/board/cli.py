@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 
 import click
@@ -11,6 +12,8 @@ from instar.cli.options import json_option
 from instar.cli.output import as_text, deliver, open_file, report_faults, runs_argument
 from instar.config.errors import ConfigError
 from instar.extensions import catalog
+from instar.extensions.board.report import report_html
+from instar.logs.query.summary import summarize, summary_to_json
 from instar.record.atomic import replace_file
 
 REPORT_OF_SEVERAL = "report.html"
@@ -35,9 +38,6 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     checkpoints, warnings, the final test, config and environment. It makes no network requests.
     --json prints a summary of what was written.
     """
-    from instar.extensions.board.report import report_html
-    from instar.logs.query.summary import summarize, summary_to_json
-
     groups = selected_groups(runs)
     read = read_all([*groups])
     if not read.records:
@@ -90,7 +90,5 @@ def dashboard(
     click.echo(as_text({"url": address.url}) if as_json else address.url)
     click.echo(f"Shows {folder}, read-only. Ctrl-C ends it.", err=True)
     if opens:
-        import webbrowser
-
         webbrowser.open(address.url_once)
     serve_dashboard(folder, address, catalog("fleets"))

@@ -23,18 +23,13 @@ _DECIMALS = {"wall_s": 2, "active_s": 2, "time": 1}
 
 
 def chart_data(
-    record: RunRecord,
-    points: int = 2000,
-    *,
-    metrics: Sequence[str] | None = None,
-    axes: Sequence[str] = AXES,
+    record: RunRecord, points: int = 2000, *, metrics: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Return what `charts.js` draws of one run; non-finite numbers are null.
 
     Args:
         points: maximum number of points per curve; spikes are preserved.
         metrics: default all but standard errors.
-        axes: x axes to include.
     """
     summary = summarize(record)
     names = [m for m in record.metrics if not m.endswith(":error")] if metrics is None else metrics
@@ -43,20 +38,18 @@ def chart_data(
         "name": encodable(summary.name),
         "state": summary.state,
         "unit": summary.unit,
-        "series": chart_series(record, points, names, axes),
-        "marks": marks(record, axes),
+        "series": chart_series(record, points, names),
+        "marks": marks(record),
     }
 
 
-def chart_series(
-    record: RunRecord, points: int, metrics: Sequence[str], axes: Sequence[str] = AXES
-) -> dict[str, Any]:
+def chart_series(record: RunRecord, points: int, metrics: Sequence[str]) -> dict[str, Any]:
     """Return the curves of those metrics that the run has, by name; see `curve`."""
     present = [name for name in metrics if name in record]
-    return {encodable(name): curve(record.series(name), points, axes) for name in present}
+    return {encodable(name): curve(record.series(name), points) for name in present}
 
 
-def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, Any]:
+def curve(series: Series, points: int) -> dict[str, Any]:
     """Return `{x: {axis: […]}, value: […], superseded: [{segment, x, value}, …]}`, thinned.
 
     Of a thinned curve, up to a quarter of the points are evenly spaced, wherever its extremes are, and
@@ -73,11 +66,11 @@ def curve(series: Series, points: int, axes: Sequence[str] = AXES) -> dict[str, 
         indices = np.union1d(even_indices, thin(current.value, points - len(even_indices)))
         even = {"even": np.searchsorted(indices, even_indices).tolist()}
     return (
-        _columns(current.take(indices), axes)
+        _columns(current.take(indices))
         | even
         | {
             "superseded": [
-                {"segment": int(segment)} | _columns(piece.take(thin(piece.value, points)), axes)
+                {"segment": int(segment)} | _columns(piece.take(thin(piece.value, points)))
                 for segment in np.unique(old_points.segment)
                 for piece in [old_points.take(old_points.segment == segment)]
             ]
@@ -107,9 +100,9 @@ def chart_groups(
     ]
 
 
-def _columns(series: Series, axes: Sequence[str]) -> dict[str, Any]:
+def _columns(series: Series) -> dict[str, Any]:
     return {
-        "x": {axis: _axis(series, axis) for axis in axes},
+        "x": {axis: _axis(series, axis) for axis in AXES},
         "value": _numbers(_round_values(series.value)),
     }
 

@@ -323,13 +323,11 @@ def revives_steps(run: RunDir, events: Iterable[Event]) -> bool:
 
 
 def _stretch(run: RunDir, events: list[Placed], metrics: frozenset[str]) -> dict[str, Any]:
-    """Return curve_points message with the events of a stretch within curve_points segment."""
+    """Return a message with the events of a stretch within a segment."""
     measurements = [event for event in events if is_measured(type(event))]
     events_only = [RecordedEvent(event) for event in events if not is_measured(type(event))]
     series = {
-        name: curve_points
-        for part in tables_of(measurements).values()
-        for name, curve_points in _series(part)
+        name: points for part in tables_of(measurements).values() for name, points in _series(part)
     }
     return {
         "points": {

@@ -1,5 +1,7 @@
 """Deltas of a training with transformers: `Trainer(…, callbacks=[DeltaCallback("deltas")])`."""
 
+# ruff: noqa: ARG002  the signatures are transformers'
+
 from __future__ import annotations
 
 from os import PathLike
@@ -50,11 +52,7 @@ class DeltaCallback(TrainerCallback):
         """on the main process, during a training"""
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.writer is not None:  # of a training that failed
             self.writer.close()
@@ -66,11 +64,7 @@ class DeltaCallback(TrainerCallback):
             self._save_if_due(state.global_step, kwargs["model"])
 
     def on_step_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         last = control.should_training_stop or state.global_step >= state.max_steps
         self._save_if_due(state.global_step, kwargs["model"], last=last)
@@ -79,11 +73,7 @@ class DeltaCallback(TrainerCallback):
             self.writer.flush()
 
     def on_train_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # by now the model may have the weights of the best checkpoint
         if self.writer is not None:

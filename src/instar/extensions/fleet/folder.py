@@ -122,6 +122,13 @@ def _check_run_trusted(file: Path) -> None:
     check_trusted(str(file), [document.data] if document else [])
 
 
+def fleet_names() -> list[str]:
+    """Return the names of the fleets that were started in this project."""
+    with suppress(OSError):
+        return sorted(path.name for path in FLEETS.iterdir())
+    return []
+
+
 def find_fleet(text: str) -> Path:
     """Return the folder of a fleet, named by path or by name.
 
@@ -131,7 +138,7 @@ def find_fleet(text: str) -> Path:
     for path in (FLEETS / text, Path(text)):
         if (path / STATE_FILE).exists() or (path / _FILE).exists():
             return path
-    names = sorted(path.name for path in FLEETS.glob("*")) if FLEETS.is_dir() else []
+    names = fleet_names()
     similar = nearest(text, names)
     hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(names) or 'none'}"
     raise ConfigError.of(f"no fleet '{text}'", where=str(FLEETS), hint=hint)

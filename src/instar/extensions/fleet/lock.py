@@ -117,10 +117,10 @@ def _try_lock(folder: Path, descriptor: int, deadline: float) -> bool:
     return True
 
 
-def launcher_pid(folder: Path, part: int | None = None) -> int | None:
-    """Return the process id of the launcher that works in a folder, or on one of its parts, as its
-    lock names it, 0 if unknown; None if none does, or if this user may not read the lock."""
-    return lock_owner(folder / part_name(_LOCK_FILE, part))
+def launcher_pid(folder: Path) -> int | None:
+    """Return the process id of the launcher that works in a folder, as its lock names it, 0 if unknown;
+    None if none does, or if this user may not read the lock."""
+    return lock_owner(folder / _LOCK_FILE)
 
 
 def may_have_launcher(folder: Path, part: int | None = None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -238,26 +238,19 @@ def read_file(path: Path, offset: int = 0) -> list[FleetEvent]:
 class StateLog:
     """Appends events; lines that a full disk refuses are held in memory until it accepts them."""
 
-    def __init__(
-        self,
-        folder: Path,
-        part: int | None = None,
-        listen: Callable[[FleetEvent], None] = lambda _: None,
-    ) -> None:
-        """`part`: the instance, if this is its host's file; `listen`: called with every event."""
+    def __init__(self, folder: Path, part: int | None = None) -> None:
+        """`part`: the instance, if this is its host's file."""
         descriptor = own_regular(folder / part_name(STATE_FILE, part), append=True)
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             size += os.write(descriptor, b"\n")  # a line that a crash has cut
         self._file = Appender(descriptor, size)
-        self._listen = listen
 
     def write(self, event: FleetEvent, *, durable: bool = False) -> None:
         """Append an event; `durable`: and wait until it is on disk."""
         self._file.append(msgspec.json.encode(event) + b"\n")
         if durable:
             self._file.sync()
-        self._listen(event)
 
     @property
     def refused(self) -> str:

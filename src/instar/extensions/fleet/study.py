@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,28 @@ from instar.config.errors import ConfigError
 from instar.extensions.fleet.spec import Dimension, Pruner, Scalar, Search
 from instar.extensions.fleet.state import Phase
 
-if TYPE_CHECKING:
+try:
     import optuna
-    from optuna.storages import RDBStorage
-    from optuna.trial import FrozenTrial
+except ImportError:
+    raise ConfigError.of(
+        "searches need optuna", where="search", hint="pip install 'instar[search]'"
+    ) from None
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.pruners import (
+    BasePruner,
+    HyperbandPruner,
+    MedianPruner,
+    NopPruner,
+    SuccessiveHalvingPruner,
+)
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
 
 STUDY_FILE = "study.db"
 
@@ -51,20 +69,13 @@ class Study:
     """
 
     def __init__(self, search: Search, name: str) -> None:
-        """Raise ConfigError if optuna is not installed."""
-        try:
-            import optuna
-        except ImportError:
-            raise ConfigError.of(
-                "searches need optuna", where="search", hint="pip install 'instar[search]'"
-            ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._search = search
         self._space = {key: _distribution(dimension) for key, dimension in search.space.items()}
         self.optuna = optuna.create_study(
             study_name=name,  # hyperband divides the trials by name and number
             direction=search.direction,
-            sampler=optuna.samplers.RandomSampler(),
+            sampler=RandomSampler(),
             pruner=_pruner(search.pruner),
         )
         self.trials: dict[int, Trial] = {}
@@ -96,8 +107,6 @@ class Study:
 
     def tell(self, index: int, phase: Phase) -> None:
         """End a trial: what was learned from it counts for later ones."""
-        from optuna.trial import TrialState
-
         trial = self.trials[index]
         if phase == "succeeded" and math.isfinite(trial.value):
             self.optuna.tell(trial.optuna_trial, trial.value)
@@ -105,9 +114,11 @@ class Study:
             state = TrialState.PRUNED if phase == "pruned" else TrialState.FAIL
             self.optuna.tell(trial.optuna_trial, state=state)
 
-    def _sampler(self, index: int) -> optuna.samplers.BaseSampler:
-        from optuna.samplers import RandomSampler, TPESampler
+    def frozen_trial(self, index: int) -> FrozenTrial:
+        """Return a trial as Optuna has it now."""
+        return self.optuna.get_trials(deepcopy=False)[self.trials[index].optuna_trial.number]
 
+    def _sampler(self, index: int) -> BaseSampler:
         seed = int(np.random.SeedSequence([self._search.seed, index]).generate_state(1)[0])
         return TPESampler(seed=seed) if self._search.sampler == "tpe" else RandomSampler(seed)
 
@@ -123,32 +134,28 @@ class Study:
         return values
 
 
-def _distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution:
-    from optuna import distributions as of
-
+def _distribution(dimension: Dimension) -> BaseDistribution:
     if dimension.choices is not None:
-        return of.CategoricalDistribution(dimension.choices)
+        return CategoricalDistribution(dimension.choices)
     low, high, step = dimension.low, dimension.high, dimension.step
     assert low is not None
     assert high is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the last step may end below `high`
         if dimension.is_integer:
-            return of.IntDistribution(int(low), int(high), dimension.log, int(step or 1))
-        return of.FloatDistribution(low, high, dimension.log, step)
+            return IntDistribution(int(low), int(high), dimension.log, int(step or 1))
+        return FloatDistribution(low, high, dimension.log, step)
 
 
-def _pruner(pruner: Pruner) -> optuna.pruners.BasePruner:
-    from optuna import pruners
-
+def _pruner(pruner: Pruner) -> BasePruner:
     settings = pruner.settings
     if pruner.name == "hyperband":
-        return pruners.HyperbandPruner(**settings)
+        return HyperbandPruner(**settings)
     if pruner.name == "successive_halving":
-        return pruners.SuccessiveHalvingPruner(**{"min_resource": 1, **settings})
+        return SuccessiveHalvingPruner(**{"min_resource": 1, **settings})
     if pruner.name == "median":
-        return pruners.MedianPruner(**settings)
-    return pruners.NopPruner()
+        return MedianPruner(**settings)
+    return NopPruner()
 
 
 class StudyFile:
@@ -194,8 +201,6 @@ class StudyFile:
         return self._storage
 
     def _create(self, name: str, directions: Sequence[Any], trials: Sequence[FrozenTrial]) -> None:
-        from optuna.storages import RDBStorage
-
         for path in (self._path, self._path.with_name(f"{self._path.name}-journal")):
             path.unlink(missing_ok=True)
         # a path of its own: that in a URL would be searched for braces and question marks

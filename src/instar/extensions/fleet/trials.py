@@ -10,13 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import schema_keys
-from instar.config.files import open_regular
 from instar.config.schema import RunConfig
 from instar.extensions.fleet.load import LoadedFleet
 from instar.extensions.fleet.plan import Instance, variables_in
@@ -30,16 +29,14 @@ from instar.extensions.fleet.state import (
     TrialEvaluated,
     now,
 )
-from instar.logs.read.scan import line_blocks
+from instar.logs.query.tail import LineFollower
 from instar.record.control import send_request
 from instar.record.events import VERSION, Placed, events_in, metrics
 from instar.record.rundir import RunDir
 
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
-
 METRICS_FILE = "metrics.jsonl"
 """what a command that is no Instar run appends to in its folder: {"step": 100, "val/loss": 2.1}"""
+_READ_BYTES = 1 << 20
 _EVAL = b'{"v":%d,"kind":"eval"' % VERSION
 
 
@@ -128,7 +125,7 @@ class Trials:
             assert self.log is not None
             event = TrialDrawn(now(), instance.index, dict(trial.values))
             self.log.write(event, durable=True)
-            self._file.add(self._frozen(instance.index))
+            self._file.add(self._study.frozen_trial(instance.index))
         self._readers[instance.index] = Evaluations(
             instance.output_dir, self._search.metric, trial.step
         )
@@ -173,7 +170,7 @@ class Trials:
             phase, reason = "failed", self._no_value(index)
         if phase != "stopped":
             self._study.tell(index, phase)
-            self._file.end(self._frozen(index))
+            self._file.end(self._study.frozen_trial(index))
         return phase, reason
 
     def _no_value(self, index: int) -> str:
@@ -182,10 +179,6 @@ class Trials:
             return f"{metric} is not a number at step {trial.step:,}"
         names = ", ".join(sorted(self._readers[index].names)[:8])
         return f"it recorded no {metric}" + (f", only {names}" if names else "")
-
-    def _frozen(self, index: int) -> FrozenTrial:
-        number = self._study.trials[index].optuna_trial.number
-        return self._study.optuna.get_trials(deepcopy=False)[number]
 
     def close(self) -> None:
         self._file.close()
@@ -201,33 +194,24 @@ class Evaluations:
         self.names: set[str] = set()
         """metrics that the run has recorded"""
         self._after = after
-        self._ends = dict.fromkeys([RunDir(folder).events, folder / METRICS_FILE], 0)
+        self._followers = [LineFollower(RunDir(folder).events), LineFollower(folder / METRICS_FILE)]
 
     def new(self) -> Iterator[tuple[int, float]]:
         """Yield the step and the value of each new evaluation."""
-        for path, begin in self._ends.items():
-            with suppress(OSError):  # it does not exist yet
-                if path.stat().st_size <= begin:
-                    continue
-                with open_regular(path) as file:
-                    file.seek(begin)
-                    for block, end in line_blocks(file, begin):
-                        self._ends[path] = end
-                        yield from self._in(block, path.name == METRICS_FILE)
-
-    def _in(self, block: bytes, plain: bool) -> Iterator[tuple[int, float]]:
-        for line in block.split(b"\n"):
-            evaluation = _plain(line) if plain else _event(line) if line.startswith(_EVAL) else None
-            if evaluation is None:
-                continue
-            step, values = evaluation
-            self.names.update(values)
-            if step > self._after and self.metric in values:
-                self._after = step
-                yield step, values[self.metric]
+        for follower in self._followers:
+            parse = _plain if follower.path.name == METRICS_FILE else _event
+            while lines := follower.lines(_READ_BYTES):
+                for evaluation in filter(None, map(parse, lines)):
+                    step, values = evaluation
+                    self.names.update(values)
+                    if step > self._after and self.metric in values:
+                        self._after = step
+                        yield step, values[self.metric]
 
 
 def _event(line: bytes) -> tuple[int, dict[str, float]] | None:
+    if not line.startswith(_EVAL):
+        return None
     events = (event for _, event in events_in([line]) if isinstance(event, Placed))
     return next(((event.step, metrics(event)) for event in events), None)
 

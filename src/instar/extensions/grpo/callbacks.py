@@ -1,6 +1,8 @@
 """What a GRPO run does between the steps of TRL's trainer, and its record: `events.jsonl` in its output folder,
 as `instar logs` and the dashboard read."""
 
+# ruff: noqa: ARG002  the signatures are transformers'
+
 from __future__ import annotations
 
 import logging
@@ -166,42 +168,30 @@ class RunCallback(TrainerCallback):
         """Set once the trainer is made, which needs its callbacks before."""
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step == 0:
             self._log_pass_rates(0)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,
-        **kwargs: Any,  # noqa: ARG002
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._stop.requested:
             control.should_save = control.should_training_stop = True
         self._report_deltas()
 
     def on_train_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._report_deltas(last=True)
 
     def on_log(
         self,
-        args: TrainingArguments,  # noqa: ARG002
+        args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
+        control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,  # noqa: ARG002
+        **kwargs: Any,
     ) -> None:
         if logs is None or "loss" not in logs:
             return
@@ -220,11 +210,7 @@ class RunCallback(TrainerCallback):
             self._log_pass_rates(step)
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         record = self._record

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from instar.extensions.grpo.answers import is_correct
 from instar.extensions.grpo.data import Question
@@ -64,7 +66,7 @@ def evaluate_pass_rates(
         for i, question in enumerate(questions)
     ]
     by_k = {k: [pass_at_k(samples, count, k) for count in correct] for k in ks}
-    return {k: _mean(v) for k, v in by_k.items()}, {k: _standard_error(v) for k, v in by_k.items()}
+    return {k: fmean(v) for k, v in by_k.items()}, {k: _standard_error(v) for k, v in by_k.items()}
 
 
 def reference_loss(
@@ -83,18 +85,15 @@ def reference_loss(
 
 
 def _loss_sum(model: Any, pad_id: int, prompts: Sequence[Ids], solutions: Sequence[Ids]) -> float:
-    rows = [[*prompt, *solution] for prompt, solution in zip(prompts, solutions, strict=True)]
-    longest = max(map(len, rows))
-    device = model.device
-    ids_BT = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in rows], device=device)
-    kept_BT = torch.tensor(
-        [[1] * len(ids) + [0] * (longest - len(ids)) for ids in rows], device=device
+    rows = [torch.tensor([*ids, *more]) for ids, more in zip(prompts, solutions, strict=True)]
+    ids_BT = pad_sequence(rows, batch_first=True, padding_value=pad_id).to(model.device)
+    mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(
+        model.device
     )
-    targets_BT = ids_BT.clone()
-    for row, (prompt, ids) in enumerate(zip(prompts, rows, strict=True)):
+    targets_BT = ids_BT.masked_fill(mask_BT == 0, -100)
+    for row, prompt in enumerate(prompts):
         targets_BT[row, : len(prompt)] = -100
-        targets_BT[row, len(ids) :] = -100
-    logits_BTV = model(input_ids=ids_BT, attention_mask=kept_BT).logits[:, :-1]
+    logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits[:, :-1]
     loss = F.cross_entropy(
         logits_BTV.flatten(0, 1).float(),
         targets_BT[:, 1:].flatten(),
@@ -104,13 +103,5 @@ def _loss_sum(model: Any, pad_id: int, prompts: Sequence[Ids], solutions: Sequen
     return float(loss)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _standard_error(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    mean = _mean(values)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return math.sqrt(variance / len(values))
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

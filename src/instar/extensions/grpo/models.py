@@ -13,6 +13,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -216,15 +217,13 @@ def sample_completions(
 def _sample(
     model: Any, pad_id: int, prompts: Sequence[Ids], n: int, sampling: Sampling
 ) -> list[Ids]:
-    longest = max(map(len, prompts))
-    rows = [[pad_id] * (longest - len(ids)) + list(ids) for ids in prompts for _ in range(n)]
-    attention_mask = [
-        [0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts for _ in range(n)
-    ]
+    rows = [torch.tensor(ids) for ids in prompts for _ in range(n)]
+    ids_BT = pad_sequence(rows, True, pad_id, "left").to(model.device)
+    mask_BT = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left").to(model.device)
     ends = end_ids(model)
     generated_rows = model.generate(
-        input_ids=torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(attention_mask, device=model.device),
+        input_ids=ids_BT,
+        attention_mask=mask_BT,
         generation_config=GenerationConfig(
             do_sample=True,
             max_new_tokens=sampling.max_tokens,
@@ -235,7 +234,7 @@ def _sample(
             pad_token_id=pad_id,
         ),
     )
-    return [_up_to_end(row, ends) for row in generated_rows[:, longest:].tolist()]
+    return [_up_to_end(row, ends) for row in generated_rows[:, ids_BT.shape[1] :].tolist()]
 
 
 def end_ids(model: Any) -> Ids:

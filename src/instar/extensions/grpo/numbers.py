@@ -16,10 +16,12 @@ argument = atom | one digit, as in \frac12
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Context, Decimal, DecimalException, localcontext
 from fractions import Fraction
-from typing import TypeAlias
+from operator import add, mul, sub, truediv
+from typing import Any, TypeAlias
 
 DIGITS = 50
 """precision of irrational numbers; they are equal if they agree to ten digits fewer"""
@@ -102,7 +104,7 @@ class _Parser:
             raise NotANumber("too deep")
         value = self._product()
         while sign := self._take("+", "-"):
-            value = _add(value, self._product(), 1 if sign == "+" else -1)
+            value = _combine(add if sign == "+" else sub, value, self._product())
         self._depth -= 1
         return value
 
@@ -110,17 +112,17 @@ class _Parser:
         value = self._signed_term()
         while True:
             if self._take("/", r"\div"):
-                value = _divide(value, self._signed_term())
+                value = _combine(truediv, value, self._signed_term())
             elif self._take("*", r"\cdot", r"\times"):
-                value = _multiply(value, self._signed_term())
+                value = _combine(mul, value, self._signed_term())
             elif (token := self._next()) is None or token in ("+", "-", ")", "}", "]", "^"):
                 return value
             elif isinstance(token, Fraction):
                 raise NotANumber("two numbers in a row")
             elif token == r"\frac" and isinstance(self._tokens[self._at - 1], Fraction):
-                value = _add(value, self._power(), 1)  # a mixed number
+                value = _combine(add, value, self._power())  # a mixed number
             else:
-                value = _multiply(value, self._power())
+                value = _combine(mul, value, self._power())
 
     def _signed_term(self) -> Value:
         sign = 1
@@ -150,7 +152,7 @@ class _Parser:
             return value
         if self._take(r"\frac"):
             numerator = self._argument()
-            return _divide(numerator, self._argument())
+            return _combine(truediv, numerator, self._argument())
         if self._take(r"\sqrt"):
             degree = Fraction(2)
             if self._take("["):
@@ -205,22 +207,11 @@ def _real(value: Value) -> Decimal:
     return Decimal(value.numerator) / Decimal(value.denominator)
 
 
-def _add(first: Value, two: Value, sign: int) -> Value:
-    if isinstance(first, Fraction) and isinstance(two, Fraction):
-        return _check_bounds(first + sign * two)
-    return _check_bounds(_real(first) + sign * _real(two))
-
-
-def _multiply(first: Value, two: Value) -> Value:
-    if isinstance(first, Fraction) and isinstance(two, Fraction):
-        return _check_bounds(first * two)
-    return _check_bounds(_real(first) * _real(two))
-
-
-def _divide(first: Value, two: Value) -> Value:
-    if isinstance(first, Fraction) and isinstance(two, Fraction):
-        return _check_bounds(first / two)
-    return _check_bounds(_real(first) / _real(two))
+def _combine(operation: Callable[[Any, Any], Any], first: Value, second: Value) -> Value:
+    """Return the result of an operation: exact of fractions, else of 50 digits."""
+    if isinstance(first, Fraction) and isinstance(second, Fraction):
+        return _check_bounds(operation(first, second))
+    return _check_bounds(operation(_real(first), _real(second)))
 
 
 def _integer_power(base: Value, exponent: int) -> Value:

@@ -19,10 +19,12 @@ EXTENSION = Extension(
             "find",
         ),
         "schedule pilot": CommandSpec(
-            f"{_HERE}.cli:pilot", "Measure by short runs how much compute growth saves."
+            f"{_HERE}.cli:pilot",
+            "Measure by short runs how much compute the schedule of growth saves.",
         ),
         "schedule search": CommandSpec(
-            f"{_HERE}.cli:search", "Find the schedule with the least compute."
+            f"{_HERE}.cli:search",
+            "Find the schedule of growth that leads to CONFIG's final shape with the least compute.",
         ),
     },
     forecast=f"{_HERE}.expected:saving_note",

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,13 +21,13 @@ from instar.cli.options import (
 )
 from instar.cli.output import print_json, print_table
 from instar.config.budget import parse_budget
+from instar.extensions.lab.expected import render_saving
+from instar.extensions.lab.pilot import run_pilot
+from instar.extensions.lab.pilot_file import Pilot
+from instar.extensions.lab.search import SearchResult, run_search
+from instar.extensions.lab.search_state import ScheduleSearch
+from instar.extensions.lab.short_runs import ShortRunRequest
 from instar.record.format import scientific, si
-
-if TYPE_CHECKING:
-    from instar.extensions.lab.pilot_file import Pilot
-    from instar.extensions.lab.search import SearchResult
-    from instar.extensions.lab.search_state import ScheduleSearch
-
 
 Command = Callable[..., Any]
 
@@ -92,10 +92,6 @@ def pilot(
     budget allows, as ordinary runs in the folder of runs. From then on `instar schedule check` and
     `instar train --dry-run` print the saving to expect. The same command goes on after an interruption.
     """
-    from instar.extensions.lab.expected import render_saving
-    from instar.extensions.lab.pilot import run_pilot
-    from instar.extensions.lab.short_runs import ShortRunRequest
-
     budget_s = _seconds(budget, steps)
     settings = (*overrides, *([schedule_option(file)] if file else ()))
     request = ShortRunRequest(
@@ -146,10 +142,6 @@ def search(
     written as a schedule's file, for `instar train CONFIG --schedule FILE`. The same command goes on after
     an interruption.
     """
-    from instar.extensions.lab.expected import render_saving
-    from instar.extensions.lab.search import run_search
-    from instar.extensions.lab.short_runs import ShortRunRequest
-
     budget_s = _seconds(budget, steps)
     request = ShortRunRequest(
         cfg,

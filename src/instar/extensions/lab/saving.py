@@ -309,9 +309,9 @@ def _usual_trend(pilot: Pilot, log_tokens: float) -> float:
 
 
 def _trend(pilot: Pilot, runs: Sequence[PilotRun]) -> tuple[float, float] | None:
-    """Return how far d ln ρ / d ln t lies above `_usual_trend`, and its standard deviation, where ρ t are the tokens after which the final
-    size from scratch has the loss of the small model after t, from where ρ is highest on: in their
-    first steps, sizes differ otherwise. None: too few evaluations."""
+    """Return how far d ln ρ / d ln t lies above `_usual_trend`, and its standard deviation, where ρ t are the
+    tokens after which the final size from scratch has the loss of the small model after t, from where ρ is
+    highest on: in their first steps, sizes differ otherwise. None: too few evaluations."""
     arm = "small" if any(run.case.arm == "small" for run in runs) else "grown"
     final = _stable(pilot, _longest(runs, "final"))
     points = []

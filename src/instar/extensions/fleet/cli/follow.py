@@ -20,6 +20,7 @@ from instar.extensions.fleet.folder import (
     check_own,
     describe_fleet,
     find_fleet,
+    fleet_names,
     leftovers,
     reopen_fleet,
 )
@@ -45,8 +46,15 @@ _AGAIN_S = 0.2
 """between the two requests of --kill"""
 
 
+def complete_fleets(
+    _context: click.Context, _parameter: click.Parameter, incomplete: str
+) -> completion.Items:
+    """Complete the name of a fleet."""
+    return completion.matching_items(fleet_names(), incomplete)
+
+
 @click.command("status", cls=StrictCommand)
-@click.argument("name", required=False, shell_complete=completion.fleets)
+@click.argument("name", required=False, shell_complete=complete_fleets)
 @click.option("--watch", is_flag=True, help="Keep it up to date until the fleet has ended.")
 @json_option
 def status(name: str | None, watch: bool, as_json: bool) -> int:
@@ -72,7 +80,7 @@ def status(name: str | None, watch: bool, as_json: bool) -> int:
 
 
 @click.command("logs", cls=StrictCommand)
-@click.argument("name", shell_complete=completion.fleets)
+@click.argument("name", shell_complete=complete_fleets)
 @click.argument("instance", required=False)
 @click.argument("process", required=False)
 @click.option(
@@ -113,7 +121,7 @@ def logs(
 
 
 @click.command("stop", cls=StrictCommand)
-@click.argument("name", shell_complete=completion.fleets)
+@click.argument("name", shell_complete=complete_fleets)
 @click.argument("instances", nargs=-1, required=True)
 def stop(name: str, instances: tuple[str, ...]) -> None:
     """Stop INSTANCES (indices or names) of a running fleet; the others go on."""
@@ -140,7 +148,7 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
 
 
 @click.command("down", cls=StrictCommand)
-@click.argument("name", shell_complete=completion.fleets)
+@click.argument("name", shell_complete=complete_fleets)
 @click.option("--kill", is_flag=True, help="Kill at once instead of asking.")
 def down(name: str, kill: bool) -> int:
     """Stop a running fleet: jobs, then services; return when everything has ended."""

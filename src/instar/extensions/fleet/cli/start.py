@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 
-from instar.cli import completion
 from instar.cli.options import StrictCommand, json_option, set_option, trust_option
 from instar.cli.output import print_json, print_table
 from instar.config.errors import ConfigError
@@ -23,6 +22,7 @@ from instar.extensions.fleet.cli import (
     only_option,
     say_to_terminal,
 )
+from instar.extensions.fleet.cli.follow import complete_fleets
 from instar.extensions.fleet.doctor import diagnose_fleet
 from instar.extensions.fleet.engines.start import check_engine, run_fleet, scheduler_request
 from instar.extensions.fleet.engines.work import plan_and_gpus
@@ -118,7 +118,7 @@ def up(
 
 
 @click.command("resume", cls=StrictCommand)
-@click.argument("name", shell_complete=completion.fleets)
+@click.argument("name", shell_complete=complete_fleets)
 @only_option
 @click.option("--wait", is_flag=True, help="Wait for GPUs that other fleets hold.")
 @detach_option

@@ -2,8 +2,9 @@
 
 A range test (Smith, arXiv 1506.01186) raises the rate within one training and reads off where the
 loss falls fastest. That is a property of the first steps and often far from the rate with the
-lowest *final* loss. Here every candidate is a training of its own, with its whole schedule:
-successive halving over a geometric grid spends most steps on the best ones, and a parabola through the best has its minimum at the rate.
+lowest *final* loss. Here every candidate is a training of its own, with its whole schedule: successive
+halving over a geometric grid spends most steps on the best ones, and a parabola through the best has its
+minimum at the rate.
 """
 
 from __future__ import annotations
