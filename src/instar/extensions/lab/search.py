@@ -22,6 +22,7 @@ from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
 from instar.distributed.failure import RunFailed
 from instar.extensions.lab import short_runs
+from instar.extensions.lab.halving import RUNGS, rung_steps
 from instar.extensions.lab.pilot_file import pilot_path, settings_of, write_json
 from instar.extensions.lab.saving import ExpectedSaving, pilot_summary, predict_saving, spending
 from instar.extensions.lab.search_state import (
@@ -40,7 +41,6 @@ from instar.growth.operators import is_growth
 from instar.models.architecture import Architecture
 from instar.record.atomic import discard, replace_file
 from instar.schedule.branches import branch_folder
-from instar.schedule.halving import RUNGS, rung_steps
 
 _RUN = "search"
 _SUFFIX = ".schedule.yaml"

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from instar.config.origins import in_yaml
+from instar.extensions.lab.halving import RUNGS, rung_sizes, survivors
 from instar.extensions.lab.pilot_file import (
     MOST,
     Amount,
@@ -37,7 +38,6 @@ from instar.extensions.lab.pilot_file import (
     read_json_as,
 )
 from instar.models.architecture import AXES, Architecture
-from instar.schedule.halving import RUNGS, rung_sizes, survivors
 
 SCRATCH = "scratch"
 """The candidate that does not grow."""

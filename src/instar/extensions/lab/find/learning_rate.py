@@ -20,7 +20,7 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import join_group
 from instar.extensions.lab.find.training import final_loss, prepared_alone, shorten_config
-from instar.schedule.halving import rung_steps, survivors
+from instar.extensions.lab.halving import rung_steps, survivors
 
 SHORTEST = 400
 """Default steps of the longest trainings, if an eighth of the run is less. In the first steps of a

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instar.schedule.halving import RUNGS, rung_sizes, rung_steps, survivors
+from instar.extensions.lab.halving import RUNGS, rung_sizes, rung_steps, survivors
 
 LOSSES = st.lists(st.sampled_from([1.0, 1.5, 2.0, 2.5, math.inf]), max_size=12)
 
