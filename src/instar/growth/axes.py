@@ -183,14 +183,13 @@ def refuse_if_masked(arch: Architecture) -> None:
 
 
 def fold_masks(
-    arch: Architecture, value: None, options: Mapping[str, Any], step: int
+    arch: Architecture, _value: None, _options: Mapping[str, Any], step: int
 ) -> tuple[Architecture, GrowthPlan]:
     """Remove a mask that is fully open; the tensors stay as they are.
 
     Raises:
         GrowthError: there is no mask, or it is not fully open yet.
     """
-    del value, options
     if arch.mask is None:
         raise GrowthError("the model has no mask to fold")
     if step < arch.mask.end:

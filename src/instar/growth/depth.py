@@ -53,7 +53,7 @@ class _Block:
 
 
 def stack_layers(
-    arch: G, value: Any, options: Mapping[str, Any], step: int
+    arch: G, value: Any, options: Mapping[str, Any], _step: int
 ) -> tuple[G, GrowthPlan]:
     """Make a deeper model of copies of the blocks; lossy.
 
@@ -62,7 +62,6 @@ def stack_layers(
     on each side of a seam (SOLAR, arXiv 2312.15166; default: a quarter), ``interpolate`` puts means of neighbours
     between them.
     """
-    del step
     layers = _layers(arch)
     if not layers:
         raise GrowthError(_NO_LAYER.format("use insert_layers with from: normal"))
@@ -242,7 +241,7 @@ def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def upcycle(
-    arch: TransformerShape, value: int, options: Mapping[str, Any], step: int
+    arch: TransformerShape, value: int, options: Mapping[str, Any], _step: int
 ) -> tuple[TransformerShape, GrowthPlan]:
     """Replace every MLP by `value` copies of it, its experts, and a router (sparse upcycling, arXiv 2212.05055).
 
@@ -258,7 +257,6 @@ def upcycle(
         GrowthError: there are experts already, or adapters of MLPs, which have no counterpart; or no gradient would reach
             the router.
     """
-    del step
     if "experts" in arch.sizes():
         raise GrowthError(f"the model has {arch.sizes()['experts']} experts already")
     per_token = options.get("num_experts_per_tok", min(EXPERTS_PER_TOKEN, value))

@@ -38,7 +38,7 @@ Adapters = Mapping[str, Lora | None]
 
 
 def set_lora_rank(
-    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], _step: int
 ) -> tuple[Adaptable, GrowthPlan]:
     """Give all weights of a target adapters of this rank; 0 removes them.
 
@@ -49,7 +49,6 @@ def set_lora_rank(
         ArchitectureError: a weight cannot have that rank.
         GrowthError: nothing would change.
     """
-    del step
     target, rank = value["target"], value["rank"]
     old = _adapters(arch)
     if rank == 0:
@@ -68,10 +67,9 @@ def set_lora_rank(
 
 
 def change_lora_rank(
-    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], _step: int
 ) -> tuple[Adaptable, GrowthPlan]:
     """Multiply the ranks of a target's adapters by a factor; rounded, at least 1."""
-    del step
     new_adapters = {
         name: _with_rank(
             adapter,
@@ -84,10 +82,9 @@ def change_lora_rank(
 
 
 def set_lora_alpha(
-    arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+    arch: Adaptable, value: Mapping[str, Any], _options: Mapping[str, Any], _step: int
 ) -> tuple[Adaptable, GrowthPlan]:
     """Set α of a target's adapters, which changes their scale."""
-    del options, step
     present = _target_adapters(_adapters(arch), value["target"])
     alpha = float(value["alpha"])
     new_adapters = {name: replace(adapter, alpha=alpha) for name, adapter in present.items()}
@@ -95,13 +92,12 @@ def set_lora_alpha(
 
 
 def merge_lora(
-    arch: Adaptable, value: str | None, options: Mapping[str, Any], step: int
+    arch: Adaptable, value: str | None, _options: Mapping[str, Any], _step: int
 ) -> tuple[Adaptable, GrowthPlan]:
     """Add a target's adapters (None: all) to their weights, and reset the adapters.
 
     A tied head stays the same, because it reads the adapted table.
     """
-    del options, step
     adapters = _target_adapters(_adapters(arch), "all" if value is None else value)
     tensors: dict[str, TensorPlan] = {}
     for name, entry in arch.parameters().items():

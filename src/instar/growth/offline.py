@@ -125,7 +125,6 @@ class DiskGrowth(Generic[C]):
         return ", ".join(stage.operation.name for stage in self.plan.stages)
 
     def parts(self, candidate: C) -> Sequence[GrownPart]:
-        """See `GrowthSubject`."""
         return [GrownPart(lambda _: self._verify(candidate), lambda: None)]
 
     def _verify(self, candidate: C) -> None:
@@ -141,7 +140,6 @@ class DiskGrowth(Generic[C]):
                     )
 
     def broken(self, proof: Proof) -> Exception:
-        """See `GrowthSubject`."""
         return NotProven(
             f"{self.name}: not {proof.label}: outputs moved by {proof.max_logit_diff:.3g} "
             f"({proof.max_logit_diff_relative:.1g} of the largest), the loss on {self.checked_on} "

@@ -126,11 +126,9 @@ class GroupPeers:
             )
 
     def all_agree(self, holds: bool) -> bool:
-        """See `Peers`."""
         return self._exchange(float(holds), dist.ReduceOp.MIN) == 1.0
 
     def at(self, what: str) -> GroupPeers:  # noqa: ARG002
-        """See `Peers`."""
         return self
 
     def _exchange(self, value: float, how: Any) -> float:

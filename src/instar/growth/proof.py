@@ -29,7 +29,6 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, to
 """The largest change of the logits, relative to the largest logit, and of the loss in nats, that
 rounding explains in a model of this dtype."""
 
-
 _COMPARED = 1 << 20
 """elements that are compared at once"""
 _ULPS = 4

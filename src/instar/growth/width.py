@@ -44,10 +44,9 @@ _PADDING: Mapping[Norm, Fill] = {"rmsnorm": "zero", "layernorm": "mean"}
 
 
 def widen(
-    arch: G, value: Mapping[str, Any], options: Mapping[str, Any], step: int
+    arch: G, value: Mapping[str, Any], options: Mapping[str, Any], _step: int
 ) -> tuple[G, GrowthPlan]:
     """Widen an axis that the model both writes and reads; exact."""
-    del step
     axis, now = value["axis"], arch.sizes().get(value["axis"])
     axis_uses = uses(arch, axis)
     inner = [name for name in arch.sizes() if _is_inner(arch, name)]
@@ -135,7 +134,7 @@ def widen_hidden(
 
 
 def resize_vocab(
-    arch: T, value: Any, options: Mapping[str, Any], step: int
+    arch: T, value: Any, _options: Mapping[str, Any], _step: int
 ) -> tuple[T, GrowthPlan]:
     """Add rows to the token table and the head; each is the mean of the old rows. Bounded.
 
@@ -144,7 +143,6 @@ def resize_vocab(
 
     With the map of a new tokenizer, rows of tokens that both have are kept, and others are means of old rows; lossy.
     """
-    del options, step
     now = arch.sizes()["vocab"]
     if isinstance(value, VocabularyMap):
         return _with_vocabulary(arch, value)
@@ -181,7 +179,7 @@ def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
 
 
 def extend_context(
-    arch: T, value: Any, options: Mapping[str, Any], step: int
+    arch: T, value: Any, options: Mapping[str, Any], _step: int
 ) -> tuple[T, GrowthPlan]:
     """Make the context longer; exact for up to the old number of tokens. RoPE has no table of
     positions; a learned table gets rows with initial values.
@@ -189,7 +187,6 @@ def extend_context(
     `rope` scales the frequencies of a model of transformers: ``linear`` and ``yarn`` (arXiv 2309.00071) change what it
     computes at every length, ``dynamic`` only beyond the old one, which stays in the config.
     """
-    del step
     now = arch.sizes()["context"]
     size = grown_size(value, now, "context")
     if (rope := options.get("rope")) is not None:
@@ -334,7 +331,7 @@ def add_heads(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tup
 
 
 def split_kv_heads(
-    arch: T, value: Any, options: Mapping[str, Any], step: int
+    arch: T, value: Any, _options: Mapping[str, Any], _step: int
 ) -> tuple[T, GrowthPlan]:
     """Make `value` copies of every key and value head, each for its part of the group; exact.
 
@@ -342,7 +339,6 @@ def split_kv_heads(
     underestimates their mean square by a factor of about 2 (measured with four copies in a GPT of
     3 layers of width 64).
     """
-    del options, step
     now = arch.sizes()["kv_heads"]
     per_group = arch.sizes()["heads"] // now
     if per_group % value:
@@ -363,7 +359,7 @@ def split_kv_heads(
 
 
 def grow_head_dim(
-    arch: T, value: Any, options: Mapping[str, Any], step: int
+    arch: T, value: Any, _options: Mapping[str, Any], _step: int
 ) -> tuple[T, GrowthPlan]:
     """Add channels to every head; exact.
 
@@ -372,7 +368,6 @@ def grow_head_dim(
     added at the end of each half, and ``rope_base ** (d′ / d)`` keeps the frequencies of the old
     pairs.
     """
-    del options, step
     now = arch.sizes()["head_dim"]
     size = grown_size(value, now, "head_dim")
     if arch.qk_norm:

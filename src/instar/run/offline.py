@@ -91,7 +91,6 @@ REASON = "instar grow"
 PROBE_SAMPLES, PROBE_TOKENS = 4, 128
 """shape [samples, tokens] of the random tokens on which a proof compares logits"""
 
-
 Build = Callable[[Any], torch.nn.Module]
 
 

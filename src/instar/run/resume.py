@@ -51,7 +51,6 @@ LAUNCH_KEY = "instar/run"
 """Key under which a launch stores its run's folder and, in a second line, the checkpoint that it
 resumed from, for restarted ranks."""
 
-
 STARTS_FROM = "model.from"
 CHANGED_SOURCES = "data.if_changed"
 

@@ -94,9 +94,8 @@ def run(
             raise Interrupted(f"resume with: instar resume {RunDir(folder).shell_word}") from None
         point_to_log(path, os.environ)
     if has_branches and log.rank == 0:
-        end_extensions(
-            RunDir(folder), loaded_config.config
-        )  # whose report shows how its branches have ended
+        # its report shows how its branches have ended
+        end_extensions(RunDir(folder), loaded_config.config)
     return folder
 
 
@@ -123,9 +122,8 @@ def _train_run(request: RunRequest, log: RankLog, signal: StopSignal) -> Branche
     failed in it, so that no rank ever waits for another in a collective that the other does not reach.
     """
     with _join_ranks(request, log, signal) as rank:
-        resolved_run = resolve_run(
-            request, rank
-        )  # which run, from which checkpoint, with which config
+        # which run, from which checkpoint, with which config
+        resolved_run = resolve_run(request, rank)
         plan = check_run(resolved_run, rank)  # the data, the config, this machine; one micro-batch
         run = open_run(plan, rank)  # the folder, the record, the trainer at the run's present step
         if request.only_test:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from instar.config.budget import Counters, parse_budget
 from instar.config.schema import RunConfig
@@ -388,18 +388,18 @@ def trigger(config_entry: ScheduledOperation) -> Trigger:
     return first[0] if len(first) == 1 else AnyOf(tuple(first))
 
 
+_OF_ONE_VALUE: Mapping[str, Callable[[Any], Trigger]] = {
+    "loss_below": LossBelow,
+    "waited": Waited,
+    "at_step": AtStep,
+    "at_tokens": lambda count: AtTokens(tokens(count)),
+    "at_fraction": AtFraction,
+}
+
+
 def _when(when: When) -> Trigger:
-    parts: list[Trigger] = []
-    if when.loss_below is not None:
-        parts.append(LossBelow(when.loss_below))
-    if when.waited is not None:
-        parts.append(Waited(when.waited))
-    if when.at_step is not None:
-        parts.append(AtStep(when.at_step))
-    if when.at_tokens is not None:
-        parts.append(AtTokens(tokens(when.at_tokens)))
-    if when.at_fraction is not None:
-        parts.append(AtFraction(when.at_fraction))
+    values = ((make, getattr(when, name)) for name, make in _OF_ONE_VALUE.items())
+    parts = [make(value) for make, value in values if value is not None]
     if (flat := when.plateau) is not None:
         parts.append(Plateau(flat.window, flat.slope, flat.patience))
     if (slow := when.slope_below) is not None:

@@ -106,7 +106,6 @@ class LiveGrowth:
         return self.request.operation.name
 
     def build(self) -> Module:
-        """See `GrowthSubject`."""
         return self._build(self.old, self.request.wrap)
 
     def _build(self, old: Subject, wrap: Wrap | None) -> Module:
@@ -116,19 +115,15 @@ class LiveGrowth:
             return build_whole(old, self.new.shape, self.step)
 
     def tensors(self, candidate: Module) -> Mapping[str, Tensor]:
-        """See `GrowthSubject`."""
         return {**self.new.parameters(candidate), **persistent_buffers(candidate)}
 
     def dtypes(self, candidate: Module) -> Collection[torch.dtype]:
-        """See `GrowthSubject`."""
         return {parameter.dtype for parameter in candidate.parameters()}
 
     def outputs(self, candidate: Module) -> tuple[Probe, Probe]:
-        """See `GrowthSubject`."""
         return run_probe(self.old.module, self.batch), run_probe(candidate, self.batch)
 
     def in_double(self, candidate: Module) -> Doubled:
-        """See `GrowthSubject`."""
         if (wrap := self.request.wrap) is None:
             with self.peers.phase():
                 old = replace(self.old, module=copy.deepcopy(self.old.module).double())
@@ -153,14 +148,12 @@ class LiveGrowth:
         return Doubled(before, after, torch.float32, self.tensors(new))
 
     def broken(self, proof: Proof) -> Exception:
-        """See `GrowthSubject`."""
         return GrowthError(
             f"{self.name}: the outputs changed by {proof.max_logit_diff_relative:.2g} of the largest, more than "
             f"its label {proof.label!r} allows; the model is as before (allow_inexact=True accepts it)"
         )
 
     def parts(self, candidate: Module) -> Sequence[GrownPart]:
-        """See `GrowthSubject`."""
         old, new = self.old.parameters(), self.new.parameters(candidate)
         name_maps = self.old.names(), self.new.names(candidate)
         with self.peers.phase():

@@ -90,15 +90,12 @@ class Ranks:
     what: str
 
     def phase(self) -> AbstractContextManager[None]:
-        """See `Peers`."""
         return raise_on_all_ranks(self.world, self.what)
 
     def all_agree(self, holds: bool) -> bool:
-        """See `Peers`."""
         return all(gather(self.world, holds))
 
     def at(self, what: str) -> Ranks:
-        """See `Peers`."""
         return replace(self, what=what)
 
 
@@ -135,7 +132,6 @@ class RunGrowth:
         return type(self.components.stepper.unwrapped_model).__name__
 
     def build(self) -> Candidate:
-        """See `GrowthSubject`."""
         parts, stepper, step = self.components, self.components.stepper, self.step
         stepper.share_buffers()
         with self.peers.phase():
@@ -166,15 +162,12 @@ class RunGrowth:
         return Candidate(task, model, copies, memory, average, samples, stays_equal)
 
     def tensors(self, candidate: Candidate) -> Mapping[str, Tensor]:
-        """See `GrowthSubject`."""
         return _tensors(candidate.model)
 
     def dtypes(self, candidate: Candidate) -> Collection[torch.dtype]:
-        """See `GrowthSubject`."""
         return {parameter.dtype for parameter in candidate.model.bare.parameters()}
 
     def outputs(self, candidate: Candidate) -> tuple[Probe, Probe]:
-        """See `GrowthSubject`."""
         pair = self.components.stepper.strategy, candidate.model
         return self._outputs(candidate, pair, candidate.samples)
 
@@ -191,7 +184,6 @@ class RunGrowth:
             )
 
     def in_double(self, candidate: Candidate) -> Doubled:
-        """See `GrowthSubject`."""
         config, world = self.components.config, self.components.world
         strategy: Evaluable = self.components.stepper.strategy
         pairs = (strategy, self.components.task), (candidate.model, candidate.task)
@@ -206,7 +198,6 @@ class RunGrowth:
         return Doubled(before, after, torch.float64, _tensors(new))
 
     def broken(self, proof: Proof) -> Exception:
-        """See `GrowthSubject`."""
         return LabelBroken(
             f"the function changed more than its label allows: {format_proof(proof)}"
         )

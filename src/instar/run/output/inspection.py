@@ -35,7 +35,6 @@ SAMPLES = 4
 """number of held-out samples for the entropy of attention heads"""
 LAST_WAIT_S = 60.0
 
-
 Analyzed = tuple[Counters, WeightAnalysis, float]
 """(progress at the analysis, its result, its duration in seconds)"""
 

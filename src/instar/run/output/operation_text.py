@@ -25,7 +25,6 @@ _BOOKKEEPING = ("interval_factor", "unscaled_intervals", "new_param_warmups")
 _UNTOLD = ("mask", "layer_types")
 """too long for a line"""
 
-
 _MEMORY = {
     "asymmetric": "optimizer mapped",
     "mapped": "optimizer mapped, copies alike",
@@ -49,7 +48,6 @@ class ChangeOutcome:
 
     @cached_property
     def differences(self) -> Differences:
-        """See `differences`."""
         return differences(self.before, self.after)
 
 

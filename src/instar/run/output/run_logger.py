@@ -55,7 +55,6 @@ from instar.tasks.logged import Logged, Pixels, TableData, media_events
 
 logger = logging.getLogger(__name__)
 
-
 LARGEST_TABLE = 12
 """maximum number of classes of a confusion matrix that is displayed"""
 

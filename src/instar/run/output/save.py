@@ -29,7 +29,6 @@ from instar.record.device import recorded_event
 
 logger = logging.getLogger(__name__)
 
-
 MAX_FAILURES = 3
 """Number of consecutive failed saves that ends the run."""
 

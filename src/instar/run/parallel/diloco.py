@@ -29,7 +29,6 @@ from instar.run.parallel.strategy import MicroBatchCalls, RoundEnd, Rounds, free
 Layout: TypeAlias = dict[str, float | list[int]]
 """Of each state of an optimizer: its shape, or its value if it has no dimensions."""
 
-
 BUCKET = 1 << 24
 """Number of elements after which `mean_over_ranks` begins another message."""
 
@@ -59,15 +58,12 @@ class DiLoCo(Replicated):
         """weights at the beginning of the round, by parameter; {}: between rounds"""
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """See `Strategy`."""
         freeze(self.parameters, patterns)
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """See `Strategy`."""
         return nullcontext()
 
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
-        """See `Strategy`."""
         if not self._start:
             self._start = {
                 name: parameter.detach().clone()
@@ -84,7 +80,6 @@ class DiLoCo(Replicated):
 
     @torch.no_grad()
     def end(self, states: Mapping[str, Tensor], n_skipped: int, in_a_row: int) -> RoundEnd:
-        """See `Rounds`."""
         layout: Layout = {n: list(t.shape) if t.ndim else t.item() for n, t in states.items()}
         digest = xxhash.xxh3_64_hexdigest(json.dumps(layout, sort_keys=True).encode())
         answers = cast(

@@ -40,12 +40,10 @@ class Replicated:
         self.parameters = dict(bare.named_parameters())
 
     def norms(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
-        """See `Strategy`."""
         return whole_norms(groups)
 
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """See `Strategy`."""
         if values is None:
             yield
             return
@@ -60,7 +58,6 @@ class Replicated:
                 parameter.data = trained_values[name]
 
     def in_double(self, shell: Module) -> Replicated:  # noqa: ARG002
-        """See `Evaluable`."""
         return Replicated(self.world, copy.deepcopy(self.bare).double())
 
 
@@ -93,17 +90,14 @@ class DataParallel(Replicated):
         self._new_static_graph = self.world.size > 1 and ddp.static_graph
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """See `Strategy`."""
         freeze(self.parameters, patterns)
         # DDP reads requires_grad only when it wraps the model
         self._wrap()
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """See `Strategy`."""
         return sync(self.model, enabled=False)
 
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
-        """See `Strategy`."""
         # DDP averages over ranks; undo that to get the sum
         scale = self.world.size / batch.weight
         # as late as possible, so that the exchange overlaps with forward and backward passes
@@ -178,7 +172,6 @@ class VirtualRanks(Replicated):
 
     @property
     def model(self) -> Module:
-        """See `Strategy`."""
         return self.bare
 
     def _plant(self) -> None:
@@ -198,7 +191,6 @@ class VirtualRanks(Replicated):
         """per dtype: the parameters, and the all-reduce of their gradients"""
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """See `Strategy`."""
         freeze(self.parameters, patterns)
         self._plant()
 
@@ -207,11 +199,9 @@ class VirtualRanks(Replicated):
         return norms_of_rows([[row_squares(tensor) for tensor in group] for group in groups])
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        """See `Strategy`."""
         return nullcontext()
 
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
-        """See `Strategy`."""
         # each slice starts with the buffers from before the step, and the model keeps those of the
         # first slice, as under DDP with one rank per slice
         before, after = held_buffers(self.bare), None

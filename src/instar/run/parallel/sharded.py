@@ -91,7 +91,6 @@ class Sharded:
 
     @property
     def model(self) -> Module:
-        """See `Strategy`."""
         return self.bare
 
     def _set_reductions(self) -> None:
@@ -120,7 +119,6 @@ class Sharded:
         gradients.copy_(tree_sum(everyones))
 
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
-        """See `Strategy`."""
         # every forward pass is a collective
         calls.before_sync()
         # as under DDP with one rank per slice, see `VirtualRanks`
@@ -196,12 +194,10 @@ class Sharded:
         return norms_of_rows([[next(squares_by_row) for _ in group] for group in groups])
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """See `Strategy`."""
         freeze(self.parameters, patterns)
 
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """See `Strategy`."""
         weights = (
             {} if values is None else {n: to_local(p).clone() for n, p in self.parameters.items()}
         )
@@ -219,7 +215,6 @@ class Sharded:
                 to_local(self.parameters[name]).copy_(value)
 
     def in_double(self, shell: Module) -> Sharded:
-        """See `Evaluable`."""
         double = Sharded(self._config, self.world, shell.double(), self._shards.size())
         for name, parameter in self.parameters.items():
             to_local(double.parameters[name]).copy_(to_local(parameter))
@@ -228,7 +223,6 @@ class Sharded:
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """See `Strategy`."""
         self._root.set_requires_gradient_sync(False)
         try:
             yield

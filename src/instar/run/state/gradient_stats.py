@@ -137,7 +137,6 @@ MAX_WATCHED_STEPS = 5
 """Each zero factor in front of a parameter, e.g. of an adapter in a new block, delays its gradient
 by one step. Parameters without a gradient by then are dead."""
 
-
 _ROUNDING = 2.0**-23
 """Gradients below this, relative to the typical one, are what float32 leaves of a sum that is 0."""
 
