@@ -7,7 +7,7 @@ field has a description, from which `instar init`, `instar config schema` and er
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, Strict, model_validator
 
@@ -593,36 +593,6 @@ class RunConfig(Section):
     def longest_context(self) -> int | None:
         """The most tokens that the model can read at step 0; None: not known from the config."""
         return self.context
-
-
-C = TypeVar("C", bound=RunConfig)
-
-
-def with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
-    """Decorate a config class with other defaults for keys of the common sections."""
-
-    def changed(section: type[BaseModel], inside: str, **more: Any) -> Any:
-        fields = dict(more)
-        hints = get_type_hints(section, include_extras=True)
-        for key, value in values.items():
-            home, _, name = key.rpartition(".")
-            if home == inside:
-                description = section.model_fields[name].description
-                fields[name] = (hints[name], Field(value, description=description))
-        return with_fields(section, fields)
-
-    def decorated(root: type[C]) -> type[C]:
-        sections: dict[str, Any] = {}
-        for name in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
-            field = root.model_fields[name]
-            assert isinstance(field.annotation, type)
-            section = changed(field.annotation, name)
-            factory = Field(default_factory=section, description=field.description)
-            sections[name] = section, factory
-        config_class: type[C] = changed(root, "", **sections)
-        return config_class
-
-    return decorated
 
 
 def _no_number(size: int | float | str) -> int | float | str:

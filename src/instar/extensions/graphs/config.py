@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import Field, Strict
+from pydantic import BaseModel, Field, Strict
 
 from instar.config.errors import ConfigProblem
-from instar.config.schema import Direction, RunConfig, SamplesConfig, with_defaults
+from instar.config.schema import Direction, RunConfig, SamplesConfig
 from instar.config.sections import (
     MOST_VOCABULARY,
     Epsilon,
@@ -23,7 +23,10 @@ from instar.config.sections import (
     PositiveInt,
     Section,
     Width,
+    with_fields,
 )
+
+C = TypeVar("C", bound=RunConfig)
 
 CAUSAL_SETS = "causal_sets"
 """the `data.source` of generated causal sets"""
@@ -199,7 +202,34 @@ class GraphDataConfig(SamplesConfig):
         return self.source == CAUSAL_SETS
 
 
-@with_defaults(
+def _with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
+    """Decorate a config class with other defaults for keys of the common sections."""
+
+    def changed(section: type[BaseModel], inside: str, **more: Any) -> Any:
+        fields = dict(more)
+        hints = get_type_hints(section, include_extras=True)
+        for key, value in values.items():
+            home, _, name = key.rpartition(".")
+            if home == inside:
+                description = section.model_fields[name].description
+                fields[name] = (hints[name], Field(value, description=description))
+        return with_fields(section, fields)
+
+    def decorated(root: type[C]) -> type[C]:
+        sections: dict[str, Any] = {}
+        for name in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
+            field = root.model_fields[name]
+            assert isinstance(field.annotation, type)
+            section = changed(field.annotation, name)
+            factory = Field(default_factory=section, description=field.description)
+            sections[name] = section, factory
+        config_class: type[C] = changed(root, "", **sections)
+        return config_class
+
+    return decorated
+
+
+@_with_defaults(
     {
         "name": "graph",
         "task": "graph",
