@@ -32,6 +32,7 @@ from instar.config.sections import (
     Section,
     SlopeTrigger,
     When,
+    subsection,
     with_from,
 )
 from instar.config.user_code import load_named
@@ -83,10 +84,8 @@ class PlainSamplesConfig(SamplesConfig, PlainFeedConfig):
 class PlainRunConfig(RunConfig):
     """A whole run of a task of a package, which is not imported."""
 
-    model: PlainSection = Field(default_factory=PlainSection, description="the model's shape")
-    data: PlainFeedConfig = Field(
-        default_factory=PlainFeedConfig, description="samples and their order"
-    )
+    model: PlainSection = subsection(PlainSection, "the model's shape")
+    data: PlainFeedConfig = subsection(PlainFeedConfig, "samples and their order")
 
     @property
     def metrics(self) -> dict[str, Direction]:
@@ -97,9 +96,7 @@ class PlainRunConfig(RunConfig):
 class PlainConfig(PlainRunConfig):
     """A whole run of a task whose class is not imported."""
 
-    data: PlainSamplesConfig = Field(
-        default_factory=PlainSamplesConfig, description="samples and their order"
-    )
+    data: PlainSamplesConfig = subsection(PlainSamplesConfig, "samples and their order")
 
 
 def plain_root_of(task: str) -> type[RunConfig]:
@@ -179,8 +176,8 @@ def root_of(task: str) -> type[RunConfig]:
     model = with_from(model)
     fields: Mapping[str, Any] = {
         "task": (str, Field(task, description="what is trained")),
-        "model": (model, Field(default_factory=model, description="the model's shape")),
-        "data": (data, Field(default_factory=data, description="samples and their order")),
+        "model": (model, subsection(model, "the model's shape")),
+        "data": (data, subsection(data, "samples and their order")),
     }
     config_class: type[RunConfig] = create_model(
         "CustomTaskConfig", __base__=CustomTaskConfig, **fields

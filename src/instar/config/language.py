@@ -28,6 +28,7 @@ from instar.config.sections import (
     Share,
     Vocabulary,
     Width,
+    subsection,
 )
 
 BITS_PER_BYTE = "bits_per_byte"
@@ -198,7 +199,7 @@ class DataConfig(FeedConfig):
 class TextConfig(RunConfig):
     """A whole run of a language model on text."""
 
-    data: DataConfig = Field(default_factory=DataConfig, description="samples and their order")
+    data: DataConfig = subsection(DataConfig, "samples and their order")
 
     def conflicts(self) -> list[ConfigProblem]:
         return [*data_checks(self.data), *_lengths(self)]
@@ -224,7 +225,7 @@ class LanguageConfig(TextConfig):
     """A whole run of a GPT on text."""
 
     name: Name = Field("gpt", description=NAME)
-    model: ModelConfig = Field(default_factory=ModelConfig, description="the GPT's shape")
+    model: ModelConfig = subsection(ModelConfig, "the GPT's shape")
 
     def conflicts(self) -> list[ConfigProblem]:
         of_weights = self.starts_from is not None  # whose shape is not a matter of this config
@@ -243,9 +244,7 @@ class CausalLMConfig(TextConfig):
     """A whole run of a causal language model of transformers on text."""
 
     name: Name = Field("finetune", description=NAME)
-    model: PretrainedConfig = Field(
-        default_factory=PretrainedConfig, description="the model of transformers"
-    )
+    model: PretrainedConfig = subsection(PretrainedConfig, "the model of transformers")
 
     def conflicts(self) -> list[ConfigProblem]:
         return [*super().conflicts(), *self._model_conflicts()]

@@ -36,6 +36,7 @@ from instar.config.sections import (
     Share,
     Texts,
     Width,
+    subsection,
     with_fields,
 )
 from instar.extensions import load_target, sections_in
@@ -55,7 +56,7 @@ def extend_section(
 ) -> type[S]:
     """Return a config class with more sections, given with their descriptions."""
     fields = {
-        name: (inner, Field(default_factory=inner, description=description))
+        name: (inner, subsection(inner, description))
         for name, (inner, description) in sections.items()
     }
     return with_fields(section, fields)
@@ -252,9 +253,8 @@ class LearningRateConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         0.1, description="lowest rate as a share of the peak"
     )
-    plateau: PlateauConfig = Field(
-        default_factory=lambda: PlateauConfig(),
-        description="reduce the rate when a metric has stopped improving",
+    plateau: PlateauConfig = subsection(
+        PlateauConfig, "reduce the rate when a metric has stopped improving"
     )
 
     @property
@@ -448,14 +448,10 @@ class ParallelConfig(Section):
         "ddp where the model fits on each device, else fsdp; diloco, for slow networks: each rank trains "
         "a model of its own, and after parallel.diloco.sync_every steps all take a common step",
     )
-    ddp: DDPConfig = Field(default_factory=DDPConfig, description="DistributedDataParallel")
-    fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="fully_shard")
-    diloco: DiLoCoConfig = Field(
-        default_factory=DiLoCoConfig, description="local steps and an outer optimizer"
-    )
-    elastic: ElasticConfig = Field(
-        default_factory=ElasticConfig, description="for reproducible: elastic"
-    )
+    ddp: DDPConfig = subsection(DDPConfig, "DistributedDataParallel")
+    fsdp: FSDPConfig = subsection(FSDPConfig, "fully_shard")
+    diloco: DiLoCoConfig = subsection(DiLoCoConfig, "local steps and an outer optimizer")
+    elastic: ElasticConfig = subsection(ElasticConfig, "for reproducible: elastic")
 
     def shards_of(self, world_size: int) -> int:
         """Return the number of ranks that share one copy of the model."""
@@ -515,28 +511,20 @@ class RunConfig(Section):
         description="operations that change the run while it runs, in their order: a list, or the "
         "path of a YAML or JSON file with it",
     )
-    model: Section = Field(default_factory=Section, description="the model's shape")
-    data: FeedConfig = Field(default_factory=FeedConfig, description="samples and their order")
-    train: TrainConfig = Field(default_factory=TrainConfig, description="steps and budget")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="the update")
-    learning_rate: LearningRateConfig = Field(
-        default_factory=LearningRateConfig, description="the learning rate schedule"
-    )
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out metrics")
-    early_stopping: EarlyStoppingConfig = Field(
-        default_factory=EarlyStoppingConfig, description="when to stop early"
-    )
-    test: TestConfig = Field(default_factory=TestConfig, description="the final test")
-    record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="when to save, and what to keep"
-    )
+    model: Section = subsection(Section, "the model's shape")
+    data: FeedConfig = subsection(FeedConfig, "samples and their order")
+    train: TrainConfig = subsection(TrainConfig, "steps and budget")
+    optimizer: OptimizerConfig = subsection(OptimizerConfig, "the update")
+    learning_rate: LearningRateConfig = subsection(LearningRateConfig, "the learning rate schedule")
+    eval: EvalConfig = subsection(EvalConfig, "held-out metrics")
+    early_stopping: EarlyStoppingConfig = subsection(EarlyStoppingConfig, "when to stop early")
+    test: TestConfig = subsection(TestConfig, "the final test")
+    record: RecordConfig = subsection(RecordConfig, "what is written down")
+    checkpoint: CheckpointConfig = subsection(CheckpointConfig, "when to save, and what to keep")
     resume: Literal["never", "auto"] = Field(
         "never", description="auto: resume the run in record.run_dir if it exists, else start it"
     )
-    parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig, description="ranks and their communication"
-    )
+    parallel: ParallelConfig = subsection(ParallelConfig, "ranks and their communication")
 
     extension_names: ClassVar[tuple[str, ...]] = ()
     """extensions of other packages whose sections the config has"""

@@ -123,6 +123,11 @@ else:
     ModelSection = with_from(Section)
 
 
+def subsection(section: type[BaseModel], description: str | None) -> Any:
+    """Return the field of a section within another: it may be left out, and has its defaults then."""
+    return Field(default_factory=section, description=description)
+
+
 class PlainSection(Section):
     """A section whose class is not imported: whatever keys it has, their values as plain data."""
 
@@ -382,9 +387,7 @@ class RecordConfig(Section):
     run_dir: str | None = Field(
         None, description="the run's own folder; default: <out_dir>/<name>-<id>"
     )
-    trackers: TrackersConfig = Field(
-        default_factory=TrackersConfig, description="other tools that the record is copied into"
+    trackers: TrackersConfig = subsection(
+        TrackersConfig, "other tools that the record is copied into"
     )
-    alerts: AlertsConfig = Field(
-        default_factory=AlertsConfig, description="when to alert, and whom"
-    )
+    alerts: AlertsConfig = subsection(AlertsConfig, "when to alert, and whom")

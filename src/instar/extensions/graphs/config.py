@@ -23,6 +23,7 @@ from instar.config.sections import (
     PositiveInt,
     Section,
     Width,
+    subsection,
     with_fields,
 )
 
@@ -192,9 +193,7 @@ class GraphDataConfig(SamplesConfig):
         description="causal_sets (generated once, as data.<source> says), the folder of "
         "an array store, or module:function, which gives samples",
     )
-    causal_sets: CausalSetsConfig = Field(
-        default_factory=CausalSetsConfig, description="options of source: causal_sets"
-    )
+    causal_sets: CausalSetsConfig = subsection(CausalSetsConfig, "options of source: causal_sets")
 
     @property
     def is_generated(self) -> bool:
@@ -221,7 +220,7 @@ def _with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
             field = root.model_fields[name]
             assert isinstance(field.annotation, type)
             section = changed(field.annotation, name)
-            factory = Field(default_factory=section, description=field.description)
+            factory = subsection(section, field.description)
             sections[name] = section, factory
         config_class: type[C] = changed(root, "", **sections)
         return config_class
@@ -246,12 +245,8 @@ def _with_defaults(values: Mapping[str, Any]) -> Callable[[type[C]], type[C]]:
 class GraphConfig(RunConfig):
     """A whole run of a graph network."""
 
-    model: GraphModelConfig = Field(
-        default_factory=GraphModelConfig, description="the graph network's shape"
-    )
-    data: GraphDataConfig = Field(
-        default_factory=GraphDataConfig, description="graphs and their order"
-    )
+    model: GraphModelConfig = subsection(GraphModelConfig, "the graph network's shape")
+    data: GraphDataConfig = subsection(GraphDataConfig, "graphs and their order")
 
     @property
     def metrics(self) -> dict[str, Direction]:
