@@ -31,13 +31,7 @@ from instar.distributed.signals import StopSignal
 from instar.record.rundir import find_run
 from instar.record.start_folder import begun_in
 from instar.run.load_config import load_run_config
-from instar.run.resume import (
-    Resume,
-    automatic,
-    choose_checkpoint,
-    continuation,
-    named_checkpoint,
-)
+from instar.run.resume import Resume, automatic, choose_checkpoint, continuation, named_checkpoint
 from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None

@@ -10,12 +10,7 @@ from typing import Any
 
 import click
 
-from instar.cli.options import (
-    CommandGroup,
-    json_option,
-    set_option,
-    trust_option,
-)
+from instar.cli.options import CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import print_json, print_table
 from instar.config import PRESETS, STARTERS, names_in
 from instar.config.document import dotted_key

@@ -202,12 +202,7 @@ def archive(runs: tuple[str, ...], undo: bool) -> None:
 @click.option("--all", "every", is_flag=True, help="Every run in the folder `runs`, or in DIR.")
 @output_options("text", "json", "md", "one-line")
 def summary(
-    runs: tuple[str, ...],
-    every: bool,
-    form: str,
-    as_json: bool,
-    output: str | None,
-    open_it: bool,
+    runs: tuple[str, ...], every: bool, form: str, as_json: bool, output: str | None, open_it: bool
 ) -> int:
     """Summarize each RUN: state, amounts, best and last values, operations, checkpoints.
 

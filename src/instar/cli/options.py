@@ -100,9 +100,7 @@ def rank_options(command: Command) -> Command:
     """Add the options --nproc and --devices, a list of indices."""
     for option in (
         click.option(
-            "--devices",
-            callback=_indices,
-            help="GPUs of the ranks, e.g. 0,1; one rank per device.",
+            "--devices", callback=_indices, help="GPUs of the ranks, e.g. 0,1; one rank per device."
         ),
         click.option(
             "--nproc", type=click.IntRange(1, MOST_RANKS), help="Number of ranks on this machine."

@@ -126,10 +126,7 @@ def progress(
 
 
 def track_items(
-    items: Iterable[Item],
-    doing: str,
-    unit: str,
-    total: float | None = None,
+    items: Iterable[Item], doing: str, unit: str, total: float | None = None
 ) -> Iterator[Item]:
     """Yield the items, and count each when the next one is asked for; see `progress`."""
     with progress(doing, total, unit) as advance:

@@ -80,9 +80,7 @@ Given = dict[str, str]
 
 
 def run_labels(
-    runs: Sequence[RunDir],
-    without: Collection[str] = (),
-    values: Sequence[Given] | None = None,
+    runs: Sequence[RunDir], without: Collection[str] = (), values: Sequence[Given] | None = None
 ) -> list[str]:
     """Return a unique label per run: its name; else name and differing keys, as `demo seed=2`, other
     than those in `without`; else the folder's name. `values`: `given_values` of the runs, if known."""

@@ -10,14 +10,7 @@ from pathlib import Path
 
 from instar.config.files import open_regular
 from instar.logs.query.state import run_status
-from instar.record.events import (
-    Event,
-    Failed,
-    RunFinished,
-    RunStarted,
-    Stop,
-    events_in,
-)
+from instar.record.events import Event, Failed, RunFinished, RunStarted, Stop, events_in
 from instar.record.rundir import RunDir
 
 

@@ -283,10 +283,7 @@ class LineRange:
 
 
 def pieces(
-    path: Path,
-    after: Content | None = None,
-    workers: int | None = None,
-    until: int | None = None,
+    path: Path, after: Content | None = None, workers: int | None = None, until: int | None = None
 ) -> Iterator[Content]:
     """Yield the record after `after` as consecutive contents, at least one.
 

@@ -14,14 +14,7 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from instar.record.events import (
-    Event,
-    ImageEvent,
-    Placed,
-    RunFinished,
-    RunStarted,
-    TableEvent,
-)
+from instar.record.events import Event, ImageEvent, Placed, RunFinished, RunStarted, TableEvent
 from instar.record.media import read_image
 from instar.record.trackers.tracker import (
     Outcome,

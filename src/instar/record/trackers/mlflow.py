@@ -22,14 +22,7 @@ from urllib.request import url2pathname
 
 from instar.config.errors import redact_text
 from instar.config.sections import MlflowConfig
-from instar.record.events import (
-    Event,
-    ImageEvent,
-    Placed,
-    RunFinished,
-    TableEvent,
-    to_words,
-)
+from instar.record.events import Event, ImageEvent, Placed, RunFinished, TableEvent, to_words
 from instar.record.media import read_image
 from instar.record.trackers.tracker import (
     Outcome,
