@@ -17,7 +17,7 @@ import click
 from pydantic import ValidationError
 
 from instar.api.runs import read_all, selected_runs
-from instar.cli.output import as_text, deliver, output_options, report_faults, runs_argument
+from instar.cli.output import Output, as_text, output_options, report_faults, runs_argument
 from instar.config.document import parse
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
@@ -57,10 +57,7 @@ def events(
     from_step: int | None,
     to_step: int | None,
     superseded: bool,
-    form: str,
-    as_json: bool,
-    output: str | None,
-    open_it: bool,
+    output: Output,
 ) -> None:
     """Print the events of each RUN: as text, as JSON lines (jsonl) or as one JSON document.
 
@@ -77,16 +74,13 @@ def events(
             yield entry
 
     events_by_run: EventsByRun = ((run, filter_run(run)) for run in run_dirs)
-    if (
-        not set(kinds) <= event_kinds().keys()
-    ):  # kinds of a newer Instar, or misspelt: look into the records
+    # kinds of a newer Instar, or misspelt: look into the records
+    if not set(kinds) <= event_kinds().keys():
         events_by_run = [(run, list(filter_run(run))) for run in run_dirs]
         check_kinds(kinds, seen_kinds)
-    format_events = {"text": _text, "jsonl": _lines, "json": _json}["json" if as_json else form]
-    deliver(
-        format_events(events_by_run, many_runs=len(run_dirs) > 1, with_superseded=superseded),
-        output,
-        open_it=open_it,
+    format_events = {"text": _text, "jsonl": _lines, "json": _json}[output.form]
+    output.deliver(
+        format_events(events_by_run, many_runs=len(run_dirs) > 1, with_superseded=superseded)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -13,8 +14,8 @@ from instar.api.runs import RUNS, read_all, selected_groups, selected_runs
 from instar.cli import completion
 from instar.cli.output import (
     WIDTH,
+    Output,
     as_text,
-    deliver,
     json_format_option,
     output_options,
     print_table,
@@ -76,30 +77,18 @@ some."""
 @click.option("--archived", is_flag=True, help="Also archived runs.")
 @click.option("-n", "last", type=click.IntRange(min=1), metavar="N", help="Only the last N runs.")
 @output_options("text", "json", "md")
-def list_(
-    folders: tuple[str, ...],
-    state: str | None,
-    name: str | None,
-    tag: str | None,
-    archived: bool,
-    last: int | None,
-    form: str,
-    as_json: bool,
-    output: str | None,
-    open_it: bool,
-) -> None:
+def list_(folders: tuple[str, ...], output: Output, **filters: Any) -> None:
     """List the runs in each DIR (default: runs), the most recently written last.
 
     A DIR may also be a run, a name, or a pattern.
     """
-    runs = runs_of(folders, RUNS)
-    rows = list_rows(runs, state=state, name=name, tag=tag, archived=archived, last=last)
-    if as_json or form == "json":
-        deliver(as_text([row_to_json(row) for row in rows]), output, open_it=open_it)
-    elif form == "text" and output is None and not open_it:
+    rows = list_rows(runs_of(folders, RUNS), **filters)
+    if output.form == "json":
+        output.deliver(as_text([row_to_json(row) for row in rows]))
+    elif output == Output("text", None, open_it=False):
         _print_rows(rows)
     else:
-        deliver(_rows_as_text(rows, form), output, open_it=open_it)
+        output.deliver(_table_lines(rows, output.form))
     for text in (*row_notes(rows), *row_faults(rows)):
         click.echo(text, err=True)
 
@@ -112,15 +101,12 @@ def _print_rows(rows: list[Row]) -> None:
         click.echo("no runs", err=True)
 
 
-def _rows_as_text(rows: list[Row], form: str) -> str:
+def _table_lines(rows: list[Row], form: str) -> list[str]:
     headers, cells = _table(rows)
     right = [headers.index(header) for header in NUMBERS]
-    table = (
-        markdown_table(headers, cells, right)
-        if form == "md"
-        else align_columns((headers, *cells), right)
-    )
-    return "\n".join(table)
+    if form == "md":
+        return markdown_table(headers, cells, right)
+    return align_columns((headers, *cells), right)
 
 
 def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -201,9 +187,7 @@ def archive(runs: tuple[str, ...], undo: bool) -> None:
 @runs_argument
 @click.option("--all", "every", is_flag=True, help="Every run in the folder `runs`, or in DIR.")
 @output_options("text", "json", "md", "one-line")
-def summary(
-    runs: tuple[str, ...], every: bool, form: str, as_json: bool, output: str | None, open_it: bool
-) -> int:
+def summary(runs: tuple[str, ...], every: bool, output: Output) -> int:
     """Summarize each RUN: state, amounts, best and last values, operations, checkpoints.
 
     A RUN is a folder, an id, a name (all runs of that name), a pattern, a file in a run, a folder
@@ -212,11 +196,10 @@ def summary(
     """
     read = read_all(selected_runs(runs, every=every))
     summaries = [summarize(record) for record in read.records]
-    if as_json or form == "json":
-        text = as_text([summary_to_json(run_summary) for run_summary in summaries])
+    if output.form == "json":
+        output.deliver(as_text([summary_to_json(run_summary) for run_summary in summaries]))
     else:
-        text = "\n".join(_summary_lines(summaries, form, terminal_width() or WIDTH))
-    deliver(text, output, open_it=open_it)
+        output.deliver(_summary_lines(summaries, output.form, terminal_width() or WIDTH))
     return report_faults(read.faults)
 
 
@@ -277,10 +260,7 @@ def compare(
     target: float | None,
     target_metric: str,
     by: By | None,
-    form: str,
-    as_json: bool,
-    output: str | None,
-    open_it: bool,
+    output: Output,
 ) -> int:
     """Compare RUNs at equal steps, tokens, FLOPs or time, interpolating between measurements.
 
@@ -288,8 +268,7 @@ def compare(
     "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
     deviation over runs. The keys in which the configs differ follow at the end.
     """
-    axis = axis_named(axis)
-    at = [parse_place(place) for place in places]
+    axis, at = axis_named(axis), [parse_place(place) for place in places]
     groups = selected_groups(runs)
     if len(groups) < 2 and not runs:
         raise ConfigError.of("a comparison needs two runs", hint="instar logs compare RUN RUN")
@@ -309,15 +288,12 @@ def compare(
         target=target,
         target_metric=target_metric,
     )
-    if as_json or form == "json":
-        output_text = as_text(comparison_to_json(result))
+    if output.form == "json":
+        output.deliver(as_text(comparison_to_json(result)))
+    elif output.form == "md":
+        output.deliver(comparison_markdown(result))
     else:
-        output_text = "\n".join(
-            comparison_markdown(result)
-            if form == "md"
-            else comparison_text(result, terminal_width())
-        )
-    deliver(output_text, output, open_it=open_it)
+        output.deliver(comparison_text(result, terminal_width()))
     return report_faults(read.faults)
 
 

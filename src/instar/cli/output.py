@@ -8,13 +8,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import click
 
 from instar.cli import completion
-from instar.cli.options import Command
 from instar.config.errors import ConfigError, visible, without_filter
 from instar.logs.text.stdout import ENCODING, align_columns, columns_that_fit
 from instar.record.atomic import replace_file
@@ -175,54 +176,84 @@ def report_faults(faults: Sequence[str]) -> int:
     return 4 if faults else 0
 
 
-def output_options(*formats: str) -> Callable[[Command], Command]:
-    """Add --format, --json, -o and -e, passed as `form`, `as_json`, `output` and `open_it`."""
+@dataclass(frozen=True)
+class Output:
+    """In which form a command's output is wanted, and where."""
 
-    def add(command: Command) -> Command:
-        for option in reversed(
-            (
-                click.option(
-                    "--format",
-                    "form",
-                    type=click.Choice(formats),
-                    default=formats[0],
-                    show_default=True,
-                    help="What is written.",
-                ),
-                json_format_option,
-                click.option("-o", "--output", metavar="FILE", help="Write into FILE, not stdout."),
-                click.option("-e", "--open", "open_it", is_flag=True, help="Open FILE, see -o."),
-            )
+    form: str
+    path: str | None
+    """None: stdout"""
+    open_it: bool
+
+    def deliver(self, text: str | Iterable[str]) -> None:
+        """Print text, or lines as they are produced, or write them to the file and open it if that is asked.
+
+        Raises:
+            ConfigError: the file cannot be written or opened, or there is no file to open.
+        """
+        lines = text.splitlines() if isinstance(text, str) else text
+        if self.path is None:
+            if self.open_it:
+                raise ConfigError.of("-e needs a file to open", hint="name one with -o FILE")
+            for line in lines:
+                click.echo(line)
+            return
+        path = Path(self.path)
+        try:
+            with path.open("w", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:
+            raise ConfigError.of(f"cannot write {path}: {error.strerror}", where="-o") from error
+        click.echo(f"wrote {path}", err=True)
+        if self.open_it:
+            open_file(path)
+
+
+def packs_output(
+    choose: Callable[[str, str | None, bool, bool], Output],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of a command that gets --format, -o, --json and -e as one `output`, made of these."""
+
+    def pack(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def packed(
+            *args: Any, form: str, path: str | None, as_json: bool, open_it: bool, **options: Any
+        ) -> Any:
+            return command(*args, output=choose(form, path, as_json, open_it), **options)
+
+        return packed
+
+    return pack
+
+
+def _choose_output(form: str, path: str | None, as_json: bool, open_it: bool) -> Output:
+    return Output("json" if as_json else form, path, open_it)
+
+
+def output_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --format, --json, -o and -e, passed as one `Output`, `output`."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        packed = packs_output(_choose_output)(command)
+        for option in (
+            click.option("-e", "--open", "open_it", is_flag=True, help="Open FILE, see -o."),
+            click.option(
+                "-o", "--output", "path", metavar="FILE", help="Write into FILE, not stdout."
+            ),
+            json_format_option,
+            click.option(
+                "--format",
+                "form",
+                type=click.Choice(formats),
+                default=formats[0],
+                show_default=True,
+                help="What is written.",
+            ),
         ):
-            command = option(command)
-        return command
+            packed = option(packed)
+        return packed
 
     return add
-
-
-def deliver(text: str | Iterable[str], output: str | None, *, open_it: bool = False) -> None:
-    """Print text, or lines as they are produced, or write them to a file and optionally open it.
-
-    Raises:
-        ConfigError: the file cannot be written or opened, or there is no file to open.
-    """
-
-    lines = text.splitlines() if isinstance(text, str) else text
-    if output is None:
-        if open_it:
-            raise ConfigError.of("-e needs a file to open", hint="name one with -o FILE")
-        for line in lines:
-            click.echo(line)
-        return
-    path = Path(output)
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    except OSError as error:
-        raise ConfigError.of(f"cannot write {path}: {error.strerror}", where="-o") from error
-    click.echo(f"wrote {path}", err=True)
-    if open_it:
-        open_file(path)
 
 
 PictureKind = Literal["png", "svg", "pdf"]

@@ -7,17 +7,18 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import click
 
 from instar.api.runs import read_all, selected_groups
 from instar.cli.output import (
     WIDTH,
+    Output,
     as_text,
-    deliver,
     json_format_option,
     open_file,
+    packs_output,
     report_faults,
     runs_argument,
     terminal_width,
@@ -36,6 +37,26 @@ from instar.record.atomic import replace_file
 FORMATS = ("png", "svg", "pdf", "html", "text", "json")
 _HEIGHT = 24
 _SUFFIXES = {f".{form}": form for form in FORMATS} | {".htm": "html", ".txt": "text"}
+
+
+def _choose_output(form: str | None, path: str | None, as_json: bool, open_it: bool) -> Output:
+    """Choose the format: --format, else by FILE's suffix, else text; a picture to open. `-o -` is stdout."""
+    is_dash, path = path == "-", None if path == "-" else path
+    if not form:
+        default = "json" if as_json else "png" if open_it else "text"
+        form = default if as_json or path is None else _form_of(path)
+    return Output(form, path, open_it and not (is_dash and form not in ("text", "json")))
+
+
+def _form_of(path: str) -> str:
+    suffix = Path(path).suffix.lower()
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix]
+    raise ConfigError.of(
+        f"{path} has no suffix of a known format",
+        where="-o",
+        hint="use .png, .svg, .pdf, .html, .txt or .json, or --format",
+    )
 
 
 @click.command()
@@ -64,6 +85,7 @@ _SUFFIXES = {f".{form}": form for form in FORMATS} | {".htm": "html", ".txt": "t
 @click.option("--to", "end", metavar="X", help="End at this place.")
 @click.option(
     "--smooth",
+    "weight",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
     metavar="WEIGHT",
@@ -80,11 +102,12 @@ _SUFFIXES = {f".{form}": form for form in FORMATS} | {".htm": "html", ".txt": "t
 )
 @click.option("--marks/--no-marks", default=True, help="Operations, checkpoints, resumes, alerts.")
 @click.option(
-    "-o", "--output", metavar="FILE", help="Write a .png, .svg, .pdf, .html, .txt, .json."
+    "-o", "--output", "path", metavar="FILE", help="Write a .png, .svg, .pdf, .html, .txt, .json."
 )
 @click.option("-e", "--open", "open_it", is_flag=True, help="Open the picture.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Default: by FILE's suffix.")
 @json_format_option
+@packs_output(_choose_output)
 def plot(
     runs: tuple[str, ...],
     metrics: str | None,
@@ -92,18 +115,8 @@ def plot(
     compare: bool,
     by: By | None,
     axis: str,
-    start: str | None,
-    end: str | None,
-    smooth: float,
-    log: bool,
-    log_x: bool,
-    lr: bool,
-    clip: float | None,
-    marks: bool,
-    output: str | None,
-    open_it: bool,
-    form: str | None,
-    as_json: bool,
+    output: Output,
+    **look: Any,
 ) -> int:
     """Draw curves of the latest run, or of each RUN, overlaid.
 
@@ -111,45 +124,24 @@ def plot(
     Without -o or -e, draws in the terminal. Operations are marked, superseded steps are faint, and
     the best value of a validation metric has a ring.
     """
-    form = _form(form, output, as_json=as_json, open_it=open_it)
-    if form == "html" and plot_in(form) is None:
-        remedy = how_to_install("plots", form)
-        raise ConfigError.of(f"no extension draws {form}", "--format", remedy)
+    if output.form == "html" and plot_in(output.form) is None:
+        remedy = how_to_install("plots", output.form)
+        raise ConfigError.of(f"no extension draws {output.form}", "--format", remedy)
     x = axis_named(axis, AXES, "--x")
     groups = selected_groups(runs, every=compare)
+    for name, option in (("start", "--from"), ("end", "--to")):
+        if look[name] is not None:
+            look[name] = place_on(x, look[name], option)
     request = ChartRequest(
         panels=_panels(metrics, loss_curves=loss_curves),
         axis=x,
-        weight=smooth,
-        log=log,
-        log_x=log_x,
-        lr=lr,
-        clip=clip,
-        start=None if start is None else place_on(x, start, "--from"),
-        end=None if end is None else place_on(x, end, "--to"),
-        marks=marks,
         by=by or "run",
         group_names={} if by else groups,
+        **look,
     )
     read = read_all([*groups])
-    _deliver(read.records, request, form, output, open_it=open_it)
+    _deliver(read.records, request, output)
     return report_faults(read.faults)
-
-
-def _form(form: str | None, output: str | None, *, as_json: bool, open_it: bool) -> str:
-    """Return the output format: --format, else by FILE's suffix, else text; a picture to open."""
-    if as_json or form:
-        return form or "json"
-    if output is None or output == "-":
-        return "png" if open_it else "text"
-    suffix = Path(output).suffix.lower()
-    if suffix in _SUFFIXES:
-        return _SUFFIXES[suffix]
-    raise ConfigError.of(
-        f"{output} has no suffix of a known format",
-        where="-o",
-        hint="use .png, .svg, .pdf, .html, .txt or .json, or --format",
-    )
 
 
 def _panels(metrics: str | None, *, loss_curves: bool) -> tuple[tuple[str, ...], ...]:
@@ -158,28 +150,19 @@ def _panels(metrics: str | None, *, loss_curves: bool) -> tuple[tuple[str, ...],
     return (*LOSS_CURVES, *panels) if loss_curves or not panels else panels
 
 
-def _deliver(
-    records: tuple[RunRecord, ...],
-    request: ChartRequest,
-    form: str,
-    output: str | None,
-    *,
-    open_it: bool,
-) -> None:
+def _deliver(records: tuple[RunRecord, ...], request: ChartRequest, output: Output) -> None:
     """Draw the chart and write it to its destination."""
     chart = compose(records, request)
-    to_stdout = output is None or output == "-"
-    if form == "json":
-        deliver(as_text(chart.to_dict()), None if to_stdout else output, open_it=open_it)
-    elif form == "text":
-        size = _screen(to_stdout=to_stdout)
-        if to_stdout and not open_it:
-            with without_filter(sys.stdout):
-                click.echo(terminal(chart, size), color=True)  # already in stdout's encoding
-        else:
-            deliver(terminal(chart, size), None if to_stdout else output, open_it=open_it)
+    if output.form == "json":
+        output.deliver(as_text(chart.to_dict()))
+    elif output.form != "text":
+        _write(_draw(chart, records, request, output.form), output)
+    elif output.path is None and not output.open_it:
+        with without_filter(sys.stdout):
+            # already in stdout's encoding
+            click.echo(terminal(chart, _screen(to_stdout=True)), color=True)
     else:
-        _write(_draw(chart, records, request, form), form, output, open_it=open_it)
+        output.deliver(terminal(chart, _screen(to_stdout=output.path is None)))
 
 
 def _draw(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, form: str) -> bytes:
@@ -190,16 +173,19 @@ def _draw(chart: Chart, records: tuple[RunRecord, ...], request: ChartRequest, f
     return picture(chart, cast(Literal["png", "svg", "pdf"], form))
 
 
-def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None:
+def _write(data: bytes, output: Output) -> None:
     """Write atomically to FILE; without it to stdout, or to a new file that is opened."""
-    if output is None and open_it:
-        output = str(Path(tempfile.mkdtemp(prefix="instar-")) / f"plot.{form}")
-    if output is None or output == "-":
-        if terminal_width() is not None:
-            raise ConfigError.of(f"a terminal cannot show {form}", hint="name a file with -o FILE")
+    if output.path is not None:
+        path = Path(output.path)
+    elif output.open_it:
+        path = Path(tempfile.mkdtemp(prefix="instar-")) / f"plot.{output.form}"
+    elif terminal_width() is None:
         sys.stdout.buffer.write(data)
         return
-    path = Path(output)
+    else:
+        raise ConfigError.of(
+            f"a terminal cannot show {output.form}", hint="name a file with -o FILE"
+        )
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)  # a pipe or a device
@@ -208,7 +194,7 @@ def _write(data: bytes, form: str, output: str | None, *, open_it: bool) -> None
     except OSError as error:
         raise ConfigError.of(f"cannot write {path}: {error.strerror}", where="-o") from error
     click.echo(f"wrote {path}", err=True)
-    if open_it:
+    if output.open_it:
         open_file(path)
 
 

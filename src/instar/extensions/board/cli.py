@@ -9,7 +9,7 @@ import click
 
 from instar.api.runs import read_all, selected_groups
 from instar.cli.options import json_option
-from instar.cli.output import as_text, deliver, open_file, report_faults, runs_argument
+from instar.cli.output import as_text, open_file, report_faults, runs_argument
 from instar.config.errors import ConfigError
 from instar.extensions import catalog
 from instar.extensions.board.report import report_html
@@ -51,7 +51,7 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
         raise ConfigError.of(f"cannot write {path}: {error.strerror}", where="-o") from error
     summaries = [summary_to_json(summarize(record)) for record in read.records] if as_json else []
     as_dict = {"path": str(path), "size_bytes": len(content), "runs": summaries}
-    deliver(as_text(as_dict) if as_json else str(path), None)
+    click.echo(as_text(as_dict) if as_json else str(path))
     if open_it:
         open_file(path)
     return report_faults(read.faults)
