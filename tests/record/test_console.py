@@ -23,7 +23,7 @@ from instar.record.console import (
     open_console,
     silent_console,
 )
-from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Train
+from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Train
 from instar.record.format import train_line
 
 WHERE = Path("runs/grow-r7f3a")
@@ -50,12 +50,9 @@ def tell_a_whole_run(console: Console) -> None:
     console.show_operation(
         OperationEvent(step=2000, verb="GROW", name="widen_mlp", change="2048→3072")
     )
-    console.show_save(Saved(step=2000, path="checkpoints/step-2000"))
     console.say("a remark")
     console.warn("a doubt")
-    console.show_end(
-        RunFinished(step=2000), WHERE, stop_reason="SIGINT", go_on="instar resume r7f3a"
-    )
+    console.show_end(RunFinished(step=2000), WHERE, "SIGINT")
     console.close()
 
 
@@ -64,11 +61,9 @@ run r7f3a  12L/768d 124M  4×H200  → runs/grow-r7f3a
   1,000   524M tok  loss 3.912  lr 3.0e-4  gn 0.81  1.02M tok/s  mfu 41%  eta 1h22
   1,000  val 3.4100  best
   2,000 GROW widen_mlp 2048→3072
-  2,000  saved checkpoints/step-2000
 a remark
 warning: a doubt
 stopped: SIGINT  2,000 steps  → runs/grow-r7f3a
-resume with: instar resume r7f3a
 """
 
 

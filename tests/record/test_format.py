@@ -11,7 +11,7 @@ from instar.record.format import (
     duration,
     encodable_as,
     eval_line,
-    finished_lines,
+    finished_line,
     header_line,
     loss,
     operation_lines,
@@ -166,20 +166,15 @@ def test_the_end() -> None:
         step=2000, tokens=1_536_000, loss=1.5123, best_loss=1.4711, best_step=1750, active_s=2472,
         tokens_per_s=621.4,
     )  # fmt: skip
-    assert finished_lines(event, WHERE, stop_reason="", go_on="") == [
+    assert finished_line(event, WHERE, stop_reason="") == (
         "done  2,000 steps  1.54M tok  loss 1.512  best val 1.4711 at 1,750  41m12 active"
         "  621 tok/s  → runs/grow-r7f3a"
-    ]
-
-
-def test_an_early_end_says_how_to_go_on() -> None:
-    lines = finished_lines(
-        RunFinished(step=1200), WHERE, stop_reason="SIGINT", go_on="instar resume runs/grow-r7f3a"
     )
-    assert lines == [
-        "stopped: SIGINT  1,200 steps  → runs/grow-r7f3a",
-        "resume with: instar resume runs/grow-r7f3a",
-    ]
+
+
+def test_an_early_end_says_why() -> None:
+    line = finished_line(RunFinished(step=1200), WHERE, stop_reason="SIGINT")
+    assert line == "stopped: SIGINT  1,200 steps  → runs/grow-r7f3a"
 
 
 def test_what_a_stream_cannot_say_is_spelt() -> None:

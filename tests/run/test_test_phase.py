@@ -25,7 +25,7 @@ from instar.logs.query.summary import summarize
 from instar.logs.read.record import read_record
 from instar.logs.text.summary import best_held_out
 from instar.record.events import Eval, RunFinished, read_events
-from instar.record.format import eval_line, finished_lines
+from instar.record.format import eval_line, finished_line
 from instar.record.rundir import RunDir
 from instar.run.output.predictions import confusion_matrices
 
@@ -134,7 +134,7 @@ def test_the_mark_best_means_the_metric_that_the_pointer_best_follows(place: Pla
     assert f"step-{value.step}" == marked[-1]
     end = next(e for e in recorded if isinstance(e, RunFinished))
     told = f"best accuracy {accuracies[marked[-1]]:.4g} at {value.step:,}"
-    assert told in finished_lines(end, run_dir, stop_reason="", go_on="")[0]
+    assert told in finished_line(end, run_dir, stop_reason="")
 
 
 def test_the_best_weights_are_tested_though_the_last_are_worse(place: Place) -> None:

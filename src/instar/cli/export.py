@@ -157,7 +157,9 @@ def export(
         _tracker_writer(to, output) if to in TRACKERS else _table_writer(to, output, len(run_dirs))
     )
     if output is None and to in TABLES and as_json:
-        raise _usage("--json describes written files, but there is none", "name one with -o")
+        raise ConfigError.of(
+            "--json describes written files, but there is none", hint="name one with -o"
+        )
     read = read_all(run_dirs)
     records = track_items(read.records, f"exporting to {to}", "runs", len(read.records))
     exports = [write(record, superseded) for record in records]
@@ -177,10 +179,6 @@ def export(
 
 
 Written = dict[str, Any]
-
-
-def _usage(message: str, hint: str) -> Exception:
-    return ConfigError.of(message, hint=hint)
 
 
 def _last_steps(record: RunRecord, with_superseded: bool) -> dict[int, int]:
@@ -205,7 +203,7 @@ def _tracker_writer(to: str, output: str | None) -> Callable[[RunRecord, bool], 
 def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord, bool], Written]:
     if output is None and (runs > 1 or to == "parquet"):
         what = f"{runs} runs" if runs > 1 else "parquet"
-        raise _usage(f"{what} cannot go to stdout", "name a folder with -o DIR")
+        raise ConfigError.of(f"{what} cannot go to stdout", hint="name a folder with -o DIR")
     write_rows = _WRITERS[to]
 
     def write(record: RunRecord, with_superseded: bool) -> Written:
@@ -228,7 +226,9 @@ def _table_writer(to: str, output: str | None, runs: int) -> Callable[[RunRecord
                     rows = write_rows(record, with_superseded, file)
                 sync_file(temporary)
         except OSError as error:
-            raise _usage(f"cannot write {path}: {error.strerror}", "choose another -o") from error
+            raise ConfigError.of(
+                f"cannot write {path}: {error.strerror}", hint="choose another -o"
+            ) from error
         return _export_facts(record, to, str(path), rows=rows)
 
     return write
@@ -267,9 +267,9 @@ def _write_parquet(record: RunRecord, with_superseded: bool, file: BinaryIO) -> 
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise _usage(
+        raise ConfigError.of(
             "--to parquet needs the library `pyarrow`, which is not installed",
-            "install the extra: pip install 'instar[hf]', or write csv",
+            hint="install the extra: pip install 'instar[hf]', or write csv",
         ) from None
     rows = _rows(record, with_superseded)
     columns = {

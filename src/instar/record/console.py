@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, TextIO
 
 from instar.config.errors import without_filter
 from instar.distributed.signals import detach_closed_streams
-from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Saved, Train
+from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Train
 from instar.record.format import (
     TOK,
     encodable_as,
     eval_line,
-    finished_lines,
+    finished_line,
     header_line,
     operation_lines,
-    saved_line,
     sizes_text,
     train_line,
     unit_text,
@@ -74,22 +73,16 @@ class Console:
         for line in operation_lines(event):
             self.screen.show(line, "magenta")
 
-    def show_save(self, event: Saved) -> None:
-        self.screen.show(saved_line(event), "dim")
-
     def say(self, text: str) -> None:
         self.screen.show(text)
 
     def warn(self, text: str) -> None:
         self.screen.show(f"warning: {text}", "yellow")
 
-    def show_end(
-        self, event: RunFinished, where: Path, *, stop_reason: str = "", go_on: str = ""
-    ) -> None:
-        """Print the summary; `stop_reason` is why it ended early, `go_on` the command that resumes."""
+    def show_end(self, event: RunFinished, where: Path, stop_reason: str = "") -> None:
+        """Print the summary; `stop_reason` is why it ended early."""
         self.screen.update("")
-        for line in finished_lines(event, where, stop_reason, go_on, self._unit):
-            self.screen.show(line, "bold")
+        self.screen.show(finished_line(event, where, stop_reason, self._unit), "bold")
 
     def close(self) -> None:
         """Restore the terminal; closing twice does nothing."""

@@ -431,7 +431,7 @@ def encode_event(event: Event, now: float, segment: int) -> bytes:
 
 RUN_STARTED_LINE = b'{"v":%d,"kind":"run_started"' % VERSION
 NOT_AN_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What `decode` raises."""
+"""What `decode_event` raises."""
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -465,17 +465,6 @@ def events_in(lines: Iterable[bytes]) -> Iterator[tuple[bytes, Event]]:
         except NOT_AN_EVENT:
             continue
         yield line, event
-
-
-def decode_lines(block: bytes) -> list[Event]:
-    """Decode complete lines, much faster than one by one; blank lines are ignored.
-
-    Raises:
-        msgspec.MsgspecError, ValueError, RecursionError: a line is not an event, or of an unknown
-            kind, which only `decode` supports.
-    """
-    events: list[Event] = _decoder().decode_lines(block)
-    return events
 
 
 def decode_event(line: bytes) -> Event:

@@ -227,12 +227,8 @@ def sizes_text(splits: Mapping[str, int | None]) -> str:
     return f"{', '.join(sizes)} samples" if sizes else ""
 
 
-def finished_lines(
-    event: RunFinished, where: Path, stop_reason: str, go_on: str, unit: str = TOK
-) -> list[str]:
-    """`done  2,000 steps  1.54M tok  loss 3.912  best val 3.4102 at 1,750  41m12  …  → runs/…`,
-    and the command that resumes, if there is one.
-    """
+def finished_line(event: RunFinished, where: Path, stop_reason: str, unit: str = TOK) -> str:
+    """`done  2,000 steps  1.54M tok  loss 3.912  best val 3.4102 at 1,750  41m12  …  → runs/…`."""
     parts = [f"stopped: {stop_reason}" if stop_reason else "done", f"{event.step:,} steps"]
     if event.tokens:
         parts.append(f"{si(event.tokens)} {unit}")
@@ -248,8 +244,7 @@ def finished_lines(
         parts.append(f"{duration(event.active_s)} active")
     if event.tokens_per_s is not None:
         parts.append(f"{si(event.tokens_per_s)} {unit}/s")
-    lines = ["  ".join([*parts, f"→ {where}"])]
-    return lines + ([f"resume with: {go_on}"] if go_on else [])
+    return "  ".join([*parts, f"→ {where}"])
 
 
 _BAR = 20

@@ -55,7 +55,7 @@ def add_legend(axes: Axes, chart: Chart, panel: Panel) -> None:
     if handles := legend_entries(chart, panel):
         shift = ScaledTranslation(0, -down / 72, axes.figure.dpi_scale_trans)
         axes.legend(
-            handles=[_sample(text, **look) for text, look in handles],
+            handles=[Line2D([], [], label=text, **look) for text, look in handles],
             loc="upper left",
             bbox_to_anchor=(0, 0),
             bbox_transform=axes.transAxes + shift,
@@ -140,11 +140,6 @@ def _shared(chart: Chart) -> Iterator[Entry]:
     if not has_several_runs and "checkpoint" in signs:
         look = {"ls": "", "marker": "^", "ms": 3.5, "color": FAINT, "markeredgewidth": 0}
         yield "checkpoint", look
-
-
-def _sample(text: str, **look: Any) -> Line2D:
-    """Return a legend entry."""
-    return Line2D([], [], label=text, **look)
 
 
 COLOURS = (

@@ -147,20 +147,9 @@ def values_at(x: Floats, values: Floats, places: Floats) -> Floats:
     x and values [n], places [m], result [m].
     """
     x, values = unique(x, values)
-    values_there = np.full(len(places), np.nan)
     if not len(x):
-        return values_there
-    right = np.searchsorted(x, places, side="left")
-    inside = right < len(x)
-    exact = inside.copy()
-    exact[inside] = x[right[inside]] == places[inside]
-    values_there[exact] = values[right[exact]]
-    between = inside & ~exact & (right > 0)
-    after = right[between]
-    share = (places[between] - x[after - 1]) / (x[after] - x[after - 1])
-    with np.errstate(invalid="ignore"):
-        values_there[between] = values[after - 1] + share * (values[after] - values[after - 1])
-    return values_there
+        return np.full(len(places), np.nan)
+    return np.interp(places, x, values, left=np.nan, right=np.nan)
 
 
 def unique(x: Floats, values: Floats) -> tuple[Floats, Floats]:

@@ -43,7 +43,6 @@ from instar.logs.read.reader_cache import (
     MOST_BYTES,
     FileStamp,
     cache_folder,
-    create_cache_folder,
     evict_caches,
     mark_used,
     read_checked,
@@ -355,7 +354,7 @@ def _add(
     """Append `more`, which follows `columns`, to the columns; return whether it was written."""
     mode = 0o666 if portable else 0o600
     try:
-        create_cache_folder(folder, 0o777 if portable else 0o700)
+        folder.mkdir(0o777 if portable else 0o700, exist_ok=True)
         if folder.is_symlink():
             return False
         with _lock_columns(folder, mode):
@@ -468,11 +467,7 @@ class _Filler:
 
 
 def _unread_bytes(run: RunDir) -> int:
-    try:
-        size = run.events.stat().st_size
-    except OSError:
-        return 0
-    folder = cache_folder(run)
+    size, folder = _size(run.events), cache_folder(run)
     if size < SMALL_BYTES or size > MOST_BYTES or folder is None:
         return 0
     run_columns = load_columns(run.events, run.path / COLUMNS, portable=True)

@@ -268,7 +268,13 @@ _row = struct.Struct("@" + "".join(_form.values()) + "0q")
 
 
 def decode_measurements(block: bytes) -> list[Event]:
-    """Decode whole lines like `record.events.decode_lines`, with `ABSENT` for missing train metrics."""
+    """Decode complete lines, much faster than one by one, with `ABSENT` for missing train metrics; blank lines
+    are ignored.
+
+    Raises:
+        msgspec.MsgspecError, ValueError, RecursionError: a line is not an event, or of an unknown
+            kind, which only `decode_event` supports.
+    """
     events: list[Event] = _decoder().decode_lines(block)
     return events
 

@@ -206,7 +206,7 @@ def _scan(run: RunDir) -> _ScanState:
 
 def _keep(folder: Path, cache_file: _CacheFile) -> None:
     with suppress(OSError):
-        create_cache_folder(folder)
+        folder.mkdir(0o700, exist_ok=True)
         write_checked(folder / _FILE, msgspec.json.encode(cache_file))
 
 
@@ -287,15 +287,6 @@ def cache_folder(run: RunDir) -> Path | None:
         return None
     text = b"%d %d %b" % (status.st_dev, status.st_ino, place)
     return home / xxhash.xxh3_128_hexdigest(text)
-
-
-def create_cache_folder(folder: Path, mode: int = 0o700) -> None:
-    """Create a `cache_folder`.
-
-    Raises:
-        OSError: it cannot be created.
-    """
-    folder.mkdir(mode, exist_ok=True)
 
 
 def mark_used(folder: Path) -> None:

@@ -36,7 +36,7 @@ from instar.record.format import (
     TOK,
     begins_anew_line,
     eval_line,
-    finished_lines,
+    finished_line,
     header_line,
     loss,
     operation_lines,
@@ -82,7 +82,7 @@ class EventFormatter:
                 self._stopped = "" if _is_budget(event.reason) else event.reason
                 return []
             case RunFinished():
-                return finished_lines(event, self.where, self._stopped, "", self._unit)
+                return [finished_line(event, self.where, self._stopped, self._unit)]
         return self._rare(event)
 
     def every(self, event: Event) -> list[str]:

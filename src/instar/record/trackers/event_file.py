@@ -50,7 +50,7 @@ class EventFile:
             for tag, value in numbers.items():
                 summary.value.add(tag=tag, simple_value=value)
             self._add(event, event.step, summary=summary)
-        if isinstance(event, ImageEvent) and (content := self._image(event)):
+        if isinstance(event, ImageEvent) and (content := read_image(self._run.folder, event.path)):
             summary = summary_pb2.Summary()
             image = summary_pb2.Summary.Image(
                 height=event.height, width=event.width, encoded_image_string=content
@@ -96,9 +96,6 @@ class EventFile:
         hparams = {key: value for key, value in config.items() if value is not None}
         summary = hparams_pb(hparams, trial_id=self._run.name, start_time_secs=event.time)
         self._add(event, event.step, summary=summary)
-
-    def _image(self, event: ImageEvent) -> bytes | None:
-        return read_image(self._run.folder, event.path)
 
     def _add(self, event: Event, step: int, **what: Any) -> None:
         self._last = event.time

@@ -452,7 +452,7 @@ class RunLogger:
         )
         event = self._write(progress, event)
         stop_reason = "" if decision.is_budget else decision.reason
-        self.console.show_end(event, where, stop_reason=stop_reason)
+        self.console.show_end(event, where, stop_reason)
 
     def state(self) -> dict[str, Any]:
         """Return the logger's state as JSON. A collective."""
