@@ -22,8 +22,8 @@ from torch import Tensor
 
 from instar.config.language import ModelConfig
 from instar.extensions.delta.chain import append
-from instar.extensions.delta.format import pair
 from instar.extensions.delta.format.statistics import statistics
+from instar.extensions.delta.replay import apply_file, create_file
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT
 from report import Case, case, options, parser, publish
@@ -133,8 +133,8 @@ def speeds(size_mib: int, repeats: int) -> list[Case]:
         base, target, link, out = (Path(folder) / name for name in ("base", "new", "link", "out"))
         save_file(old, base)
         save_file(new, target)
-        create = [processor_s(lambda: pair.create_file(base, target, link)) for _ in range(repeats)]
-        apply = [processor_s(lambda: pair.apply_file(base, link, out)) for _ in range(repeats)]
+        create = [processor_s(lambda: create_file(base, target, link)) for _ in range(repeats)]
+        apply = [processor_s(lambda: apply_file(base, link, out)) for _ in range(repeats)]
         ratio = base.stat().st_size / link.stat().st_size
     size_mb = size_mib * 2**20 / 1e6
     return [

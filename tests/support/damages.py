@@ -169,7 +169,7 @@ NO_CHECKS = (
     NoCheck("src/instar/cli/logs*.py", "at equal steps, tokens, FLOPs or time", SAME),
     NoCheck("src/instar/cli/train.py", "on the whole test split", PARTS),
     NoCheck("src/instar/extensions/delta/callback.py", "deltas are of whole models", PARTS),
-    NoCheck("src/instar/extensions/delta/format/pair.py", "save the new state as a whole", PARTS),
+    NoCheck("src/instar/extensions/delta/replay.py", "save the new state as a whole", PARTS),
     NoCheck("src/instar/record/rundir.py", "put the whole run there", PARTS),
     NoCheck("src/instar/run/changes/scheduled.py", "will stay equal to them", SAME),
     NoCheck("docs/adding.md", "tested and grown as the built-in ones", PROPERTY),

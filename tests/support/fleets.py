@@ -19,9 +19,8 @@ from forks import forks
 
 from instar.config.errors import ConfigError
 from instar.extensions.fleet.checks import make_plan
-from instar.extensions.fleet.load import load_fleet
-from instar.extensions.fleet.lock import FolderLock
-from instar.extensions.fleet.plan import FleetPlan, Machine
+from instar.extensions.fleet.folder import FolderLock
+from instar.extensions.fleet.plan import FleetPlan, Machine, load_fleet
 from instar.extensions.fleet.state import Ended, InstanceChanged, Started, StateLog
 
 
@@ -116,7 +115,7 @@ class FleetPlace:
         return process.returncode, output
 
     def status(self, name: str) -> dict[str, Any]:
-        from instar.extensions.fleet.lock import launcher_pid
+        from instar.extensions.fleet.folder import launcher_pid
         from instar.extensions.fleet.state import as_json, fold_events, read_fleet_events
 
         folder = self.path / "fleets" / name

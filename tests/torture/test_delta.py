@@ -20,9 +20,8 @@ from shapes import llama
 from instar.checkpoint.inspect import TensorEntry, encode_header
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.chain import append, links, load_state, to_bits, verify_chain
-from instar.extensions.delta.format import pair
 from instar.extensions.delta.format.state import state_hash
-from instar.extensions.delta.replay import remove_states
+from instar.extensions.delta.replay import apply_file, create_file, remove_states
 from instar.models.gpt import GPT
 
 KILLS = figures.times(5, 200)
@@ -187,10 +186,10 @@ def test_a_tensor_may_have_more_than_two_to_the_31_elements(tmp_path: Path) -> N
             for place in changed:
                 file.seek(len(header) + place)
                 file.write(b"\1")
-    footer = pair.create_file(old, new, link)
+    footer = create_file(old, new, link)
     assert footer.n_changed == len(set(places))
     assert link.stat().st_size < 10_000
-    pair.apply_file(old, link, out)
+    apply_file(old, link, out)
     found = np.memmap(out, np.uint8, "r")[-LARGE:]
     assert [bool(found[place]) for place in places] == [True] * len(places)
     out.unlink()

@@ -8,7 +8,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.config.origins import in_yaml
-from instar.extensions.fleet.load import load_fleet
+from instar.extensions.fleet.plan import load_fleet
 from instar.extensions.fleet.spec import FleetSpec
 
 FLEET = """\

@@ -23,7 +23,7 @@ from fleets import FleetPlace
 
 from instar.config.errors import ConfigError
 from instar.extensions.fleet import folder as folders
-from instar.extensions.fleet.lock import FolderLock, launcher_pid, seen_launcher
+from instar.extensions.fleet.folder import FolderLock, launcher_pid, seen_launcher
 from instar.extensions.fleet.state import (
     FOLDERS,
     Started,

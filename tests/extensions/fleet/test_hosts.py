@@ -15,9 +15,8 @@ from fleets import FleetPlace, phase_of, starts
 from instar.extensions.fleet.engines.remote import HostStatus, follow_hosts
 from instar.extensions.fleet.engines.work import host_command, remaining_work
 from instar.extensions.fleet.folder import create_fleet_folder, reopen_fleet
-from instar.extensions.fleet.load import load_fleet
 from instar.extensions.fleet.placement import given_gpus
-from instar.extensions.fleet.plan import Instance
+from instar.extensions.fleet.plan import Instance, load_fleet
 
 SRUN = """\
 #!/bin/sh

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from instar.extensions.fleet import spec as schema
 from instar.extensions.fleet.checks import make_plan
 from instar.extensions.fleet.engines.slurm import batch_script
-from instar.extensions.fleet.load import load_fleet
-from instar.extensions.fleet.plan import ANY_MACHINE
+from instar.extensions.fleet.plan import ANY_MACHINE, load_fleet
 from instar.extensions.fleet.spec import FleetSpec, Pruner
 from instar.extensions.fleet.study import _pruner
 from instar.extensions.fleet.view.live import plan_row

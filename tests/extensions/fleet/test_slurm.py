@@ -12,8 +12,7 @@ from fleets import FleetPlace
 
 from instar.extensions.fleet.checks import make_plan
 from instar.extensions.fleet.engines.slurm import SlurmArrays, batch_script
-from instar.extensions.fleet.load import load_fleet
-from instar.extensions.fleet.plan import ANY_MACHINE
+from instar.extensions.fleet.plan import ANY_MACHINE, load_fleet
 
 FLEET = """\
 name: grpo

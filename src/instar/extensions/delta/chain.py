@@ -32,9 +32,14 @@ from instar.extensions.delta.format.folder import (
     write_chain_index,
 )
 from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values
-from instar.extensions.delta.format.pair import compare_states, head_of
 from instar.extensions.delta.format.state import Bits, State, outline, state_hash, word_type
-from instar.extensions.delta.replay import check_out_state, replay_to, verify_chain
+from instar.extensions.delta.replay import (
+    check_out_state,
+    compare_states,
+    head_of,
+    replay_to,
+    verify_chain,
+)
 from instar.record import atomic
 
 __all__ = ["Link", "append", "check_out_state", "find_link", "links", "load_state", "verify_chain"]

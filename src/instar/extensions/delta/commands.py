@@ -30,10 +30,11 @@ from instar.extensions.delta.format.folder import (
     read_any,
 )
 from instar.extensions.delta.format.link import read_link
-from instar.extensions.delta.format.pair import apply_file, create_file
 from instar.extensions.delta.format.statistics import LinkStatistics, statistics
 from instar.extensions.delta.replay import (
+    apply_file,
     check_out_state,
+    create_file,
     rebuild_index,
     remove_states,
     squash_links,

@@ -18,15 +18,16 @@ from instar.config.load import load_config
 from instar.config.schema import RunConfig
 from instar.config.suggestions import suggest_key
 from instar.extensions.fleet.engines.nodes import program_path
-from instar.extensions.fleet.load import LoadedFleet, resolve_beside
 from instar.extensions.fleet.plan import (
     NODE_VARIABLES,
     FleetPlan,
     Instance,
+    LoadedFleet,
     Machine,
     combinations_of,
     each_of,
     instances_from,
+    resolve_beside,
     sets_of,
     variables_in,
     variables_of,

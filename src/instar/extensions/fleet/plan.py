@@ -1,20 +1,33 @@
-"""The instances of a fleet file, their commands with `${name}` replaced, and how many of them run at a time."""
+"""A fleet file, read with all its mistakes at once, each with its line and a suggestion; its instances, their
+commands with `${name}` replaced, and how many of them run at a time."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from instar.config.document import parse
+from pydantic import ValidationError
+
+from instar.config.document import (
+    Document,
+    KeyPath,
+    merge_data,
+    parse_option,
+    problem_at,
+    read_document,
+)
+from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
+from instar.config.fields import choices
+from instar.config.files import FLEET, HINT, WEB, addresses, message_of
+from instar.config.origins import in_yaml
+from instar.config.suggestions import unknown_key, wrong_value
 from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
 
 _MOST_COMBINATIONS = 100 * MOST_INSTANCES
@@ -29,6 +42,117 @@ NODE_VARIABLES = {
 }
 """variables of a job of several nodes, and the environment variables that have the same values"""
 _VARIABLE = re.compile(r"\$(?:(\$)|\{([^{}$]*)\}|(\{))")
+
+
+@dataclass(frozen=True)
+class LoadedFleet:
+    """A fleet with the positions of its values."""
+
+    spec: FleetSpec
+    documents: tuple[Document, ...]
+    """the file and the command line's values; later ones take precedence"""
+
+    def place(self, path: KeyPath, *, key: bool = False) -> SourceLocation:
+        """Return where a value, or its key, was written."""
+        for document in reversed(self.documents):
+            if path in document.places:
+                return document.place(path, key=key)
+        return self.documents[0].place(path, key=key)
+
+    def problem(self, path: KeyPath, message: str, hint: str = "") -> ConfigProblem:
+        """Return a problem of a value."""
+        return problem_at(self.place(path), message, hint)
+
+
+def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
+    """Read a fleet file with `--set` texts such as "vars.model=gpt2" applied.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    document, problems = read_document(path, "docs/fleet.md has examples")
+    if document is None:
+        raise ConfigError(*problems)
+    if not isinstance(document.data, dict):
+        message, hint = "a fleet file is made of 'key: value' lines", "docs/fleet.md has examples"
+        raise ConfigError(*problems, problem_at(document.place(), message, hint))
+    documents = [document]
+    data: dict[str, Any] = document.data
+    for text in overrides:
+        option, mistakes = parse_option(text, "max_parallel=2")
+        problems += mistakes
+        if option is not None:
+            documents.append(option)
+            data = merge_data(data, option.data)
+    unreadable = {path for document in documents for path in document.unreadable}
+    try:
+        spec = FleetSpec.model_validate(data)
+    except ValidationError as error:
+        reading = LoadedFleet(FleetSpec(name="unread"), tuple(documents))
+        for item in error.errors(include_url=False):
+            location = _key_path(tuple(item["loc"]), data)
+            if not any(location[: len(path)] == path for path in unreadable):
+                problems.append(_explain(reading, location, item, data))
+        raise ConfigError(*_sorted(problems)) from None
+    loaded_config = LoadedFleet(spec, tuple(documents))
+    for place, address in addresses(data):
+        keys = (key for key in place if isinstance(key, str))
+        if not any(key in FLEET or key.startswith(WEB) for key in keys):
+            problems.append(loaded_config.problem(place, message_of(address), HINT))
+    if problems:
+        raise ConfigError(*_sorted(problems))
+    return loaded_config
+
+
+def _key_path(location: tuple[Any, ...], data: Any) -> KeyPath:
+    """Return the part of pydantic's location that is in the data: without branches of unions."""
+    path: list[str | int] = []
+    for number, step in enumerate(location):
+        last = number == len(location) - 1
+        inside = (isinstance(data, dict) and step in data) or (
+            isinstance(data, list) and isinstance(step, int) and step < len(data)
+        )
+        if inside:
+            path.append(step)
+            data = data[step]
+        elif isinstance(data, dict) and last:  # a missing key
+            path.append(step)
+    return tuple(path)
+
+
+def _explain(reading: LoadedFleet, path: KeyPath, item: Any, data: dict[str, Any]) -> ConfigProblem:
+    if item["type"] == "extra_forbidden":
+        message, hint, _ = unknown_key(FleetSpec, path)
+        return problem_at(reading.place(path, key=True), message, hint)
+    value: Any = data
+    for step in path[:-1] if item["type"] == "missing" else path:
+        value = value[step]
+    # of a word in place of a section, pydantic names the key that the word is the value of
+    field = tuple(item["loc"]) if item["type"] == "literal_error" else path
+    field = field if choices(FleetSpec, field) else path
+    return reading.problem(path, *wrong_value(FleetSpec, field, value, item["type"], item["msg"]))
+
+
+def _sorted(problems: Sequence[ConfigProblem]) -> list[ConfigProblem]:
+    """By position, the first of each: the branches of a union fail alike."""
+    first: dict[str, ConfigProblem] = {}
+    for problem in problems:
+        first.setdefault(problem.where, problem)
+
+    def position(problem: ConfigProblem) -> tuple[bool, int, int]:
+        place = problem.place
+        line = place.line if isinstance(place, SourceLocation) else 0
+        return not line, line, place.column if isinstance(place, SourceLocation) else 0
+
+    return sorted(first.values(), key=position)
+
+
+def resolve_beside(reading: LoadedFleet, path: KeyPath, name: str) -> Path:
+    """Return a path that is written in the file, relative to where the command was typed, or else to
+    the file."""
+    path_here = Path(name)
+    path_beside = Path(reading.place(path).source).parent / name
+    return path_beside if not path_here.exists() and path_beside.exists() else path_here
 
 
 @dataclass(frozen=True)
@@ -173,23 +297,6 @@ def argv_of(
     return [expand(word, variables) for word in words]
 
 
-def option_text(value: object) -> str:
-    """Return a value as `--set` reads it: text that YAML would read as something else, in quotes."""
-    text = text_of(value)
-    return (
-        json.dumps(text, ensure_ascii=False) if isinstance(value, str) and _misread(text) else text
-    )
-
-
-@lru_cache(1 << 14)
-def _misread(text: str) -> bool:
-    """Return whether YAML does not read a text as this text, also in a list."""
-    if re.fullmatch(r"[A-Za-z_/][\w/.-]*", text) and text.lower() not in ("true", "false", "null"):
-        return False
-    document, problems = parse(f"[{text}]", "", ())
-    return bool(problems) or document is None or document.data != [text]
-
-
 def _of_set(value: object, variables: Mapping[str, Any]) -> str:
     """Return one value of `set`. A variable alone keeps its type; a text with variables in it is read as
     if it were written with their values."""
@@ -197,8 +304,8 @@ def _of_set(value: object, variables: Mapping[str, Any]) -> str:
         return text_of(value)
     match = re.fullmatch(r"\$\{([^{}$]*)\}", value)
     if match and match[1].strip() in variables:
-        return option_text(variables[match[1].strip()])
-    return expand(value, variables) if "$" in value else option_text(value)
+        return in_yaml(variables[match[1].strip()])
+    return expand(value, variables) if "$" in value else in_yaml(value)
 
 
 def overrides_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
@@ -218,9 +325,9 @@ def each_of(value: Any) -> Iterable[Any]:
 def sets_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
     """Return all `--set` texts of a run."""
     return [
-        *(f"{key}={option_text(variables[key])}" for key in variables.get("matrix_keys", ())),
+        *(f"{key}={in_yaml(variables[key])}" for key in variables.get("matrix_keys", ())),
         *overrides_of(job, variables),
-        f"record.run_dir={option_text(str(variables['output_dir']))}",
+        f"record.run_dir={in_yaml(str(variables['output_dir']))}",
         "resume=auto",
     ]
 

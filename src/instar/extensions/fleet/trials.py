@@ -17,8 +17,7 @@ from pydantic.fields import FieldInfo
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import schema_keys
 from instar.config.schema import RunConfig
-from instar.extensions.fleet.load import LoadedFleet
-from instar.extensions.fleet.plan import Instance, variables_in
+from instar.extensions.fleet.plan import Instance, LoadedFleet, variables_in
 from instar.extensions.fleet.spec import Scalar, Search
 from instar.extensions.fleet.state import (
     FleetEvent,

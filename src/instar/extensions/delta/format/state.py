@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from instar.checkpoint.inspect import TensorEntry, encode_header, read_header
 from instar.checkpoint.manifest import SUFFIX, CheckpointError
@@ -90,8 +91,6 @@ class _Index(msgspec.Struct):
 
 
 def _open_file(path: Path) -> dict[str, Bits]:
-    from safetensors import SafetensorError, safe_open
-
     try:
         check_regular(path)
         with safe_open(path, "np"):  # checks that tensors neither overlap nor leave gaps

@@ -25,8 +25,7 @@ from instar.extensions.fleet.engines.remote import (
     wait_for_hosts,
 )
 from instar.extensions.fleet.engines.work import Work, host_command, remaining_work
-from instar.extensions.fleet.folder import FleetFolder
-from instar.extensions.fleet.lock import FolderBusy, FolderLock, launcher_pid
+from instar.extensions.fleet.folder import FleetFolder, FolderBusy, FolderLock, launcher_pid
 from instar.extensions.fleet.plan import FleetPlan, Instance
 from instar.extensions.fleet.state import JOBS, SLURM
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from instar.extensions.fleet.engines import ray, slurm
 from instar.extensions.fleet.engines.work import Work, events_before, patience_s, remaining_work
-from instar.extensions.fleet.folder import FleetFolder
-from instar.extensions.fleet.lock import FolderLock
+from instar.extensions.fleet.folder import FleetFolder, FolderLock
 from instar.extensions.fleet.placement import close_all, lock_gpus
 from instar.extensions.fleet.plan import FleetPlan
 from instar.extensions.fleet.spec import FleetSpec

@@ -16,12 +16,10 @@ from instar.config.load import load_config
 from instar.config.user_code import FLAG, is_trusted
 from instar.extensions.fleet.checks import make_plan
 from instar.extensions.fleet.engines.nodes import nodes_of
-from instar.extensions.fleet.folder import FleetFolder, reopen_fleet
+from instar.extensions.fleet.folder import FleetFolder, FolderLock, reopen_fleet
 from instar.extensions.fleet.launcher import Launcher, this_machine
-from instar.extensions.fleet.load import LoadedFleet
-from instar.extensions.fleet.lock import FolderLock
 from instar.extensions.fleet.placement import Gpu, find_gpus, given_gpus
-from instar.extensions.fleet.plan import ANY_MACHINE, FleetPlan, Instance
+from instar.extensions.fleet.plan import ANY_MACHINE, FleetPlan, Instance, LoadedFleet
 from instar.extensions.fleet.state import (
     STATE_FILE,
     FleetEvent,

@@ -12,8 +12,7 @@ from pathlib import Path
 from instar.config.errors import ConfigError, InstarError, visible
 from instar.extensions.fleet.engines import slurm
 from instar.extensions.fleet.engines.remote import HostStatus
-from instar.extensions.fleet.folder import describe_fleet
-from instar.extensions.fleet.lock import seen_launcher
+from instar.extensions.fleet.folder import describe_fleet, seen_launcher
 from instar.extensions.fleet.plan import Instance, instances_of
 from instar.extensions.fleet.spec import Search
 from instar.extensions.fleet.state import FleetStatus, fold_events, read_fleet_events

@@ -1,4 +1,4 @@
-"""The group `instar fleet`, and what its commands share."""
+"""The group `instar fleet`, and options of its commands, which are in `commands`."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ detach_option = click.option(
 )
 
 
-_HERE = "instar.extensions.fleet.cli"
-_HOST = f"{_HERE}.start:host"
+_HERE = "instar.extensions.fleet.commands"
+_HOST = f"{_HERE}:host"
 """what engines run on hosts; no help lists it"""
 
 _TABLE = {
     "doctor": (
-        f"{_HERE}.start:check_host",
+        f"{_HERE}:check_host",
         "Check what a long run of FILE needs: GPUs, disk, ports, keys of trackers, limits.",
     ),
     "down": (
-        f"{_HERE}.follow:down",
+        f"{_HERE}:down",
         "Stop a running fleet: jobs, then services; return when everything has ended.",
     ),
     "logs": (
-        f"{_HERE}.follow:logs",
+        f"{_HERE}:logs",
         "Print the logs of fleet NAME: of all instances, or of INSTANCE (index or name) and PROCESS.",
     ),
     "plan": (
-        f"{_HERE}.start:plan_fleet",
+        f"{_HERE}:plan_fleet",
         "Check FILE and print which instance would get which GPUs and ports.",
     ),
     "reap": (
-        f"{_HERE}.follow:reap",
+        f"{_HERE}:reap",
         "Kill processes of fleets whose launcher is gone (yours; see --dry-run).",
     ),
     "resume": (
-        f"{_HERE}.start:resume_fleet",
+        f"{_HERE}:resume_fleet",
         "Run the instances of fleet NAME that have not succeeded; finished jobs are not run again.",
     ),
     "status": (
-        f"{_HERE}.follow:status",
+        f"{_HERE}:status",
         "Print the state of fleet NAME, or list all fleets; also after its launcher has died.",
     ),
     "stop": (
-        f"{_HERE}.follow:stop",
+        f"{_HERE}:stop",
         "Stop INSTANCES (indices or names) of a running fleet; the others go on.",
     ),
-    "up": (f"{_HERE}.start:up", "Start FILE's instances and supervise them until all have ended."),
+    "up": (f"{_HERE}:up", "Start FILE's instances and supervise them until all have ended."),
 }
 
 
