@@ -120,9 +120,7 @@ class Budget:
         if self.kind == "epochs":
             return f"{amount}ep"
         if self.kind == "seconds":
-            unit, size = next(
-                (unit, size) for unit, size in _CLOCK if amount % size == 0 or unit == "s"
-            )
+            unit, size = next((u, size) for u, size in _CLOCK if amount % size == 0 or u == "s")
             return f"{amount // size if size > 1 else amount}{unit}"
         if self.kind == "tokens":
             scale = next(scale for scale in ("M", "k", "") if amount % _SCALES[scale] == 0)
@@ -213,11 +211,9 @@ def _meant(text: str) -> str:
     """Return the correct text of a budget with its unit spelt out or missing; else ""."""
     if re.fullmatch(_NUMBER, text, re.A):
         return f"{text}it for steps"
-    for unit, words in _SPELT_OUT.items():
-        unit_words = "|".join(words.split())
-        match = re.fullmatch(
-            rf"{_NUMBER}\s*([kKMBGT]?)\s*(?:{unit_words}|{unit})", text, re.I | re.A
-        )
+    for unit, names in _SPELT_OUT.items():
+        words = names.replace(" ", "|")
+        match = re.fullmatch(rf"{_NUMBER}\s*([kKMBGT]?)\s*(?:{words}|{unit})", text, re.I | re.A)
         if match and _AMOUNT.fullmatch(amount := f"{match[1]}{match[2]}{unit}"):
             return amount
     return ""

@@ -195,11 +195,8 @@ _QUERY = re.compile(
 def is_secret(key: str) -> bool:
     """Return whether the value of a dotted key may be a secret."""
     inner = key.startswith(tuple(f"{section}." for section in _SECTIONS))
-    return (
-        (inner and key not in SHOWN)
-        or key in ("record", *_SECTIONS)
-        or bool(_SECRET.fullmatch(key))
-    )
+    is_private = inner and key not in SHOWN
+    return is_private or key in ("record", *_SECTIONS) or bool(_SECRET.fullmatch(key))
 
 
 def may_hold_secret(line: str) -> bool:

@@ -290,9 +290,7 @@ def emptied_sections(root: Root, tree: Mapping[str, Any], *, null: bool) -> Iter
             yield path
         elif isinstance(value, Mapping):
             inner = (((*path, name), child) for name, child in value.items())
-            pending += [
-                (child_path, child) for child_path, child in inner if is_section(root, child_path)
-            ]
+            pending += [(p, child) for p, child in inner if is_section(root, p)]
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
@@ -346,9 +344,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any] | None]) -> dict[str, tup
     differences: dict[str, tuple[Any, ...]] = {}
     for key in dict.fromkeys(key for config in known_configs for key in config):
         if any(config.get(key) != known_configs[0].get(key) for config in known_configs):
-            differences[key] = tuple(
-                None if config is None else config.get(key) for config in configs
-            )
+            differences[key] = tuple(None if c is None else c.get(key) for c in configs)
     return differences
 
 

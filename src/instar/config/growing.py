@@ -151,9 +151,8 @@ def _of_sizes(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:
         yield ConfigProblem(("sizes", *keys), text, "the last size is the final shape")
     elif len(stage_layers) < 2 or any(b % a or a == b for a, b in pairwise(stage_layers)):
         text = f"sizes must be two or more, each a multiple of the one before, got {list(stage_layers)}"
-        yield ConfigProblem(
-            ("sizes", *keys), text, "growth is by copies of all layers, e.g. [2, 4, 8]"
-        )
+        hint = "growth is by copies of all layers, e.g. [2, 4, 8]"
+        yield ConfigProblem(("sizes", *keys), text, hint)
 
 
 def _of_budget(config: LanguageConfig, preset: str) -> Iterator[ConfigProblem]:

@@ -115,9 +115,8 @@ def loaded_from_json(text: str) -> Loaded:
     """Deserialize `Loaded.to_json`; nothing is read, merged or checked again."""
     task, values, origins, places = json.loads(text)
     location_of = {key: SourceLocation(*place) for key, place in places.items()}
-    return Loaded(
-        task_config_class(task, values).model_validate(values), origins, values, location_of
-    )
+    config = task_config_class(task, values).model_validate(values)
+    return Loaded(config, origins, values, location_of)
 
 
 def load_config(
@@ -455,9 +454,8 @@ def _validate_layer(
         while not unknown and len(path) > 1 and not choices(root, path):
             path = path[:-1]  # strip the branch of a union
         key = next((path[:n] for n in range(1, len(path) + 1) if path[:n] in layer), path[:1])
-        entry = layer.get(key) or next(
-            (e for p, e in layer.items() if p[: len(path)] == path), None
-        )
+        around = (e for p, e in layer.items() if p[: len(path)] == path)
+        entry = layer.get(key) or next(around, None)
         inner = path[len(key) :]
         if path not in bad_paths:
             bad_paths.add(path)
@@ -467,9 +465,8 @@ def _validate_layer(
                 findings.doubtful.add(suggestion)
             else:
                 value = _within(layer[key].value, inner) if key in layer else item["input"]
-                message, hint = suggestions.wrong_value(
-                    root, path, value, item["type"], item["msg"]
-                )
+                kind, reason = item["type"], item["msg"]
+                message, hint = suggestions.wrong_value(root, path, value, kind, reason)
             findings.note(place, message, hint, dotted_key(key if key in layer else path))
         if key == (SCHEDULE,) and inner and key in valid:
             # replace an invalid operation by an empty one, so that the others are checked too
@@ -503,8 +500,7 @@ def _compare(
     for problem in problems:
         if findings.doubtful.isdisjoint(problem.keys):
             places_of_keys = [place for key in problem.keys if (place := place_of(places, key))]
-            of_user = (
-                place for place in places_of_keys if not place.source.startswith((PRESET, WEIGHTS))
-            )
+            generated = (PRESET, WEIGHTS)
+            of_user = (p for p in places_of_keys if not p.source.startswith(generated))
             place = next(iter([*of_user, *places_of_keys]), SourceLocation(DEFAULT))
             findings.note(place, problem.message, problem.hint, problem.keys[0])

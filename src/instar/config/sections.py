@@ -152,9 +152,7 @@ class Sparse(Section):
 
     @model_serializer(mode="wrap")
     def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {
-            key: value for key, value in serialize(self).items() if key in self.model_fields_set
-        }
+        return {k: value for k, value in serialize(self).items() if k in self.model_fields_set}
 
 
 class PlateauTrigger(Sparse):

@@ -52,9 +52,7 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
             "--preset",
             "leave it out",
         )
-    presets = {
-        name: (PRESETS / f"{name}.yaml").read_text(encoding="utf-8") for name in preset_names
-    }
+    presets = {name: (PRESETS / f"{name}.yaml").read_text("utf-8") for name in preset_names}
     set_values = _set_values(root_of(task), document.data, presets)
     # with a schedule of its own, a preset that makes one leaves the final shape as it is
     settings = {"schedule": list[Any]()} | set_values

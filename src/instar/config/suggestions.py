@@ -136,9 +136,8 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
         new_name, hint = RENAMED[dotted_key(path)]
         return message, hint, new_name
     if section not in section_types(root):  # in an item of a list
-        candidates = [
-            key for choice in choices(root, path[:-1]) for key in choice.get("properties", ())
-        ]
+        inner = choices(root, path[:-1])
+        candidates = [key for choice in inner for key in choice.get("properties", ())]
         alias = ITEM_ALIASES.get(name)
         suggestion = alias if alias in candidates else nearest(name, candidates)
         return (
@@ -276,9 +275,8 @@ def _hint(root: Root, name: str, choices: Sequence[Mapping[str, Any]], value: An
     types = {choice.get("type") for choice in choices}
     if value is None:
         instead = default(schema_keys(root)[name]) if name in schema_keys(root) else None
-        return (
-            "" if instead is None else f"leave the line out for the default, {value_text(instead)}"
-        )
+        text = value_text(instead)
+        return "" if instead is None else f"leave the line out for the default, {text}"
     if isinstance(value, str) and (hint := _hint_for_text(name, choices, types, value)):
         return hint
     if name == "schedule":

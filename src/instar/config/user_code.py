@@ -52,10 +52,8 @@ def load_named(name: str, *, key: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if f"{module_name}.".startswith(f"{error.name}."):
-            hint = (
-                _file_hint(module_name, function_name)
-                or f"it was looked for in {cwd} and PYTHONPATH"
-            )
+            where = f"it was looked for in {cwd} and PYTHONPATH"
+            hint = _file_hint(module_name, function_name) or where
             raise wrong(f"there is no module {error.name!r}", hint) from None
         raise wrong(f"{module_name} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:

@@ -107,10 +107,8 @@ def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> dict[
                 f"sample {number} has {', '.join(map(str, sample)) or 'nothing'}, "
                 f"the first one {', '.join(map(str, first)) or 'nothing'}"
             )
-    return {
-        str(name): _column(str(name), [sample[name] for sample in samples], numbers)
-        for name in first
-    }
+    columns = {str(name): [sample[name] for sample in samples] for name in first}
+    return {name: _column(name, values, numbers) for name, values in columns.items()}
 
 
 def difference(first: Columns, other: Columns) -> str:
@@ -120,9 +118,8 @@ def difference(first: Columns, other: Columns) -> str:
     """
     other_columns, first_columns = dict(leaves(other)), dict(leaves(first))
     if other_columns.keys() != first_columns.keys():
-        return (
-            f"{', '.join(other_columns) or 'nothing'}, not {', '.join(first_columns) or 'nothing'}"
-        )
+        names, others = ", ".join(first_columns), ", ".join(other_columns)
+        return f"{others or 'nothing'}, not {names or 'nothing'}"
     for name, column in other_columns.items():
         if _kind(column) != _kind(first_columns[name]):
             return f"{name} as {_kind(column)}, not {_kind(first_columns[name])}"

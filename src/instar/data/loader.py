@@ -178,18 +178,15 @@ class LocalReader:
         """Yield the keys of successive steps, within the epoch and the size of a block."""
         key, samples = first, 0
         plan = self._plan(first)
-        epoch, samples_per_step = (
-            plan.epoch,
-            -(-plan.count * len(self._rank_slices) // self._slices),
-        )
+        epoch, ranks = plan.epoch, len(self._rank_slices)
+        samples_per_step = -(-plan.count * ranks // self._slices)
         for _ in range(self._most_steps):
             yield key
             samples += samples_per_step
             key = key._replace(cursor=plan.after)
             plan = self._plan(key)
-            if (
-                samples + samples_per_step
-            ) * self._sample_bytes > BLOCK_BYTES or plan.epoch != epoch:
+            next_bytes = (samples + samples_per_step) * self._sample_bytes
+            if next_bytes > BLOCK_BYTES or plan.epoch != epoch:
                 return
 
     def _size_next_block(self, seconds_a_step: float) -> None:
@@ -315,9 +312,8 @@ def _check_length(arrays: Columns, rows: int) -> None:
             raise ValueError(f"the source gave {len(column)} samples of {name!r}, asked for {rows}")
         values = column.values if isinstance(column, Ragged) else column
         if isinstance(values, np.ma.MaskedArray) or not values.dtype.isnative:
-            what = (
-                "a masked array" if values.dtype.isnative else f"of byte order {values.dtype.str}"
-            )
+            dtype = values.dtype
+            what = "a masked array" if dtype.isnative else f"of byte order {dtype.str}"
             raise ValueError(f"the source gave {name!r} as {what}: give plain arrays")
 
 
@@ -425,9 +421,8 @@ class Prefetcher:
     ) -> StepBatch | Exception:
         if self._in_caller:
             self._serial += 1
-            block = self._apply_stage(
-                self._reader.read(ReadRequest(self._serial, key, read_ahead=False))
-            )
+            request = ReadRequest(self._serial, key, read_ahead=False)
+            block = self._apply_stage(self._reader.read(request))
             return block[key]
         job = self._coming
         if job is None or job.request.first != key:

@@ -145,9 +145,8 @@ def mixture_order(
         return make(sum(sizes), seed)
     firsts = np.cumsum([0, *sizes]).tolist()
     shares = mixture_shares(weights)
-    seeds = [
-        int.from_bytes(key_bytes("part", seed, number, 8), "little") for number in range(len(sizes))
-    ]
+    keys = (key_bytes("part", seed, number, 8) for number in range(len(sizes)))
+    seeds = [int.from_bytes(key, "little") for key in keys]
     parts = zip(map(make, sizes, seeds), firsts[:-1], shares, strict=True)
     return Mixed(tuple(PartOrder(*part) for part in parts), seed)
 

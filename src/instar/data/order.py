@@ -275,9 +275,8 @@ class _Layout:
 
     @classmethod
     def of(cls, order: BlockShuffled, epoch: int) -> _Layout:
-        block_key, window_key, turn = np.frombuffer(
-            key_bytes("blocks", order.seed, epoch, 24), dtype="<u8"
-        )
+        content = key_bytes("blocks", order.seed, epoch, 24)
+        block_key, window_key, turn = np.frombuffer(content, dtype="<u8")
         whole_blocks, remainder = divmod(order.n, order.block)
         short = int(turn) % (whole_blocks + 1) if remainder else whole_blocks
         return cls(
@@ -301,9 +300,8 @@ class _Layout:
             of_size = np.flatnonzero(sizes == size)
             offsets = (positions - begins)[of_size].astype(np.uint64)
             numbers = windows[of_size].astype(np.uint64)
-            begins[of_size] += permuted_apart(offsets, int(size), numbers, self.window_key).astype(
-                np.int64
-            )
+            shuffled = permuted_apart(offsets, int(size), numbers, self.window_key)
+            begins[of_size] += shuffled.astype(np.int64)
         return begins
 
     def samples(self, positions: Int64Array) -> Int64Array:

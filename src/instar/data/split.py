@@ -57,9 +57,7 @@ def divide(
 
 def is_cut(splits: Mapping[str, Parts], byte_counts: Int64Array) -> bool:
     """Return whether parts of one document are in several splits."""
-    return any(
-        (rows[:, 2] - rows[:, 1] < byte_counts[rows[:, 0]]).any() for rows in splits.values()
-    )
+    return any((p[:, 2] - p[:, 1] < byte_counts[p[:, 0]]).any() for p in splits.values())
 
 
 def divide_whole(
@@ -212,10 +210,8 @@ def check_division(splits: Mapping[str, Int64Array], total: int) -> None:
     wrong = np.flatnonzero(np.bincount(numbers, minlength=total) != 1)
     if wrong.size:
         sample = int(wrong[0])
-        split_names = [
-            n for n, members in splits.items() for _ in np.flatnonzero(members == sample)
-        ]
-        raise ValueError(f"sample {sample} is in {' and '.join(split_names) or 'no split'}")
+        names = [n for n, members in splits.items() for _ in np.flatnonzero(members == sample)]
+        raise ValueError(f"sample {sample} is in {' and '.join(names) or 'no split'}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,9 +351,7 @@ def _clashes(
         if overlap.size:
             message = f"sample {overlap[0]} is in the val split ({sizes['val']}) and in this one"
             return [ConfigProblem(("data.test",), message, place=str(sizes["test"]))]
-    counts = {
-        name: size if isinstance(size, int) else size.size for name, size in resolved_sizes.items()
-    }
+    counts = {n: size if isinstance(size, int) else size.size for n, size in resolved_sizes.items()}
     if sum(counts.values()) < total:
         return []
     shares = [size for size in sizes.values() if isinstance(size, float)]

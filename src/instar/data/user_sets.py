@@ -74,13 +74,10 @@ def sample_set(
     for name, columns in first.items():
         if mismatch := difference(first["train"], columns):
             raise ValueError(f"{name} has {mismatch} as in train")
-    concatenation = Concatenated(
-        [*sources.values()], names=[f"the {name} split" for name in sources]
-    )
+    names = [f"the {name} split" for name in sources]
+    concatenation = Concatenated([*sources.values()], names)
     ends = dict(zip(sources, concatenation.offsets[1:].tolist(), strict=True))
-    members = {
-        name: np.arange(ends[name] - len(part), ends[name]) for name, part in held_out.items()
-    }
+    members = {n: np.arange(ends[n] - len(part), ends[n]) for n, part in held_out.items()}
     return SampleSet(concatenation, split_samples(concatenation, data, seed, members), data)
 
 
@@ -190,9 +187,8 @@ class IterableStream:
         if not items:
             raise ValueError("there are no samples")
         first = list(self._convert(items))
-        self._of_graph = (
-            of_whole_graph([sample for _, sample in first]) if is_graph(items[0]) else None
-        )
+        is_of_graphs = is_graph(items[0])
+        self._of_graph = of_whole_graph([sample for _, sample in first]) if is_of_graphs else None
         self._first = [self._digest(sample) for sample in first]
         self.fingerprint = xxhash.xxh3_128_hexdigest("\n".join(self._first).encode())
 
@@ -314,9 +310,8 @@ class StreamedSet:
         fingerprints = [
             f"{name}/{source.fingerprint}" for name, source in sorted(self.held_out_sources.items())
         ]
-        return xxhash.xxh3_128_hexdigest(
-            "\n".join([self.stream.fingerprint, *fingerprints]).encode()
-        )
+        lines = [self.stream.fingerprint, *fingerprints]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
     def size(self, split: str) -> int | None:
         """Return the number of samples of a split; None if unknown."""

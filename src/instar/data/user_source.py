@@ -327,9 +327,7 @@ def _column(name: str, value: object) -> Column:
     if isinstance(value, Ragged):
         return value
     if isinstance(value, Mapping):
-        return {
-            str(part): _column(f"{name}.{part}", part_value) for part, part_value in value.items()
-        }
+        return {str(part): _column(f"{name}.{part}", inner) for part, inner in value.items()}
     value = _to_numpy(name, value)
     if hasattr(value, "to_numpy"):  # a column of a DataFrame
         value = value.to_numpy()
@@ -359,9 +357,7 @@ def _of_samples(name: str, values: Iterable[Any]) -> NDArray[Any] | Ragged:
 def _to_numpy(name: str, value: Any) -> Any:
     """Convert tensors, also in nested samples, to arrays; leave other values unchanged."""
     if isinstance(value, Mapping):
-        return {
-            str(part): _to_numpy(f"{name}.{part}", part_value) for part, part_value in value.items()
-        }
+        return {str(part): _to_numpy(f"{name}.{part}", inner) for part, inner in value.items()}
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS:
         return native_array(name, value)
     torch = sys.modules.get("torch")

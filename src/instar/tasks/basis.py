@@ -97,9 +97,8 @@ def without_seed(basis: Basis) -> Basis:
 
 def digest(basis: Basis) -> str:
     """Return a short text that is equal for equal bases; empty for an empty one."""
-    return (
-        xxhash.xxh3_64_hexdigest(json.dumps(dict(basis), sort_keys=True).encode()) if basis else ""
-    )
+    content = json.dumps(dict(basis), sort_keys=True).encode()
+    return xxhash.xxh3_64_hexdigest(content) if basis else ""
 
 
 def _loss_keys(config: RunConfig, loss_keys: Collection[str]) -> Mapping[str, object]:

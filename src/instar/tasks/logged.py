@@ -259,9 +259,8 @@ def to_pixels(name: str, pixels: object) -> Pixels:
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or not array.size:
-        hint = (
-            "; write x.permute(1, 2, 0)" if array.ndim == 3 and array.shape[0] in (1, 3, 4) else ""
-        )
+        is_channels_first = array.ndim == 3 and array.shape[0] in (1, 3, 4)
+        hint = "; write x.permute(1, 2, 0)" if is_channels_first else ""
         raise ValueError(
             f"log_image({name!r}): an image is [height, width] or [height, width, 1, 3 or 4], not "
             f"{list(shape)}{hint}"

@@ -271,9 +271,7 @@ class _States(_AtOnce):
             part._update_count = max(1, part._update_count)  # rank 0 may have had no sample
             for key, state in part.metric_state.items():
                 per_rank = [rank_state.get(f"{number}.{key}", []) for rank_state in states]
-                tensors = [
-                    tensor.to(part.device) for rank_tensors in per_rank for tensor in rank_tensors
-                ]
+                tensors = [tensor.to(part.device) for of_rank in per_rank for tensor in of_rank]
                 # as torchmetrics itself: lists are joined, tensors stacked and reduced
                 reduce = part._reductions[key]
                 if isinstance(state, list):

@@ -145,9 +145,8 @@ class TextSpec(TaskSpec):
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:
         """Bytes of text of each token; None if unknown, or if the data are not prepared."""
-        return (
-            None if self.dataset is None else token_bytes(load_saved_tokenizer(self.dataset.path))
-        )
+        dataset = self.dataset
+        return None if dataset is None else token_bytes(load_saved_tokenizer(dataset.path))
 
     @property
     def opened(self) -> DataSet:

@@ -154,9 +154,8 @@ class UserTask(Task):
         with exits_fail(f"{self._name}.metrics"):
             metrics: object = self.custom_task.metrics()
         if not isinstance(metrics, Mapping):
-            raise ValueError(
-                f"{self._name}.metrics must return metrics by name, not {kind_of(metrics)}"
-            )
+            kind = kind_of(metrics)
+            raise ValueError(f"{self._name}.metrics must return metrics by name, not {kind}")
         if unknown := metrics.keys() - self.custom_task.better.keys():
             raise ValueError(
                 f"{self._name}.better must name {', '.join(sorted(unknown))} of metrics() too, "
@@ -262,9 +261,8 @@ def _instance(config: RunConfig) -> tuple[CustomTask[Any, Any], Growable | None]
         )
     assert isinstance(config.data, SamplesConfig)
     with _telling(f"{name} cannot be made"):
-        task: CustomTask[Any, Any] = task_class(
-            _section(task_class, config), config.data, config.data_seed
-        )
+        section = _section(task_class, config)
+        task: CustomTask[Any, Any] = task_class(section, config.data, config.data_seed)
     with _telling(f"{name}.shape() failed"):
         shape = task.shape()
     if shape is not None:

@@ -91,9 +91,8 @@ def open_corpus(source: str, text_field: str) -> Corpus:
         files = find_files(source)
         formats = [_format(file, text_field, files.json_is_rows) for file in files.files]
     with progress(f"reading {source}") as advance:
-        sizes_of_files = [
-            np.fromiter(_report_sizes(file.sizes(), advance), np.int64) for file in formats
-        ]
+        counted = (_report_sizes(file.sizes(), advance) for file in formats)
+        sizes_of_files = [np.fromiter(sizes, np.int64) for sizes in counted]
     sizes = np.concatenate(sizes_of_files) if sizes_of_files else np.empty(0, np.int64)
     if not sizes.any():
         what = "is empty" if len(formats) == 1 else f"has no text in its {len(formats)} files"
@@ -133,9 +132,8 @@ def _format(path: Path, text_field: str, json_is_rows: bool) -> _Format:
     if suffix in LINES or (suffix == JSON and json_is_rows):
         return _JSONRows(path, text_field)
     if path.suffix.lower() in PACKED:
-        raise ConfigError.at(
-            "data.source", f"{path} is compressed, and only JSON is unpacked", "unpack it"
-        )
+        message = f"{path} is compressed, and only JSON is unpacked"
+        raise ConfigError.at("data.source", message, "unpack it")
     return _Parquet(path, text_field) if suffix == PARQUET else _TextFile(path)
 
 

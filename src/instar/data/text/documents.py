@@ -250,9 +250,8 @@ def open_rows(folder: str | Path) -> TokenDataset:
     dataset = open_dataset(folder)
     index = read_row_index(dataset.path, dataset.tokenizer_fingerprint)
     held_out = {name: shards for name, shards in dataset.shards.items() if name != "train"}
-    identity = index.fingerprint(dataset.tokenizer_fingerprint) + splits_fingerprint(
-        dataset, held_out
-    )
+    identity = index.fingerprint(dataset.tokenizer_fingerprint)
+    identity += splits_fingerprint(dataset, held_out)
     return replace(
         dataset,
         fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),

@@ -60,9 +60,8 @@ def load_rows(data: DataConfig) -> Rows:
     assert isinstance(rows, module.Dataset)
     check_column(rows.features, data)
     if not len(rows):
-        raise ConfigError.at(
-            "data.source", f"{data.source} has no rows in its split {data.source_split}"
-        )
+        message = f"{data.source} has no rows in its split {data.source_split}"
+        raise ConfigError.at("data.source", message)
     return rows
 
 

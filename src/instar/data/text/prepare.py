@@ -296,9 +296,8 @@ def _say_leaks(splits: Mapping[str, tuple[Documents, Parts]], say: Say) -> None:
         numbers, train_numbers = held_parts[:, 0], parts[:, 0]
         if held_out is documents and np.intersect1d(numbers, train_numbers).size:
             return  # parts of the same documents
-        count = int(
-            np.count_nonzero(same_documents(held_out, documents, numbers, train_numbers) >= 0)
-        )
+        copies = same_documents(held_out, documents, numbers, train_numbers)
+        count = int(np.count_nonzero(copies >= 0))
         if count:
             say(
                 f"warning: {count:,} of {numbers.size:,} documents of {name} are trained on too, word for "

@@ -74,9 +74,8 @@ def count_targets(source: Source, context: int) -> TargetCount:
     batches = (numbers[begin : begin + _AT_ONCE] for begin in range(0, numbers.size, _AT_ONCE))
     total = sum(float(measure.weights(source.read(batch)).sum()) for batch in batches)
     of = "all" if numbers.size == size else f"{numbers.size:,} of the {size:,}"
-    return TargetCount(
-        total / numbers.size, f"targets that data.transform leaves in {of} training samples"
-    )
+    remark = f"targets that data.transform leaves in {of} training samples"
+    return TargetCount(total / numbers.size, remark)
 
 
 def mean_target_count(counts: Sequence[TargetCount], shares: Sequence[float]) -> TargetCount:

@@ -201,9 +201,7 @@ def changes(
                 if not _is_same(now[name], before[name], contents, f"{key}/{name}")
             ],
         }
-        details = "; ".join(
-            f"{kind}: {names_text(names)}" for kind, names in kinds.items() if names
-        )
+        details = "; ".join(f"{kind}: {names_text(n)}" for kind, n in kinds.items() if n)
         if details:
             sentences.append(f"the files of data.{key} {texts[key]} have changed ({details})")
     if len(contents) != count:

@@ -103,9 +103,7 @@ class ChatTemplate:
             ((text, answer_spans),) = self._mark(messages, options, [count])
             renderings = self._of_messages(messages, options, answer_spans, targets)
             return [Rendering(text, renderings, of_template=True)]
-        answers = [
-            number for number, message in enumerate(messages) if message["role"] == ASSISTANT
-        ]
+        answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         prompts = [(number, True) for number in answers]
         throughs = [(number + 1, False) for number in answers]
         *parts, text = self._texts(messages, options, [*prompts, *throughs, (count, False)])
@@ -143,9 +141,7 @@ class ChatTemplate:
         self, messages: Messages, options: Options, spans: Spans, targets: list[int]
     ) -> Spans:
         """Return those of a template's spans that belong to the trained messages."""
-        answers = [
-            number for number, message in enumerate(messages) if message["role"] == ASSISTANT
-        ]
+        answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if answers == targets:
             return spans
         if len(spans) == len(answers):
@@ -206,9 +202,8 @@ class ChatTemplate:
             return AnswerEnd(opening[begin:end], opening[:end].removeprefix(tail))
         begin, end = self._first_token(tail)
         is_equal = map(operator.eq, tail, opening)
-        common = next(
-            (n for n, same in enumerate(is_equal) if not same), min(len(tail), len(opening))
-        )
+        shorter = min(len(tail), len(opening))
+        common = next((n for n, same in enumerate(is_equal) if not same), shorter)
         for first, last in (*self._places(tail), *self._places(opening)):
             if first < common < last:
                 common = first
@@ -219,10 +214,8 @@ class ChatTemplate:
         """Return where special tokens are in a text."""
         if not self.tokens:
             return []
-        longest_first = sorted(self.tokens, key=len, reverse=True)
-        return [
-            match.span() for match in re.finditer("|".join(map(re.escape, longest_first)), text)
-        ]
+        pattern = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
+        return [match.span() for match in re.finditer(pattern, text)]
 
     def _first_token(self, text: str) -> tuple[int, int]:
         """Return where the first special token is in a text; (0, 0) if there is none."""
@@ -343,9 +336,7 @@ def template_beside(
         return template(_text(file, follow=follow), file)
     entry = config.get("chat_template")
     if isinstance(entry, list):  # of several by name
-        by_name = {
-            item.get("name"): item.get("template") for item in entry if isinstance(item, dict)
-        }
+        by_name = {e.get("name"): e.get("template") for e in entry if isinstance(e, dict)}
         entry = by_name.get("default")
     if isinstance(entry, str):
         return template(entry, folder / TOKENIZER_CONFIG)

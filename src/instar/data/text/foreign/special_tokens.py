@@ -78,9 +78,8 @@ def end_token_of(
         if isinstance(number, int):
             if number in texts:
                 return EndToken(texts[number])
-            return EndToken(
-                missing=f"eos_token_id {number} of {name} is not among its added tokens"
-            )
+            missing = f"eos_token_id {number} of {name} is not among its added tokens"
+            return EndToken(missing=missing)
     return EndToken(missing="no eos_token is named beside it")
 
 

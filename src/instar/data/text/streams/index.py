@@ -92,9 +92,8 @@ def count_lanes(
         raise
     except Exception as error:  # parsers raise any type
         reason = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        raise ConfigError.at(
-            "data.source", f"{data.source} cannot be read to its end: {reason}"
-        ) from error
+        message = f"{data.source} cannot be read to its end: {reason}"
+        raise ConfigError.at("data.source", message) from error
     if not any(count > 1 if isinstance(count, int) else count.size for count in counts):
         raise no_samples()
     if not data.packing:

@@ -170,9 +170,8 @@ class SeekPoints:
                 *(p for p in state.points if state.first <= p.offset and not state.lies_beyond(p)),
                 *filter(state.lies_beyond, saved_points),
             ]
-        record = PointsRecord(
-            POINTS_FORMAT, self.fingerprint, _checksum(state.points), state.points
-        )
+        points = state.points
+        record = PointsRecord(POINTS_FORMAT, self.fingerprint, _checksum(points), points)
         try:
             self._file(lane).parent.mkdir(exist_ok=True)
             with atomic_file(self._file(lane), durable=False) as temporary:

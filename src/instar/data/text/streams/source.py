@@ -365,6 +365,5 @@ class OpenStreamSource(_LaneSource):
 
 
 def no_samples() -> ConfigError:
-    return ConfigError.at(
-        "data.source", "the stream has no samples: no document in it has two tokens"
-    )
+    message = "the stream has no samples: no document in it has two tokens"
+    return ConfigError.at("data.source", message)
