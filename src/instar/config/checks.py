@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from instar.config.budget import parse_budget
-from instar.config.errors import ConfigProblem, nearest
+from instar.config.errors import ConfigProblem, nearest_hint
 from instar.config.schema import RunConfig
 from instar.extensions import active_extensions, load_target
 
@@ -43,10 +43,7 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
         )
     for key, metric in config.requested_metrics.items():
         if metric not in metrics:
-            suggestion = nearest(metric, metrics)
-            hint = (
-                f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(metrics)}"
-            )
+            hint = nearest_hint(metric, metrics, f"there are {', '.join(metrics)}")
             message = f"{key}: this run has no metric '{metric}'"
             yield ConfigProblem((key, key.partition("[")[0]), message, hint)
 

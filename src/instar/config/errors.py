@@ -137,6 +137,12 @@ def nearest(word: str, words: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[close[0]] if close else None
 
 
+def nearest_hint(word: str, words: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """Return a hint for an unknown word: the most similar one, if any is similar enough."""
+    similar = nearest(word, words, cutoff)
+    return f"did you mean {similar!r}?" if similar else otherwise
+
+
 def near_path(path: str, pattern: str = "*") -> str:
     """Return a hint for a path that does not exist: a similarly named file next to it."""
     folder = Path(path).parent

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from instar.config.document import KeyPath
-from instar.config.errors import ConfigError, nearest
+from instar.config.errors import ConfigError, nearest_hint
 from instar.config.schema import Direction, FeedConfig, RunConfig, SamplesConfig, extend_section
 from instar.config.sections import (
     CurveSection,
@@ -159,12 +159,11 @@ def root_of(task: str) -> type[RunConfig]:
     if ":" not in task:
         if remedy := how_to_install("tasks", task):
             raise ConfigError.at("task", f"the extension of task '{task}' is not installed", remedy)
-        closest = nearest(task, task_names)
         custom_task = _own_class(task) or "or name your own as module:class"
         raise ConfigError.at(
             "task",
             f"unknown task '{task}'; known are {', '.join(task_names)}",
-            f"did you mean '{closest}'?" if closest else custom_task,
+            nearest_hint(task, task_names, custom_task),
         )
     task_class = custom_task_class(task)
     model, data = getattr(task_class, "Model", Section), getattr(task_class, "Data", SamplesConfig)

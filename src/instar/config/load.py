@@ -30,7 +30,13 @@ from instar.config.document import (
     problem_at,
     read_document,
 )
-from instar.config.errors import ConfigError, ConfigProblem, SourceLocation, nearest, value_text
+from instar.config.errors import (
+    ConfigError,
+    ConfigProblem,
+    SourceLocation,
+    nearest_hint,
+    value_text,
+)
 from instar.config.fields import (
     FORMER,
     LANGUAGE,
@@ -353,8 +359,7 @@ def _chosen_presets(
     for index, name in enumerate(names):
         if name not in presets:
             findings.doubtful |= schema_keys(root).keys() - {dotted_key(path) for path in entries}
-            close = nearest(str(name), presets)
-            hint = f"did you mean '{close}'?" if close else f"there are {', '.join(presets)}"
+            hint = nearest_hint(str(name), presets, f"there are {', '.join(presets)}")
             message = f"unknown preset {value_text(name)}"
             findings.note(entry.place((index,)), message, hint, "preset")
             entries.pop(("preset",), None)

@@ -13,7 +13,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar
 
-from instar.config.errors import ConfigError, nearest
+from instar.config.errors import ConfigError, nearest_hint
 from instar.config.sections import Operation
 from instar.extensions import load_target, third_party
 from instar.growth import values
@@ -96,10 +96,7 @@ def check(operation: Operation) -> Operator:
     """
     operator = operator_of(operation.name)
     if operator is None:
-        suggestion = nearest(operation.name, OPERATORS)
-        hint = (
-            f"did you mean {suggestion!r}?" if suggestion else f"there are {', '.join(OPERATORS)}"
-        )
+        hint = nearest_hint(operation.name, OPERATORS, f"there are {', '.join(OPERATORS)}")
         raise GrowthError(f"no growth operation is called {operation.name!r}; {hint}")
     with _naming_errors(operation.name):
         operator.value(operation.value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from instar.config.errors import ConfigError, InstarError, nearest
+from instar.config.errors import ConfigError, InstarError, nearest_hint
 from instar.config.files import (
     RUN_FOLDERS,
     check_inside,
@@ -281,8 +281,7 @@ def find_run(text: str, out_dir: Path = Path("runs")) -> RunDir:
     if text and path.is_dir():
         raise ConfigError.of(f"{path} is not a run: it has no run.yaml")
     names = [name for run in runs for name in (run.path.name, run.id)]
-    near = nearest(text, names)
-    hint = f"did you mean {near!r}?" if near else f"the latest is {runs[-1].path.name!r}"
+    hint = nearest_hint(text, names, f"the latest is {runs[-1].path.name!r}")
     raise ConfigError.of(f"no run {text!r} in {out_dir}", hint=hint)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from instar.config.errors import nearest, value_text
+from instar.config.errors import nearest_hint, value_text
 from instar.config.fields import is_fixed, is_launch_only, values, with_values
 from instar.config.schema import RunConfig
 from instar.config.sections import LARGEST, Operation
@@ -105,13 +105,8 @@ def branch_problems(operation: Operation) -> Iterator[Finding]:
         yield "value", problem_text, "use letters, digits, - and _"
     for option in options:
         if option not in _OPTIONS:
-            suggestion = nearest(option, _OPTIONS)
-            options_text = f"there are {', '.join(_OPTIONS)}"
-            yield (
-                option,
-                "is unknown",
-                f"did you mean '{suggestion}'?" if suggestion else options_text,
-            )
+            hint = nearest_hint(option, _OPTIONS, f"there are {', '.join(_OPTIONS)}")
+            yield option, "is unknown", hint
     iters, decay = options.get("iters"), options.get("decay")
     if not _is_count(iters) or iters == 0:
         problem_text = (
@@ -152,12 +147,7 @@ def branch_conflicts(branch: Branch, config: RunConfig) -> Iterator[Finding]:
     config_values = values(config)
     for key in branch.overrides:
         if key not in config_values:
-            suggestion = nearest(str(key), config_values)
-            hint = (
-                f"did you mean '{suggestion}'?"
-                if suggestion
-                else "write keys such as train.batch_size"
-            )
+            hint = nearest_hint(str(key), config_values, "write keys such as train.batch_size")
             yield f"set.{key}", "is not a key of the config", hint
         elif key in (END, OPERATIONS):
             branch_key = "iters" if key == END else OPERATIONS

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from instar.config.errors import nearest, value_text
+from instar.config.errors import nearest_hint, value_text
 from instar.config.fields import with_values
 from instar.config.schema import RunConfig
 from instar.config.sections import LARGEST, Operation
@@ -323,12 +323,7 @@ def hint_for_unknown(name: str) -> str:
     package, dot, _ = name.partition(".")
     if dot:
         return f"no package with the operation is installed, an extension {package!r}"
-    suggestion = nearest(name, operation_names())
-    return (
-        f"did you mean {suggestion!r}?"
-        if suggestion
-        else f"there are {', '.join(operation_names())}"
-    )
+    return nearest_hint(name, operation_names(), f"there are {', '.join(operation_names())}")
 
 
 def check_operation(operation: Operation) -> None:
@@ -396,12 +391,8 @@ def _check_result(operation: Operation, settings: Settings, architecture: Growab
     parameter_names = list(architecture.parameters())
     for pattern in _patterns(operation.value):
         if not any(is_frozen((pattern,), name) for name in parameter_names):
-            suggestion = nearest(pattern, parameter_names)
-            hint = (
-                f"did you mean {suggestion!r}?"
-                if suggestion
-                else f"names look like {parameter_names[0]!r}"
-            )
+            otherwise = f"names look like {parameter_names[0]!r}"
+            hint = nearest_hint(pattern, parameter_names, otherwise)
             raise ValueError(f"{operation.name}: no parameter matches {pattern!r}; {hint}")
     if all(is_frozen(settings.frozen, name) for name in parameter_names):
         raise ValueError("freeze: nothing would be left to train")

@@ -31,7 +31,7 @@ from instar.extensions.delta.format.folder import (
     write_anchor,
     write_chain_index,
 )
-from instar.extensions.delta.format.link import Footer, Head, LinkWriter, Values
+from instar.extensions.delta.format.link import Footer, Head, LinkWriter
 from instar.extensions.delta.format.state import Bits, State, outline, state_hash, word_type
 from instar.extensions.delta.replay import (
     check_out_state,
@@ -53,7 +53,6 @@ def append(
     *,
     anchor: bool = False,
     aliases: Mapping[str, str] | None = None,
-    values: Values = "steps",
     missing: tuple[int, int] | None = None,
 ) -> Link:
     """Save the next state of a chain; when this returns, it is on disk.
@@ -67,7 +66,6 @@ def append(
         tensors: on any device. Tied tensors are saved once, under the first of their names.
         base: the last state of the chain, which is compared with its hash; None: not at hand.
         aliases: other names of tensors, which are recorded but not saved: name → saved name.
-        values: see `pair.create`.
         missing: first and last of the steps before it that should have been saved and were not.
 
     Raises:
@@ -80,7 +78,7 @@ def append(
         atomic.make_folder(folder)
         with lock_chain(folder):
             atomic.sweep(folder)
-            return _append(folder, step, new, base, anchor, names, values, missing)
+            return _append(folder, step, new, base, anchor, names, missing)
     except OSError as error:
         raise CheckpointError(
             f"cannot save step {step:,} in {folder}: {error.strerror}; the chain is unchanged"
@@ -94,7 +92,6 @@ def _append(
     base: Mapping[str, Tensor] | None,
     anchor: bool,
     aliases: dict[str, str],
-    values: Values,
     missing: tuple[int, int] | None,
 ) -> Link:
     index = read_chain_index(folder)
@@ -125,7 +122,7 @@ def _append(
                 head = msgspec.structs.replace(head, result=state_hash(new))
                 write_anchor(temporary, new, head)
             else:
-                head = _write_link(temporary, old, new, head, last, values)
+                head = _write_link(temporary, old, new, head, last)
             size_bytes = temporary.stat().st_size
         write_chain_index(folder, Index(index.first, number, head.result))
     except BaseException:
@@ -144,12 +141,10 @@ def _withdraw(path: Path, index: Index) -> None:
         atomic.remove_tree(path)
 
 
-def _write_link(
-    path: Path, old: State, new: State, head: Head, last: Link, values: Values
-) -> Footer:
+def _write_link(path: Path, old: State, new: State, head: Head, last: Link) -> Footer:
     with path.open("wb") as file:
-        writer = LinkWriter(file, outline(new), values)
-        base_hash, result = compare_states(old, new, writer, values)
+        writer = LinkWriter(file, outline(new), "steps")
+        base_hash, result = compare_states(old, new, writer, "steps")
         if base_hash != last.result_hash:
             raise CheckpointError(
                 f"{path.parent}: the base given is not the state of {last.file.name}, the last of the "

@@ -313,22 +313,19 @@ def _squash(folder: Path, first: int, last: int) -> Link:
             f"{segment.anchor.number} lead to {last}"
         )
     at = segment.links.index(begin)
-    link_files = [read_link(link.file) for link in segment.links[at:]]
-    absolute = all(file.footer.values == "absolute" for file in link_files)
-    values: Values = "absolute" if absolute else "steps"
     before = replay_of(Segment(segment.anchor, segment.links[:at]))
     after = replay_of(segment)
-    head = link_files[-1].footer
+    head = read_link(end.file).footer
     with (
         atomic.atomic_file(end.file) as temporary,
         temporary.open("wb") as file,
         after.progress(f"squashing {first} to {last}") as advance,
     ):
-        writer = LinkWriter(file, after.outline, values)
+        writer = LinkWriter(file, after.outline, "steps")
         for name, entry in after.outline.items():
             blocks = zip(before.blocks(name), after.blocks(name, advance), strict=True)
             for number, (old, new) in enumerate(blocks):
-                if (delta := encode_block(old, new, coding(entry.dtype, values))) is not None:
+                if (delta := encode_block(old, new, coding(entry.dtype, "steps"))) is not None:
                     writer.add(name, number, delta)
         before.check()
         after.check()

@@ -12,7 +12,7 @@ from shutil import which
 from typing import Any
 
 from instar.config.document import KeyPath, dotted_key
-from instar.config.errors import ConfigError, ConfigProblem, nearest
+from instar.config.errors import ConfigError, ConfigProblem, nearest, nearest_hint
 from instar.config.fields import plain_root_of, schema_keys
 from instar.config.load import load_config
 from instar.config.schema import RunConfig
@@ -168,8 +168,7 @@ def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
         for name, condition in process.depends_on.items():
             place = (*path, "depends_on", name)
             if name not in every:
-                similar = nearest(name, every)
-                hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(every)}"
+                hint = nearest_hint(name, every, f"there are {', '.join(every)}")
                 yield loaded_config.problem(place, f"{dotted_key(path)} depends on '{name}'", hint)
             elif name in spec.jobs and condition != "completed":
                 yield loaded_config.problem(place, f"'{name}' is a job", "write completed")
@@ -193,12 +192,7 @@ def _combinations(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
     keys_in_use = {*spec.matrix, *(key for combination in spec.include for key in combination)}
     for number, excluded_values in enumerate(spec.exclude):
         for key in excluded_values.keys() - keys_in_use:
-            similar = nearest(key, keys_in_use)
-            hint = (
-                f"did you mean '{similar}'?"
-                if similar
-                else f"it has {', '.join(keys_in_use) or 'no keys'}"
-            )
+            hint = nearest_hint(key, keys_in_use, f"it has {', '.join(keys_in_use) or 'no keys'}")
             path = ("exclude", number, key)
             yield loaded_config.problem(path, f"'{key}' is no key of the matrix", hint)
     every = set(spec.matrix) or keys_in_use

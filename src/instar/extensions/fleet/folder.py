@@ -20,7 +20,7 @@ import psutil
 from pydantic import ValidationError
 
 from instar.config.document import Document, parse
-from instar.config.errors import ConfigError, SourceLocation, nearest, printable_text
+from instar.config.errors import ConfigError, SourceLocation, nearest_hint, printable_text
 from instar.config.files import check_inside, make_folder, of_bounded_depth, read_regular
 from instar.config.user_code import (
     FLAG,
@@ -169,8 +169,7 @@ def find_fleet(text: str) -> Path:
         if (path / STATE_FILE).exists() or (path / _FILE).exists():
             return path
     names = fleet_names()
-    similar = nearest(text, names)
-    hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(names) or 'none'}"
+    hint = nearest_hint(text, names, f"there are {', '.join(names) or 'none'}")
     raise ConfigError.of(f"no fleet '{text}'", where=str(FLEETS), hint=hint)
 
 

@@ -14,7 +14,7 @@ from typing import get_args
 
 from pydantic.fields import FieldInfo
 
-from instar.config.errors import ConfigError, ConfigProblem, nearest
+from instar.config.errors import ConfigError, ConfigProblem, nearest_hint
 from instar.config.fields import schema_keys
 from instar.config.schema import RunConfig
 from instar.extensions.fleet.plan import Instance, LoadedFleet, variables_in
@@ -282,8 +282,7 @@ def run_problems(
                 ("search", "direction"), message, f"write direction: {better}"
             )
     elif ":" not in config.task:  # a task of the user's own may have others
-        similar = nearest(search.metric, directions)
-        hint = f"did you mean '{similar}'?" if similar else f"there are {', '.join(directions)}"
+        hint = nearest_hint(search.metric, directions, f"there are {', '.join(directions)}")
         yield loaded_config.problem(("search", "metric"), f"runs record no '{search.metric}'", hint)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from instar.config.budget import Budget, eta, parse_budget
-from instar.config.errors import ConfigError, nearest
+from instar.config.errors import ConfigError, nearest, nearest_hint
 from instar.logs.query.config import config_lines
 from instar.logs.query.groups import notes_on_bases, recorded_basis
 from instar.logs.query.labels import NONE, RunLabels, labels_of
@@ -103,8 +103,7 @@ def _no_run(text: str, out_dir: Path) -> ConfigError:
     names = [str(run.path) for run in runs]
     if not as_path:
         names = [name for run in runs for name in (run.path.name, run.name, run.id)]
-    near = nearest(str(path) if as_path else text, names, cutoff=0.5)
-    hint = f"did you mean {near!r}?" if near else _latest_hint(folder)
+    hint = nearest_hint(str(path) if as_path else text, names, _latest_hint(folder), cutoff=0.5)
     return ConfigError.of(f"no run {text!r}{'' if as_path else f' in {folder}'}", hint=hint)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from instar.config.errors import ConfigError, nearest
+from instar.config.errors import ConfigError, nearest_hint
 from instar.config.files import open_regular
 from instar.logs.read.scan import EVERYTHING, SegmentTree
 from instar.record.events import (
@@ -87,9 +87,7 @@ def check_kinds(kinds: Collection[str], recorded_kinds: Collection[str] = ()) ->
     known_kinds = event_kinds()
     for kind in kinds:
         if kind not in known_kinds and kind not in recorded_kinds:
-            near = nearest(kind, known_kinds)
-            expected = f"expected one of {', '.join(known_kinds)}"
-            hint = f"did you mean {near!r}?" if near else expected
+            hint = nearest_hint(kind, known_kinds, f"expected one of {', '.join(known_kinds)}")
             raise ConfigError.of(f"unknown kind of event {kind!r}", "--kind", hint)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 
-from instar.config.errors import ConfigError, nearest
+from instar.config.errors import ConfigError, nearest_hint
 from instar.logs.read import cache
 from instar.logs.read.columns import Bools, Column, Floats, Ints, LazyColumns, MetricTable, present
 from instar.logs.read.reader_cache import cache_folder
@@ -204,9 +204,8 @@ class RunRecord:
 
 
 def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigError:
-    near = nearest(metric, [*metrics, *ALIASES])
     available = ", ".join(metrics) or "none"
-    hint = f"did you mean {near!r}?" if near else f"it has {available}"
+    hint = nearest_hint(metric, [*metrics, *ALIASES], f"it has {available}")
     return ConfigError.of(f"no metric {metric!r} in {where}", hint=hint)
 
 
