@@ -161,11 +161,8 @@ def fraction_used(budgets: Sequence[Budget], counters: Counters, epochs: Epochs)
     `epochs` is: 0.1 epochs of 30 samples are 3, not 3.0000000000000004."""
     number: type[Epochs] = Fraction if isinstance(epochs, Fraction) else float
     amounts = counters.amounts(epochs)
-    fractions = [
-        number(amounts[budget.kind]) / number(str(budget.amount))
-        for budget in budgets
-        if budget.kind in COUNTED
-    ]
+    counted = [budget for budget in budgets if budget.kind in COUNTED]
+    fractions = [number(amounts[b.kind]) / number(str(b.amount)) for b in counted]
     return max(fractions, default=None)
 
 

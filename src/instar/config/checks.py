@@ -30,11 +30,8 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield requested metrics that the task does not measure."""
     metrics, best_of = config.metrics, config.checkpoint.best_of
     if len(set(best_of)) < max(1, len(best_of)):
-        yield ConfigProblem(
-            ("checkpoint.best_of",),
-            "checkpoint.best_of must name one metric or several, each once",
-            "e.g. [loss]",
-        )
+        message = "checkpoint.best_of must name one metric or several, each once"
+        yield ConfigProblem(("checkpoint.best_of",), message, "e.g. [loss]")
     if config.test.at_end and config.test.weights == "best" and not config.checkpoint.on_best:
         yield ConfigProblem(
             ("test.weights", "checkpoint.on_best", "test.at_end"),
@@ -50,11 +47,8 @@ def _metrics(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _eval_context(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.eval.context is not None and config.longest_context == 1:
-        yield ConfigProblem(
-            ("eval.context", "task"),
-            "eval.context is for text: the samples of this task have no length in tokens",
-            "leave it out",
-        )
+        text = "eval.context is for text: the samples of this task have no length in tokens"
+        yield ConfigProblem(("eval.context", "task"), text, "leave it out")
 
 
 def _virtual_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigProblem]:
@@ -108,11 +102,8 @@ def _sharding(config: RunConfig) -> Iterator[ConfigProblem]:
         )
     for option, key, clashes, why in _clashes(config):
         if clashes:
-            yield ConfigProblem(
-                (f"parallel.fsdp.{option.partition(':')[0]}", key),
-                f"parallel.fsdp.{option} {why}",
-                "leave one of them out",
-            )
+            keys = f"parallel.fsdp.{option.partition(':')[0]}", key
+            yield ConfigProblem(keys, f"parallel.fsdp.{option} {why}", "leave one of them out")
 
 
 def _clashes(config: RunConfig) -> Iterator[tuple[str, str, bool, str]]:
@@ -253,11 +244,8 @@ def parallel_checks(config: RunConfig) -> Iterator[ConfigProblem]:
             "remove parallel.world_size: there are as many ranks as devices",
         )
     if device not in ("auto", "cuda") and devices:
-        yield ConfigProblem(
-            ("parallel.devices", "device"),
-            f"parallel.devices choose GPUs, but device is {device}",
-            "remove one of them",
-        )
+        text = f"parallel.devices choose GPUs, but device is {device}"
+        yield ConfigProblem(("parallel.devices", "device"), text, "remove one of them")
     if device.startswith("cuda:") and size is not None and size > 1:
         yield ConfigProblem(
             ("device", "parallel.world_size"),

@@ -177,17 +177,9 @@ SHOWN = frozenset(
 )
 """Keys of alerts and trackers that are shown; all others are hidden: URLs, programs, accounts."""
 _SECTIONS = ("record.alerts", "record.trackers")
-_HOLDERS = {
-    "alerts",
-    "trackers",
-    "wandb",
-    "trackio",
-    "mlflow",
-    "command",
-    "webhook",
-    "uri",
-    "entity",
-}
+_HOLDERS = frozenset(
+    ["alerts", "trackers", "wandb", "trackio", "mlflow", "command", "webhook", "uri", "entity"]
+)
 """names of keys in these sections whose line may hold what is not shown"""
 _SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
 _USER = re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@", re.I)  # texts may be long

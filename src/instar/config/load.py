@@ -101,10 +101,7 @@ class Loaded:
 
     def to_json(self) -> str:
         """Serialize to JSON text, for `loaded_from_json` in another process."""
-        places = {
-            key: [place.source, place.line, place.column, place.text]
-            for key, place in self.places.items()
-        }
+        places = {key: [p.source, p.line, p.column, p.text] for key, p in self.places.items()}
         return json.dumps([self.config.task, self.data, dict(self.origins), places])
 
 
@@ -374,11 +371,8 @@ def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Fin
         return False
     location = entry.place()
     sibling = Path(location.source).parent / entry.value
-    hint = (
-        f"did you mean '{sibling}'?"
-        if sibling.is_file()
-        else "the path is relative to the working directory"
-    )
+    elsewhere = "the path is relative to the working directory"
+    hint = f"did you mean '{sibling}'?" if sibling.is_file() else elsewhere
     document = findings.read(entry.value, hint, location, (SCHEDULE,))
     data = None if document is None else document.data
     inside: KeyPath = ()

@@ -242,9 +242,5 @@ def _redact_line(line: ConfigLine) -> ConfigLine:
         # "--set key=value" repeats the value
         text = line.text.replace(line.value, HIDDEN)
         return replace(line, text=text, value=HIDDEN, origin=line.origin.partition("=")[0])
-    return replace(
-        line,
-        text=redact_text(line.text),
-        value=redact_text(line.value),
-        origin=redact_text(line.origin),
-    )
+    parts = {name: redact_text(getattr(line, name)) for name in ("text", "value", "origin")}
+    return replace(line, **parts)

@@ -55,10 +55,7 @@ def extend_section(
     section: type[S], sections: Mapping[str, tuple[type[BaseModel], str]]
 ) -> type[S]:
     """Return a config class with more sections, given with their descriptions."""
-    fields = {
-        name: (inner, subsection(inner, description))
-        for name, (inner, description) in sections.items()
-    }
+    fields = {name: (kind, subsection(kind, text)) for name, (kind, text) in sections.items()}
     return with_fields(section, fields)
 
 

@@ -59,12 +59,8 @@ def starter(kind: str, path: str, preset_names: Sequence[str] = ()) -> str:
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     grows = next((name for name in preset_names if name in growing.DIVISORS), "")
 
-    description = "\n\n".join(
-        [
-            _opening_comment(text),
-            *(f"preset {n}: {_opening_comment(p)}" for n, p in presets.items()),
-        ]
-    )
+    comments = (f"preset {n}: {_opening_comment(p)}" for n, p in presets.items())
+    description = "\n\n".join([_opening_comment(text), *comments])
     of = "" if task == LANGUAGE else f" --task {task}"
     head = f"{description}\n{_REST}".format(of=of, path=printable_text(shlex.quote(path)))
     lines = [f"# {line}".rstrip() for line in head.splitlines()]

@@ -140,11 +140,8 @@ def unknown_key(root: Root, path: KeyPath) -> tuple[str, str, str]:
         candidates = [key for choice in inner for key in choice.get("properties", ())]
         alias = ITEM_ALIASES.get(name)
         suggestion = alias if alias in candidates else nearest(name, candidates)
-        return (
-            message,
-            f"did you mean '{suggestion}'?" if suggestion else f"it has {', '.join(candidates)}",
-            "",
-        )
+        hint = f"did you mean '{suggestion}'?" if suggestion else f"it has {', '.join(candidates)}"
+        return message, hint, ""
     if "." in name and name in schema_keys(root):
         home, _, last = name.rpartition(".")
         return message, f"write '{last}:' under '{home}:'", name

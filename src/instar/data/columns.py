@@ -196,11 +196,7 @@ def _column(name: str, values: Sequence[Any], numbers: Sequence[int]) -> Column:
     arrays = [_array(name, value, number) for number, value in zip(numbers, values, strict=True)]
     head = arrays[0]
     for number, array in zip(numbers, arrays, strict=True):
-        if (
-            array.dtype != head.dtype
-            or array.ndim != head.ndim
-            or array.shape[1:] != head.shape[1:]
-        ):
+        if (array.dtype, array.ndim, array.shape[1:]) != (head.dtype, head.ndim, head.shape[1:]):
             raise ValueError(
                 f"sample {number}: {name} is {array.dtype}{list(array.shape)}, "
                 f"in the first sample {head.dtype}{list(head.shape)}; only the first axis may vary"

@@ -58,10 +58,8 @@ class Concatenated:
         return pick(join_columns(pieces), np.argsort(np.concatenate(places)))
 
     def weights(self, indices: Int64Array) -> float:
-        return sum(
-            self.sources[number].weights(part_indices)
-            for number, _, part_indices in self._by_part(indices)
-        )
+        parts = self._by_part(indices)
+        return sum(self.sources[number].weights(part_indices) for number, _, part_indices in parts)
 
     def _by_part(self, indices: Int64Array) -> Iterator[tuple[int, Int64Array, Int64Array]]:
         """Yield the parts in use, each with its rows of `indices` and its own indices."""

@@ -293,11 +293,8 @@ class SampleSet:
         if split not in HELD_OUT:
             raise _error("data", f"there is no split {split!r} that is held out", "use val or test")
         if not self.size(split):
-            raise _error(
-                f"data.{split}",
-                f"the {split} split is empty",
-                f"set data.{split} to a share, a count, or a file of sample numbers",
-            )
+            key, hint = f"data.{split}", "to a share, a count, or a file of sample numbers"
+            raise _error(key, f"the {split} split is empty", f"set {key} {hint}")
         return Subset(self.source, self.splits[split])
 
     def close(self) -> None:
@@ -375,11 +372,8 @@ def _count(size: int | float, total: int, name: str) -> int:
         raise _error(key, f"{size:g} is no share of the samples", _FORMS)
     count = math.floor(size * total + 0.5)
     if size > 0 and count == 0:
-        raise _error(
-            key,
-            f"a share of {size:g} of {total:,} samples is none",
-            "a larger share, a count, or 0 for no such split",
-        )
+        message = f"a share of {size:g} of {total:,} samples is none"
+        raise _error(key, message, "a larger share, a count, or 0 for no such split")
     return count
 
 

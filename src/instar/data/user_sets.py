@@ -158,11 +158,11 @@ def split_samples(
             columns = source.read(np.arange(len(source)))
         class_column = columns.get(name) if classes is None else classes
         if not isinstance(class_column, np.ndarray):
-            raise ConfigError.at(
-                "data.stratify",
+            message, hint = (
                 f"there is no column {name!r} of classes",
                 f"there are {', '.join(columns)}",
             )
+            raise ConfigError.at("data.stratify", message, hint)
         classes = class_column.astype(np.int64)
     sizes = {"val": data.val, "test": data.test, **(split_members or {})}
     return dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))

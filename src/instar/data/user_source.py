@@ -433,11 +433,8 @@ def graph_sample(graph: Any) -> dict[str, NDArray[Any]]:
         if rows != nodes:
             raise ValueError(f"num_nodes is {nodes}, but there are {rows} rows of features")
         del sample["num_nodes"]
-    return {
-        name: np.atleast_1d(value)
-        for name, value in sample.items()
-        if not (value is None or _is_text(value))
-    }
+    arrays = {name: value for name, value in sample.items() if not _is_text(value)}
+    return {name: np.atleast_1d(value) for name, value in arrays.items() if value is not None}
 
 
 def of_whole_graph(samples: Sequence[Mapping[str, NDArray[Any]]]) -> frozenset[str]:
@@ -465,10 +462,8 @@ def graph_columns(
                     f"graph {number}: {name} has {len(sample[name])} rows, in the first graphs one"
                 )
     rows = [{n: v[0] if n in of_graph else v for n, v in s.items()} for s in samples]
-    return {
-        name: column if name in of_graph else as_ragged(column)
-        for name, column in stack(rows, numbers).items()
-    }
+    columns = stack(rows, numbers).items()
+    return {name: column if name in of_graph else as_ragged(column) for name, column in columns}
 
 
 def _is_text(value: object) -> bool:

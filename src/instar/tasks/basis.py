@@ -108,11 +108,8 @@ def _loss_keys(config: RunConfig, loss_keys: Collection[str]) -> Mapping[str, ob
     if ":" not in config.task:
         return {key: every[key] for key in loss_keys}
     common = {f"data.{name}" for name in (*FeedConfig.model_fields, *SamplesConfig.model_fields)}
-    return {
-        key: value
-        for key, value in every.items()
-        if key.startswith(("model.", "data.")) and key not in common
-    }
+    task_keys = (key for key in every if key.startswith(("model.", "data.")))
+    return {key: every[key] for key in task_keys if key not in common}
 
 
 def digest_of_sources(task: str) -> str:

@@ -16,7 +16,7 @@ from instar.config.schema import RunConfig
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import SavedModel
-from instar.tasks.text import TextSpec, TextTask
+from instar.tasks.text import TextSpec, TextTask, adapter_lines
 
 if TYPE_CHECKING:
     from instar.models.hf.module import PretrainedModel
@@ -37,12 +37,10 @@ class CausalLMSpec(TextSpec):
         try:
             shape = LoraShape(config.model.config or {})
         except ArchitectureError as error:
-            raise ConfigError(
-                *(
-                    loaded_config.problem("model.config", problem.message, problem.hint)
-                    for problem in error.problems
-                )
-            ) from None
+            problems = (
+                loaded_config.problem("model.config", p.message, p.hint) for p in error.problems
+            )
+            raise ConfigError(*problems) from None
         if vocab_size > shape.vocab_size:
             message = f"data.tokenizer has {vocab_size:,} tokens, and the model's table {shape.vocab_size:,} rows"
             hint = "leave it out: the tokenizer comes with the weights"
@@ -75,10 +73,7 @@ class CausalLMSpec(TextSpec):
 
     def style(self, architecture: LoraShape) -> Sequence[tuple[str, Sequence[str]]]:
         kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"
-        adapters = [
-            f"{adapter.target} of rank {adapter.rank}, alpha {adapter.alpha:g}"
-            for adapter in architecture.lora
-        ]
+        adapters = adapter_lines(architecture.lora)
         return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
 
 

@@ -18,7 +18,7 @@ from instar.models.architecture import Architecture, resolve_architecture, secti
 from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import Batch, SavedModel
-from instar.tasks.text import TextSpec, TextTask
+from instar.tasks.text import TextSpec, TextTask, adapter_lines
 
 if TYPE_CHECKING:
     import torch
@@ -112,10 +112,7 @@ class LanguageSpec(TextSpec):
         ]
         if arch.num_experts is not None:
             shape.append(f"{arch.num_experts} experts, {arch.num_experts_per_tok} per token")
-        adapters = [
-            f"{adapter.target} of rank {adapter.rank}, alpha {adapter.alpha:g}"
-            for adapter in arch.lora
-        ]
+        adapters = adapter_lines(arch.lora)
         return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,7 @@ from instar.data.text.tokenizer import (
 from instar.models.cost import bf16_pays, flops_per_token
 from instar.models.hf import CONFIG
 from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS, SPECIAL_IDS
+from instar.models.lora import Lora
 from instar.models.shape import TransformerShape
 from instar.record.system import has_bf16_units
 from instar.tasks.task import Batch, Measured, Say, Tally, Task, TaskSpec
@@ -134,10 +135,8 @@ class TextSpec(TaskSpec):
         if not has_bf16_units():
             return "this processor has no bf16 units, or ONEDNN_MAX_CPU_ISA hides them"
         # of the config, so that all numbers of ranks train in the same precision
-        width, tokens = (
-            self.architecture.sizes()["embed"],
-            self.config.train.batch_size * self.config.context,
-        )
+        width = self.architecture.sizes()["embed"]
+        tokens = self.config.train.batch_size * self.config.context
         if not bf16_pays(width, tokens):
             return f"products of {tokens:,} tokens with {width} × {width} weights are too small for bf16"
         return ""
@@ -223,6 +222,11 @@ def _asks_for_bytes(config: TextConfig) -> str:
     """Return a key that names the metric bits_per_byte, or an empty string."""
     requests = config.requested_metrics.items()
     return next((key for key, metric in requests if metric == BITS_PER_BYTE), "")
+
+
+def adapter_lines(adapters: Iterable[Lora]) -> list[str]:
+    """Describe the adapters of a shape."""
+    return [f"{a.target} of rank {a.rank}, alpha {a.alpha:g}" for a in adapters]
 
 
 def _text(config: RunConfig) -> TextConfig:

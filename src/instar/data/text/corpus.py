@@ -113,11 +113,8 @@ def read_lines(source: str) -> Iterator[tuple[Path, int, bytes]]:
     Raises ConfigError if there are no such files.
     """
     listing = find_files(source)
-    files = [
-        file
-        for file in listing.files
-        if suffix_of(file) in LINES or (suffix_of(file) == JSON and listing.json_is_rows)
-    ]
+    endings = {*LINES, JSON} if listing.json_is_rows else LINES
+    files = [file for file in listing.files if suffix_of(file) in endings]
     if not files:
         raise ConfigError.of(
             f"{source} is no JSON Lines file ({', '.join(sorted(LINES))})", key="data.source"
@@ -275,11 +272,8 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _undecodable(path: Path, at: int) -> ConfigError:
-    return ConfigError.at(
-        "data.source",
-        f"{path} is not UTF-8 text: byte {at:,} cannot be decoded",
-        "convert it, for example with iconv -t UTF-8",
-    )
+    message = f"{path} is not UTF-8 text: byte {at:,} cannot be decoded"
+    return ConfigError.at("data.source", message, "convert it, for example with iconv -t UTF-8")
 
 
 def _next_character(file: IO[bytes], at: int) -> int:

@@ -255,10 +255,8 @@ class MixtureData(DataSet):
         return sum(part.train_samples(context) for part in self.parts)
 
     def targets(self, context: int) -> TargetCount:
-        shares = [
-            part.train_samples(context) if weight is None else weight
-            for part, weight in self._weighted_parts()
-        ]
+        parts = self._weighted_parts()
+        shares = [p.train_samples(context) if weight is None else weight for p, weight in parts]
         return mean_target_count([part.targets(context) for part in self.parts], shares)
 
     def train_source(self, context: int) -> Source:

@@ -233,11 +233,8 @@ def read_row_index(folder: Path, tokenizer: str) -> RowIndex:
         raise ConfigError.of(f"not an index of rows: {error}", where=str(file)) from None
     identity = metadata.get("format"), metadata.get("fingerprint")
     if identity != (INDEX_FORMAT, index.fingerprint(tokenizer)):
-        raise ConfigError.of(
-            f"this is not the index that was written ({INDEX_FORMAT}) for this tokenizer",
-            where=str(file),
-            hint=hint,
-        )
+        message = f"this is not the index that was written ({INDEX_FORMAT}) for this tokenizer"
+        raise ConfigError.of(message, where=str(file), hint=hint)
     return index
 
 
@@ -252,11 +249,8 @@ def open_rows(folder: str | Path) -> TokenDataset:
     held_out = {name: shards for name, shards in dataset.shards.items() if name != "train"}
     identity = index.fingerprint(dataset.tokenizer_fingerprint)
     identity += splits_fingerprint(dataset, held_out)
-    return replace(
-        dataset,
-        fingerprint=xxhash.xxh3_128_hexdigest(identity.encode()),
-        document_sizes=index.counts,
-    )
+    fingerprint = xxhash.xxh3_128_hexdigest(identity.encode())
+    return replace(dataset, fingerprint=fingerprint, document_sizes=index.counts)
 
 
 def text_corpus(column: ArrowColumn) -> Corpus:

@@ -95,10 +95,10 @@ def check_split(existing: Iterable[Any], data: DataConfig) -> set[str]:
 
 def no_split(names: Iterable[Any], data: DataConfig) -> ConfigError:
     """Return the error of a split that is not among those of the source."""
-    return ConfigError.at(
-        "data.source_split",
-        f"{data.source} has no split {data.source_split!r}, it has: {', '.join(map(str, names))}",
+    message = (
+        f"{data.source} has no split {data.source_split!r}, it has: {', '.join(map(str, names))}"
     )
+    return ConfigError.at("data.source_split", message)
 
 
 def _files_of(builder: Any) -> dict[str, list[Path]]:
@@ -269,11 +269,11 @@ def _files(source: str) -> list[Path]:
 
 
 def _no_rows(source: str) -> ConfigError:
-    return ConfigError.at(
-        "data.source",
+    message, hint = (
         f"there is no file or folder {source}",
         "give a path, a glob, or a name on the hub",
     )
+    return ConfigError.at("data.source", message, hint)
 
 
 def _format(files: list[Path]) -> tuple[str, dict[str, Any]]:
@@ -309,11 +309,8 @@ def check_schema(schema: ArrowSchema, data: DataConfig, place: str) -> None:
     dtype = schema.field(name).type
     if not (is_text(dtype) if data.tokens_field is None else is_ids(dtype)):
         expected = "text" if data.tokens_field is None else "lists of token ids"
-        raise ConfigError.at(
-            key,
-            f"the column {name!r} of {place} holds {dtype}, not {expected}",
-            "name another column",
-        )
+        message = f"the column {name!r} of {place} holds {dtype}, not {expected}"
+        raise ConfigError.at(key, message, "name another column")
 
 
 _TEXT = re.compile(r"(large_)?(string|binary)|(string|binary)_view")

@@ -141,8 +141,5 @@ def _is_row(line: bytes) -> bool:
 
 
 def _no_rows(path: Path, reason: str) -> ConfigError:
-    return ConfigError.at(
-        "data.source",
-        f"{path} has no rows: {reason}",
-        "JSON that is to be read as text needs another ending, e.g. .txt",
-    )
+    hint = "JSON that is to be read as text needs another ending, e.g. .txt"
+    return ConfigError.at("data.source", f"{path} has no rows: {reason}", hint)

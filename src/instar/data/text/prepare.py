@@ -148,11 +148,8 @@ def settle_folder(
     for key in difference.absent:
         say(f"{NOTE}data.{key} {getattr(data, key)} is not there; the tokens in {folder} are used")
     sentences = [*difference.sentences]
-    if (
-        data.kind == "rows"
-        and "source" not in difference.absent
-        and (sentences or not difference.has_files)
-    ):
+    is_there = "source" not in difference.absent
+    if data.kind == "rows" and is_there and (sentences or not difference.has_files):
         rows = _changed_rows(folder, data, say)
         other_sentences = [text for text in sentences if "data.source" not in text]
         sentences = sentences if rows and sentences else [*other_sentences, *rows]
@@ -167,11 +164,8 @@ def settle_folder(
         say(f"{text}; it is prepared anew in another folder")
         return Path(next_path(data, seed)), False
     remedy = "name another data.path" if is_named else "set data.if_changed: prepare"
-    raise ConfigError.at(
-        "data.source",
-        text,
-        f"{remedy} to prepare it anew, or set data.if_changed: keep to use it as it was prepared",
-    )
+    keeping = "set data.if_changed: keep to use it as it was prepared"
+    raise ConfigError.at("data.source", text, f"{remedy} to prepare it anew, or {keeping}")
 
 
 def _survey(data: DataConfig, say: Say) -> tuple[Mapping[str, SourceFiles], Mapping[str, Files]]:
@@ -253,10 +247,8 @@ def _bytes_to_take(
     unique_counts = byte_counts.copy()
     unique_counts[documents_in_use[is_duplicate]] = 0
     if not unique_counts.any():
-        raise ConfigError.at(
-            "data.drop_duplicates",
-            f"every document of {data.source} is held out by data.val_source too",
-        )
+        message = f"every document of {data.source} is held out by data.val_source too"
+        raise ConfigError.at("data.drop_duplicates", message)
     return unique_counts
 
 

@@ -106,11 +106,8 @@ def _damage(dataset: TokenDataset, shard: Shard, tokens: TokenArray) -> ConfigPr
             place=file,
         )
     if int(tokens.max()) >= dataset.vocab_size:
-        return ConfigProblem(
-            (),
-            f"token {int(tokens.max())} is not in the vocabulary of {dataset.vocab_size}",
-            place=file,
-        )
+        message = f"token {int(tokens.max())} is not in the vocabulary of {dataset.vocab_size}"
+        return ConfigProblem((), message, place=file)
     return None
 
 
@@ -165,11 +162,9 @@ def check_unchanged(sources: Mapping[str, SourceFiles], files: Mapping[str, File
         for file in source.files:
             before = files[key][source.name(file)]
             if _size_and_stamp(file) != (before.bytes, before.stamp):
-                raise ConfigError.at(
-                    f"data.{key}",
-                    f"{file} changed while it was prepared",
-                    "prepare it again when nothing writes to it",
-                )
+                message = f"{file} changed while it was prepared"
+                hint = "prepare it again when nothing writes to it"
+                raise ConfigError.at(f"data.{key}", message, hint)
 
 
 def changes(

@@ -134,10 +134,8 @@ class Limited:
 
     def parse(self, texts: Sequence[str]) -> list[tuple[TokenIds, Places]]:
         rows = [row for batch in _in_requests(texts) for row in self._rows("parse", batch)]
-        return [
-            (row[: row.size // 3], row[row.size // 3 :].astype(np.int64).reshape(-1, 2))
-            for row in rows
-        ]
+        thirds = [(row, row.size // 3) for row in rows]
+        return [(row[:n], row[n:].astype(np.int64).reshape(-1, 2)) for row, n in thirds]
 
     def decode(self, ids: Sequence[int]) -> str:
         try:

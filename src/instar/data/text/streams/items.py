@@ -199,11 +199,8 @@ class FunctionLane:
         return f"{self._name}, item {row}"
 
     def _unfit(self, what: str) -> ConfigError:
-        return ConfigError.at(
-            "data.source",
-            f"{self._name} {what}",
-            "return a new iterable each time: it is called for every pass through the data",
-        )
+        hint = "return a new iterable each time: it is called for every pass through the data"
+        return ConfigError.at("data.source", f"{self._name} {what}", hint)
 
 
 def _values(

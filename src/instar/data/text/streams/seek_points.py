@@ -200,10 +200,8 @@ class SeekPoints:
             return []
         if (record.format, record.fingerprint) != (POINTS_FORMAT, self.fingerprint):
             return []
-        ascending = all(
-            point.offset < other.offset and point[1:3] < other[1:3]
-            for point, other in pairwise(record.points)
-        )
+        pairs = pairwise(record.points)
+        ascending = all(a.offset < b.offset and a[1:3] < b[1:3] for a, b in pairs)
         if record.checksum != _checksum(record.points) or not ascending:
             self._warn(f"{file} is not used: it is damaged")
             return []

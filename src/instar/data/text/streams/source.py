@@ -121,11 +121,8 @@ class LaneSamples:
         if length is None:
             self.counts[lane] = chunk.end
         elif cache.stop > length or chunk.end not in (None, self.counts[lane]):
-            what = (
-                "goes on"
-                if chunk.end is None
-                else f"ended after {self.stream.samples(chunk.end):,} samples"
-            )
+            end = chunk.end
+            what = "goes on" if end is None else f"ended after {self.stream.samples(end):,} samples"
             raise StreamChanged(
                 f"lane {lane} {what}, when it was read before it had {length:,}; a stream must give "
                 "the same samples every time"
@@ -212,8 +209,7 @@ class LaneOrder:
         last, number = self.turn(stop - 1)
         return {
             lane: -(-(number + (lane <= last)) // self.window) * self.window
-            for lane in range(self.lanes)
-            if lane not in self.ends
+            for lane in self._open_lanes()
         }
 
     def turn(self, position: int) -> tuple[int, int]:
@@ -223,11 +219,7 @@ class LaneOrder:
 
     def certain_until(self, counts: Sequence[int]) -> int:
         """Return the position up to which the samples read of each lane determine the order."""
-        unknown = [
-            (counts[lane] // self.window * self.window, lane)
-            for lane in range(self.lanes)
-            if lane not in self.ends
-        ]
+        unknown = [(counts[lane] // self.window * self.window, lane) for lane in self._open_lanes()]
         if unknown:
             number, lane = min(unknown)
             rounds_before = int(np.minimum(self._lengths, number).sum())
@@ -236,6 +228,9 @@ class LaneOrder:
         else:
             self.certain = self.samples_per_epoch
         return self.certain
+
+    def _open_lanes(self) -> list[int]:
+        return [lane for lane in range(self.lanes) if lane not in self.ends]
 
     def _lay_out(self) -> None:
         """Find the stretches of rounds in which the same lanes alternate, between two ends of lanes: the first
