@@ -121,7 +121,7 @@ def test_nothing_is_published_elsewhere() -> None:
     renaming = {path for path, call in calls if _renames(call)}
     # the store calls atomic.rename; a launcher reads the failure of a rank once; a shim is run
     # without the package
-    alone = {"distributed/failure.py", "processes/shim.py"}
+    alone = {"distributed/failure.py", "extensions/fleet/engines/shim.py"}
     assert renaming <= {"record/atomic.py", "checkpoint/store.py", *alone}
 
 

@@ -22,9 +22,9 @@ from playwright.sync_api import Browser, Page
 from records import make_run
 from shown_runs import place, started, steps, told_run, write
 
+from instar.extensions.board import final_test
 from instar.extensions.board.report import inline_json, panels, report_html, write_report
 from instar.extensions.delta.events import Delta
-from instar.logs.query import final_test
 from instar.logs.query.config import config_lines, config_values, derived_keys
 from instar.logs.read.record import read_record
 from instar.record.events import Event, Layers, OperationEvent, RecordError, SampleText, Warn

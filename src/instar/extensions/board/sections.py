@@ -24,8 +24,8 @@ from instar.extensions.board.blocks import (
     table_sections,
     text_section,
 )
+from instar.extensions.board.final_test import Scatter, read_final_test
 from instar.logs.query.config import config_lines
-from instar.logs.query.final_test import Scatter, read_final_test
 from instar.logs.query.stages import RunStage, stages
 from instar.logs.query.summary import Summary, run_failure, summarize
 from instar.logs.read.record import RecordedEvent, RunRecord

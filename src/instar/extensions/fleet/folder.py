@@ -30,6 +30,7 @@ from instar.config.user_code import (
     foreign_owner,
     is_trusted,
 )
+from instar.extensions.fleet.engines import shim
 from instar.extensions.fleet.instance import FLEET_VARIABLE, INSTANCE_VARIABLE, PART_VARIABLE
 from instar.extensions.fleet.plan import LoadedFleet, resolve_beside
 from instar.extensions.fleet.spec import FleetSpec
@@ -44,7 +45,6 @@ from instar.extensions.fleet.state import (
     part_name,
     read_fleet_events,
 )
-from instar.processes import shim
 from instar.processes.identity import SAME_PROCESS_S, NotHolder
 from instar.record.atomic import replace_file
 from instar.record.lock import (

@@ -13,6 +13,7 @@ from typing import Any
 
 from instar.distributed.placement import child_environment
 from instar.extensions.fleet.engines.nodes import NodeCommand, Nodes, on_all, program_path
+from instar.extensions.fleet.engines.spawner import Command, RunningProcess, Spawner
 from instar.extensions.fleet.health import Checker, Unhealthy
 from instar.extensions.fleet.placement import Lease
 from instar.extensions.fleet.plan import (
@@ -33,7 +34,6 @@ from instar.extensions.fleet.state import (
     result_path,
 )
 from instar.processes.child import exit_text
-from instar.processes.spawner import Command, RunningProcess, Spawner
 
 FLEET_VARIABLE = "INSTAR_FLEET"
 """environment variable of every process of a fleet: the folder of its state"""

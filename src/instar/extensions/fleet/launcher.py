@@ -21,6 +21,7 @@ from instar.config.errors import InstarError, printable_text
 from instar.distributed.failure import Interrupted
 from instar.distributed.placement import usable_cores
 from instar.extensions.fleet.engines.nodes import Nodes
+from instar.extensions.fleet.engines.spawner import Spawner
 from instar.extensions.fleet.instance import FleetContext, InstanceFailed, InstanceRunner
 from instar.extensions.fleet.placement import Gpu, Taken, acquire_lease, holder_text
 from instar.extensions.fleet.plan import FleetPlan, Instance, Machine
@@ -43,7 +44,6 @@ from instar.extensions.fleet.state import (
     result_path,
 )
 from instar.extensions.fleet.trials import Trials
-from instar.processes.spawner import Spawner
 from instar.record.lock import open_lock, try_flock
 
 LAST_LINES = 15

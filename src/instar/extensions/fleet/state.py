@@ -16,8 +16,8 @@ import msgspec
 from instar.config.errors import ConfigError
 from instar.config.files import of_bounded_depth, own_regular, read_regular
 from instar.distributed.appender import Appender
+from instar.extensions.fleet.engines.spawner import Exit
 from instar.extensions.fleet.spec import Scalar
-from instar.processes.spawner import Exit
 
 FLEETS = Path("fleets")
 STATE_FILE = "state.jsonl"

@@ -18,13 +18,13 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.extensions.fleet.engines.nodes import RAY_VARIABLE
 from instar.extensions.fleet.engines.remote import HostStatus, follow_hosts
+from instar.extensions.fleet.engines.spawner import Command, RunningProcess, Spawner
 from instar.extensions.fleet.engines.work import Work, host_command
 from instar.extensions.fleet.placement import close_all, given_gpus, lock_gpus
 from instar.extensions.fleet.plan import Instance
 from instar.extensions.fleet.spec import FleetSpec
 from instar.extensions.fleet.state import HOSTS
 from instar.processes.child import exit_text
-from instar.processes.spawner import Command, RunningProcess, Spawner
 
 LOCAL = "local"
 """the address of a cluster of this machine that the launcher starts"""

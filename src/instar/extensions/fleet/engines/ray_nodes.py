@@ -14,10 +14,10 @@ from typing import Any
 from instar.distributed.signals import StopSignal
 from instar.extensions.fleet.engines.nodes import NODE_VARIABLE, RAY_VARIABLE, NodeCommand
 from instar.extensions.fleet.engines.ray import NodeProcess, connect_to_ray, ray_library
+from instar.extensions.fleet.engines.spawner import Command
 from instar.extensions.fleet.instance import INSTANCE_VARIABLE
 from instar.extensions.fleet.state import process_log_path
 from instar.processes.child import Child
-from instar.processes.spawner import Command
 
 _POLL_S = 0.2
 

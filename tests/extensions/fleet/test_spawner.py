@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from instar.processes.spawner import Command, Spawner, Tree
+from instar.extensions.fleet.engines.spawner import Command, Spawner, Tree
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_killed_shim_takes_its_tree_with_it(spawner: Spawner, tmp_path: Path) 
 LAUNCHER = """\
 import sys, time
 from pathlib import Path
-from instar.processes.spawner import Command, Spawner
+from instar.extensions.fleet.engines.spawner import Command, Spawner
 folder = Path(sys.argv[1])
 spawner, trees = Spawner(), []
 for n in range(3):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instar.processes import shim
+from instar.extensions.fleet.engines import shim
 from instar.processes.child import Child
 
 _PACKET_BYTES = 1 << 16
