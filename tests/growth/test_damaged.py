@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from instar.growth import GrowthError, Operation, engine, grow, prepare, proof
 from instar.growth import folders as on_disk
-from instar.growth.live import growing, optimizers
-from instar.growth.live.growing import LiveGrowth
+from instar.growth.live import grow as live_grow
+from instar.growth.live import optimizers
+from instar.growth.live.grow import LiveGrowth
 from instar.growth.offline import NotProven
 from instar.growth.proof import TOLERANCE, Probe, verify_parameters
 from instar.models.hf.pretrained_folder import open_folder
@@ -106,7 +107,7 @@ def test_buffers_and_averages_are_compared_too(
         grow(model, *operation, how="split", probe=(torch.randn(5, 4),), allow_inexact=True)
     assert all(torch.equal(buffer, buffers[n]) for n, buffer in model.named_buffers())
     average = copy.deepcopy(model)
-    real = growing.build_whole
+    real = live_grow.build_whole
 
     def spoilt_average(subject: Any, *rest: Any) -> nn.Module:
         module: nn.Module = real(subject, *rest)
@@ -115,7 +116,7 @@ def test_buffers_and_averages_are_compared_too(
             data.copy_(DAMAGES[kind](data))
         return module
 
-    monkeypatch.setattr(growing, "build_whole", spoilt_average)
+    monkeypatch.setattr(live_grow, "build_whole", spoilt_average)
     with pytest.raises(GrowthError, match=r"up\.weight is not what the plan makes"):
         grow(model, *operation, ema=average)
 
@@ -166,7 +167,7 @@ def test_outputs_that_are_not_finite_never_pass(
 ) -> None:
     """Whatever the label, and what is allowed."""
     model = copy.deepcopy(model_of("llama"))
-    real, calls = growing.run_probe, [0]
+    real, calls = live_grow.run_probe, [0]
 
     def overflowing(module: nn.Module, batch: Any) -> Probe:
         found: Probe = real(module, batch)
@@ -175,7 +176,7 @@ def test_outputs_that_are_not_finite_never_pass(
             found.logits[0, -1, -1] = torch.inf
         return found
 
-    monkeypatch.setattr(growing, "run_probe", overflowing)
+    monkeypatch.setattr(live_grow, "run_probe", overflowing)
     with pytest.raises(GrowthError, match="the outputs of the grown model are not finite"):
         grow(model, {**EXACT, **OTHER}[operation], allow_inexact=True)
 

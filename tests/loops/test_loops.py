@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from instar.config.errors import ConfigError
 from instar.growth import GrowthError
-from instar.growth.live.growing import LiveGrowth
+from instar.growth.live.grow import LiveGrowth
 from instar.loops import GrowthSchedule, TrainerGrowth, resume_across_growth
 
 

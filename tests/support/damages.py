@@ -113,7 +113,7 @@ CHECKS = (
     Check("src/instar/cli/train.py", "from its latest whole checkpoint", FALLBACK),
     Check("src/instar/cli/data.py", "verified|check that it is whole", TOKENS),
     Check("src/instar/extensions/delta/commands.py", "whole|intact", DELTA),
-    Check("src/instar/growth/live/growing.py", "^exact$", ANYWHERE),
+    Check("src/instar/growth/live/grow.py", "^exact$", ANYWHERE),
     Check("src/instar/growth/offline.py", "^exact$", (*FOLDERS, *OFFLINE)),
     Check("src/instar/growth/proof.py", "^exact$", PROOF),
     Check("src/instar/growth/*.py", "^exact$", (*LIVE, *ANYWHERE, *FOLDERS, *OFFLINE)),

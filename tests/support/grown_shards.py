@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from instar.distributed.shards import full_tensor
 from instar.growth import GrowthError, grow, prepare, proof
 from instar.growth.apply import GrowthStep
-from instar.growth.live import growing
+from instar.growth.live import grow as live_grow
 from instar.growth.live import optimizers as states
 from instar.growth.proof import TOLERANCE
 from instar.loops import GrowthSchedule
@@ -64,19 +64,19 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
     assert made is not None
     assert made.holds
 
-    doubled = growing.LiveGrowth.in_double
+    doubled = live_grow.LiveGrowth.in_double
 
-    def refusing(growth: growing.LiveGrowth, candidate: nn.Module) -> proof.Doubled:
+    def refusing(growth: live_grow.LiveGrowth, candidate: nn.Module) -> proof.Doubled:
         outputs = doubled(growth, candidate)
         if is_last:
             raise TypeError("no float64")
         return outputs
 
     vars(proof)["compare"] = misses_first
-    growing.LiveGrowth.in_double = refusing  # type: ignore[method-assign]
+    live_grow.LiveGrowth.in_double = refusing  # type: ignore[method-assign]
     with pytest.raises(GrowthError, match="more than its label 'exact' allows"):
         prepare(sharded, EXACT["widen_mlp"], wrap=wrap)
-    growing.LiveGrowth.in_double = doubled  # type: ignore[method-assign]
+    live_grow.LiveGrowth.in_double = doubled  # type: ignore[method-assign]
     grown_state = vars(states)["_grow_state"]
 
     def without_room(growth: GrowthStep, name: str, *rest: Any) -> Any:
@@ -96,7 +96,7 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
 
     with pytest.raises(MemoryError if is_last else GrowthError, match=r"no room|another process"):
         prepare(sharded, EXACT["widen_mlp"], wrap=without_memory)
-    build = growing.build_sharded
+    build = live_grow.build_sharded
 
     def damaged(*arguments: Any) -> nn.Module:
         module = build(*arguments)
@@ -104,10 +104,10 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
             next(module.parameters())._local_tensor[-1, -1] += 1  # type: ignore[attr-defined]
         return module
 
-    growing.build_sharded = damaged
+    live_grow.build_sharded = damaged
     with pytest.raises(GrowthError, match=r"not what the plan makes|another process|label 'exact'"):
         prepare(sharded, EXACT["widen_mlp"], wrap=wrap, allow_inexact=True)
-    growing.build_sharded = build
+    live_grow.build_sharded = build
 
 
 def run_replicas() -> None:
@@ -115,7 +115,7 @@ def run_replicas() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model = copy.deepcopy(model_of("llama")).train()
     wrapped, rank = DistributedDataParallel(model), dist.get_rank()
-    build = growing.build_whole
+    build = live_grow.build_whole
 
     def without_memory(*arguments: Any) -> nn.Module:
         if rank == 1:
@@ -123,10 +123,10 @@ def run_replicas() -> None:
         module: nn.Module = build(*arguments)
         return module
 
-    growing.build_whole = without_memory
+    live_grow.build_whole = without_memory
     with pytest.raises(MemoryError if rank else GrowthError, match=r"no room|another process"):
         grow(wrapped, EXACT["widen_mlp"])
-    growing.build_whole = build
+    live_grow.build_whole = build
     entry = {"name": "widen_mlp", "value": "x2", "trigger_loss": 2.0}
     schedule = GrowthSchedule([entry])
     assert schedule.step(wrapped, 1, loss=3.0 if rank else 2.5) == ()

@@ -17,8 +17,7 @@ from instar.config.budget import Counters
 from instar.config.files import read_regular
 from instar.config.load import load_config
 from instar.config.sections import Operation
-from instar.growth.live.grow import PreparedGrowth, optimizers_of, prepare_with
-from instar.growth.live.growing import Ema, GrowthRequest
+from instar.growth.live.grow import Ema, GrowthRequest, PreparedGrowth, optimizers_of, prepare_with
 from instar.growth.live.subject import Build, subject_of
 from instar.growth.operators import OPERATORS, is_growth
 from instar.growth.peers import Peers, peers_of
