@@ -280,7 +280,7 @@ def test_a_result_of_other_weights_of_the_same_step_is_not_kept(place: Place) ->
     children = place.instar("resume", run_dir, *words)
     assert codes(children) == [0], said(children)
     if "board" in built_in():
-        from instar.extensions.board.final_test import read_final_test
+        from instar.extensions.board.ending import read_final_test
 
         test = read_final_test(RunDir(run_dir))
         assert test is not None

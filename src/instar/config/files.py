@@ -225,8 +225,6 @@ def cache_home(kind: str) -> Path | None:
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 WEB = ("record.alerts.", "record.trackers.", "record.sample_prompt", "model.config")
 """Keys of a config whose values may be addresses or texts."""
-FLEET = frozenset({"env", "command", "http", "address", "sbatch"})
-"""Keys of a fleet file, at any depth, of which this holds too."""
 OPTIONS = frozenset({"--prompt", "--stop", "--message", "--tag", "--add", "--remove", "--set"})
 """Options of the command line that take texts."""
 HINT = (

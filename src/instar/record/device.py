@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 
-import psutil
 import torch
 
-from instar.record.system import CONTROL_GROUPS, PROCESS, has_bf16_units, resident_bytes
+from instar.record.system import has_bf16_units
 
 _CPU_SIDES = (128, 256, 512, 1024)
 _CPU_BUDGET_S = 0.1
@@ -22,24 +20,6 @@ def gpu_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-def usable_bytes(device: torch.device) -> int:
-    """Return the memory that this process may use in all, in bytes: what it has and what is
-    available, within the limit of its control group."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    free = [int(psutil.virtual_memory().available)]
-    with suppress(OSError, ValueError, IndexError):
-        group = PROCESS.joinpath("cgroup").read_text().split("0::/")[1].split()
-        folder = CONTROL_GROUPS.joinpath(*group)
-        # a limit of "max" is not a number: there is none
-        limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
-        cached_bytes = int(
-            (folder / "memory.stat").read_text().split("inactive_file ")[1].split()[0]
-        )
-        free.append(limit - used + cached_bytes)
-    return resident_bytes() + min(free)
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event | None:

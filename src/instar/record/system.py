@@ -116,23 +116,6 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def peak_resident_bytes(*, reset: bool = False) -> int:
-    """Return the peak resident memory of this process since the last reset, in bytes; where the
-    kernel does not tell, the present one.
-
-    Args:
-        reset: afterwards, the peak begins anew.
-    """
-    peak = 0
-    with suppress(OSError, ValueError, IndexError):
-        status = PROCESS.joinpath("status").read_text()
-        peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
-    if reset:
-        with suppress(OSError):
-            PROCESS.joinpath("clear_refs").write_text("5")
-    return peak or resident_bytes()
-
-
 def memory_bytes(device: str = "cpu") -> int:
     """Return the peak memory allocated on a CUDA device, else the resident memory, in bytes."""
     if device.startswith("cuda"):

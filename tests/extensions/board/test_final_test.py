@@ -17,7 +17,7 @@ import torch
 from instar.checkpoint.line import line_of_start, write_line
 from instar.checkpoint.manifest import Facts, file_entry, identify, read_manifest
 from instar.checkpoint.store import publish_checkpoint
-from instar.extensions.board.final_test import read_final_test
+from instar.extensions.board.ending import read_final_test
 from instar.record.rundir import RunDir
 
 

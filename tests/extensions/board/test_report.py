@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page
 from records import make_run
 from shown_runs import place, started, steps, told_run, write
 
-from instar.extensions.board import final_test
+from instar.extensions.board import ending
 from instar.extensions.board.report import inline_json, panels, report_html, write_report
 from instar.extensions.delta.events import Delta
 from instar.logs.query.config import config_lines, config_values, derived_keys
@@ -444,9 +444,9 @@ def test_without_pyarrow_it_says_what_is_missing(
     told: RunDir, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_final_test(told)
-    monkeypatch.setattr(final_test, "find_spec", lambda _: None)
+    monkeypatch.setattr(ending, "find_spec", lambda _: None)
     page = shown(report_html([read_record(told)]))
-    assert final_test.NO_PYARROW in words(page).replace("’", "'")
+    assert ending.NO_PYARROW in words(page).replace("’", "'")
     assert "kind/accuracy 0.9750" in words(page)
     assert page.locator("svg.scatter").count() == 0
 

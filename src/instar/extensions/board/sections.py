@@ -24,10 +24,10 @@ from instar.extensions.board.blocks import (
     table_sections,
     text_section,
 )
-from instar.extensions.board.final_test import Scatter, read_final_test
+from instar.extensions.board.ending import Scatter, read_final_test, run_failure
 from instar.logs.query.config import config_lines
 from instar.logs.query.stages import RunStage, stages
-from instar.logs.query.summary import Summary, run_failure, summarize
+from instar.logs.query.summary import Summary, summarize
 from instar.logs.read.record import RecordedEvent, RunRecord
 from instar.logs.text.summary import family_rows
 from instar.record.events import (

@@ -25,7 +25,7 @@ from instar.config.document import (
 )
 from instar.config.errors import ConfigError, ConfigProblem, SourceLocation
 from instar.config.fields import choices
-from instar.config.files import FLEET, HINT, WEB, addresses, message_of
+from instar.config.files import HINT, WEB, addresses, message_of
 from instar.config.origins import in_yaml
 from instar.config.suggestions import unknown_key, wrong_value
 from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
@@ -34,6 +34,8 @@ _MOST_COMBINATIONS = 100 * MOST_INSTANCES
 """before `exclude`"""
 _MOST_CHARACTERS = 1 << 26
 """of the names and folders of all instances"""
+_ADDRESS_KEYS = frozenset({"env", "command", "http", "address", "sbatch"})
+"""keys of a fleet file, at any depth, whose values may be addresses or texts"""
 NODE_VARIABLES = {
     "nodes": "NNODES",
     "node_rank": "NODE_RANK",
@@ -97,7 +99,7 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     loaded_config = LoadedFleet(spec, tuple(documents))
     for place, address in addresses(data):
         keys = (key for key in place if isinstance(key, str))
-        if not any(key in FLEET or key.startswith(WEB) for key in keys):
+        if not any(key in _ADDRESS_KEYS or key.startswith(WEB) for key in keys):
             problems.append(loaded_config.problem(place, message_of(address), HINT))
     if problems:
         raise ConfigError(*_sorted(problems))

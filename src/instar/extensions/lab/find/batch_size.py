@@ -6,9 +6,11 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from instar.config.errors import ConfigError
@@ -16,8 +18,7 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import World, join_group
 from instar.extensions.lab.find.training import open_trainer, prepared_alone
-from instar.record.device import usable_bytes
-from instar.record.system import peak_resident_bytes
+from instar.record.system import CONTROL_GROUPS, PROCESS, resident_bytes
 from instar.run.start.preflight import Prepared
 
 MARGIN = 0.9
@@ -88,7 +89,7 @@ def find_batch_size(
     samples = prepared_run.spec.samples(config.context)
     largest_size = min(size for size in (max_size, samples, 2**20) if size is not None)
     with join_group(config.parallel, config.device) as world:
-        limit = int(MARGIN * usable_bytes(world.device))
+        limit = int(MARGIN * _usable_bytes(world.device))
         trials: dict[int, BatchTried] = {}
 
         def fits(size: int) -> bool:
@@ -220,8 +221,43 @@ def _try(prepared_run: Prepared, world: World, size: int, limit: int) -> BatchTr
 
 def _peak_bytes(device: torch.device, *, reset: bool = False) -> int:
     if device.type == "cpu":
-        return peak_resident_bytes(reset=reset)
+        return _peak_resident_bytes(reset=reset)
     peak = int(torch.cuda.max_memory_reserved(device))
     if reset:
         torch.cuda.reset_peak_memory_stats(device)
     return peak
+
+
+def _usable_bytes(device: torch.device) -> int:
+    """Return the memory that this process may use in all, in bytes: what it has and what is
+    available, within the limit of its control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    free = [int(psutil.virtual_memory().available)]
+    with suppress(OSError, ValueError, IndexError):
+        group = PROCESS.joinpath("cgroup").read_text().split("0::/")[1].split()
+        folder = CONTROL_GROUPS.joinpath(*group)
+        # a limit of "max" is not a number: there is none
+        limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
+        cached_bytes = int(
+            (folder / "memory.stat").read_text().split("inactive_file ")[1].split()[0]
+        )
+        free.append(limit - used + cached_bytes)
+    return resident_bytes() + min(free)
+
+
+def _peak_resident_bytes(*, reset: bool = False) -> int:
+    """Return the peak resident memory of this process since the last reset, in bytes; where the
+    kernel does not tell, the present one.
+
+    Args:
+        reset: afterwards, the peak begins anew.
+    """
+    peak = 0
+    with suppress(OSError, ValueError, IndexError):
+        status = PROCESS.joinpath("status").read_text()
+        peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+    if reset:
+        with suppress(OSError):
+            PROCESS.joinpath("clear_refs").write_text("5")
+    return peak or resident_bytes()

@@ -6,7 +6,7 @@ import pytest
 from recorded import make_run
 from scenes import begun, crash, plain, write
 
-from instar.logs.query.summary import MAX_LINES, run_failure
+from instar.extensions.board.ending import MAX_LINES, run_failure
 from instar.logs.read.record import read_record
 from instar.record.events import Failed
 
