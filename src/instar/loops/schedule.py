@@ -25,7 +25,14 @@ from instar.growth.plan import GrowthError
 from instar.models.shape import Growable
 from instar.schedule.checks import mistakes
 from instar.schedule.driver import attempt_change, next_due
-from instar.schedule.operations import Change, History, State, history_from_json, history_to_json
+from instar.schedule.operations import (
+    Change,
+    History,
+    State,
+    effective_changes,
+    history_from_json,
+    history_to_json,
+)
 from instar.schedule.settings import initial_settings
 from instar.schedule.triggers import (
     AllOf,
@@ -163,12 +170,9 @@ class GrowthSchedule:
                 f"{_count(model):,}: models do not shrink; build it as for a new run, then load the state"
             )
         if self._parameters != _count(model):
-            for change in self.history:
-                if not change.skipped:
-                    peers = peers_of(model)
-                    self._swap(
-                        self._prepare(change.operation, model, optimizer, peers, probe=False)
-                    )
+            for change in effective_changes(self.history):
+                peers = peers_of(model)
+                self._swap(self._prepare(change.operation, model, optimizer, peers, probe=False))
         self.check(model)
 
     def check(self, model: Module) -> None:

@@ -109,6 +109,11 @@ def keeps_training_loss_comparable(name: str, value: object) -> bool:
     return name not in _INCOMPARABLE
 
 
+def effective_changes(history: History) -> Iterator[Change]:
+    """Yield the changes of a history that were not skipped."""
+    return (change for change in history if not change.skipped)
+
+
 def states(initial: State, history: History) -> Iterator[tuple[Change, State]]:
     """Yield each change of `history` that was not skipped, with the state after it.
 
@@ -116,10 +121,9 @@ def states(initial: State, history: History) -> Iterator[tuple[Change, State]]:
         ValueError: see `carried_out`.
     """
     state = initial
-    for change in history:
-        if not change.skipped:
-            state = carried_out(state, change.operation, change.step)
-            yield change, state
+    for change in effective_changes(history):
+        state = carried_out(state, change.operation, change.step)
+        yield change, state
 
 
 def fold_history(initial: State, history: History) -> State:
@@ -233,9 +237,8 @@ def effective(config: RunConfig, history: History) -> tuple[RunConfig, Settings]
         ValueError: an operation is unknown, or its value or an option is invalid.
     """
     settings = initial_settings(config)
-    for change in history:
-        if not change.skipped:
-            config, settings = _effective(config, settings, change.operation, change.step)
+    for change in effective_changes(history):
+        config, settings = _effective(config, settings, change.operation, change.step)
     return config, settings
 
 

@@ -32,7 +32,13 @@ from instar.run.output.save import Snapshot
 from instar.run.state.early_stopping import MetricState
 from instar.run.state.run_state import RunState
 from instar.schedule.branches import BRANCH, Branch, branch_folder, read_branch
-from instar.schedule.operations import Change, History, history_of_branch, history_to_json
+from instar.schedule.operations import (
+    Change,
+    History,
+    effective_changes,
+    history_of_branch,
+    history_to_json,
+)
 
 
 def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
@@ -170,8 +176,8 @@ def unfinished_branches(
         if parts.world.is_main:
             published_branches = [
                 read_branch(change.operation)
-                for change in state.history
-                if change.operation.name == BRANCH and not change.skipped
+                for change in effective_changes(state.history)
+                if change.operation.name == BRANCH
             ]
             branch_names = [branch.name for branch in published_branches]
             for entry in parts.entries:
