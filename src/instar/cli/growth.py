@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -32,17 +31,12 @@ from instar.config.sections import Operation
 from instar.extensions import forecast_notes, values_of_notes
 from instar.models.hf import is_pretrained
 from instar.processes.memory import keep_freed_memory
-from instar.record.format import si
 from instar.run.load_config import load_run_config
 from instar.schedule.checks import without_effect
 from instar.schedule.forecast import checked_forecast
 from instar.schedule.operations import check_operation
 from instar.schedule.render import render
 from instar.tasks.task import spec_class
-
-if TYPE_CHECKING:
-    from instar.growth.offline import OfflineGrowth
-
 
 Command = Callable[..., Any]
 _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
@@ -113,7 +107,8 @@ def grow(
     if as_json:
         print_json(result.to_dict())
         return
-    _print_stages(result)
+    for line in result.lines():
+        click.echo(line, err=True)
     click.echo(str(out))
     click.echo(f"next: {advice}", err=True)
 
@@ -147,26 +142,6 @@ def operation_of(text: str) -> Operation:
     except ValueError as error:
         raise ConfigError.of(str(error), place) from None
     return operation
-
-
-def _print_stages(result: OfflineGrowth) -> None:
-    """Print one line per operation on stderr: its effect, and the model's new size."""
-    before = result.parameters_before
-    for stage in result.stages:
-        value = "" if stage.operation.value is None else f" {json.dumps(stage.operation.value)}"
-        size = f"{si(before)} → {si(stage.parameters)}" if stage.label else ""
-        words = [f"{stage.operation.name}{value}", size, stage.label or "", *stage.notes]
-        click.echo("  ".join(filter(None, words)), err=True)
-        before = stage.parameters
-    if result.proof is not None:
-        what = "logit" if result.checked_on == "random tokens" else "output"
-        change = (
-            f"max |Δ{what}| {result.proof.max_logit_diff:.2g}, Δloss {result.proof.delta_loss:+.2g}"
-        )
-        click.echo(f"checked on {result.checked_on}: {change}: {result.proof.label}", err=True)
-    if result.warning:
-        click.echo(f"warning: {result.warning}", err=True)
-    click.echo(f"{result.path}, in {result.seconds:.1f} s", err=True)
 
 
 @click.group(cls=CommandGroup)

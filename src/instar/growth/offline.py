@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from instar.growth.peers import Alone
 from instar.growth.plan import GrowthPlan, Label
 from instar.growth.proof import NotFiniteError, Probe, Proof, differing
 from instar.models.shape import Growable, count_parameters
+from instar.record.format import si
 
 C = TypeVar("C")
 
@@ -68,6 +70,25 @@ class OfflineGrowth:
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "path": str(self.path)}
+
+    def lines(self) -> Iterator[str]:
+        """Yield one line per operation, its effect and the model's new size, then what was proved and where it is."""
+        before = self.parameters_before
+        for stage in self.stages:
+            value = "" if stage.operation.value is None else f" {json.dumps(stage.operation.value)}"
+            size = f"{si(before)} → {si(stage.parameters)}" if stage.label else ""
+            words = [f"{stage.operation.name}{value}", size, stage.label or "", *stage.notes]
+            yield "  ".join(filter(None, words))
+            before = stage.parameters
+        if self.proof is not None:
+            what = "logit" if self.checked_on == "random tokens" else "output"
+            change = (
+                f"max |Δ{what}| {self.proof.max_logit_diff:.2g}, Δloss {self.proof.delta_loss:+.2g}"
+            )
+            yield f"checked on {self.checked_on}: {change}: {self.proof.label}"
+        if self.warning:
+            yield f"warning: {self.warning}"
+        yield f"{self.path}, in {self.seconds:.1f} s"
 
 
 def stage(operation: Operation, plan: GrowthPlan | None, larger: Growable) -> GrowthStage:

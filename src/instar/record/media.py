@@ -8,17 +8,14 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import xxhash
 
 from instar.config.files import make_folder, read_regular
 from instar.record.atomic import replace_file
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MEDIA = "media"
 MOST_FILES = 10_000
@@ -31,7 +28,15 @@ _COLORS = {1: 0, 3: 2, 4: 6}
 """color type of PNG by number of channels"""
 
 
-def save_image(run: Path, split: str, step: int, pixels: NDArray[np.uint8]) -> str:
+class Pixels(Protocol):
+    """An array of bytes; readers of images need no NumPy."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def save_image(run: Path, split: str, step: int, pixels: Pixels) -> str:
     """Write an image; return its path in the run's folder.
 
     Args:
@@ -61,7 +66,7 @@ def read_image(run: Path, path: str) -> bytes | None:
     return content if content.startswith(_SIGNATURE) else None
 
 
-def to_png(pixels: NDArray[np.uint8]) -> bytes:
+def to_png(pixels: Pixels) -> bytes:
     """Encode pixels [height, width, 1, 3 or 4] as PNG."""
     height, width, channels = pixels.shape
     head = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
