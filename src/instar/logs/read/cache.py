@@ -109,11 +109,15 @@ def read_content(run: RunDir, workers: int | None = None) -> Content:
     Raises:
         RecordError: the record cannot be read.
     """
-    size = _size(run.events)
-    run_columns = load_columns(run.events, run.path / COLUMNS, portable=True)
-    if run_columns and size - run_columns.end <= _min_new_bytes(run_columns.end):
+    if run_columns := _run_columns(run, _size(run.events)):
         return run_columns.extended_by(*pieces(run.events, run_columns, workers))
     return read_cached_content(run, workers)
+
+
+def _run_columns(run: RunDir, size: int) -> Content | None:
+    """Return the columns in a run's folder, if the rest of its record is short enough to be scanned each time."""
+    columns = load_columns(run.events, run.path / COLUMNS, portable=True)
+    return columns if columns and size - columns.end <= _min_new_bytes(columns.end) else None
 
 
 def read_cached_content(
@@ -307,21 +311,15 @@ def _names(index: _Index) -> Iterator[str]:
 
 
 def _read_table(place: Path, table: _Table) -> MetricTable:
-    def axis(name: str) -> Any:
-        return _column(place, table.axes[name], AXIS_TYPES[name], table.rows)
+    def column(file: _File, dtype: str) -> Any:
+        values = _read(place, file, dtype)
+        if len(values) != table.rows:
+            raise Damaged(place / file.name)
+        return values
 
-    def metric(name: str) -> Any:
-        return _column(place, table.metrics[name], "<f8", table.rows)
-
-    axes, metrics = LazyColumns([*table.axes], axis), LazyColumns([*table.metrics], metric)
+    axes = LazyColumns([*table.axes], lambda name: column(table.axes[name], AXIS_TYPES[name]))
+    metrics = LazyColumns([*table.metrics], lambda name: column(table.metrics[name], "<f8"))
     return MetricTable(table.rows, axes, metrics, table.first_steps)
-
-
-def _column(place: Path, file: _File, dtype: str, rows: int) -> Any:
-    values = _read(place, file, dtype)
-    if len(values) != rows:
-        raise Damaged(place / file.name)
-    return values
 
 
 def _read(place: Path, file: _File, dtype: str) -> Any:
@@ -357,7 +355,9 @@ def _add(
         folder.mkdir(0o777 if portable else 0o700, exist_ok=True)
         if folder.is_symlink():
             return False
-        with _lock_columns(folder, mode):
+        with os.fdopen(own_regular(folder / "lock", mode=mode), "r+b") as lock:
+            # one process at a time writes; another one gives up
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             index = _index(record, folder, portable) if columns else None
             if columns and (index is None or index.stamp.end != columns.end):
                 return False
@@ -430,18 +430,6 @@ def _write(place: Path, file: _File, values: Any, mode: int) -> None:
         file.parts.append((data.nbytes, xxhash.xxh3_64_hexdigest(data.data)))
 
 
-@contextmanager
-def _lock_columns(folder: Path, mode: int) -> Iterator[None]:
-    """Lock the columns for writing.
-
-    Raises:
-        BlockingIOError: another process writes them.
-    """
-    with os.fdopen(own_regular(folder / "lock", mode=mode), "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-
-
 def fill_caches(runs: Sequence[RunDir]) -> None:
     """Bring the caches of many runs up to date, with one process per core.
 
@@ -468,9 +456,6 @@ class _Filler:
 
 def _unread_bytes(run: RunDir) -> int:
     size, folder = _size(run.events), cache_folder(run)
-    if size < SMALL_BYTES or size > MOST_BYTES or folder is None:
-        return 0
-    run_columns = load_columns(run.events, run.path / COLUMNS, portable=True)
-    if run_columns and size - run_columns.end <= _min_new_bytes(run_columns.end):
+    if size < SMALL_BYTES or size > MOST_BYTES or folder is None or _run_columns(run, size):
         return 0
     return max(0, size - cached_bytes(run.events, folder))
