@@ -337,7 +337,7 @@ def control(run: str, command: str, timeout: float, as_json: bool) -> int:
     deadline = time.monotonic() + timeout
     while not request.is_answered():
         # a run that cannot delete another user's request still handles it
-        if command == "save" and _identity(latest) != before and _saved_on_request(latest):
+        if command == "save" and _identity(latest) != before and _saved_on_request(run_dir):
             request.withdraw()
             break
         if lock_owner(run_dir.lock) is None:
@@ -371,11 +371,11 @@ def _identity(path: Path) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def _saved_on_request(latest: Path) -> bool:
-    """Return whether the checkpoint that `latest` names was saved on request."""
+def _saved_on_request(run: RunDir) -> bool:
+    """Return whether the latest checkpoint was saved on request."""
+    path = run.latest_checkpoint()
     try:
-        name = read_regular(latest).decode("utf-8", "replace").strip()
-        return REQUESTED in (read_manifest(latest.with_name(name)).reason)
+        return path is not None and REQUESTED in read_manifest(path).reason
     except (OSError, ValueError, CheckpointError):
         return False
 

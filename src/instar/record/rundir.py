@@ -21,6 +21,7 @@ from instar.config.files import (
     check_path,
     make_folder,
     open_regular,
+    read_regular,
     sync_name,
 )
 from instar.processes.child import STATUS_STOPPED, process_state
@@ -40,6 +41,7 @@ LETTERS = "abcdefghjkmnpqrstuvwxyz"
 LETTERS_AND_DIGITS = LETTERS + "23456789"
 LOCK_WAIT_S = 0.1
 """How long to wait for a lock that another process may hold just to read who trains there."""
+_CHECKPOINT = re.compile(r"step-[0-9.]+")
 _ID = re.compile(rf"[{LETTERS}][{LETTERS_AND_DIGITS}]{{4}}")
 
 
@@ -92,6 +94,14 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the checkpoint that `checkpoints/latest` names, whether or not it is there; None: it names none."""
+        try:
+            name = read_regular(self.checkpoints / "latest").decode("utf-8", "replace").strip()
+        except OSError:
+            return None
+        return self.checkpoints / name if _CHECKPOINT.fullmatch(name) else None
 
     def profile(self, rank: int) -> Path:
         """Return the trace of `--profile`, for https://ui.perfetto.dev."""

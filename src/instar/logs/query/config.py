@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.config.errors import ConfigError
 from instar.config.fields import values, with_values
-from instar.config.files import check_regular, open_regular, read_regular
+from instar.config.files import check_regular, open_regular
 from instar.config.load import load_config
 from instar.config.origins import (
     DERIVED,
@@ -55,8 +54,8 @@ def set_at_resumes(run: RunDir) -> dict[str, tuple[Any, int]]:
     """Return the keys that resumes have set: value at the latest checkpoint, and step of the change."""
     changes: dict[str, tuple[Any, int]] = {}
     try:
-        name = read_regular(run.checkpoints / "latest", 64).decode().strip()
-        entries = read_manifest(run.checkpoints / Path(name).name).history
+        path = run.latest_checkpoint()
+        entries = read_manifest(path).history if path else []
     except (CheckpointError, OSError, ValueError):
         return changes
     if not entries:

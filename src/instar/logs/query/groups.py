@@ -3,7 +3,6 @@ according to their configs, and to what their evaluations were made on, as their
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -303,7 +302,6 @@ def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
     ]
 
 
-_CHECKPOINT = re.compile(r"step-[0-9.]+")
 _MOST_BYTES = 1 << 24
 _NAMED = 3
 """runs of one basis that a note names"""
@@ -315,11 +313,10 @@ class _State(msgspec.Struct):
 
 def recorded_basis(run: RunDir) -> Basis:
     """Return what the last evaluation before a run's latest checkpoint was made on; empty if there is none."""
+    if (path := run.latest_checkpoint()) is None:
+        return {}
     try:
-        name = read_regular(run.checkpoints / "latest").decode().strip()
-        if not _CHECKPOINT.fullmatch(name):
-            return {}
-        text = read_regular(run.checkpoints / name / STATE, _MOST_BYTES)
+        text = read_regular(path / STATE, _MOST_BYTES)
         return msgspec.json.decode(of_bounded_depth(text), type=_State).basis
     except (OSError, ValueError):
         return {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from instar.checkpoint.manifest import MANIFEST
-from instar.config.files import open_regular, read_regular
+from instar.config.files import open_regular
 from instar.processes.identity import running_process
 from instar.record.events import Branched, Event, Failed, RunFinished, RunStarted, Stop
 from instar.record.lock import lock_owner, lock_readable
@@ -29,7 +29,6 @@ QUIET_S = 60.0
 
 NO_REASON = "ended without a message: killed, or the machine went down"
 
-_CHECKPOINT = re.compile(r"step-[0-9.]+")
 _LOG_TAIL_BYTES = 1 << 16
 _ERROR = re.compile(r"\[RANK \d+\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:ERROR|CRITICAL): (.+)")
 _FATAL = re.compile(r"Fatal Python error: .+")
@@ -74,7 +73,8 @@ def run_status(
         if isinstance(event, Stop | RunFinished | Failed)
         and (last_start is None or event.segment >= last_start.segment)
     ]
-    resumable = _whole_latest(run)
+    latest = run.latest_checkpoint()
+    resumable = latest is not None and (latest / MANIFEST).is_file()
     if process is None and last_start is None and any(isinstance(e, Branched) for e in events):
         return RunStatus("stopped", "a branch that has not begun", resumable, _resume(run), None)
     if process is None and run.awaits_start():
@@ -140,14 +140,6 @@ def _lock_is_reliable(run: RunDir, last_start: RunStarted | None) -> bool:
     ):
         return False
     return lock_readable(run.lock)
-
-
-def _whole_latest(run: RunDir) -> bool:
-    try:
-        name = read_regular(run.checkpoints / "latest").decode("utf-8", "replace").strip()
-        return bool(_CHECKPOINT.fullmatch(name)) and (run.checkpoints / name / MANIFEST).is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _resume(run: RunDir) -> str:
