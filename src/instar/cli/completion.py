@@ -20,6 +20,8 @@ from instar.config.files import cache_home, read_regular
 Items = list[CompletionItem[str]]
 
 _RUNS = Path("runs")
+VARIABLE = "_INSTAR_COMPLETE"
+"""environment variable by which a shell asks for completions"""
 
 
 def run_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> Items:
@@ -104,10 +106,6 @@ def _keys() -> list[str]:
         with suppress(OSError), atomic_file(home / "keys.json", durable=False) as temporary:
             temporary.write_text(json.dumps({"of": state, "keys": [*every]}))
     return [*every]
-
-
-VARIABLE = "_INSTAR_COMPLETE"
-"""environment variable by which a shell asks for completions"""
 
 
 @click.command(

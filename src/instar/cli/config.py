@@ -35,6 +35,14 @@ from instar.extensions import how_to_install, starters
 from instar.record.rundir import RunDir
 from instar.run.load_config import load_run_config
 
+_NEXT = (
+    ("instar logs plot", "the loss curve, with each growth marked", "plotext", "plot"),
+    ("instar report -o run.html", "all of it on one page", None, ""),
+    ("instar dashboard", "runs in a browser, while they train", "uvicorn", "dashboard"),
+    ("instar init", "a config of your own to start from, every key explained", None, ""),
+)
+"""What `instar demo` suggests: command, meaning, and the package and the extra that it needs."""
+
 
 class StarterKind(click.Choice[str]):
     """A kind of starter; one of a deleted extension is named with the command that installs it."""
@@ -72,15 +80,6 @@ def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> 
         message = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError.of(f"cannot be written: {message}", path) from None
     click.echo(f"wrote {path}   next: instar train {shlex.quote(path)}", err=True)
-
-
-_NEXT = (
-    ("instar logs plot", "the loss curve, with each growth marked", "plotext", "plot"),
-    ("instar report -o run.html", "all of it on one page", None, ""),
-    ("instar dashboard", "runs in a browser, while they train", "uvicorn", "dashboard"),
-    ("instar init", "a config of your own to start from, every key explained", None, ""),
-)
-"""What `instar demo` suggests: command, meaning, and the package and the extra that it needs."""
 
 
 @click.command()

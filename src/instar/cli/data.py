@@ -33,6 +33,9 @@ DATA_KEYS = (
     "test_fraction",
     "path",
 )
+_TEXTS = frozenset(
+    {"data.source", "data.val_source", "data.text_field", "data.tokenizer", "data.path"}
+)
 
 
 @click.group(cls=CommandGroup)
@@ -97,11 +100,6 @@ def prepare_data(
         return
     summaries = [_summary(_open(str(folder))[0]) for folder in paths]
     print_json(summaries if config.data.mixture else summaries[0])
-
-
-_TEXTS = frozenset(
-    {"data.source", "data.val_source", "data.text_field", "data.tokenizer", "data.path"}
-)
 
 
 @data.command()

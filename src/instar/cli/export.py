@@ -36,6 +36,8 @@ from instar.record.trackers.sink import current_lines, replay_record
 from instar.record.trackers.tracker import TrackedRun, configured_trackers, missing_libraries
 
 EventsByRun = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
+TABLES = ("csv", "parquet", "jsonl")
+Written = dict[str, Any]
 
 
 @click.command()
@@ -123,9 +125,6 @@ def _object(
     return as_dict | ({"superseded": entry.is_superseded} if with_superseded else {})
 
 
-TABLES = ("csv", "parquet", "jsonl")
-
-
 @click.command()
 @runs_argument
 @click.option(
@@ -176,9 +175,6 @@ def export(
                 command = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {store}"
                 click.echo(f"open it with: {command}", err=True)
     return report_faults(read.faults)
-
-
-Written = dict[str, Any]
 
 
 def _last_steps(record: RunRecord, with_superseded: bool) -> dict[int, int]:

@@ -63,6 +63,11 @@ PATH_ERRORS = {
 }
 """Errors of invalid arguments; all other OS errors are failures of the machine."""
 READER_GONE = 141
+_RANKS = (
+    *("gpu", "gpus", "num_gpus", "n_gpus", "ngpus", "ranks", "world_size"),
+    *("num_processes", "nproc_per_node", "nprocs", "n_proc"),
+)
+"""Names of other launchers' options for the number of processes."""
 
 
 def _open_screen() -> Screen:
@@ -258,13 +263,6 @@ def with_suggestion(error: click.UsageError) -> click.UsageError:
     end = "" if hint.endswith("?") else "."
     message = f"{error.message.removesuffix('.')}. {hint[:1].upper()}{hint[1:]}{end}"
     return click.UsageError(message, error.ctx)
-
-
-_RANKS = (
-    *("gpu", "gpus", "num_gpus", "n_gpus", "ngpus", "ranks", "world_size"),
-    *("num_processes", "nproc_per_node", "nprocs", "n_proc"),
-)
-"""Names of other launchers' options for the number of processes."""
 
 
 def _suggest_option(option: str, options: Collection[str]) -> str:

@@ -41,6 +41,39 @@ set_option = click.option(
     shell_complete=completion.keys,
     help="Override a key of the file, e.g. model.n_layer=6; may be given several times.",
 )
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+MOST_PROFILED = 100
+JSON = "--json"
+Say = Callable[[str], None]
+"""Prints an error on stderr."""
+FOREIGN_COMMANDS = {
+    "continue": "resume",
+    "diff": "config diff",
+    "eval": "test",
+    "evaluate": "test",
+    "events": "logs events",
+    "export": "logs export",
+    "fit": "train",
+    "generate": "sample",
+    "help": "--help",
+    "list": "logs list",
+    "lr_find": "find lr",
+    "ls": "logs list",
+    "plot": "logs plot",
+    "prepare": "data prepare",
+    "run": "train",
+    "save": "control RUN save",
+    "schema": "config schema",
+    "show": "config show",
+    "status": "control RUN status",
+    "stop": "control RUN stop",
+    "summary": "logs summary",
+    "tail": "logs tail",
+    "validate": "config validate",
+    "verify": "checkpoint verify",
+}
+"""Replacements for commands of other tools and for subcommands without their group."""
 
 
 class NewFolder(click.Path):
@@ -55,10 +88,6 @@ class NewFolder(click.Path):
         if not os.fspath(value).strip():
             self.fail("the path of a folder is empty; write e.g. runs/new", param, ctx)
         return super().convert(value, param, ctx)
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def byte_size(_context: click.Context, _option: click.Parameter, text: str) -> int:
@@ -133,9 +162,6 @@ def allow_option(words: str) -> Callable[[Command], Command]:
     )
 
 
-MOST_PROFILED = 100
-
-
 def _profiled_steps(_context: click.Context, _option: click.Parameter, text: str | None) -> int:
     from instar.config.budget import parse_budget  # `instar --help` does not wait for it
 
@@ -180,11 +206,6 @@ class StrictCommand(click.Command):
             if len(set(values)) > 1:
                 ctx.fail(f"{words[-1]} is given {len(values)} times: {', '.join(values)}; give one")
         return super().parse_args(ctx, args)
-
-
-JSON = "--json"
-Say = Callable[[str], None]
-"""Prints an error on stderr."""
 
 
 def say(text: str) -> None:
@@ -364,35 +385,6 @@ class LazyGroup(click.Group):
     def _did_you_mean(self, name: str) -> str:
         suggestion = suggest_command(name, self.table)
         return f" Did you mean '{suggestion}'?" if suggestion else ""
-
-
-FOREIGN_COMMANDS = {
-    "continue": "resume",
-    "diff": "config diff",
-    "eval": "test",
-    "evaluate": "test",
-    "events": "logs events",
-    "export": "logs export",
-    "fit": "train",
-    "generate": "sample",
-    "help": "--help",
-    "list": "logs list",
-    "lr_find": "find lr",
-    "ls": "logs list",
-    "plot": "logs plot",
-    "prepare": "data prepare",
-    "run": "train",
-    "save": "control RUN save",
-    "schema": "config schema",
-    "show": "config show",
-    "status": "control RUN status",
-    "stop": "control RUN stop",
-    "summary": "logs summary",
-    "tail": "logs tail",
-    "validate": "config validate",
-    "verify": "checkpoint verify",
-}
-"""Replacements for commands of other tools and for subcommands without their group."""
 
 
 def suggest_command(name: str, table: Collection[str]) -> str:

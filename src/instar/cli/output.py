@@ -25,6 +25,17 @@ from instar.record.format import to_ascii
 _GAP = 2
 _MIN_CELL = 12
 """Minimal width in columns of a cell whose text is wrapped."""
+MIN_WIDTH = 20
+"""Minimal width in columns for wrapping text."""
+WIDTH = 80
+"""Width in columns without a terminal."""
+json_format_option = click.option(
+    "--json", "as_json", is_flag=True, help="The same as --format json."
+)
+runs_argument = click.argument(
+    "runs", nargs=-1, metavar="[RUN]...", shell_complete=completion.run_names
+)
+PictureKind = Literal["png", "svg", "pdf"]
 
 
 def print_table(
@@ -131,10 +142,6 @@ def _stack(
                     click.echo(line)
 
 
-MIN_WIDTH = 20
-"""Minimal width in columns for wrapping text."""
-
-
 def print_named(texts: Iterable[tuple[str, str]], indent: int) -> None:
     """Print names and texts, the texts in a second column, indented by `indent`."""
     width = terminal_width()
@@ -154,19 +161,6 @@ def print_json(value: Any) -> None:
     text = visible(json.dumps(to_words(value), ensure_ascii=False))
     # escape surrogates, from file names that are not UTF-8
     click.echo(text.encode("utf-8", "backslashreplace").decode())
-
-
-WIDTH = 80
-"""Width in columns without a terminal."""
-
-json_format_option = click.option(
-    "--json", "as_json", is_flag=True, help="The same as --format json."
-)
-
-
-runs_argument = click.argument(
-    "runs", nargs=-1, metavar="[RUN]...", shell_complete=completion.run_names
-)
 
 
 def report_faults(faults: Sequence[str]) -> int:
@@ -254,9 +248,6 @@ def output_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[...
         return packed
 
     return add
-
-
-PictureKind = Literal["png", "svg", "pdf"]
 
 
 def picture_kind(path: Path, option: str) -> PictureKind:

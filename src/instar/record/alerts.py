@@ -54,6 +54,10 @@ NOISE_FACTOR = 10.0
 SPEED_WINDOW = 100
 SLOW_RECORDS = 5
 MIN_SPEEDS = 5
+QUEUE_ALERTS = 100
+TIMEOUT_S = 30.0
+"""for one program or one request"""
+CLOSE_WAIT_S = 5.0
 
 
 class Rules:
@@ -206,12 +210,6 @@ class Stall:
             f"training has slowed down to {speed / usual:.0%} of its usual speed, for "
             f"{SLOW_RECORDS} records in a row"
         )
-
-
-QUEUE_ALERTS = 100
-TIMEOUT_S = 30.0
-"""for one program or one request"""
-CLOSE_WAIT_S = 5.0
 
 
 class Notifier:

@@ -31,6 +31,8 @@ TRASH = ".trash-"
 """Prefix of the names of folders that are being deleted."""
 DELETER = "instar-deleter"
 """Name of the threads that delete."""
+_held: set[Path] = set()
+"""What this process is writing."""
 
 
 class WriteError(InstarError):
@@ -101,10 +103,6 @@ def holding(make: Callable[[], None], path: Path) -> Iterator[None]:
     finally:
         _held.discard(path)
         os.close(descriptor)
-
-
-_held: set[Path] = set()
-"""What this process is writing."""
 
 
 def abandon() -> None:

@@ -13,6 +13,9 @@ _CPU_SIDES = (128, 256, 512, 1024)
 _CPU_BUDGET_S = 0.1
 _GPU_SIDES = (1024, 2048, 4096, 8192)
 _GPU_BUDGET_S = 0.5
+MAX_REMEASUREMENTS = 3
+"""number of repeated measurements of the peak: the machine may be busy when a run starts"""
+_SHORT_S = {"cpu": 0.02, "cuda": 0.1}
 
 
 def gpu_bytes(device: torch.device) -> int | None:
@@ -88,13 +91,6 @@ def measure_bf16_gain() -> float:
 def torch_dtype(precision: str) -> torch.dtype:
     """Return the dtype of a precision: fp32, bf16 or fp16."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-
-MAX_REMEASUREMENTS = 3
-"""number of repeated measurements of the peak: the machine may be busy when a run starts"""
-
-
-_SHORT_S = {"cpu": 0.02, "cuda": 0.1}
 
 
 class PeakFlops:

@@ -29,6 +29,14 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Moment = Annotated[float, msgspec.Meta(ge=0.0, lt=253_402_300_800.0)]
 """Unix seconds up to the year 9999."""
+AXES = ("samples", "tokens", "epoch", "flops", "wall_s", "active_s")
+"""x axes other than the step and the time."""
+_encoder = msgspec.json.Encoder()
+RUN_STARTED_LINE = b'{"v":%d,"kind":"run_started"' % VERSION
+NOT_AN_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What `decode_event` raises."""
+TRAIN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", "memory_bytes")
+"""Metrics that are fields of `Train`; others are in `extra`."""
 
 
 class RecordError(InstarError):
@@ -120,10 +128,6 @@ class Placed(Event, frozen=True, kw_only=True):
         """What the run had done, as far as a record can be believed."""
         flops, active_s = max(0.0, self.flops), max(0.0, self.active_s)
         return Counters(self.step, self.samples, self.tokens, flops, active_s)
-
-
-AXES = ("samples", "tokens", "epoch", "flops", "wall_s", "active_s")
-"""x axes other than the step and the time."""
 
 
 class Train(Placed, tag="train", frozen=True, kw_only=True, gc=False):
@@ -362,7 +366,6 @@ AnyEvent = (
     | Stop
     | RunFinished
 )
-_encoder = msgspec.json.Encoder()
 
 
 @cache
@@ -429,11 +432,6 @@ def encode_event(event: Event, now: float, segment: int) -> bytes:
     return _encoder.encode(line) + b"\n"
 
 
-RUN_STARTED_LINE = b'{"v":%d,"kind":"run_started"' % VERSION
-NOT_AN_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What `decode_event` raises."""
-
-
 def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a record in order, also while it is written.
 
@@ -488,10 +486,6 @@ def decode_event(line: bytes) -> Event:
         place = {key: fields.pop(key) for key in ("time", "segment") if key in fields}
         unknown_event = {"kind": "unrecognised", "name": kind, "fields": from_words(fields)}
         return msgspec.convert(unknown_event | place, Unrecognised)
-
-
-TRAIN_METRICS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait", "memory_bytes")
-"""Metrics that are fields of `Train`; others are in `extra`."""
 
 
 def metrics(event: Event) -> dict[str, float]:

@@ -49,6 +49,9 @@ _ASCII = str.maketrans(
         "�": "?",
     }
 )
+TOK = "tok"
+_BAR = 20
+"""Columns of a progress bar."""
 
 
 def si(number: float) -> str:
@@ -78,9 +81,6 @@ def duration(seconds: float) -> str:
         return f"{hours}h{minutes:02d}"
     days, hours = divmod(round(seconds / 3600), 24)
     return f"{days}d{hours:02d}h"
-
-
-TOK = "tok"
 
 
 def unit_text(unit: str) -> str:
@@ -245,10 +245,6 @@ def finished_line(event: RunFinished, where: Path, stop_reason: str, unit: str =
     if event.tokens_per_s is not None:
         parts.append(f"{si(event.tokens_per_s)} {unit}/s")
     return "  ".join([*parts, f"→ {where}"])
-
-
-_BAR = 20
-"""Columns of a progress bar."""
 
 
 def progress_line(

@@ -26,6 +26,7 @@ LINE_EVERY_S = 10.0
 """Time between lines where there is no terminal; work that takes less has none."""
 _TICK_S = 0.1
 _MEASURE_S = 1.0
+_display: ContextVar[Display | None] = ContextVar("display", default=None)
 
 
 class Screen(Protocol):
@@ -207,9 +208,6 @@ class Display:
                     self._screen.show(work.line(None))
             elif self._screen.due:
                 self._screen.update(work.line(self._screen.width))
-
-
-_display: ContextVar[Display | None] = ContextVar("display", default=None)
 
 
 @contextmanager

@@ -18,6 +18,32 @@ from instar.record.format import si
 
 _ROOM = 0.015
 Kind = Literal["operation", "checkpoint", "resume", "alert", "failed"]
+_NAMES = {
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "mfu": "share of peak FLOPs (MFU)",
+    "data_wait": "share of time waiting for data",
+    "memory_bytes": "memory",
+}
+_SPLITS = {"val": "validation", "test": "test"}
+_SEPARATOR = re.compile(r"(?<!\d[eE])[-_/ ]")
+"""ends a word of a name; in 1e-3 it does not"""
+_LABELS = {
+    "step": "step",
+    "samples": "samples",
+    "epoch": "epoch",
+    "flops": "training compute (FLOPs)",
+    "wall_s": "wall time",
+    "active_s": "time spent training",
+    "time": "time",
+}
+_COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_BYTES = tuple((1024.0**n, f" {unit}iB") for n, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
+_CLOCK = ((86400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
+_SECONDS = ("wall_s", "active_s")
+POWERS = ("flops", "lr")
+"""axes whose power of ten is part of the label"""
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True)
@@ -154,20 +180,6 @@ def _line(line: Polyline) -> dict[str, Any]:
     return {"x": line.x.tolist(), "value": line.y.tolist()}
 
 
-_NAMES = {
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "mfu": "share of peak FLOPs (MFU)",
-    "data_wait": "share of time waiting for data",
-    "memory_bytes": "memory",
-}
-_SPLITS = {"val": "validation", "test": "test"}
-
-
-_SEPARATOR = re.compile(r"(?<!\d[eE])[-_/ ]")
-"""ends a word of a name; in 1e-3 it does not"""
-
-
 def short_names(names: Sequence[str], max_length: int = 40) -> list[str]:
     """Return names without the words that all begin with, the middle of long ones left out; in full if
     two would become equal. `shortNames` of web/charts/texts.js does the same."""
@@ -240,17 +252,6 @@ def _with_unit(text: str, metric: str, units: Sequence[str]) -> str:
     return text
 
 
-_LABELS = {
-    "step": "step",
-    "samples": "samples",
-    "epoch": "epoch",
-    "flops": "training compute (FLOPs)",
-    "wall_s": "wall time",
-    "active_s": "time spent training",
-    "time": "time",
-}
-
-
 def axis_label(axis: str, units: Sequence[str], high: float) -> str:
     """Return the label of an axis that ends at `high`; `units`: the runs' token units, e.g. `graph`."""
     if axis == "flops" and power_of(high) and math.isfinite(high):
@@ -281,15 +282,6 @@ def check_axis(axis: str, records: Sequence[RunRecord]) -> None:
 def _has(record: RunRecord, axis: str) -> bool:
     values = (record.series(metric).axis(axis) for metric in record.metrics)
     return any(len(places) and places.max() > 0 for places in values)
-
-
-_COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-_BYTES = tuple((1024.0**n, f" {unit}iB") for n, unit in ((4, "T"), (3, "G"), (2, "M"), (1, "K")))
-_CLOCK = ((86400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
-_SECONDS = ("wall_s", "active_s")
-POWERS = ("flops", "lr")
-"""axes whose power of ten is part of the label"""
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def round_places(low: float, high: float, count: int, base: float = 1.0) -> list[float]:

@@ -40,6 +40,7 @@ MAX_MARKED_RUNS = 7
 _DIVERGED = 1.5
 """losses of short trainings above this multiple of the lowest one, and infinite ones, are beyond the picture"""
 LOSS_CURVES = (("loss", "val/loss"),)
+_LONGEST = 36
 
 
 @dataclass(frozen=True)
@@ -334,9 +335,6 @@ def _why_nothing(records: Sequence[RunRecord], request: ChartRequest) -> str:
 def _units(records: Sequence[RunRecord]) -> list[str]:
     starts = [start_entry for record in records for start_entry in record.of(RunStarted)[:1]]
     return [start_entry.event.unit for start_entry in starts] or ["token"]
-
-
-_LONGEST = 36
 
 
 def annotate(

@@ -50,6 +50,17 @@ from instar.logs.plot.legend import (
     ring,
 )
 
+_ROWS = 8
+"""maximum rows of labels above the first panel"""
+_FIRST, _OTHER = 3.3, 2.0
+_ROW = 10
+"""height of a row of labels, in points"""
+_NO_DATE: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}
+
 
 def number_ticks(axis: Any, name: str) -> None:
     """Set round ticks with one unit; durations are round in minutes, hours or days."""
@@ -96,10 +107,6 @@ def clock_ticks(axes: Axes) -> None:
     axes.set_xlabel(
         f"time ({zone.tzname(end)}{', ' + texts.get_offset() if texts.get_offset() else ''})"
     )
-
-
-_ROWS = 8
-"""maximum rows of labels above the first panel"""
 
 
 @dataclass(frozen=True)
@@ -183,16 +190,6 @@ def _share(place: float, low: float, high: float, *, log: bool) -> float:
     if log:
         return float(np.log(place / low) / np.log(high / low))
     return (place - low) / (high - low)
-
-
-_FIRST, _OTHER = 3.3, 2.0
-_ROW = 10
-"""height of a row of labels, in points"""
-_NO_DATE: dict[str, dict[str, None]] = {
-    "png": {"Software": None},
-    "svg": {"Date": None},
-    "pdf": {"CreationDate": None},
-}
 
 
 def render_figure(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]) -> bytes:

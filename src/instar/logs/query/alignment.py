@@ -41,6 +41,10 @@ _SECONDS = ("wall_s", "active_s")
 _AMOUNT = re.compile(r"(-?\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
 _BUDGETS = {"steps": "step", "epochs": "epoch", "seconds": "wall_s"}
 FORMS = "step=1000, tokens=1.5B, flops=1e15, wall=10min, active=90s, epoch=2, 50Mtok"
+_DECAYING = 0.98
+"""A learning rate below this share of its highest is falling."""
+_AT_THE_END = 0.02
+"""A share of a run's steps that is as good as its end."""
 
 
 @dataclass(frozen=True)
@@ -221,12 +225,6 @@ def at_loss(series: Series, target: float) -> LossReached | None:
         from_the_start=first == 0,
         left_at_step=int(curve.step[first + int(after[-1])]) if len(after) else None,
     )
-
-
-_DECAYING = 0.98
-"""A learning rate below this share of its highest is falling."""
-_AT_THE_END = 0.02
-"""A share of a run's steps that is as good as its end."""
 
 
 def decays_after(lr: Series, step: float) -> float:

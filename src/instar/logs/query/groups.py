@@ -20,6 +20,31 @@ from instar.record.rundir import RunDir
 from instar.tasks.basis import Basis, incomparable, without_seed
 
 By = Literal["run", "name", "seed"]
+_MOST_KEYS = 3
+_LONGEST = 24
+"""characters of a value in a name"""
+_LONGEST_IN_TABLE = 60
+_KEPT = ("name", "resume", "record", "checkpoint")
+"""keys and sections that do not influence training"""
+Given = dict[str, str]
+"""the underived values of a run's config, by dotted key"""
+Config = Mapping[str, Any]
+"""keys and values of a run's config; empty if it cannot be read"""
+_READ = (
+    "data.source",
+    "data.subset",
+    "data.source_split",
+    "data.mixture",
+    "data.text_field",
+    "data.tokens_field",
+)
+"""keys that define the training data, and the held-out data unless `data.val_source` does; the
+options of generated data are in a section named after their source"""
+_ALWAYS = ("task", "data.val_source", "data.tokenizer")
+SAME_DATA = "compare runs on the same data and tokenizer, or leave --at-loss out"
+_MOST_BYTES = 1 << 24
+_NAMED = 3
+"""runs of one basis that a note names"""
 
 
 @dataclass(frozen=True)
@@ -66,16 +91,6 @@ def group_runs(
         RunGroup(name, tuple(runs[n] for n in group), tuple(configs[n] for n in group))
         for name, group in groups.items()
     ], faults
-
-
-_MOST_KEYS = 3
-_LONGEST = 24
-"""characters of a value in a name"""
-_LONGEST_IN_TABLE = 60
-_KEPT = ("name", "resume", "record", "checkpoint")
-"""keys and sections that do not influence training"""
-Given = dict[str, str]
-"""the underived values of a run's config, by dotted key"""
 
 
 def run_labels(
@@ -237,25 +252,6 @@ def _abbreviate(key: str, value: object, text: str) -> str:
     return _count_text(len(value)) if operations else f"{len(value)} items"
 
 
-Config = Mapping[str, Any]
-"""keys and values of a run's config; empty if it cannot be read"""
-
-_READ = (
-    "data.source",
-    "data.subset",
-    "data.source_split",
-    "data.mixture",
-    "data.text_field",
-    "data.tokens_field",
-)
-"""keys that define the training data, and the held-out data unless `data.val_source` does; the
-options of generated data are in a section named after their source"""
-_ALWAYS = ("task", "data.val_source", "data.tokenizer")
-
-
-SAME_DATA = "compare runs on the same data and tokenizer, or leave --at-loss out"
-
-
 def check_same_data(configs: Sequence[Config], metric: str) -> None:
     """Raise ConfigError unless the metric is measured on the same data and tokens in all runs."""
     if keys := _differing(configs, held_out=metric.startswith("val/")):
@@ -300,11 +296,6 @@ def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
         if (key in data_keys or any(key.startswith(f"{name}.") for name in data_keys))
         and len({repr(config.get(key)) for config in readable}) > 1
     ]
-
-
-_MOST_BYTES = 1 << 24
-_NAMED = 3
-"""runs of one basis that a note names"""
 
 
 class _State(msgspec.Struct):

@@ -30,6 +30,13 @@ from instar.record.rundir import RunDir, runs_in
 from instar.tasks.basis import Basis, digest
 
 _LATEST = "latest"
+FEW = 32
+"""number of runs that tell whether threads would help"""
+AT_ONCE = 4
+_INNER = ("run", "kind", "events", "last", "operations")
+"""fields of `CachedSummary` that are not part of a list"""
+T = TypeVar("T")
+_BUDGET = re.compile(r"[^\s\[\],'\"]+")
 
 
 def find_runs(texts: Sequence[str], out_dir: Path = Path("runs")) -> list[RunDir]:
@@ -112,13 +119,6 @@ def _latest_hint(out_dir: Path) -> str:
     if not runs:
         return f"there is no run in {out_dir}"
     return f"the latest of {len(runs)} in {out_dir} is {runs[-1].path.name!r}"
-
-
-FEW = 32
-"""number of runs that tell whether threads would help"""
-AT_ONCE = 4
-_INNER = ("run", "kind", "events", "last", "operations")
-"""fields of `CachedSummary` that are not part of a list"""
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,6 @@ def _state_hint(state: str) -> str:
     return f"did you mean {near!r}?" if near else f"expected one of {', '.join(STATES)}"
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class RunTreeMember:
     """A run of a family."""
@@ -360,9 +357,6 @@ def _member(summary: CachedSummary, depth: int) -> RunTreeMember:
         best=summary.best,
         best_metric=summary.best_metric,
     )
-
-
-_BUDGET = re.compile(r"[^\s\[\],'\"]+")
 
 
 @dataclass(frozen=True)

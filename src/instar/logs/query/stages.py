@@ -26,6 +26,8 @@ from instar.record.format import bytes_text, encodable
 
 Place = dict[str, float]
 """a place in a run: its value on each of `AXES`"""
+WHOLE_AXES = ("step", "samples", "tokens")
+"""axes whose values are integers"""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,6 @@ def _last(record: RunRecord, metric: str, after: float, until: float) -> float |
     series = record.series(metric).current()
     inside = series.value[(series.step > after) & (series.step <= until)]
     return float(inside[-1]) if len(inside) else None
-
-
-WHOLE_AXES = ("step", "samples", "tokens")
-"""axes whose values are integers"""
 
 
 def marks(record: RunRecord, axes: Sequence[str] = AXES) -> list[dict[str, Any]]:

@@ -13,6 +13,10 @@ from instar.logs.query.state import run_status
 from instar.record.events import Event, Failed, RunFinished, RunStarted, Stop, events_in
 from instar.record.rundir import RunDir
 
+WAIT_S = 0.1
+_BLOCK_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 26
+
 
 class LineFollower:
     """Reads the lines appended to a file after an offset.
@@ -63,11 +67,6 @@ class Follower(LineFollower):
     def poll(self) -> list[Event]:
         """Return the events added since the last call, in order."""
         return [event for _, event in events_in(self.lines())]
-
-
-WAIT_S = 0.1
-_BLOCK_BYTES = 1 << 16
-MAX_TAIL_BYTES = 1 << 26
 
 
 def last_lines(path: Path, count: int, most_bytes: int = MAX_TAIL_BYTES) -> tuple[list[bytes], int]:

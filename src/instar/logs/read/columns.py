@@ -37,6 +37,38 @@ Measured = Sequence[Train] | Sequence[Eval] | Sequence[Layers] | Sequence[Extens
 CELLS = 1 << 27
 """Cells that a table may have beyond the bytes of its record. A written number takes several bytes,
 but a metric written only once still has a cell for every step."""
+AXIS_TYPES = {
+    "step": "<i8",
+    "samples": "<i8",
+    "tokens": "<i8",
+    "segment": "<i8",
+    "epoch": "<f8",
+    "flops": "<f8",
+    "wall_s": "<f8",
+    "active_s": "<f8",
+    "time": "<f8",
+}
+ABSENT_BITS = 0x7FF8_0000_000A_B5E7
+ABSENT: float = np.array([ABSENT_BITS], "<i8").view("<f8")[0].item()
+"""A NaN with its own bit pattern: no value was written. `present` tells it from a measured NaN."""
+_types = get_type_hints(Train, include_extras=True)
+_optional = [field.name for field in msgspec.structs.fields(Train) if field.default is None]
+_Step: Any = msgspec.defstruct(
+    "_Step",
+    [(name, _types[name], ABSENT) for name in _optional],
+    bases=(Train,),
+    tag="train",
+    frozen=True,
+    kw_only=True,
+    gc=False,
+)
+"""A `Train` whose missing metrics are `ABSENT` instead of None, so that all fields are numbers."""
+_form = {
+    name: "d" if AXIS_TYPES.get(name) == "<f8" or name in ("loss", *_optional) else "q"
+    for name in Train.__struct_fields__
+} | {"extra": "?"}
+_row = struct.Struct("@" + "".join(_form.values()) + "0q")
+"""One step: eight bytes for each field."""
 
 
 @dataclass(frozen=True)
@@ -224,47 +256,10 @@ def _columns(
     return axes, columns
 
 
-AXIS_TYPES = {
-    "step": "<i8",
-    "samples": "<i8",
-    "tokens": "<i8",
-    "segment": "<i8",
-    "epoch": "<f8",
-    "flops": "<f8",
-    "wall_s": "<f8",
-    "active_s": "<f8",
-    "time": "<f8",
-}
-ABSENT_BITS = 0x7FF8_0000_000A_B5E7
-ABSENT: float = np.array([ABSENT_BITS], "<i8").view("<f8")[0].item()
-"""A NaN with its own bit pattern: no value was written. `present` tells it from a measured NaN."""
-
-_types = get_type_hints(Train, include_extras=True)
-_optional = [field.name for field in msgspec.structs.fields(Train) if field.default is None]
-_Step: Any = msgspec.defstruct(
-    "_Step",
-    [(name, _types[name], ABSENT) for name in _optional],
-    bases=(Train,),
-    tag="train",
-    frozen=True,
-    kw_only=True,
-    gc=False,
-)
-"""A `Train` whose missing metrics are `ABSENT` instead of None, so that all fields are numbers."""
-
-
 @cache
 def _decoder() -> Any:
     kinds = [_Step if kind is Train else kind for kind in event_kinds().values()]
     return msgspec.json.Decoder(reduce(or_, kinds), strict=False)
-
-
-_form = {
-    name: "d" if AXIS_TYPES.get(name) == "<f8" or name in ("loss", *_optional) else "q"
-    for name in Train.__struct_fields__
-} | {"extra": "?"}
-_row = struct.Struct("@" + "".join(_form.values()) + "0q")
-"""One step: eight bytes for each field."""
 
 
 def decode_measurements(block: bytes) -> list[Event]:

@@ -48,6 +48,10 @@ SMALL_BYTES = 1 << 15
 _FORM = 4
 _FILE = "summary.json"
 _MEASUREMENTS = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
+MOST_BYTES = 1 << 32
+"""limit of all caches together; a larger record is not cached"""
+_KEY = re.compile(r"[0-9a-f]{32}")
+_WINDOW_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -267,12 +271,6 @@ def _take_last(scan_state: _ScanState, lines: list[bytes]) -> None:
             scan_state.loss = to_words(event.loss)
         if isinstance(event, Train | RunStarted):
             return
-
-
-MOST_BYTES = 1 << 32
-"""limit of all caches together; a larger record is not cached"""
-_KEY = re.compile(r"[0-9a-f]{32}")
-_WINDOW_BYTES = 4096
 
 
 def cache_folder(run: RunDir) -> Path | None:

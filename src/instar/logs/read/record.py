@@ -44,6 +44,16 @@ ALIASES = {
     "memory": "memory_bytes",
 }
 """other names of metrics"""
+E = TypeVar("E", bound=Event, covariant=True)
+K = TypeVar("K", bound=Event)
+Direction = Literal["min", "max"]
+_LOW = re.compile(
+    "loss|mae|mse|rmse|msle|nll|bpb|bpc|cer|wer|error|perplexity|ppl|brier|ece|regret"
+)
+_HIGH = re.compile(
+    "accuracy|acc|r2|auc|auroc|auprc|ap|map|f1|precision|recall|mcc|kappa|iou|dice|bleu|rouge|"
+    "correlation|pearson|spearman|reward|return|score|variance"
+)
 
 
 class Series:
@@ -141,10 +151,6 @@ class Series:
     def current(self) -> Series:
         """Return the series without superseded points; its steps never decrease."""
         return self if self.is_current.all() else self.take(self.is_current)
-
-
-E = TypeVar("E", bound=Event, covariant=True)
-K = TypeVar("K", bound=Event)
 
 
 @dataclass(frozen=True)
@@ -353,17 +359,6 @@ def _faults(run: RunDir, content: Content) -> list[str]:
     if more := content.passed_over - len(lines):
         lines.append(f"{run.events}: {more:,} more line{'s' if more > 1 else ''} like these")
     return lines
-
-
-Direction = Literal["min", "max"]
-
-_LOW = re.compile(
-    "loss|mae|mse|rmse|msle|nll|bpb|bpc|cer|wer|error|perplexity|ppl|brier|ece|regret"
-)
-_HIGH = re.compile(
-    "accuracy|acc|r2|auc|auroc|auprc|ap|map|f1|precision|recall|mcc|kappa|iou|dice|bleu|rouge|"
-    "correlation|pearson|spearman|reward|return|score|variance"
-)
 
 
 def direction(metric: str) -> Direction | None:

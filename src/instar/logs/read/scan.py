@@ -48,6 +48,18 @@ BLOCK_BYTES = 1 << 18
 LONGEST_LINE_BYTES = 1 << 24
 _HEAD_BYTES = 4096
 _FIRST = b'{"v":%d,"kind":"' % VERSION
+MAX_FAULTS = 5
+WORTH_BYTES = 1 << 28
+"""size from which worker processes save more time than starting them takes"""
+PIECE_BYTES = 1 << 25
+AT_ONCE_BYTES = 1 << 28
+"""size of a piece where a single process reads"""
+MOST_WORKERS = 8
+"""more would wait for the process that joins their results"""
+_AHEAD = 2
+"""pieces queued per worker"""
+EVERYTHING = 2**63 - 1
+NOTHING = -1
 
 
 def line_blocks(
@@ -132,9 +144,6 @@ def _undecodable(head: bytes) -> bool:
     except UnicodeDecodeError as error:
         return error.end < len(head)  # a character may be cut at the very end
     return False
-
-
-MAX_FAULTS = 5
 
 
 @dataclass(frozen=True)
@@ -260,17 +269,6 @@ def _each_holds_one(text: Column, ends: Column) -> bool:
     return bool(begins_with_brace.all() and ends_with_brace.all())
 
 
-WORTH_BYTES = 1 << 28
-"""size from which worker processes save more time than starting them takes"""
-PIECE_BYTES = 1 << 25
-AT_ONCE_BYTES = 1 << 28
-"""size of a piece where a single process reads"""
-MOST_WORKERS = 8
-"""more would wait for the process that joins their results"""
-_AHEAD = 2
-"""pieces queued per worker"""
-
-
 class LineRange:
     """Reads ranges of lines of a record in a worker process."""
 
@@ -353,10 +351,6 @@ def _borders(path: Path, begin: int, size: int) -> Iterator[int]:
             if begin < size:
                 yield begin
     yield size
-
-
-EVERYTHING = 2**63 - 1
-NOTHING = -1
 
 
 class SegmentTree(msgspec.Struct):

@@ -17,6 +17,7 @@ from instar.config.errors import InstarError, visible
 
 ENCODING = "instar_ascii"
 """A custom codec name: click would reopen a stream of the codec `ascii` as UTF-8."""
+_GAP = "  "
 
 
 class StdoutFails(InstarError):  # noqa: N818
@@ -100,9 +101,6 @@ def _encode(text: str, errors: str = "strict") -> tuple[bytes, int]:  # noqa: AR
 class _Encoder(codecs.IncrementalEncoder):
     def encode(self, text: str, final: bool = False) -> bytes:  # noqa: ARG002
         return _encode(text)[0]
-
-
-_GAP = "  "
 
 
 def align_columns(

@@ -27,6 +27,7 @@ _GROUPS = ("grad_norm/", "update_ratio/")
 """metrics of single layers, omitted from a summary, as are those of extensions"""
 
 NONE = "-"
+FAMILY_HEADS = ("run", "branch at", "state", "step", "best val")
 
 
 def metric_value_text(name: str, value: float | None) -> str:
@@ -168,9 +169,6 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
                 for checkpoint in summary.checkpoints
             ],
         )
-
-
-FAMILY_HEADS = ("run", "branch at", "state", "step", "best val")
 
 
 def family_rows(summary: Summary) -> list[tuple[str, ...]]:

@@ -38,6 +38,9 @@ CLOSE_WAIT_S = 5.0
 END_WAIT_S = 45.0
 """the same when a run has ended by itself: on a busy machine a tool may take longer to start than a short
 run to end"""
+FLUSH_EVERY = 10_000
+"""events"""
+_NO_LIMIT = 2**63 - 1
 
 
 class TrackerSink:
@@ -204,11 +207,6 @@ class TrackerQueue:
                     f"{type(error).__name__}: {text}; {self._replay_hint()}"
                 )
             return False
-
-
-FLUSH_EVERY = 10_000
-"""events"""
-_NO_LIMIT = 2**63 - 1
 
 
 class TrackerFailed(InstarError):  # noqa: N818

@@ -43,6 +43,11 @@ from instar.record.trackers import TRACKERS
 
 Outcome = Literal["finished", "stopped", "crashed"]
 """How a run ended: by itself, resumable by a signal, or otherwise."""
+Scalar = str | int | float | bool | None
+WITHHELD = "record."
+"""Config keys that no tracker receives, such as addresses that may contain secrets."""
+_TOTALS = ("loss", "best_loss", "best_step", "tokens_per_s", "step", *AXES)
+Level = Literal["info", "warn", "error"]
 
 
 def outcome(before: Outcome, event: Event) -> Outcome:
@@ -54,12 +59,6 @@ def outcome(before: Outcome, event: Event) -> Outcome:
     if isinstance(event, Stop | RunFinished) and before != "stopped":
         return "finished"
     return before
-
-
-Scalar = str | int | float | bool | None
-
-WITHHELD = "record."
-"""Config keys that no tracker receives, such as addresses that may contain secrets."""
 
 
 class Tracker(Protocol):
@@ -161,11 +160,6 @@ def _flat(value: Mapping[str, Any], above: str) -> Iterator[tuple[str, Scalar]]:
             yield key, inner
         else:
             yield key, json.dumps(inner, default=str)
-
-
-_TOTALS = ("loss", "best_loss", "best_step", "tokens_per_s", "step", *AXES)
-
-Level = Literal["info", "warn", "error"]
 
 
 @dataclass(frozen=True)
