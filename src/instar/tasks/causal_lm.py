@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from instar.config.errors import ConfigError
 from instar.config.language import CausalLMConfig
@@ -15,11 +15,8 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.models.hf.lora_shape import LoraShape
 from instar.models.shape import ArchitectureError
-from instar.tasks.task import SavedModel
+from instar.tasks.task import Module, SavedModel
 from instar.tasks.text import TextSpec, TextTask, adapter_lines
-
-if TYPE_CHECKING:
-    from instar.models.hf.module import PretrainedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +74,7 @@ class CausalLMSpec(TextSpec):
         return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
 
 
-def _module(
-    shape: LoraShape, *, checkpointing: bool = False, seed: int | None = None
-) -> PretrainedModel:
+def _module(shape: LoraShape, *, checkpointing: bool = False, seed: int | None = None) -> Module:
     from instar.models.hf.module import PretrainedModel
 
     return PretrainedModel(shape, gradient_checkpointing=checkpointing, seed=seed)
@@ -101,12 +96,12 @@ class CausalLMTask(TextTask):
         """Always true: some families have dropout."""
         return True
 
-    def build(self) -> PretrainedModel:
+    def build(self) -> Module:
         return self._build_model(None if self.config.starts_from else self.config.seed)
 
-    def shell(self) -> PretrainedModel:
+    def shell(self) -> Module:
         return self._build_model(None)
 
-    def _build_model(self, seed: int | None) -> PretrainedModel:
+    def _build_model(self, seed: int | None) -> Module:
         checkpointing = self.config.train.gradient_checkpointing
         return _module(self.architecture, checkpointing=checkpointing, seed=seed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from instar.config.errors import ConfigError
 from instar.config.language import LanguageConfig
@@ -17,13 +17,8 @@ from instar.data.source import IGNORED
 from instar.models.architecture import Architecture, resolve_architecture, section_of
 from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
 from instar.models.shape import ArchitectureError
-from instar.tasks.task import Batch, SavedModel
+from instar.tasks.task import Batch, Module, SavedModel, Tensor
 from instar.tasks.text import TextSpec, TextTask, adapter_lines
-
-if TYPE_CHECKING:
-    import torch
-
-    from instar.models.gpt import GPT
 
 _DERIVED = ("n_kv_head", "n_mlp", "vocab_size")
 """fields of the shape that a config may leave open"""
@@ -116,10 +111,13 @@ class LanguageSpec(TextSpec):
         return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
 
 
-def _module(shape: Architecture, *, checkpointing: bool = False) -> GPT:
+def _module(shape: Architecture, *, checkpointing: bool = False, seed: int | None = None) -> Module:
     from instar.models.gpt import GPT
 
-    return GPT(shape, gradient_checkpointing=checkpointing)
+    model = GPT(shape, gradient_checkpointing=checkpointing)
+    if seed is not None:
+        model.init_weights(seed)
+    return model
 
 
 def described_shape(loaded_config: Loaded, vocab_size: int) -> Architecture:
@@ -149,29 +147,30 @@ class LanguageTask(TextTask):
     def random(self) -> bool:
         return self.architecture.dropout > 0
 
-    def build(self) -> GPT:
-        model = self.shell()
-        model.init_weights(self.config.seed)
-        return model
+    def build(self) -> Module:
+        return self._build_model(self.config.seed)
 
-    def shell(self) -> GPT:
+    def shell(self) -> Module:
+        return self._build_model(None)
+
+    def _build_model(self, seed: int | None) -> Module:
         checkpointing = self.config.train.gradient_checkpointing
-        return _module(self.architecture, checkpointing=checkpointing)
+        return _module(self.architecture, checkpointing=checkpointing, seed=seed)
 
-    def initial_values(self) -> Mapping[str, torch.Tensor]:
+    def initial_values(self) -> Mapping[str, Tensor]:
         from instar.models.gpt import InitialValues
 
         return InitialValues(self.architecture.parameters(), self.config.seed)
 
-    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    def loss_sum(self, model: Module, batch: Batch) -> Tensor:
         """See `Task`. With experts, the gradient is that of the loss and of `router_aux_loss_coef` times
         the load-balancing loss of each block; the value is the loss alone."""
         import torch
 
         from instar.tasks.logged import log
 
-        loss: torch.Tensor
-        balance: torch.Tensor
+        loss: Tensor
+        balance: Tensor
         inputs, targets, arch = batch["inputs"], batch["targets"], self.architecture
         coefficient = arch.router_aux_loss_coef if arch.n_layer else None
         if coefficient is None or not torch.is_grad_enabled():

@@ -13,7 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    runtime_checkable,
+)
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
@@ -33,6 +42,9 @@ if TYPE_CHECKING:
     from instar.data.user_sets import StreamedSet
 
 Say = Callable[[str], None]
+Tensor: TypeAlias = "torch.Tensor"
+Module: TypeAlias = "torch.nn.Module"
+"""Types of torch, which tasks import when they build a model."""
 
 SPECS: Mapping[str, str] = {
     "language": "instar.tasks.language:LanguageSpec",
@@ -60,7 +72,7 @@ class SavedModel:
     """shape of the run at step 0"""
     architecture: Mapping[str, Any]
     """shape of the checkpoint, as JSON values"""
-    build: Callable[[Any], torch.nn.Module]
+    build: Callable[[Any], Module]
     """builds a module of a shape on the CPU"""
     facts: Facts = no_facts
 
@@ -287,8 +299,8 @@ class Tally(NamedTuple):
     Both tensors are [samples], of any type, on any device. Samples of weight 0 are ignored.
     """
 
-    values: torch.Tensor
-    weights: torch.Tensor
+    values: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -297,7 +309,7 @@ class Measured:
 
     tallies: Mapping[str, Tally]
     """metrics that are means over samples, including `loss`"""
-    inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    inputs: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     """arguments of each metric of `Task.set_metrics`"""
     predictions: Columns = field(default_factory=dict)
     """columns that a test saves: targets and predictions per sample"""
@@ -353,16 +365,16 @@ class Task(ABC):
         """Length of a held-out sample."""
         return self.config.eval.context or self.context
 
-    def build(self) -> torch.nn.Module:
+    def build(self) -> Module:
         """Build the model of step 0 on the CPU, initialised from the run's seed alone."""
         return self.shell()
 
     @abstractmethod
-    def shell(self) -> torch.nn.Module:
+    def shell(self) -> Module:
         """Build a model whose parameters may have any values, on torch's default device: the CPU, or
         the meta device if the task has `initial_values`."""
 
-    def initial_values(self) -> Mapping[str, torch.Tensor] | None:
+    def initial_values(self) -> Mapping[str, Tensor] | None:
         """Return the parameters' values at step 0, each made when it is asked for; None: only `build`
         can make them.
 
@@ -372,7 +384,7 @@ class Task(ABC):
         return None
 
     @abstractmethod
-    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    def loss_sum(self, model: Module, batch: Batch) -> Tensor:
         """Return the loss summed over the batch, a scalar in float32 or float64.
 
         The mean is the sum divided by `Source.weights`.
@@ -390,7 +402,7 @@ class Task(ABC):
         """Return further numbers that follow from the values of all metrics, by name."""
         return {}
 
-    def optimizer(self, model: torch.nn.Module) -> Any:  # noqa: ARG002
+    def optimizer(self, model: Module) -> Any:  # noqa: ARG002
         """Return optimizers or parameter groups for a model; None: those of the config."""
         return None
 
@@ -400,7 +412,7 @@ class Task(ABC):
         return None
 
     @abstractmethod
-    def measure(self, model: torch.nn.Module, batch: Batch, *, predict: bool = False) -> Measured:
+    def measure(self, model: Module, batch: Batch, *, predict: bool = False) -> Measured:
         """Measure a batch: the loss and all other metrics. Called without gradients.
 
         Args:
@@ -408,12 +420,10 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    def outputs(self, model: Module, batch: Batch) -> Tensor:
         """Return the model's outputs before the loss: the function that growth preserves."""
 
-    def loss_and_outputs(
-        self, model: torch.nn.Module, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_and_outputs(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return `loss_sum` and `outputs`. Called without gradients.
 
         Default: two forward passes.
@@ -434,9 +444,7 @@ class Task(ABC):
 class GeneratesText(Protocol):
     """A task whose model generates text from a prompt."""
 
-    def sample_text(
-        self, model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int
-    ) -> str:
+    def sample_text(self, model: Module, tokenizer: Tokenizer, prompt: str, tokens: int) -> str:
         """Generate `tokens` tokens after the prompt; deterministic for the same weights.
 
         Raises:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,12 +39,7 @@ from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS, SPECIAL_IDS
 from instar.models.lora import Lora
 from instar.models.shape import TransformerShape
 from instar.record.system import has_bf16_units
-from instar.tasks.task import Batch, Measured, Say, Tally, Task, TaskSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from instar.models.sampling import LanguageModel
+from instar.tasks.task import Batch, Measured, Module, Say, Tally, Task, TaskSpec, Tensor
 
 EVAL_TOKENS = 8192
 """Tokens per evaluation micro-batch unless `eval.batch_size` is set."""
@@ -255,13 +250,13 @@ class TextTask(Task):
     def cluster(self) -> int:
         return max(1, UNIT_TOKENS // self.held_out_context)
 
-    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = model(batch["inputs"], batch["targets"])
+    def loss_sum(self, model: Module, batch: Batch) -> Tensor:
+        loss: Tensor = model(batch["inputs"], batch["targets"])
         return loss
 
     def measure(
         self,
-        model: torch.nn.Module,
+        model: Module,
         batch: Batch,
         *,
         predict: bool = False,  # noqa: ARG002
@@ -271,7 +266,7 @@ class TextTask(Task):
         import torch
 
         targets = batch["targets"]
-        losses: torch.Tensor = model(batch["inputs"], targets, per_sample=True)
+        losses: Tensor = model(batch["inputs"], targets, per_sample=True)
         mask = targets != IGNORED
         tallies = {"loss": Tally(losses, mask.sum(1))}
         if (token_bytes := self.spec.token_bytes) is not None:
@@ -285,31 +280,27 @@ class TextTask(Task):
         loss = metrics["loss"]
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
-    def outputs(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        logits: torch.Tensor = model(batch["inputs"])
+    def outputs(self, model: Module, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch["inputs"])
         return logits
 
-    def loss_and_outputs(
-        self, model: torch.nn.Module, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_and_outputs(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Task`; a single forward pass."""
         from instar.models.loss import cross_entropy_sum
 
         logits_BTV = self.outputs(model, batch)
         return cross_entropy_sum(logits_BTV.flatten(0, 1), batch["targets"].flatten()), logits_BTV
 
-    def sample_text(
-        self, model: torch.nn.Module, tokenizer: Tokenizer, prompt: str, tokens: int
-    ) -> str:
+    def sample_text(self, model: Module, tokenizer: Tokenizer, prompt: str, tokens: int) -> str:
         """See `GeneratesText`."""
         import torch
 
-        from instar.models.sampling import generate
+        from instar.models.sampling import LanguageModel, generate
 
         device = next(model.parameters()).device
         start = torch.tensor([prompt_tokens(tokenizer, prompt).tolist()], device=device)
         token_ids = generate(
-            cast("LanguageModel", model),
+            cast(LanguageModel, model),
             start,
             tokens,
             temperature=SAMPLE_TEMPERATURE,
