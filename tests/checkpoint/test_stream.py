@@ -14,11 +14,18 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from instar.checkpoint import direct_io, tensor_file
-from instar.checkpoint.direct_io import DirectFile, open_direct
 from instar.checkpoint.layout import file_layout, open_reader
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import publish_checkpoint
-from instar.checkpoint.tensor_file import DTYPES, Outline, allocate, outlines, write_tensors
+from instar.checkpoint.tensor_file import (
+    DTYPES,
+    DirectFile,
+    Outline,
+    allocate,
+    open_direct,
+    outlines,
+    write_tensors,
+)
 
 TENSORS = {
     "weight/exp_avg": torch.arange(6.0).view(2, 3),

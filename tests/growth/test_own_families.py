@@ -25,8 +25,8 @@ from instar.models.hf.families import (
     linear,
     norm,
 )
-from instar.models.hf.lora_shape import LoraShape
 from instar.models.hf.module import PretrainedModel
+from instar.models.hf.pretrained import LoraShape
 from instar.models.hf.pretrained_folder import open_folder
 
 LLAMA = replace(FAMILIES["llama"], with_experts=None)

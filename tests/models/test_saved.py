@@ -24,7 +24,7 @@ from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
 from instar.models.architecture import Mask, resolve_architecture
 from instar.models.gpt import GPT, load_gpt
-from instar.models.hf.companions import companion_files, with_chat
+from instar.models.hf.tokenizer import companion_files, with_chat
 from instar.models.lora import Lora
 
 ARCH = resolve_architecture(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)

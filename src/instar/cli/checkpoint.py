@@ -13,14 +13,16 @@ import click
 import msgspec
 
 from instar.checkpoint.inspect import Verification, read_header, verify_checkpoint
-from instar.checkpoint.line import Line, line_of, superseded_at
 from instar.checkpoint.listing import (
+    Line,
     dangling_pointers,
     latest_intact,
+    line_of,
     list_checkpoints,
     pointer_target,
     pointers,
     resolve_checkpoint,
+    superseded_at,
 )
 from instar.checkpoint.manifest import (
     MANIFEST,

@@ -14,7 +14,7 @@ from instar.checkpoint.inspect import TensorEntry, Verification
 from instar.checkpoint.layout import files_of
 from instar.checkpoint.manifest import Manifest
 from instar.cli.output import print_named, print_table
-from instar.models.hf.lora_shape import LoraShape
+from instar.models.hf.pretrained import LoraShape
 from instar.models.shape import ArchitectureError, count_parameters
 from instar.record.format import bytes_text, duration, loss, si
 

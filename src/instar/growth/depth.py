@@ -22,8 +22,7 @@ from instar.growth.plan import (
 from instar.growth.values import format_list, grown_size
 from instar.models.architecture import EXPERTS_PER_TOKEN, ROUTER_STD, Architecture
 from instar.models.hf.families import JOINED
-from instar.models.hf.lora_shape import LoraShape
-from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.pretrained import LoraShape, PretrainedShape
 from instar.models.lora import adapter_of
 from instar.models.shape import (
     Growable,

@@ -38,14 +38,14 @@ from instar.growth.offline import (
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, VocabularyMap
 from instar.growth.proof import Probe, Proof
-from instar.models.hf import CONFIG
+from instar.models.hf import CONFIG, encode_json_file
 from instar.models.hf.completed import explicit_config
 from instar.models.hf.families import BUILT_IN
-from instar.models.hf.loaded import load_published
+from instar.models.hf.module import load_published
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, PretrainedFolder, file_parts, open_folder
 from instar.models.hf.tokenizer import COMPANIONS
-from instar.models.hf.weights import MAX_SHARD_BYTES, encode_json_file, write_weights
+from instar.models.hf.weights import MAX_SHARD_BYTES, write_weights
 from instar.models.shape import ArchitectureError, Growable, count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new

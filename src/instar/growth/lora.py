@@ -28,7 +28,7 @@ from instar.growth.plan import (
     Truncated,
 )
 from instar.models.architecture import Architecture
-from instar.models.hf.lora_shape import LoraShape
+from instar.models.hf.pretrained import LoraShape
 from instar.models.lora import POSSIBLE, Lora, adapter_of, covering, matches
 from instar.models.shape import Parameter
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instar.checkpoint.line import Line, line_of, superseded_at
 from instar.checkpoint.listing import (
     BEST,
+    Line,
     latest_intact,
+    line_of,
     list_checkpoints,
     pointer_target,
     pointers,
+    superseded_at,
 )
 from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint

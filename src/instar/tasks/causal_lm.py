@@ -13,7 +13,7 @@ from instar.config.errors import ConfigError
 from instar.config.language import CausalLMConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
-from instar.models.hf.lora_shape import LoraShape
+from instar.models.hf.pretrained import LoraShape
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import Module, SavedModel
 from instar.tasks.text import TextSpec, TextTask, adapter_lines

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from instar.checkpoint.line import line_of, superseded_at
+from instar.checkpoint.listing import line_of, superseded_at
 from instar.checkpoint.manifest import (
     CheckpointError,
     CheckpointId,

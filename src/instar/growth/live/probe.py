@@ -22,12 +22,12 @@ from instar.config.sections import Operation
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.growth.proof import Probe
-from instar.models.hf import CONFIG
+from instar.models.hf import CONFIG, encode_json_file
 from instar.models.hf.completed import completed, explicit_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.rope import with_pairs
-from instar.models.hf.weights import encode_json_file, write_weights
+from instar.models.hf.weights import write_weights
 from instar.models.module import evaluating
 from instar.models.shape import ArchitectureError, Parameter
 

@@ -37,14 +37,13 @@ from instar.data.text.tokenizer import (
     tokenizer_files,
 )
 from instar.models.architecture import Architecture, section_of
-from instar.models.hf import CONFIG
-from instar.models.hf.companions import exported, imported, with_chat
+from instar.models.hf import CONFIG, encode_json_file
 from instar.models.hf.config import from_config, read_config, style_of, to_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.saved import PretrainedExport, is_of_transformers, pretrained_shape
 from instar.models.hf.tensors import conversions, from_tensors, to_tensors
-from instar.models.hf.tokenizer import from_fast, to_fast
-from instar.models.hf.weights import MAX_SHARD_BYTES, encode_json_file, read_weights, write_weights
+from instar.models.hf.tokenizer import exported, from_fast, imported, to_fast, with_chat
+from instar.models.hf.weights import MAX_SHARD_BYTES, read_weights, write_weights
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new

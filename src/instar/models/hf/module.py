@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import Module
 
+from instar.checkpoint.manifest import CheckpointError
 from instar.models.hf.families import BUILT_IN
-from instar.models.hf.lora_shape import LoraShape
-from instar.models.hf.pretrained import PretrainedShape
+from instar.models.hf.pretrained import LoraShape, PretrainedShape
 from instar.models.layers import Linear
 from instar.models.lora import adapter_of
 from instar.models.loss import IGNORED, at_least_float32, each_cross_entropy, head_cross_entropy
@@ -149,3 +152,49 @@ def _adapt(inner: Any, shape: LoraShape) -> None:
         linear.weight, linear.bias = old.weight, old.bias
         linear.adapt(table, name, adapter)
         inner.set_submodule(shape.module_name(name), linear)
+
+
+def load_published(folder: Path) -> Module:
+    """Return the model that `from_pretrained` makes of a folder alone, in float32 and evaluation mode.
+
+    The folder must be one that `open_folder` accepts: no code of it is run, and nothing is downloaded.
+
+    Raises:
+        CheckpointError: transformers cannot load it, or would draw or leave out tensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet(), torch.random.fork_rng(devices=[]):
+            model_and_report: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever transformers makes of a config of anyone's
+        raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
+    model, report = model_and_report
+    if odd := {what: names for what, names in report.items() if names}:
+        differences = "; ".join(
+            f"{what}: {sorted(map(str, names))[0]}" for what, names in odd.items()
+        )
+        raise CheckpointError(f"{folder}: transformers loads another model of it: {differences}")
+    module: Module = model.eval()
+    return module
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars that transformers shows while it loads."""
+    from transformers.utils import logging
+
+    bars_enabled: Any = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars_enabled:
+            logging.enable_progress_bar()

@@ -16,13 +16,12 @@ from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
 from instar.checkpoint.tensor_file import Outline
 from instar.models.gpt import GPT, load_gpt
-from instar.models.hf import CONFIG
-from instar.models.hf.companions import companion_files, with_chat
-from instar.models.hf.lora_shape import LoraShape
+from instar.models.hf import CONFIG, encode_json_file
 from instar.models.hf.module import PretrainedModel, class_name
+from instar.models.hf.pretrained import LoraShape
 from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.tensors import merged_weight
-from instar.models.hf.weights import encode_json_file
+from instar.models.hf.tokenizer import companion_files, with_chat
 from instar.models.shape import ArchitectureError
 
 

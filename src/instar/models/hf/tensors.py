@@ -20,7 +20,7 @@ from torch import Tensor
 from instar.checkpoint.manifest import CheckpointError
 from instar.models.architecture import Architecture
 from instar.models.hf.config import TITLES, Style, style_of
-from instar.models.hf.lora_shape import LoraShape
+from instar.models.hf.pretrained import LoraShape
 from instar.models.lora import adapter_of
 from instar.models.shape import Parameter
 

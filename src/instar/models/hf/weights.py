@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from instar.checkpoint.layout import Layout, linked_layout, open_reader
 from instar.checkpoint.manifest import CheckpointError, read_json
 from instar.checkpoint.tensor_file import Outline, file_order, write_tensors
+from instar.models.hf import encode_json_file
 from instar.record import atomic
 
 WEIGHTS = "model.safetensors"
@@ -116,8 +115,3 @@ def write_weights(
             },
         }
         atomic.write_synced(folder / INDEX, encode_json_file(index))
-
-
-def encode_json_file(value: Mapping[str, Any]) -> bytes:
-    """Return a JSON object as transformers' files have it."""
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
