@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from instar.checkpoint.compare import compare_tensors
-from instar.checkpoint.inspect import verify_checkpoint
 from instar.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
     encode_manifest,
     read_manifest,
+    verify_checkpoint,
 )
 from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 

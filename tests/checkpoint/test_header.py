@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from instar.checkpoint.inspect import TensorEntry, check_shapes, read_header
+from instar.checkpoint.layout import TensorEntry, check_shapes, read_header
 from instar.checkpoint.manifest import CheckpointError
 
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from instar.checkpoint import direct_io, tensor_file
+from instar.checkpoint import tensor_file
 from instar.checkpoint.layout import file_layout, open_reader
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import publish_checkpoint
@@ -65,7 +65,7 @@ def test_large_files_are_flushed_while_they_are_written(
         real(descriptor)
 
     real = tensor_file._flush
-    monkeypatch.setattr(direct_io, "O_DIRECT", 0)
+    monkeypatch.setattr(tensor_file, "O_DIRECT", 0)
     monkeypatch.setattr(tensor_file, "_flush", flush)
     monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 4 << 20)
     large = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
@@ -88,7 +88,7 @@ LARGE = {
 def directly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files are written past the page cache too, where the file system allows it."""
     monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 0)
-    monkeypatch.setattr(direct_io, "_BUFFER_BYTES", 64 << 10)
+    monkeypatch.setattr(tensor_file, "_BUFFER_BYTES", 64 << 10)
     monkeypatch.setattr(tensor_file, "_DIRECT_CHUNK_BYTES", 1 << 20)
 
 
@@ -98,7 +98,6 @@ def test_past_the_page_cache_every_byte_is_the_same(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 8 bytes are refused by a disk, so that its file system's pages must take them."""
-    monkeypatch.setattr(direct_io, "BLOCK_BYTES", block)
     monkeypatch.setattr(tensor_file, "BLOCK_BYTES", block)
     save_file(LARGE, tmp_path / "whole")
     as_in_file = allocate(LARGE)

@@ -28,7 +28,7 @@ from tiny_run import CONFIG, TEXT
 from torch import zeros
 from written_runs import writing
 
-from instar.checkpoint.inspect import TensorEntry, encode_header
+from instar.checkpoint.layout import TensorEntry, encode_header
 from instar.checkpoint.manifest import MANIFEST, encode_manifest, read_manifest
 from instar.checkpoint.store import publish_checkpoint
 from instar.extensions import built_in

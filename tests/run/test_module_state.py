@@ -16,7 +16,7 @@ from live import change_if_due
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from instar.checkpoint.inspect import read_header
+from instar.checkpoint.layout import read_header
 from instar.checkpoint.store import Checkpoint, load_checkpoint
 from instar.cli.checkpoint_output import parameter_count
 from instar.config.errors import ConfigError

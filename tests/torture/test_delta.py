@@ -17,7 +17,7 @@ import torch
 from forks import Forks
 from shapes import llama
 
-from instar.checkpoint.inspect import TensorEntry, encode_header
+from instar.checkpoint.layout import TensorEntry, encode_header
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.chain import append, links, load_state, to_bits, verify_chain
 from instar.extensions.delta.format.state import state_hash

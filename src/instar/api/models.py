@@ -238,7 +238,7 @@ def _load(path: Path, device: str) -> LanguageModel:
 
     import torch
 
-    from instar.models.hf.saved import load_language_model
+    from instar.models.hf.module import load_language_model
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

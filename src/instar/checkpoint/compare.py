@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from instar.checkpoint.inspect import TensorEntry
 from instar.checkpoint.layout import (
     ComponentReader,
     Layout,
+    TensorEntry,
     component_layout,
     file_layout,
     open_reader,

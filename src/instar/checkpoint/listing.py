@@ -1,4 +1,9 @@
-"""Lists, finds and prunes the checkpoints of a run."""
+"""Lists, finds and prunes the checkpoints of a run, and says which are on its line.
+
+A run that resumes from an earlier checkpoint leaves the later ones on a branch. The line of a checkpoint is the list
+of starts that led to it, and is part of its manifest (`Facts.line`); `checkpoints/line` has that of the run and is
+written at each start.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,9 @@ from instar.record import atomic
 from instar.record.rundir import find_run
 
 BEST = "best"
+LINE = "line"
+LOSS = "loss"
+Line = Sequence[RunStart]
 _NUMBERED = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
@@ -171,9 +179,6 @@ def update_pointer(root: Path, pointer: str, checkpoint: Path) -> None:
     replace_line(root / "checkpoints" / pointer, checkpoint.name.encode())
 
 
-LOSS = "loss"
-
-
 @dataclass(frozen=True)
 class RetentionPolicy:
     """Which checkpoints to keep."""
@@ -243,10 +248,6 @@ def prune_checkpoints(root: Path, keep: RetentionPolicy) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"cannot delete {path}: {error}") from error
     return paths
-
-
-LINE = "line"
-Line = Sequence[RunStart]
 
 
 def line_of_start(start: Manifest | None) -> list[RunStart]:

@@ -1,4 +1,4 @@
-"""The components of a checkpoint, and its manifest with the size and checksum of every file.
+"""The components of a checkpoint, and its manifest with the size and checksum of every file, which verify it.
 
 A component of a run's state is replicated, global, or separate on each rank (`Pattern`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -329,3 +330,45 @@ def _hash(path: Path, advance: Advance = lambda _: None) -> str:
             digest.update(chunk)
             advance(len(chunk))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of verifying a checkpoint."""
+
+    path: Path
+    broken: tuple[str, ...]
+    """errors of damaged files; only that of the manifest if it is damaged, since the other files
+    cannot be checked without it"""
+    extra_files: tuple[str, ...]
+    """files that are not in the manifest"""
+    size_bytes: int
+    seconds: float
+    unreadable: tuple[str, ...] = ()
+    """files that this user may not read"""
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes / max(self.seconds, 1e-9)
+
+
+def verify_checkpoint(path: Path) -> Verification:
+    """Compare the files of the checkpoint in the folder `path` with its manifest."""
+    start_time = time.perf_counter()
+    try:
+        manifest = read_manifest(path)
+    except UnreadableError as error:
+        return Verification(path, (), (), 0, time.perf_counter() - start_time, (str(error),))
+    except CheckpointError as error:
+        return Verification(path, (str(error),), (), 0, time.perf_counter() - start_time)
+
+    errors = file_errors(path, manifest)
+    on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    return Verification(
+        path,
+        tuple(str(error) for error in errors if not isinstance(error, UnreadableError)),
+        tuple(sorted(on_disk - manifest.files.keys() - {MANIFEST})),
+        sum(entry.size_bytes for entry in manifest.files.values()),
+        time.perf_counter() - start_time,
+        tuple(str(error) for error in errors if isinstance(error, UnreadableError)),
+    )

@@ -1,8 +1,13 @@
-"""Write safetensors files one tensor at a time, and hashes them meanwhile.
+"""Write safetensors files one tensor at a time, and hash them meanwhile.
 
 The library's writer needs all tensors in memory, and what it has written must be read again for a
 checksum. The header at the beginning of a file has the position of each tensor, so all dtypes and
 shapes must be known before the first tensor is written.
+
+Large files are written past the page cache, with `O_DIRECT`: copying what nobody reads again into it takes more
+processor time than the transfer to the disk, and displaces what is read. Direct writes need aligned memory,
+positions and sizes. What is in memory as it is in the file, up to whole blocks, is written from there; all else is
+collected in buffers. A thread writes.
 """
 
 from __future__ import annotations
@@ -27,8 +32,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from instar.checkpoint.inspect import TensorEntry, encode_header
-from instar.checkpoint.layout import Layout
+from instar.checkpoint.layout import Layout, TensorEntry, encode_header
 from instar.checkpoint.manifest import CheckpointError
 from instar.record import atomic
 
@@ -64,6 +68,13 @@ _FLUSHED_BYTES = 128 << 20
 """A file of this size is written past the page cache, or else leaves it as it is written."""
 _FLUSHES = 2
 """that may wait"""
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""0 where the system has no such flag"""
+_BUFFER_BYTES = 1 << 20
+"""of each direct write: smaller ones take more processor time, larger ones leave the processor's cache"""
+_BUFFERS = 2
+BLOCK_BYTES = 4096
+"""of which memory, position and size of a direct write are multiples"""
 
 
 @dataclass(frozen=True)
@@ -252,15 +263,6 @@ def _content(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor without copying."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""0 where the system has no such flag"""
-_BUFFER_BYTES = 1 << 20
-"""of each write: smaller ones take more processor time, larger ones leave the processor's cache"""
-_BUFFERS = 2
-BLOCK_BYTES = 4096
-"""of which memory, position and size of a direct write are multiples"""
 
 
 def open_direct(path: Path) -> DirectFile | None:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from instar.checkpoint.inspect import Verification, read_header, verify_checkpoint
+from instar.checkpoint.layout import read_header
 from instar.checkpoint.listing import (
     Line,
     dangling_pointers,
@@ -30,7 +30,9 @@ from instar.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     UnreadableError,
+    Verification,
     read_manifest,
+    verify_checkpoint,
 )
 from instar.checkpoint.store import load_checkpoint
 from instar.cli import completion

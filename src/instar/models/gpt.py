@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from instar.checkpoint.inspect import check_shapes
+from instar.checkpoint.layout import check_shapes
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import check_finite, load_checkpoint
 from instar.models.architecture import Architecture

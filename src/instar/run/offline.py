@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from instar.checkpoint.inspect import check_shapes
-from instar.checkpoint.layout import open_reader
+from instar.checkpoint.layout import check_shapes, open_reader
 from instar.checkpoint.manifest import (
     COMPONENTS,
     STATE,
@@ -60,7 +59,7 @@ from instar.growth.offline import (
 )
 from instar.growth.proof import Probe
 from instar.models.gpt import named_generator
-from instar.models.hf.saved import load_language_model
+from instar.models.hf.module import load_language_model
 from instar.models.hf.tokenizer import COMPANIONS
 from instar.models.module import load_buffers
 from instar.models.shape import Growable, count_parameters

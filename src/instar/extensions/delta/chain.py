@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from instar.checkpoint.inspect import TensorEntry
+from instar.checkpoint.layout import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES
 from instar.extensions.delta.format.folder import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from instar.checkpoint.inspect import TensorEntry
+from instar.checkpoint.layout import TensorEntry
 from instar.checkpoint.manifest import SUFFIX, CheckpointError
 from instar.config.files import read_regular
 from instar.extensions.delta.format.state import open_state, outline

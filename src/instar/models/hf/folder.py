@@ -11,7 +11,7 @@ Only safetensors and JSON are read and written; transformers is not needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, ItemsView, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from instar.checkpoint.inspect import check_shapes
-from instar.checkpoint.layout import Parts
+from instar.checkpoint.layout import Parts, check_shapes
 from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import Checkpoint, publish_checkpoint
 from instar.checkpoint.tensor_file import Outline, outlines
@@ -39,10 +38,18 @@ from instar.data.text.tokenizer import (
 from instar.models.architecture import Architecture, section_of
 from instar.models.hf import CONFIG, encode_json_file
 from instar.models.hf.config import from_config, read_config, style_of, to_config
-from instar.models.hf.pretrained import PretrainedShape
-from instar.models.hf.saved import PretrainedExport, is_of_transformers, pretrained_shape
-from instar.models.hf.tensors import conversions, from_tensors, to_tensors
-from instar.models.hf.tokenizer import exported, from_fast, imported, to_fast, with_chat
+from instar.models.hf.module import class_name, is_of_transformers, pretrained_shape
+from instar.models.hf.pretrained import LoraShape, PretrainedShape
+from instar.models.hf.pretrained_folder import FilePart, file_parts
+from instar.models.hf.tensors import conversions, from_tensors, merged_weight, to_tensors
+from instar.models.hf.tokenizer import (
+    companion_files,
+    exported_companions,
+    from_fast,
+    imported_companions,
+    to_fast,
+    with_chat,
+)
 from instar.models.hf.weights import MAX_SHARD_BYTES, read_weights, write_weights
 from instar.models.shape import ArchitectureError
 from instar.record import atomic
@@ -79,7 +86,7 @@ def export_folder(
         raise CheckpointError(f"{path}: {missing}; it has {', '.join(checkpoint.components)}")
     run = path.absolute().parent.parent
     if is_of_transformers(checkpoint.manifest.architecture):
-        parts: _Parts = PretrainedExport(pretrained_shape(checkpoint, component), run)
+        parts: _Parts = _PretrainedExport(pretrained_shape(checkpoint, component), run)
     else:
         parts = _GPTExport(_gpt_of(checkpoint), run)
     arch = parts.arch
@@ -164,7 +171,7 @@ class _GPTExport:
         return conversions(self.arch, weights)
 
     def files(self) -> dict[str, bytes]:
-        files, ids = exported(self.run)
+        files, ids = exported_companions(self.run)
         tokenizer = self._tokenizer
         if tokenizer is not None and not files:
             about = _tokenizer_config(tokenizer, self.arch)
@@ -177,6 +184,42 @@ class _GPTExport:
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         return load_saved_tokenizer(self.run) if (self.run / TOKENIZER_FILE).is_file() else None
+
+
+@dataclass(frozen=True)
+class _PretrainedExport:
+    """A model of transformers as `save_pretrained` writes it, with the files that came with it."""
+
+    arch: LoraShape
+    run: Path
+
+    def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
+        """Return the tensors of the files, for those of the checkpoint."""
+        return {
+            name: Outline(file_outlines[slot.parameter].dtype, slot.shape)
+            for name, slot in self._slots()
+        }
+
+    def conversions(self, weights: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+        """Return what makes each tensor of the files; adapters are merged into their weights."""
+
+        def part(slot: FilePart) -> Tensor:
+            return merged_weight(self.arch, weights, slot.parameter)[slot.index].contiguous()
+
+        return {name: partial(part, slot) for name, slot in self._slots()}
+
+    def files(self) -> dict[str, bytes]:
+        """Return the config, and the files of the run that belong to the model."""
+        config = {
+            **self.arch.without_adapters().to_dict(),
+            "architectures": [class_name(self.arch)],
+            "dtype": "float32",
+        }
+        return with_chat({CONFIG: encode_json_file(config), **companion_files(self.run)}, self.run)
+
+    def _slots(self) -> ItemsView[str, FilePart]:
+        split = self.arch.family.single_experts is not None
+        return file_parts(self.arch.without_adapters(), single_experts=split).items()
 
 
 def _gpt_of(checkpoint: Checkpoint) -> Architecture:
@@ -222,7 +265,7 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
     ):
         run = RunDir(temporary)
         run.await_start()
-        for name, content in (tokenizer_files(read) | imported(folder, foreign)).items():
+        for name, content in (tokenizer_files(read) | imported_companions(folder, foreign)).items():
             atomic.write_synced(temporary / name, content)
         atomic.write_synced(run.config, config_text(config, origins).encode())
         facts = Facts(

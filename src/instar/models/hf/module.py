@@ -1,9 +1,10 @@
-"""Causal language models of transformers, which train, generate and are saved as a GPT is."""
+"""Causal language models of transformers, which train, generate and are saved as a GPT is: made from a shape, read from
+a checkpoint, or loaded by transformers itself."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Module
 
-from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.layout import check_shapes
+from instar.checkpoint.manifest import CheckpointError, read_manifest
+from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
+from instar.models.gpt import GPT, load_gpt
 from instar.models.hf.families import BUILT_IN
 from instar.models.hf.pretrained import LoraShape, PretrainedShape
 from instar.models.layers import Linear
 from instar.models.lora import adapter_of
 from instar.models.loss import IGNORED, at_least_float32, each_cross_entropy, head_cross_entropy
+from instar.models.shape import ArchitectureError
 
 
 class PretrainedModel(nn.Module):
@@ -152,6 +157,48 @@ def _adapt(inner: Any, shape: LoraShape) -> None:
         linear.weight, linear.bias = old.weight, old.bias
         linear.adapt(table, name, adapter)
         inner.set_submodule(shape.module_name(name), linear)
+
+
+def load_language_model(path: Path, device: str = "cpu") -> GPT | PretrainedModel:
+    """Return the model of a checkpoint in evaluation mode; its moving average if there is one.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or no language model that is known here.
+    """
+    if not is_of_transformers(read_manifest(path).architecture):
+        return load_gpt(path, device)
+    checkpoint = load_checkpoint(path)
+    component = checkpoint.weights
+    model = PretrainedModel(pretrained_shape(checkpoint, component))
+    tensors = checkpoint.tensors(component)
+    check_finite(path, tensors)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    return model.to(device).eval()
+
+
+def is_of_transformers(architecture: Mapping[str, Any]) -> bool:
+    """Return whether an architecture of a manifest is that of a model of transformers."""
+    return "model_type" in architecture
+
+
+def pretrained_shape(checkpoint: Checkpoint, component: str) -> LoraShape:
+    """Return the shape of a checkpoint of a model of transformers.
+
+    Raises:
+        CheckpointError: it is unknown, or not that of the tensors.
+    """
+    path, entries = checkpoint.path, checkpoint.layout(component).entries
+    try:
+        shape = LoraShape.from_dict(checkpoint.manifest.architecture)
+    except ArchitectureError as error:
+        raise CheckpointError(f"{path}: no model that this Instar knows:\n{error}") from error
+    # a manifest may claim any size: make nothing before the header of the file agrees
+    if shape.sizes()["layers"] > len(entries):
+        raise CheckpointError(f"{path}: more layers than tensors")
+    check_shapes(path, entries, {name: e.shape for name, e in shape.parameters().items()})
+    return shape
 
 
 def load_published(folder: Path) -> Module:

@@ -1,4 +1,5 @@
-"""The shape of a causal language model of transformers, which can grow like that of Instar's own GPT.
+"""The shape of a causal language model of transformers, which can grow like that of Instar's own GPT, and the same
+with low-rank adapters, as `instar train` trains it.
 
 Its parameters have the names of the module, with the prefix of blocks replaced:
 ``blocks.3.self_attn.q_proj.weight`` is ``model.layers.3.self_attn.q_proj.weight`` of a Llama.
@@ -17,6 +18,8 @@ from instar.models.hf.rope import base_of, pinned, problems_of, scaled
 from instar.models.lora import Lora
 from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem
 
+LORA = "lora"
+"""key of the adapters among the values of the config"""
 _SHARED_EPS = (
     "norms of queries and keys share rms_norm_eps with those of the residual stream, and only whole copies "
     "leave that as it is"
@@ -307,30 +310,6 @@ class PretrainedShape:
         return dict(self.config)
 
 
-def _kept_sources(sources: Sequence[int | None]) -> list[int]:
-    """Return the block that each new one is like: its source, or that of the block below."""
-    blocks: list[int] = []
-    for source in sources:
-        blocks.append(source if source is not None else blocks[-1] if blocks else 0)
-    return blocks
-
-
-def _is_mlp_weight(name: str) -> bool:
-    return any(name.endswith(source) for sources in JOINED.values() for source in sources)
-
-
-def _are_sizes(*values: Any) -> bool:
-    return all(type(value) is int and value > 0 for value in values)
-
-
-def _size(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else "×".join(map(str, shape))
-
-
-LORA = "lora"
-"""key of the adapters among the values of the config"""
-
-
 @dataclass(frozen=True)
 class LoraShape(PretrainedShape):
     """The shape of a model of transformers, and its adapters.
@@ -419,3 +398,23 @@ class LoraShape(PretrainedShape):
                 raise ArchitectureError(problem(LORA, message, hint))
         dense = PretrainedShape(self.config)
         return LoraShape(dense.with_experts(number, per_token, balance).config, self.lora)
+
+
+def _kept_sources(sources: Sequence[int | None]) -> list[int]:
+    """Return the block that each new one is like: its source, or that of the block below."""
+    blocks: list[int] = []
+    for source in sources:
+        blocks.append(source if source is not None else blocks[-1] if blocks else 0)
+    return blocks
+
+
+def _is_mlp_weight(name: str) -> bool:
+    return any(name.endswith(source) for sources in JOINED.values() for source in sources)
+
+
+def _are_sizes(*values: Any) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "not there" if shape is None else "×".join(map(str, shape))

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instar.checkpoint.inspect import TensorEntry
-from instar.checkpoint.layout import ComponentReader, Layout, open_reader
+from instar.checkpoint.layout import ComponentReader, Layout, TensorEntry, open_reader
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
 from instar.models.hf import CONFIG

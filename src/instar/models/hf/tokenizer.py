@@ -1,4 +1,5 @@
-"""Tokenizers of Instar in the format of the tokenizers library, and back; torch-free."""
+"""What a folder of transformers has beside config and weights: its tokenizer, in the format of the tokenizers library,
+the files that came with an imported model, and what chats need to end; torch-free."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ from instar.models.hf import CONFIG, encode_json_file
 from instar.record.rundir import RunDir
 
 CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
 SPECIAL_IDS = "special_ids.json"
 """In a run of an imported model: ids of special tokens as the config of its folder has them, perhaps among others."""
 COMPANIONS = (
     TOKENIZER_CONFIG,
-    "generation_config.json",
+    GENERATION,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -42,6 +44,7 @@ COMPANIONS = (
     "chat_template.json",
 )
 """Files beside a tokenizer.json of transformers that belong to it or its model; no other is copied."""
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def to_fast(tokenizer: Tokenizer) -> str:
@@ -91,10 +94,6 @@ def letter(byte: int) -> str:
     return chr(byte if byte in visible else 256 + hidden.index(byte))
 
 
-GENERATION = "generation_config.json"
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
 def companion_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
     """Return the files of a folder that belong to its tokenizer or model, the tokenizer's included.
 
@@ -105,7 +104,7 @@ def companion_files(folder: Path, *, follow: bool = False) -> dict[str, bytes]:
     return {name: read_regular(folder / name, follow=follow) for name in names}
 
 
-def imported(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
+def imported_companions(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the files that a run keeps of a folder of transformers beside the tokenizer's, for its exports."""
     files = companion_files(folder, follow=True)
     files.pop(TOKENIZER_FILE, None)
@@ -115,7 +114,7 @@ def imported(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     }
 
 
-def exported(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+def exported_companions(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the files of a run for its export, and the ids of special tokens for its config, as they came with an
     imported model; nothing for any other run."""
     if not (run / SPECIAL_IDS).is_file():

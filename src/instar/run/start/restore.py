@@ -15,8 +15,7 @@ import msgspec
 from torch import Tensor
 from torch.nn import Module
 
-from instar.checkpoint.inspect import check_shapes
-from instar.checkpoint.layout import ComponentReader, Parts
+from instar.checkpoint.layout import ComponentReader, Parts, check_shapes
 from instar.checkpoint.manifest import CheckpointError, encode_json
 from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
 from instar.config.budget import Counters

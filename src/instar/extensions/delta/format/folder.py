@@ -31,7 +31,7 @@ from typing import Literal
 import msgspec
 import xxhash
 
-from instar.checkpoint.inspect import read_metadata
+from instar.checkpoint.layout import read_metadata
 from instar.checkpoint.manifest import SUFFIX, CheckpointError, encode_json
 from instar.config.files import of_bounded_depth, read_regular
 from instar.extensions.delta.format.link import Head, decode_head, read_link

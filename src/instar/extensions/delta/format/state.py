@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from instar.checkpoint.inspect import TensorEntry, encode_header, read_header
+from instar.checkpoint.layout import TensorEntry, encode_header, read_header
 from instar.checkpoint.manifest import SUFFIX, CheckpointError
 from instar.config.files import check_regular, of_bounded_depth, read_regular
 from instar.extensions.delta.format.encoding import BLOCK_BYTES, Words

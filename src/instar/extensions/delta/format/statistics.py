@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from instar.checkpoint.inspect import TensorEntry
+from instar.checkpoint.layout import TensorEntry
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta.format.encoding import EncodingError, changed_mask
 from instar.extensions.delta.format.folder import Segment, links, segments
