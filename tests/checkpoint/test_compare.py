@@ -10,14 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.checkpoint.compare import compare_tensors
-from instar.checkpoint.manifest import (
-    CheckpointError,
-    FileEntry,
-    encode_manifest,
-    read_manifest,
-    verify_checkpoint,
-)
+from instar.checkpoint.compare import compare_tensors, verify_checkpoint
+from instar.checkpoint.manifest import CheckpointError, FileEntry, encode_manifest, read_manifest
 from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 
 

@@ -13,15 +13,9 @@ import torch
 from forks import Forks
 from safetensors.torch import save_file
 
+from instar.checkpoint.compare import verify_checkpoint
 from instar.checkpoint.layout import TensorEntry, component_layout, encode_header
-from instar.checkpoint.manifest import (
-    CheckpointError,
-    Facts,
-    Manifest,
-    Part,
-    encode_manifest,
-    verify_checkpoint,
-)
+from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, Part, encode_manifest
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load_checkpoint, tensors_to_write
 from instar.distributed.shards import SavedRows
 

@@ -9,19 +9,24 @@ import pytest
 import torch
 
 from instar.checkpoint.listing import (
-    LINE,
     RetentionPolicy,
-    is_on_line,
     latest_checkpoint,
     latest_intact,
-    line_of,
-    line_of_start,
     list_checkpoints,
     prune_checkpoints,
+)
+from instar.checkpoint.manifest import (
+    LINE,
+    CheckpointError,
+    Facts,
+    RunStart,
+    is_on_line,
+    line_of,
+    line_of_start,
+    read_manifest,
     superseded_at,
     write_line,
 )
-from instar.checkpoint.manifest import CheckpointError, Facts, RunStart, read_manifest
 from instar.checkpoint.store import LATEST, publish_checkpoint
 
 

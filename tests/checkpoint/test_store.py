@@ -17,13 +17,9 @@ import torch
 from forks import Forks
 from safetensors.torch import load_file
 
+from instar.checkpoint.compare import verify_checkpoint
 from instar.checkpoint.listing import latest_checkpoint, resolve_checkpoint
-from instar.checkpoint.manifest import (
-    CheckpointError,
-    encode_manifest,
-    read_manifest,
-    verify_checkpoint,
-)
+from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
 from instar.checkpoint.store import load_checkpoint, publish_checkpoint
 from instar.config.errors import ConfigError
 from instar.record import atomic

@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 from tiny_run import Place, codes, said
 
 from instar.checkpoint.listing import latest_checkpoint, latest_intact, list_checkpoints
-from instar.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    encode_json,
-    file_entry,
-)
+from instar.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, encode_json, file_entry
 from instar.checkpoint.store import load_checkpoint
 
 EXAMPLES = figures.times(100, 10_000)

@@ -1,7 +1,8 @@
-"""Compare two checkpoints: their tensors, their states, and what their manifests say."""
+"""Compare a checkpoint with another one (tensors, states, and what their manifests say), or with its own manifest."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -18,10 +19,14 @@ from instar.checkpoint.layout import (
 )
 from instar.checkpoint.manifest import (
     COMPONENTS,
+    MANIFEST,
     STATE,
     SUFFIX,
+    CheckpointError,
     Manifest,
     Pattern,
+    UnreadableError,
+    file_errors,
     read_json,
     read_manifest,
 )
@@ -163,3 +168,45 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of verifying a checkpoint."""
+
+    path: Path
+    broken: tuple[str, ...]
+    """errors of damaged files; only that of the manifest if it is damaged, since the other files
+    cannot be checked without it"""
+    extra_files: tuple[str, ...]
+    """files that are not in the manifest"""
+    size_bytes: int
+    seconds: float
+    unreadable: tuple[str, ...] = ()
+    """files that this user may not read"""
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.size_bytes / max(self.seconds, 1e-9)
+
+
+def verify_checkpoint(path: Path) -> Verification:
+    """Compare the files of the checkpoint in the folder `path` with its manifest."""
+    start_time = time.perf_counter()
+    try:
+        manifest = read_manifest(path)
+    except UnreadableError as error:
+        return Verification(path, (), (), 0, time.perf_counter() - start_time, (str(error),))
+    except CheckpointError as error:
+        return Verification(path, (str(error),), (), 0, time.perf_counter() - start_time)
+
+    errors = file_errors(path, manifest)
+    on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    return Verification(
+        path,
+        tuple(str(error) for error in errors if not isinstance(error, UnreadableError)),
+        tuple(sorted(on_disk - manifest.files.keys() - {MANIFEST})),
+        sum(entry.size_bytes for entry in manifest.files.values()),
+        time.perf_counter() - start_time,
+        tuple(str(error) for error in errors if isinstance(error, UnreadableError)),
+    )

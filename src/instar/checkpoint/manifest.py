@@ -1,15 +1,20 @@
-"""The components of a checkpoint, and its manifest with the size and checksum of every file, which verify it.
+"""The components of a checkpoint, and its manifest with the size and checksum of every file.
 
 A component of a run's state is replicated, global, or separate on each rank (`Pattern`).
+
+A run that resumes from an earlier checkpoint leaves the later ones on a branch. The line of a checkpoint is the list
+of starts that led to it, and is part of its manifest (`Facts.line`); `checkpoints/line` has that of the run and is
+written at each start.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +24,8 @@ import msgspec
 import xxhash
 
 from instar.config.errors import InstarError
-from instar.config.files import open_regular, read_regular
+from instar.config.files import of_bounded_depth, open_regular, read_regular
+from instar.record import atomic
 from instar.record.events import Count, Moment, from_words, to_words
 from instar.record.progress import Advance, progress
 
@@ -92,6 +98,7 @@ MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 20
 _THREADS = 8
 _CHECKSUM = "xxh3_128"
+LINE = "line"
 _FILE = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 """A file name in the checkpoint's folder or a subfolder; never one that leads out of it."""
 
@@ -135,6 +142,9 @@ class RunStart(msgspec.Struct, frozen=True):
     """0 for the first start"""
     time: float
     """`Manifest.time` of the checkpoint; 0 for the first start"""
+
+
+Line = Sequence[RunStart]
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,6 +293,75 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def line_of_start(start: Manifest | None) -> list[RunStart]:
+    """Return the line of a new start from a checkpoint; None: from the beginning."""
+    before = list(start.line) if start is not None else []
+    step, time = (start.step, start.time) if start is not None else (0, 0.0)
+    return [*before, RunStart(secrets.token_hex(8), step, time)]
+
+
+def write_line(root: Path, line: Line) -> None:
+    """Write the line of the run in `root`.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    replace_line(root / "checkpoints" / LINE, msgspec.json.encode(list(line)))
+
+
+def line_of(root: Path) -> Line | None:
+    """Return the line of a run; None if it is unknown, and all checkpoints belong to it."""
+    folder = root / "checkpoints"
+    try:
+        return msgspec.json.decode(
+            of_bounded_depth(read_regular(folder / LINE)), type=list[RunStart]
+        )
+    except (OSError, msgspec.MsgspecError, ValueError):
+        pass
+    manifests = (manifest for _, manifest in manifests_of(folder.glob("step-*")))
+    newest = max(manifests, key=lambda manifest: manifest.time, default=None)
+    return (newest.line or None) if newest is not None else None
+
+
+def manifests_of(paths: Iterable[Path]) -> Iterator[tuple[Path, Manifest]]:
+    """Yield the checkpoints whose manifests can be read."""
+    for path in paths:
+        with suppress(CheckpointError):
+            yield path, read_manifest(path)
+
+
+def is_on_line(manifest: Manifest, line: Line | None) -> bool:
+    """Return whether a checkpoint lies on a line."""
+    return superseded_at(manifest, line) is None
+
+
+def superseded_at(manifest: Manifest, line: Line | None) -> int | None:
+    """Return the step at which the run left the line of a checkpoint; None if it is on it."""
+    if not line:
+        return None
+    if not manifest.line and line[0].time == 0.0:
+        return None  # saved by an older Instar in a run of a newer one
+    for start, other in zip(manifest.line, line, strict=False):
+        if start != other:
+            return min(start.step, other.step)
+    if len(manifest.line) > len(line):
+        return manifest.line[len(line)].step
+    later_starts = line[len(manifest.line) :]
+    return later_starts[0].step if later_starts and manifest.time > later_starts[0].time else None
+
+
+def replace_line(path: Path, line: bytes) -> None:
+    """Replace a file of one line.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        atomic.replace_file(path, line + b"\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
 def encode_json(value: Mapping[str, Any]) -> bytes:
     """Encode deterministic JSON, with integers of any size and non-finite numbers as words."""
     text = json.dumps(to_words(value), ensure_ascii=False, allow_nan=False)
@@ -330,45 +409,3 @@ def _hash(path: Path, advance: Advance = lambda _: None) -> str:
             digest.update(chunk)
             advance(len(chunk))
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The result of verifying a checkpoint."""
-
-    path: Path
-    broken: tuple[str, ...]
-    """errors of damaged files; only that of the manifest if it is damaged, since the other files
-    cannot be checked without it"""
-    extra_files: tuple[str, ...]
-    """files that are not in the manifest"""
-    size_bytes: int
-    seconds: float
-    unreadable: tuple[str, ...] = ()
-    """files that this user may not read"""
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.size_bytes / max(self.seconds, 1e-9)
-
-
-def verify_checkpoint(path: Path) -> Verification:
-    """Compare the files of the checkpoint in the folder `path` with its manifest."""
-    start_time = time.perf_counter()
-    try:
-        manifest = read_manifest(path)
-    except UnreadableError as error:
-        return Verification(path, (), (), 0, time.perf_counter() - start_time, (str(error),))
-    except CheckpointError as error:
-        return Verification(path, (str(error),), (), 0, time.perf_counter() - start_time)
-
-    errors = file_errors(path, manifest)
-    on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    return Verification(
-        path,
-        tuple(str(error) for error in errors if not isinstance(error, UnreadableError)),
-        tuple(sorted(on_disk - manifest.files.keys() - {MANIFEST})),
-        sum(entry.size_bytes for entry in manifest.files.values()),
-        time.perf_counter() - start_time,
-        tuple(str(error) for error in errors if isinstance(error, UnreadableError)),
-    )

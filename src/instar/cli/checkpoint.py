@@ -12,27 +12,26 @@ from typing import Any
 import click
 import msgspec
 
+from instar.checkpoint.compare import Verification, verify_checkpoint
 from instar.checkpoint.layout import read_header
 from instar.checkpoint.listing import (
-    Line,
     dangling_pointers,
     latest_intact,
-    line_of,
     list_checkpoints,
     pointer_target,
     pointers,
     resolve_checkpoint,
-    superseded_at,
 )
 from instar.checkpoint.manifest import (
     MANIFEST,
     SUFFIX,
     CheckpointError,
+    Line,
     Manifest,
     UnreadableError,
-    Verification,
+    line_of,
     read_manifest,
-    verify_checkpoint,
+    superseded_at,
 )
 from instar.checkpoint.store import load_checkpoint
 from instar.cli import completion

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from instar.checkpoint.compare import Verification
 from instar.checkpoint.layout import TensorEntry, files_of
-from instar.checkpoint.manifest import Manifest, Verification
+from instar.checkpoint.manifest import Manifest
 from instar.cli.output import print_named, print_table
 from instar.models.hf.pretrained import LoraShape
 from instar.models.shape import ArchitectureError, count_parameters

@@ -9,8 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from instar.checkpoint.listing import is_on_line, list_checkpoints, pointer_target, update_pointer
-from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Facts, RunStart, read_manifest
+from instar.checkpoint.listing import list_checkpoints, pointer_target, update_pointer
+from instar.checkpoint.manifest import (
+    COMPONENTS,
+    CheckpointError,
+    Facts,
+    RunStart,
+    is_on_line,
+    read_manifest,
+)
 from instar.config.fields import checkpoint_values
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks

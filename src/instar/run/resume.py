@@ -11,15 +11,19 @@ from typing import Any
 
 from instar.checkpoint.listing import (
     BEST,
-    Line,
     latest_intact,
-    line_of,
     list_checkpoints,
     pointer_target,
     pointers,
+)
+from instar.checkpoint.manifest import (
+    CheckpointError,
+    Line,
+    Manifest,
+    line_of,
+    read_manifest,
     superseded_at,
 )
-from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
 from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import (

@@ -14,8 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from instar.checkpoint.listing import line_of_start, write_line
-from instar.checkpoint.manifest import Facts, file_entry, identify, read_manifest
+from instar.checkpoint.manifest import (
+    Facts,
+    file_entry,
+    identify,
+    line_of_start,
+    read_manifest,
+    write_line,
+)
 from instar.checkpoint.store import publish_checkpoint
 from instar.extensions.board.ending import read_final_test
 from instar.record.rundir import RunDir

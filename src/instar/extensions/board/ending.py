@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from instar.checkpoint.listing import line_of, superseded_at
 from instar.checkpoint.manifest import (
     CheckpointError,
     CheckpointId,
     file_entry,
     identify,
+    line_of,
     read_manifest,
+    superseded_at,
 )
 from instar.config.files import open_regular, read_regular
 from instar.logs.query.summary import summarize

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from instar.checkpoint.listing import line_of_start, update_pointer, write_line
+from instar.checkpoint.listing import update_pointer
+from instar.checkpoint.manifest import line_of_start, write_line
 from instar.checkpoint.store import LATEST, Checkpoint
 from instar.config.origins import DERIVED, config_text, in_yaml
 from instar.config.schema import RunConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from instar.checkpoint.listing import line_of
+from instar.checkpoint.manifest import line_of
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
 from instar.config.budget import Counters
 from instar.config.load import Loaded
