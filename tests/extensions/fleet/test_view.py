@@ -20,8 +20,13 @@ from instar.extensions.fleet.state import (
 )
 from instar.extensions.fleet.view.live import fleet_table, title
 from instar.extensions.fleet.view.reader import FleetReader
-from instar.extensions.fleet.view.rows import FleetView, fleet_json, fleet_overview, fleet_view
-from instar.logs.query.runs import RunProgress
+from instar.extensions.fleet.view.rows import (
+    FleetView,
+    RunProgress,
+    fleet_json,
+    fleet_overview,
+    fleet_view,
+)
 from instar.record.events import OperationEvent, Stop
 from instar.record.recorder import Recorder
 

@@ -1,4 +1,4 @@
-"""Composes a chart from runs, or from short trainings: selects curves, their range and annotations."""
+"""Composes a chart from runs: selects curves, their range and annotations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from instar.logs.plot.chart import (
     Polyline,
     axis_label,
     check_axis,
-    metric_text,
     panel_label,
     subtitle,
 )
@@ -37,8 +36,6 @@ _LARGEST, _FARTHEST, _LAST_TIME = 1e150, 1e30, 2e11
 _MIN_POINTS, _ALL_POINTS = 200, 60_000
 MAX_MARKED_RUNS = 7
 """number of runs up to which annotations are drawn"""
-_DIVERGED = 1.5
-"""losses of short trainings above this multiple of the lowest one, and infinite ones, are beyond the picture"""
 LOSS_CURVES = (("loss", "val/loss"),)
 _LONGEST = 36
 
@@ -361,39 +358,3 @@ def annotate(
         and limits[0] <= mark["x"][axis] <= limits[1]
     ]
     return tuple(sorted(dict.fromkeys(annotations), key=lambda mark: mark.x))
-
-
-def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], best_rate: float) -> Chart:
-    """Return a chart of the final losses of short trainings over their learning rates: a curve per round, and a
-    mark at the chosen rate.
-
-    Args:
-        rounds: (learning rate, final loss) by label, in ascending order of the rate.
-    """
-    losses = [loss for points in rounds.values() for _, loss in points if np.isfinite(loss)]
-    lowest, highest = min(losses), max(losses)
-    top = min(highest, lowest + _DIVERGED * abs(lowest))
-    room = 0.06 * (top - lowest) or 0.1
-    curves = tuple(
-        Curve("val/loss", run, Polyline(*_columns(points)), held_out=True)
-        for run, points in enumerate(rounds.values())
-    )
-    panel = Panel(metric_text("val/loss"), curves, limits=(lowest - room, top + room))
-    rates = [rate for points in rounds.values() for rate, _ in points]
-    text = f"lr {best_rate:.2g}"
-    return Chart(
-        title="Final loss by learning rate",
-        subtitle="",
-        axis="lr",
-        label=metric_text("lr"),
-        runs=tuple(rounds),
-        panels=(panel,),
-        marks=(Annotation("operation", best_rate, len(rounds) - 1, text, text, "setting"),),
-        log_x=True,
-        limits=(min(rates), max(rates)),
-    )
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    x, y = np.array(points, dtype=np.float64).T
-    return x, np.where(np.isfinite(y), y, np.nan)

@@ -13,7 +13,20 @@ from instar.extensions.fleet.engines.remote import HostStatus
 from instar.extensions.fleet.plan import Instance, text_of
 from instar.extensions.fleet.spec import Scalar, Search
 from instar.extensions.fleet.state import ENDED, FleetStatus, InstanceStatus, ProcessStatus, as_json
-from instar.logs.query.runs import RunProgress
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run has come; unknown values are None."""
+
+    step: int | None
+    loss: float | None
+    """of the last training step that was recorded"""
+    operations: int
+    """number of scheduled operations so far"""
+    ends_at: float | None
+    """Unix seconds at which the first budget will be used up at the pace since the last start; None
+    if the run has ended"""
 
 
 @dataclass(frozen=True)

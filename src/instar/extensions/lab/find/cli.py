@@ -61,13 +61,12 @@ def lr(
     kind = None if output is None else picture_kind(output, "-o")
     loaded_config = _load(cfg, overrides)
 
-    from instar.extensions.lab.find.learning_rate import find_learning_rate
+    from instar.extensions.lab.find.learning_rate import find_learning_rate, rates_chart
 
     result = find_learning_rate(
         loaded_config, steps, budget, say=_say, on_run=lambda run: _say(_run_text(run))
     )
     if output is not None and kind is not None:
-        from instar.logs.plot.compose import rates_chart
         from instar.logs.plot.picture import picture
 
         rounds = {

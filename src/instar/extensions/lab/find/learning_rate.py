@@ -10,10 +10,12 @@ minimum at the rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
+
+import numpy as np
 
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
@@ -21,6 +23,7 @@ from instar.config.schema import RunConfig
 from instar.distributed.world import join_group
 from instar.extensions.lab.find.training import final_loss, prepared_alone, shorten_config
 from instar.extensions.lab.halving import rung_steps, survivors
+from instar.logs.plot.chart import Annotation, Chart, Curve, Panel, Polyline, metric_text
 
 SHORTEST = 400
 """Default steps of the longest trainings, if an eighth of the run is less. In the first steps of a
@@ -37,6 +40,8 @@ _KEPT = 3
 """Rates that go on to the next round."""
 BUDGET = 10
 """Default budget, in trainings of full length. A search without detours needs 7.25 to 9.25."""
+_DIVERGED = 1.5
+"""losses of short trainings above this multiple of the lowest one, and infinite ones, are beyond the picture"""
 
 
 @dataclass(frozen=True)
@@ -268,3 +273,39 @@ def _minimum(losses: Mapping[int, float]) -> float:
     below, above = losses[best - 1] - losses[best], losses[best + 1] - losses[best]
     # the vertex of the parabola, at most half a stride from the best
     return best + 0.5 * (below - above) / (below + above) if below + above > 0 else best
+
+
+def rates_chart(rounds: Mapping[str, Sequence[tuple[float, float]]], best_rate: float) -> Chart:
+    """Return a chart of the final losses of short trainings over their learning rates: a curve per round, and a
+    mark at the chosen rate.
+
+    Args:
+        rounds: (learning rate, final loss) by label, in ascending order of the rate.
+    """
+    losses = [loss for points in rounds.values() for _, loss in points if np.isfinite(loss)]
+    lowest, highest = min(losses), max(losses)
+    top = min(highest, lowest + _DIVERGED * abs(lowest))
+    room = 0.06 * (top - lowest) or 0.1
+    curves = tuple(
+        Curve("val/loss", run, Polyline(*_columns(points)), held_out=True)
+        for run, points in enumerate(rounds.values())
+    )
+    panel = Panel(metric_text("val/loss"), curves, limits=(lowest - room, top + room))
+    rates = [rate for points in rounds.values() for rate, _ in points]
+    text = f"lr {best_rate:.2g}"
+    return Chart(
+        title="Final loss by learning rate",
+        subtitle="",
+        axis="lr",
+        label=metric_text("lr"),
+        runs=tuple(rounds),
+        panels=(panel,),
+        marks=(Annotation("operation", best_rate, len(rounds) - 1, text, text, "setting"),),
+        log_x=True,
+        limits=(min(rates), max(rates)),
+    )
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.array(points, dtype=np.float64).T
+    return x, np.where(np.isfinite(y), y, np.nan)
