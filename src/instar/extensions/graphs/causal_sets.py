@@ -48,7 +48,7 @@ def prepare_causal_sets(
     seed: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Generate causal sets into an array store (data/arrays.py), unless it exists already.
+    """Generate causal sets into an array store, unless it exists already.
 
     Its samples are those of `causal_sets`; set i is a function of (seed, i) and the options alone.
 
