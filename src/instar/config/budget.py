@@ -169,7 +169,7 @@ def fraction_used(budgets: Sequence[Budget], counters: Counters, epochs: Epochs)
 def eta(
     budgets: Sequence[Budget], counters: Counters, epochs: float, elapsed_s: float
 ) -> float | None:
-    """Return how much longer a run lasts, in the unit of `elapsed`, at the pace so far; None without a budget
+    """Return how much longer a run lasts, in the unit of `elapsed_s`, at the pace so far; None without a budget
     that allows an estimate."""
     amounts = counters.amounts(epochs)
     remaining = [

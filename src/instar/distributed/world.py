@@ -367,7 +367,7 @@ def _backend(backend: str, device: torch.device) -> str:
 
 
 def chosen_devices(environ: Mapping[str, str], devices: Sequence[int]) -> tuple[int, ...]:
-    """Return the GPU indices for the ranks of this machine: from the environment, else `given`.
+    """Return the GPU indices for the ranks of this machine: from the environment, else `devices`.
 
     Raises:
         ConfigError: they are not indices.

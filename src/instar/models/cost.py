@@ -161,7 +161,7 @@ def _activation_bytes(
     arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int, is_repeated: bool
 ) -> int:
     """Return the bytes saved for the backward pass, without logits; `scores` is the number of
-    materialized scores per token and head, `repeated` whether keys are, see `repeats_keys`."""
+    materialized scores per token and head, `is_repeated` whether keys are, see `repeats_keys`."""
     stream = _WIDE * arch.n_embd
     norm = stream + low * arch.n_embd
     conv_bytes = 0 if arch.conv_size is None else low * arch.n_embd

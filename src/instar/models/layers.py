@@ -105,7 +105,7 @@ def masked_norm(
     *,
     is_centered: bool,
 ) -> Tensor:
-    """LayerNorm (`centered`) or RMSNorm in which channel d has weight `openings_D[d]` in the mean,
+    """LayerNorm (`is_centered`) or RMSNorm in which channel d has weight `openings_D[d]` in the mean,
     the variance and the output (arXiv 2305.02869, section 3.2).
 
     With weights 0 and 1 it is the norm over the channels with weight 1. At least in float32.

@@ -93,11 +93,8 @@ class Guard:
         elif scope["path"] == "/" and given_token and self._redeem(given_token):
             sets_cookie, app = True, HTMLResponse(ENTRY)
         elif not self._has_token(headers):
-            app = PlainTextResponse(
-                "token required: open the address that instar dashboard printed\n",
-                401,
-                {"WWW-Authenticate": "Bearer"},
-            )
+            text = "token required: open the address that instar dashboard printed\n"
+            app = PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         await app(scope, receive, send_with_headers)
 
     def _is_served(self, host: str) -> bool:
@@ -242,11 +239,8 @@ def bind(host: str, port: int | None, token: str | None) -> Address:
     if not token:
         token = secrets.token_urlsafe(18)
     elif not (token.isascii() and token.replace("-", "").replace("_", "").isalnum()):
-        raise ConfigError.of(
-            "a token consists of letters, digits, - and _",
-            where="--token",
-            hint="omit it to generate one",
-        )
+        message = "a token consists of letters, digits, - and _"
+        raise ConfigError.of(message, "--token", "omit it to generate one")
     try:
         descriptor, free_port = listen(PORT if port is None else port, host, "--port")
     except ConfigError as error:
@@ -256,11 +250,8 @@ def bind(host: str, port: int | None, token: str | None) -> Address:
         descriptor, free_port = listen(0, host, "--port")
         if port is not None:
             socket.close(descriptor)
-            raise ConfigError.of(
-                f"port {port} of {host} is in use",
-                where="--port",
-                hint=f"{free_port} is free now: --port {free_port}; --port 0 takes any",
-            ) from error
+            hint = f"{free_port} is free now: --port {free_port}; --port 0 takes any"
+            raise ConfigError.of(f"port {port} of {host} is in use", "--port", hint) from error
     return Address(descriptor, host, free_port, token)
 
 
@@ -334,9 +325,7 @@ def _no_host(host: str, error: ConfigError) -> ConfigError:
     cause = error.__cause__
     # or an unknown name
     if isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) == EADDRNOTAVAIL:
-        return ConfigError.of(
-            f"{host} is not an address of this machine: {getattr(cause, 'strerror', cause)}",
-            where="--host",
-            hint="127.0.0.1 for this machine only, 0.0.0.0 for all its addresses",
-        )
+        message = f"{host} is not an address of this machine: {getattr(cause, 'strerror', cause)}"
+        hint = "127.0.0.1 for this machine only, 0.0.0.0 for all its addresses"
+        return ConfigError.of(message, "--host", hint)
     return error

@@ -60,8 +60,6 @@ def delta_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:
 def missing_library(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield that the library which compresses deltas is not installed, if it is needed."""
     if delta_config(config).every is not None and find_spec("zstandard") is None:
-        yield ConfigProblem(
-            ("checkpoint.delta.every",),
-            "checkpoint.delta needs the library `zstandard`, which is not installed",
-            "install the extra: pip install 'instar[delta]', or leave it out",
-        )
+        message = "checkpoint.delta needs the library `zstandard`, which is not installed"
+        hint = "install the extra: pip install 'instar[delta]', or leave it out"
+        yield ConfigProblem(("checkpoint.delta.every",), message, hint)

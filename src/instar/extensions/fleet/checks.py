@@ -154,11 +154,9 @@ def missing_commands(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
                 and process.cwd is None
                 and which(program, path=program_path(os.environ)) is None
             ):
-                yield loaded_config.problem(
-                    (*path, "command"),
-                    f"there is no command '{program}'",
-                    "install it, or give its path",
-                )
+                message = f"there is no command '{program}'"
+                hint = "install it, or give its path"
+                yield loaded_config.problem((*path, "command"), message, hint)
 
 
 def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:

@@ -126,11 +126,8 @@ def create_fleet_folder(loaded_config: LoadedFleet, gpus: str | None) -> FleetFo
     spec = loaded_config.spec
     path = FLEETS / spec.name
     if (path / STATE_FILE).exists() or (path / _FILE).exists():
-        raise ConfigError.of(
-            f"fleet '{spec.name}' exists",
-            where=str(path),
-            hint=f"`instar fleet resume {spec.name}` goes on with it; for a new one, --set name=…",
-        )
+        hint = f"`instar fleet resume {spec.name}` goes on with it; for a new one, --set name=…"
+        raise ConfigError.of(f"fleet '{spec.name}' exists", str(path), hint)
     try:
         make_folder(path / "configs")
         configs = {}
@@ -290,21 +287,15 @@ class FolderLock:
         if not _try_lock(folder, self._descriptor, 0.0 if part is None else deadline):
             holder = named_holder(self._descriptor)
             os.close(self._descriptor)
-            raise FolderBusy.of(
-                f"this fleet is running (launcher {holder.pid if holder else 'unknown'})",
-                where=str(folder),
-                hint=f"see `instar fleet status {folder.name}`",
-            )
+            message = f"this fleet is running (launcher {holder.pid if holder else 'unknown'})"
+            raise FolderBusy.of(message, str(folder), f"see `instar fleet status {folder.name}`")
         write_holder(self._descriptor)
         self.trees = _open_lock(folder / part_name(_TREES_FILE, part))
         """descriptor that every process tree of the fleet inherits"""
         if not _try_lock(folder, self.trees, deadline):
             self.close()
-            raise FolderBusy.of(
-                "processes of an earlier launcher do not end",
-                where=str(folder),
-                hint="`instar fleet reap` kills them",
-            )
+            message = "processes of an earlier launcher do not end"
+            raise FolderBusy.of(message, str(folder), "`instar fleet reap` kills them")
         fcntl.flock(self.trees, fcntl.LOCK_SH)
 
     def close(self) -> None:
@@ -385,11 +376,9 @@ def signal_launcher(folder: Path, number: signal.Signals) -> None:
     try:
         signal_owner(folder / _LOCK_FILE, number)
     except NotHolder as error:
-        raise ConfigError.of(
-            f"its launcher is not known: {error}",
-            where=str(folder / _LOCK_FILE),
-            hint="end the launcher where it runs, as its user: Ctrl-C, or `instar fleet down`",
-        ) from None
+        message = f"its launcher is not known: {error}"
+        hint = "end the launcher where it runs, as its user: Ctrl-C, or `instar fleet down`"
+        raise ConfigError.of(message, str(folder / _LOCK_FILE), hint) from None
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,8 @@ def locks_folder() -> Path:
     status = folder.lstat()
     shared = status.st_mode & stat.S_IWOTH
     if not stat.S_ISDIR(status.st_mode) or (shared and not status.st_mode & stat.S_ISVTX):
-        raise ConfigError.of(
-            "not a folder with the sticky bit",
-            where=str(folder),
-            hint=f"remove it, or name another one in {LOCKS_VARIABLE}",
-        )
+        hint = f"remove it, or name another one in {LOCKS_VARIABLE}"
+        raise ConfigError.of("not a folder with the sticky bit", str(folder), hint)
     return folder
 
 
@@ -112,11 +109,9 @@ def try_lock_resource(name: str, holder: str) -> Lock | str:
         is_free = lock_file(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError.of(
-            f"GPUs and ports cannot be locked: {error.strerror}",
-            where=str(path.parent),
-            hint=f"name a folder of another file system in {LOCKS_VARIABLE}",
-        ) from None
+        message = f"GPUs and ports cannot be locked: {error.strerror}"
+        hint = f"name a folder of another file system in {LOCKS_VARIABLE}"
+        raise ConfigError.of(message, str(path.parent), hint) from None
     if not is_free:
         text = os.pread(descriptor, _HOLDER_BYTES, 0).decode("utf-8", "replace")
         os.close(descriptor)
@@ -161,15 +156,15 @@ def holder_text(fleet: str, instance: str) -> str:
 
 
 def find_gpus(text: str | None, environ: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
-    """Return the GPUs of this machine, or those that `given` selects ("0-3,6" or a number).
+    """Return the GPUs of this machine, or those that `text` selects ("0-3,6" or a number).
 
-    Without a driver, `given` names pretended GPUs, so that a fleet can be tried anywhere.
+    Without a driver, `text` names pretended GPUs, so that a fleet can be tried anywhere.
 
     Args:
-        environ: may leave some of them visible, which `given` then counts; None: all are.
+        environ: may leave some of them visible, which `text` then counts; None: all are.
 
     Raises:
-        ConfigError: `given` cannot be read or names a GPU that does not exist.
+        ConfigError: `text` cannot be read or names a GPU that does not exist.
     """
     real = _real_gpus()
     visible = real if environ is None or not real else _visible(real, environ)

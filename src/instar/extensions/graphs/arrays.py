@@ -125,10 +125,8 @@ class Arrays:
             return np.asarray(values.oindex[(rows, *(slice(None),) * (values.ndim - 1))])
 
     def _lacks(self, kind: str, name: str, names: list[str]) -> ConfigError:
-        return ConfigError.of(
-            f"there is no {kind} column {name!r}, there are: {', '.join(names) or 'none'}",
-            where=str(self.path),
-        )
+        message = f"there is no {kind} column {name!r}, there are: {', '.join(names) or 'none'}"
+        return ConfigError.of(message, str(self.path))
 
 
 def write_arrays(folder: str | Path, blocks: Iterable[Columns], about: Mapping[str, Any]) -> None:
@@ -359,11 +357,9 @@ def _read_record(folder: Path) -> ArraysRecord:
         for array in record.arrays.values():
             np.dtype(array.dtype)
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError.of(
-            f"not the record of an array store: {error}",
-            where=str(file),
-            hint="make it again, or name another data.path",
-        ) from None
+        message = f"not the record of an array store: {error}"
+        hint = "make it again, or name another data.path"
+        raise ConfigError.of(message, str(file), hint) from None
     if record.format != ARRAYS_FORMAT:
         raise ConfigError.of(f"format {record.format!r} is not {ARRAYS_FORMAT!r}", where=str(file))
     if record.fingerprint != _whole_fingerprint(record.arrays):
@@ -392,9 +388,7 @@ def _library() -> Any:
     try:
         import zarr
     except ImportError:
-        raise ConfigError.at(
-            "data.path",
-            "array stores need the library `zarr`, which is not installed",
-            "install the extra: pip install 'instar[graph]'",
-        ) from None
+        message = "array stores need the library `zarr`, which is not installed"
+        hint = "install the extra: pip install 'instar[graph]'"
+        raise ConfigError.at("data.path", message, hint) from None
     return zarr

@@ -271,32 +271,23 @@ def graph_checks(config: GraphConfig) -> list[ConfigProblem]:
 def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
     heads = model.heads
     if not heads:
-        yield ConfigProblem(
-            ("model.heads",),
-            "model.heads is empty: there is nothing to learn",
-            "e.g. - {name: manifold, kind: classification, classes: 2}",
-        )
+        message = "model.heads is empty: there is nothing to learn"
+        hint = "e.g. - {name: manifold, kind: classification, classes: 2}"
+        yield ConfigProblem(("model.heads",), message, hint)
     for name, count in Counter(head.name for head in heads).items():
         if count > 1:
-            yield ConfigProblem(
-                ("model.heads",),
-                f"model.heads: {count} heads are called {name!r}",
-                "give each its own name; target names the column it reads",
-            )
+            message = f"model.heads: {count} heads are called {name!r}"
+            hint = "give each its own name; target names the column it reads"
+            yield ConfigProblem(("model.heads",), message, hint)
     for index, head in enumerate(heads):
         key = f"model.heads[{index}].classes"
         if head.kind == "classification" and head.classes is None:
-            yield ConfigProblem(
-                (key, "model.heads"),
-                f"{key}: the classification head {head.name!r} needs a number of classes",
-                "e.g. classes: 2",
-            )
+            message = f"{key}: the classification head {head.name!r} needs a number of classes"
+            yield ConfigProblem((key, "model.heads"), message, "e.g. classes: 2")
         if head.kind == "regression" and head.classes is not None:
-            yield ConfigProblem(
-                (key, "model.heads"),
-                f"{key}: head {head.name!r} is a regression, which has no classes",
-                "leave classes out, or say kind: classification",
-            )
+            message = f"{key}: head {head.name!r} is a regression, which has no classes"
+            hint = "leave classes out, or say kind: classification"
+            yield ConfigProblem((key, "model.heads"), message, hint)
         yield from _head_metrics(head, f"model.heads[{index}].metrics")
     of_graphs, of_nodes = (
         ", ".join(head.name for head in heads if head.level == level) for level in ("graph", "node")
@@ -313,42 +304,29 @@ def _heads(model: GraphModelConfig) -> Iterator[ConfigProblem]:
 def _head_metrics(head: HeadConfig, key: str) -> Iterator[ConfigProblem]:
     metrics = get_args(ClassMetric if head.kind == "classification" else ValueMetric)
     if wrong := [metric for metric in head.metrics if metric not in metrics]:
-        yield ConfigProblem(
-            (key, "model.heads"),
-            f"{key}: {', '.join(wrong)} is no metric of a {head.kind}",
-            f"there are {', '.join(metrics)}",
-        )
+        message = f"{key}: {', '.join(wrong)} is no metric of a {head.kind}"
+        yield ConfigProblem((key, "model.heads"), message, f"there are {', '.join(metrics)}")
     if head.metrics and find_spec("torchmetrics") is None:
-        yield ConfigProblem(
-            (key, "model.heads"),
-            f"{key} needs torchmetrics",
-            "pip install 'instar[metrics]', or leave it out",
-        )
+        hint = "pip install 'instar[metrics]', or leave it out"
+        yield ConfigProblem((key, "model.heads"), f"{key} needs torchmetrics", hint)
 
 
 def _shape(model: GraphModelConfig) -> Iterator[ConfigProblem]:
     if model.level == "graph" and not model.pooling:
-        yield ConfigProblem(
-            ("model.pooling",),
-            "model.pooling is empty: heads for graphs would have no input",
-            "e.g. [mean, max]",
-        )
+        message = "model.pooling is empty: heads for graphs would have no input"
+        yield ConfigProblem(("model.pooling",), message, "e.g. [mean, max]")
     if model.level == "graph" and model.mask is not None:
-        yield ConfigProblem(
-            ("model.mask",),
-            "model.mask selects nodes, and these heads predict for graphs",
-            "leave it out, or set level: node in the heads",
-        )
+        message = "model.mask selects nodes, and these heads predict for graphs"
+        hint = "leave it out, or set level: node in the heads"
+        yield ConfigProblem(("model.mask",), message, hint)
     for kind, count in Counter(model.pooling).items():
         if count > 1:
             yield ConfigProblem(("model.pooling",), f"model.pooling has {kind} {count} times")
     if model.layer == "gat" and model.width % model.n_head:
         multiple = max(1, round(model.width / model.n_head)) * model.n_head
-        yield ConfigProblem(
-            ("model.width", "model.n_head", "model.layer"),
-            f"model.width ({model.width}) must be divisible by model.n_head ({model.n_head})",
-            f"width {multiple} would be",
-        )
+        message = f"model.width ({model.width}) must be divisible by model.n_head ({model.n_head})"
+        hint = f"width {multiple} would be"
+        yield ConfigProblem(("model.width", "model.n_head", "model.layer"), message, hint)
 
 
 def causal_set_conflicts(options: CausalSetsConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -258,9 +258,6 @@ def _unlearnable(
         if absent.size:
             key = f"model.heads[{index}].classes"
             classes = ", ".join(map(str, absent))
-            yield ConfigProblem(
-                (key,),
-                f"{key}: no training sample has class {classes} in column {head.column!r}",
-                "fewer classes, more samples, or data.stratify so that all splits have all",
-                place="data.source",
-            )
+            message = f"{key}: no training sample has class {classes} in column {head.column!r}"
+            hint = "fewer classes, more samples, or data.stratify so that all splits have all"
+            yield ConfigProblem((key,), message, hint, place="data.source")

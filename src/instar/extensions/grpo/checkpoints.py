@@ -33,20 +33,14 @@ def find_checkpoint(options: Options, resume: Resume | None) -> Path | None:
     markers = sorted(folder.glob(f"{_PREFIX}*/{MARKER}"), key=lambda path: step_of(path.parent))
     if resume is None:
         if markers or RunDir(folder).holds_run():
-            raise ConfigError.of(
-                f"{folder} holds a run",
-                where="--run-suffix",
-                hint="continue it with --resume, or choose another --run-suffix",
-            )
+            hint = "continue it with --resume, or choose another --run-suffix"
+            raise ConfigError.of(f"{folder} holds a run", "--run-suffix", hint)
         return None
     if not markers:
         if resume == "auto":
             return None
-        raise ConfigError.of(
-            f"{folder} has no checkpoint",
-            where="--resume",
-            hint="leave it out to start the run, or write --resume auto for either",
-        )
+        hint = "leave it out to start the run, or write --resume auto for either"
+        raise ConfigError.of(f"{folder} has no checkpoint", "--resume", hint)
     checkpoint = markers[-1].parent
     _check_fixed(checkpoint, options)
     return checkpoint
@@ -76,11 +70,9 @@ def _check_fixed(checkpoint: Path, options: Options) -> None:
     before = read_marker(checkpoint)["options"]
     for key, value in options.fixed().items():
         if before.get(key, value) != value:
-            raise ConfigError.of(
-                f"{checkpoint} was trained with {before[key]!r}, not {value!r}",
-                where=f"--{key.replace('_', '-')}",
-                hint="resume with the same value, or start another run with --run-suffix",
-            )
+            message = f"{checkpoint} was trained with {before[key]!r}, not {value!r}"
+            hint = "resume with the same value, or start another run with --run-suffix"
+            raise ConfigError.of(message, f"--{key.replace('_', '-')}", hint)
 
 
 def save_rest(

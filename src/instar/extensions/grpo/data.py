@@ -104,11 +104,8 @@ def _split_file(folder: Path, split: str) -> Path:
     for suffix in _SUFFIXES:
         if (path := folder / f"{split}{suffix}").exists():
             return path
-    raise ConfigError.of(
-        f"{folder} has no {split}.jsonl or {split}.parquet",
-        where="--dataset",
-        hint="give one file, of which a tenth is held out, or a folder with both",
-    )
+    hint = "give one file, of which a tenth is held out, or a folder with both"
+    raise ConfigError.of(f"{folder} has no {split}.jsonl or {split}.parquet", "--dataset", hint)
 
 
 def _read(path: Path) -> tuple[Question, ...]:
@@ -152,11 +149,8 @@ def _cells(row: Any, where: str) -> Sequence[str]:
     cells = (
         f"columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
     )
-    raise ConfigError.of(
-        f"{where}: {cells}",
-        where="--dataset",
-        hint=f"rows have texts {' and '.join(COLUMNS[0])}, or {' and '.join(COLUMNS[1])}",
-    )
+    hint = f"rows have texts {' and '.join(COLUMNS[0])}, or {' and '.join(COLUMNS[1])}"
+    raise ConfigError.of(f"{where}: {cells}", "--dataset", hint)
 
 
 def texts(questions: Questions) -> Iterator[str]:

@@ -71,11 +71,9 @@ def load_policy(model: str, dataset: str, dtype: str = "float32") -> tuple[Any, 
         tokenizer = AutoTokenizer.from_pretrained(model)
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=kind)
     except (OSError, ValueError) as error:
-        raise ConfigError.of(
-            f"{model} cannot be loaded: {str(error).splitlines()[0][:300]}",
-            where="--model",
-            hint=f"write {TINY}, a folder, or a name on the Hugging Face hub",
-        ) from error
+        message = f"{model} cannot be loaded: {str(error).splitlines()[0][:300]}"
+        hint = f"write {TINY}, a folder, or a name on the Hugging Face hub"
+        raise ConfigError.of(message, "--model", hint) from error
     _agree_on_end(policy, tokenizer, model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -140,11 +138,9 @@ def _agree_on_end(model: Any, tokenizer: Any, name: str) -> None:
     if tokenizer.eos_token is None and ends:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     if tokenizer.eos_token is None:
-        raise ConfigError.of(
-            f"{name} has no token that ends a text, so that no completion would end",
-            where="--model",
-            hint='name one of its tokens in its tokenizer_config.json: {"eos_token": "…"}',
-        )
+        message = f"{name} has no token that ends a text, so that no completion would end"
+        hint = 'name one of its tokens in its tokenizer_config.json: {"eos_token": "…"}'
+        raise ConfigError.of(message, "--model", hint)
     if not ends:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
 

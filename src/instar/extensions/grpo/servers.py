@@ -31,11 +31,8 @@ def find_server(generation: str, port: int, model: str) -> CompletionServer:
     models = _list_models(generation, address)
     names = [str(entry.get("id")) for entry in models]
     if model not in names:
-        raise ConfigError.of(
-            f"the server at {address} has {', '.join(names) or 'no model'}, not {model}",
-            where="--model",
-            hint="start it with the model that is trained",
-        )
+        message = f"the server at {address} has {', '.join(names) or 'no model'}, not {model}"
+        raise ConfigError.of(message, "--model", "start it with the model that is trained")
     dtype = models[names.index(model)].get("dtype")
     if generation == "server" and dtype not in ("bfloat16", "float32"):
         raise ConfigError.of(
@@ -54,11 +51,9 @@ def _list_models(generation: str, address: str) -> list[dict[str, Any]]:
             models = client.get("/v1/models").raise_for_status().json()["data"]
             return [dict(entry) for entry in models]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError.of(
-            f"no server answers at {address}: {str(error) or type(error).__name__}",
-            where="--vllm-port",
-            hint=f"start one there: {command} --port {address.rpartition(':')[2]}",
-        ) from error
+        message = f"no server answers at {address}: {str(error) or type(error).__name__}"
+        hint = f"start one there: {command} --port {address.rpartition(':')[2]}"
+        raise ConfigError.of(message, "--vllm-port", hint) from error
 
 
 def sampler_client(address: str, timeout_s: float) -> httpx.Client:

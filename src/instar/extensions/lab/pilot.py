@@ -271,8 +271,5 @@ def _check_same(file: Path, plan: Pilot, measurement: MeasuredConfig) -> None:
     """Raise ConfigError if a pilot that is not whole is about another config."""
     different_keys = plan.differing(measurement.config)
     if different_keys and plan.missing:
-        raise ConfigError.of(
-            f"was begun with other settings of {', '.join(different_keys)}",
-            str(file),
-            "choose another file with -o, or delete this one",
-        )
+        message = f"was begun with other settings of {', '.join(different_keys)}"
+        raise ConfigError.of(message, str(file), "choose another file with -o, or delete this one")

@@ -166,11 +166,8 @@ def evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
 
 def too_short(what: str, budget_s: float, needed_s: float) -> ConfigError:
     """Return the error of a budget that is too small."""
-    return ConfigError.of(
-        f"{what} do not fit in {budget_s:,.0f} s",
-        where="--budget",
-        hint=f"give at least {Budget('seconds', max(1.0, round(needed_s)))}",
-    )
+    hint = f"give at least {Budget('seconds', max(1.0, round(needed_s)))}"
+    return ConfigError.of(f"{what} do not fit in {budget_s:,.0f} s", "--budget", hint)
 
 
 def run_values(config: RunConfig, kind: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -241,12 +238,8 @@ def _check_kind(loaded_config: Loaded) -> None:
     if config.task != LANGUAGE:
         raise refusal(loaded_config, "task", f"{config.task}: only {LANGUAGE} models are measured")
     if config.starts_from is not None:
-        raise refusal(
-            loaded_config,
-            "model.from",
-            "has weights that the final size does not have",
-            "leave it out",
-        )
+        message = "has weights that the final size does not have"
+        raise refusal(loaded_config, "model.from", message, "leave it out")
 
 
 def _forecast(loaded_config: Loaded, ranks: int) -> Forecast:

@@ -57,7 +57,7 @@ def prepare_optimizer(
     model's order, as an optimizer does that is built for the grown model; `param_names` as well, if it was given names.
 
     Args:
-        named: names in the old and in the new module, by those in the shape.
+        name_maps: names in the old and in the new module, by those in the shape.
 
     Raises:
         GrowthError: a state is not known, so that no plan says how it grows; nothing has changed.

@@ -79,11 +79,9 @@ def join_cluster(spec: FleetSpec, gpus: str | None, say: Callable[[str], None]) 
             connect_to_ray(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         if address != "auto":
-            raise ConfigError.of(
-                f"cannot join the Ray cluster at {address}: {error}",
-                where="ray.address",
-                hint="the launcher must run on one of its nodes; `ray status` shows them",
-            ) from None
+            message = f"cannot join the Ray cluster at {address}: {error}"
+            hint = "the launcher must run on one of its nodes; `ray status` shows them"
+            raise ConfigError.of(message, "ray.address", hint) from None
     if not ray.is_initialized():
         say("a Ray cluster of this machine is started for this fleet")
         connect_to_ray(

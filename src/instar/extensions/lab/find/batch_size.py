@@ -102,11 +102,8 @@ def find_batch_size(
         else:
             largest = largest_by_forecast(fits, trials, largest_size, limit)
     if not largest:
-        raise ConfigError.of(
-            "a micro-batch of one sample does not fit in memory",
-            where="model",
-            hint="make the model or its context smaller, or set train.gradient_checkpointing: true",
-        )
+        hint = "make the model or its context smaller, or set train.gradient_checkpointing: true"
+        raise ConfigError.of("a micro-batch of one sample does not fit in memory", "model", hint)
     fastest = fastest_of(list(trials.values()))
     return BatchFound(
         tuple(trials[size] for size in sorted(trials)),

@@ -192,11 +192,8 @@ def _host() -> MachineCheck:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return MachineCheck(
-            "host's name",
-            f"{name} has no address",
-            "with several hosts, set MASTER_ADDR to an address",
-        )
+        message = "with several hosts, set MASTER_ADDR to an address"
+        return MachineCheck("host's name", f"{name} has no address", message)
     links = [
         f"{link} {address.address}"
         for link, addresses in psutil.net_if_addrs().items()
