@@ -297,6 +297,19 @@ class Net(nn.Module):
         return found
 
 
+def test_a_comparison_leaves_generators_and_gpus_of_others_alone(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """torch would initialize every GPU of the machine in every process, and say so."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    model = model_of("llama")
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    grow(model, EXACT["widen_mlp"])
+    assert not [warning for warning in recwarn if "available devices" in str(warning.message)]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_module_of_ones_own_with_a_shape_grows() -> None:
     model, x = Net(TwoLayers()), torch.randn(5, 8)
     optimizer = torch.optim.AdamW(model.parameters())

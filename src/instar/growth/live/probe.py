@@ -79,14 +79,18 @@ def run_probe(module: Module, batch: Any) -> Probe:
     Raises:
         GrowthError: it returns no logits.
     """
-    device = next(module.parameters()).device.type
+    device = next(module.parameters()).device
+    gpus = [device] if device.type == "cuda" else []
     with (
         evaluating(module),
         torch.no_grad(),
-        torch.random.fork_rng(),
-        torch.autocast(device, enabled=False),
+        # of all GPUs by default, each of which torch would initialize in every process
+        torch.random.fork_rng(gpus, device_type="cuda"),
+        torch.autocast(device.type, enabled=False),
     ):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu.index].manual_seed(0)
         if isinstance(batch, Mapping):
             output = module(**batch)
         else:
