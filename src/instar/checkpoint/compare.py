@@ -30,7 +30,6 @@ from instar.checkpoint.manifest import (
     read_json,
     read_manifest,
 )
-from instar.config.fields import differing_keys
 from instar.record.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -65,6 +64,8 @@ def compare_facts(a: Path, b: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
     Raises:
         CheckpointError: a manifest or a state cannot be read.
     """
+    from instar.config.fields import differing_keys  # slow: `checkpoint verify` needs no schema
+
     in_a, in_b = read_manifest(a), read_manifest(b)
     return {
         "architecture": differing_keys([in_a.architecture, in_b.architecture]),

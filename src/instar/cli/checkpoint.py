@@ -12,7 +12,12 @@ from typing import Any
 import click
 import msgspec
 
-from instar.checkpoint.compare import Verification, verify_checkpoint
+from instar.checkpoint.compare import (
+    Verification,
+    compare_facts,
+    compare_tensors,
+    verify_checkpoint,
+)
 from instar.checkpoint.layout import read_header
 from instar.checkpoint.listing import (
     dangling_pointers,
@@ -202,7 +207,6 @@ def verify_checkpoints(where: str, every: bool, as_json: bool) -> int:
 @json_option
 def diff_checkpoints(a: str, b: str, tensors: bool, as_json: bool) -> None:
     """Compare the checkpoints A and B (each a folder, or a run: its latest)."""
-    from instar.checkpoint.compare import compare_facts, compare_tensors
     from instar.config.fields import differing_keys
 
     path_a, path_b = checkpoint_at(a), checkpoint_at(b)

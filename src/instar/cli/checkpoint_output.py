@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from instar.checkpoint.compare import Verification
+from instar.checkpoint.compare import Difference, Verification
 from instar.checkpoint.layout import TensorEntry, files_of
 from instar.checkpoint.manifest import Manifest
 from instar.cli.output import print_named, print_table
@@ -19,7 +19,6 @@ from instar.models.shape import ArchitectureError, count_parameters
 from instar.record.format import bytes_text, duration, loss, si
 
 if TYPE_CHECKING:
-    from instar.checkpoint.compare import Difference
     from instar.models.hf.pretrained_folder import PretrainedFolder
     from instar.run.analysis import CheckpointAnalysis
 
