@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from instar.checkpoint.layout import Parts
 from instar.checkpoint.manifest import CheckpointError, Facts
-from instar.checkpoint.store import load_checkpoint, publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig, ParallelConfig
 from instar.distributed.shards import rows_to_save, to_local
@@ -164,7 +164,7 @@ class Ranks:
 
     def save(self, root: Path, step: int, state: State) -> None:
         components = {c: {n: rows_to_save(t) for n, t in each.items()} for c, each in state.items()}
-        publish_checkpoint(root, step, components, {}, architecture={}, world=self.world)
+        publish_checkpoint(root, step, CheckpointContent(components, {}, {}), world=self.world)
 
     def background(self, root: Path, step: int, state: State) -> None:
         """A save for which training stops only while the tensors are copied."""

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from instar.checkpoint.compare import compare_tensors, verify_checkpoint
 from instar.checkpoint.manifest import CheckpointError, FileEntry, encode_manifest, read_manifest
-from instar.checkpoint.store import load_checkpoint, publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 
 
 def save(root: Path, tensors: dict[str, Tensor], **components: dict[str, Tensor]) -> Path:
     weights = {name: tensor.clone() for name, tensor in tensors.items()}
     return publish_checkpoint(
-        root, 5, {"model": weights, **components}, {"cursor": 40}, architecture={}
+        root, 5, CheckpointContent({"model": weights, **components}, {"cursor": 40}, {})
     )
 
 

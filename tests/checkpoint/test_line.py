@@ -27,14 +27,16 @@ from instar.checkpoint.manifest import (
     superseded_at,
     write_line,
 )
-from instar.checkpoint.store import LATEST, publish_checkpoint
+from instar.checkpoint.store import LATEST, CheckpointContent, publish_checkpoint
 
 
 def save(root: Path, step: int, line: list[RunStart], loss: float | None = None) -> Path:
     tensors = {"weight": torch.full((4,), float(step))}
     facts = Facts(loss=loss, line=line)
     state = {"starts": len(line)}
-    return publish_checkpoint(root, step, {"model": tensors}, state, architecture={}, facts=facts)
+    return publish_checkpoint(
+        root, step, CheckpointContent({"model": tensors}, state, {}, facts=facts)
+    )
 
 
 def damage(path: Path, file: str = "model.safetensors") -> None:

@@ -18,13 +18,15 @@ from instar.checkpoint.listing import (
     update_pointer,
 )
 from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, read_manifest
-from instar.checkpoint.store import load_checkpoint, publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 
 
 def save(root: Path, step: int, loss: float | None = None) -> Path:
     tensors = {"weight": torch.full((4,), float(step))}
     facts = Facts(loss=loss)
-    return publish_checkpoint(root, step, {"model": tensors}, {}, architecture={}, facts=facts)
+    return publish_checkpoint(
+        root, step, CheckpointContent({"model": tensors}, {}, {}, facts=facts)
+    )
 
 
 def names(root: Path) -> list[str]:
@@ -63,7 +65,9 @@ def test_the_best_are_those_of_a_metric_in_its_direction(
     for step, score in {1: 0.5, 2: 0.9, 3: 0.1, 4: 0.4}.items():
         facts = Facts(loss=float(step), metrics={"loss": float(step), "a/b": score})
         publish_checkpoint(
-            tmp_path, step, {"model": {"w": torch.ones(step)}}, {}, architecture={}, facts=facts
+            tmp_path,
+            step,
+            CheckpointContent({"model": {"w": torch.ones(step)}}, {}, {}, facts=facts),
         )
     save(tmp_path, 5)  # which was not evaluated
     prune_checkpoints(tmp_path, RetentionPolicy(last=1, best=1, metric="a/b", better=better))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from instar.checkpoint.compare import verify_checkpoint
 from instar.checkpoint.listing import latest_checkpoint, resolve_checkpoint
 from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
-from instar.checkpoint.store import load_checkpoint, publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 from instar.config.errors import ConfigError
 from instar.record import atomic
 
@@ -38,14 +38,14 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def save(root: Path, step: int, seed: int = 0) -> Path:
     return publish_checkpoint(
-        root, step, {"model": tensors(seed)}, STATE, architecture=ARCHITECTURE
+        root, step, CheckpointContent({"model": tensors(seed)}, STATE, ARCHITECTURE)
     )
 
 
 def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
     history = [{"step": 5, "name": "change_lr", "value": 1e-4}]
     path = publish_checkpoint(
-        tmp_path, 10, {"model": tensors()}, STATE, architecture=ARCHITECTURE, history=history
+        tmp_path, 10, CheckpointContent({"model": tensors()}, STATE, ARCHITECTURE, history=history)
     )
     assert path == tmp_path / "checkpoints" / "step-10"
     checkpoint = load_checkpoint(path)
@@ -83,18 +83,18 @@ def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
     head.weight = table.weight
     model = torch.nn.ModuleDict({"table": table, "head": head})
     path = publish_checkpoint(
-        tmp_path, 1, {"model": dict(model.named_parameters())}, {}, architecture={}
+        tmp_path, 1, CheckpointContent({"model": dict(model.named_parameters())}, {}, {})
     )
     assert load_checkpoint(path).tensors().keys() == {"table.weight"}
     with pytest.raises(ValueError, match="share memory"):
-        publish_checkpoint(tmp_path, 2, {"model": model.state_dict()}, {}, architecture={})
+        publish_checkpoint(tmp_path, 2, CheckpointContent({"model": model.state_dict()}, {}, {}))
     assert latest_checkpoint(tmp_path) == path
 
 
 def test_a_transposed_parameter_keeps_its_values(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3).T
     loaded = load_checkpoint(
-        publish_checkpoint(tmp_path, 1, {"model": {"weight": weight}}, {}, architecture={})
+        publish_checkpoint(tmp_path, 1, CheckpointContent({"model": {"weight": weight}}, {}, {}))
     ).tensors()
     assert torch.equal(loaded["weight"], weight)
 
@@ -103,13 +103,15 @@ def test_a_transposed_parameter_keeps_its_values(tmp_path: Path) -> None:
 def test_a_wrappers_names_are_refused(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(ValueError, match="not its wrapper"):
         publish_checkpoint(
-            tmp_path, 1, {"model": {prefix + "weight": torch.ones(1)}}, {}, architecture={}
+            tmp_path, 1, CheckpointContent({"model": {prefix + "weight": torch.ones(1)}}, {}, {})
         )
 
 
 def test_state_that_json_would_change_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="keys are strings"):
-        publish_checkpoint(tmp_path, 1, {"model": tensors()}, {"by_rank": {0: 1}}, architecture={})
+        publish_checkpoint(
+            tmp_path, 1, CheckpointContent({"model": tensors()}, {"by_rank": {0: 1}}, {})
+        )
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -193,7 +195,7 @@ def test_every_fault_in_every_file_is_found_and_named(
 def test_a_file_of_another_checkpoint_is_found(tmp_path: Path, name: str) -> None:
     one, other = (
         save(tmp_path, 10),
-        publish_checkpoint(tmp_path, 20, {"model": tensors(1)}, {}, architecture={}),
+        publish_checkpoint(tmp_path, 20, CheckpointContent({"model": tensors(1)}, {}, {})),
     )
     (other / name).replace(one / name)
     with pytest.raises(CheckpointError, match=name):
@@ -309,10 +311,10 @@ SAVER = """
 import itertools, sys
 from pathlib import Path
 import torch
-from instar.checkpoint.store import publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 for step in itertools.count(int(sys.argv[2])):
-    publish_checkpoint(Path(sys.argv[1]), step, {"model": {"weight": torch.full((1 << 18,), float(step))}}, {},
-            architecture={})
+    tensors = {"weight": torch.full((1 << 18,), float(step))}
+    publish_checkpoint(Path(sys.argv[1]), step, CheckpointContent({"model": tensors}, {}, {}))
     print(step, flush=True)
 """
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from instar.checkpoint import tensor_file
 from instar.checkpoint.layout import file_layout, open_reader
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.checkpoint.tensor_file import (
     DTYPES,
     DirectFile,
@@ -158,7 +158,7 @@ def test_what_the_format_cannot_hold_is_named(
 ) -> None:
     tensors = {**TENSORS, "w": tensor}
     with pytest.raises(ValueError, match=said):
-        publish_checkpoint(tmp_path, 1, {"model": tensors}, {}, architecture={})
+        publish_checkpoint(tmp_path, 1, CheckpointContent({"model": tensors}, {}, {}))
 
 
 def test_a_view_is_written_as_what_it_shows(tmp_path: Path) -> None:

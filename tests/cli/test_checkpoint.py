@@ -16,7 +16,7 @@ import torch
 from shapes import llama
 
 from instar.checkpoint.manifest import Facts
-from instar.checkpoint.store import load_checkpoint, publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 from instar.cli.main import main
 from instar.data.text.tokenizer import ByteTokenizer
 from instar.models.gpt import GPT
@@ -34,11 +34,13 @@ def save(run: Path, step: int, history: list[Any] | None = None, **facts: Any) -
     return publish_checkpoint(
         run,
         step,
-        {"model": weights, "optimizer": moments},
-        {"cursor": step},
-        architecture=ARCH.to_dict(),
-        history=history or [],
-        facts=Facts(data="f00d", tokenizer="beef", progress=progress, **facts),
+        CheckpointContent(
+            {"model": weights, "optimizer": moments},
+            {"cursor": step},
+            ARCH.to_dict(),
+            history=history or [],
+            facts=Facts(data="f00d", tokenizer="beef", progress=progress, **facts),
+        ),
     )
 
 
@@ -183,7 +185,7 @@ def test_inspect_of_another_kind_of_model_shows_what_is_said_of_it(
     shape = {"kind": "graph", "layers": 3}
     weights = {"model": {"w": torch.ones(2)}}
     publish_checkpoint(
-        run, 40, weights, {}, architecture=shape, facts=Facts(left_out=["optimizer"])
+        run, 40, CheckpointContent(weights, {}, shape, facts=Facts(left_out=["optimizer"]))
     )
     assert main(["checkpoint", "inspect", "tiny"]) == 0
     shown = capsys.readouterr().out
@@ -282,10 +284,7 @@ def test_diff_sees_every_part_of_a_checkpoint_that_differs(
             architecture = given.pop("architecture", {"width": 3})
             history = given.pop("history", [])
             parts = {"model": tensors, "optimizer": {"model/exp_avg": torch.zeros(3) + moment}}
-            publish_checkpoint(
-                root / folder, 1, parts, saved_state, architecture=architecture, history=history,
-                facts=Facts(**given),
-            )  # fmt: skip
+            publish_checkpoint(root / folder, 1, CheckpointContent(parts, saved_state, architecture, history=history, facts=Facts(**given)))  # fmt: skip
         places = [str(root / each / "checkpoints/step-1") for each in "ab"]
         found = said(capsys, "diff", *places)
         groups = {each for each in ("architecture", "history", "saved", "state") if found[each]}
@@ -321,7 +320,9 @@ def test_diff_of_two_shapes_outside_any_run(
     for width in (3, 4):
         tensors = {"model": {"w": torch.ones(2, width)}, "ema": {"w": torch.full((2, 3), width)}}
         root = tmp_path / f"loose-{width}"
-        paths.append(str(publish_checkpoint(root, 1, tensors, {}, architecture={"width": width})))
+        paths.append(
+            str(publish_checkpoint(root, 1, CheckpointContent(tensors, {}, {"width": width})))
+        )
     assert main(["checkpoint", "diff", *paths]) == 0
     brief = capsys.readouterr().out
     assert ["width", "3", "4"] in [line.split() for line in brief.splitlines()]

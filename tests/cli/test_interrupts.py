@@ -30,7 +30,7 @@ from written_runs import writing
 
 from instar.checkpoint.layout import TensorEntry, encode_header
 from instar.checkpoint.manifest import MANIFEST, encode_manifest, read_manifest
-from instar.checkpoint.store import publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.extensions import built_in
 
 LARGE = 1 << 36
@@ -85,7 +85,9 @@ def stream(place: Path) -> Sequence[str]:
 
 def checkpoint(place: Path) -> Path:
     """A checkpoint whose model is very large."""
-    path = publish_checkpoint(place / "run", 1, {"model": {"w": zeros(4)}}, {}, architecture={})
+    path = publish_checkpoint(
+        place / "run", 1, CheckpointContent({"model": {"w": zeros(4)}}, {}, {})
+    )
     manifest = read_manifest(path)
     file = path / "model.safetensors"
     hole(file, begin=file.read_bytes())

@@ -14,14 +14,13 @@ Ranks = Callable[[str, int], list[dict[str, Any]]]
 
 PROGRAM = """
 import torch
-from instar.checkpoint.manifest import Facts
 from instar.config.schema import CheckpointConfig
 from instar.config.budget import Counters
 from instar.run.output.save import Saver, Snapshot
 
 def snapshot(step, weight, own):
     return Snapshot(
-        Counters(step=step), {"model": {"weight": weight}, "rng": {"own": own}}, {}, {}, [], Facts()
+        {"model": {"weight": weight}, "rng": {"own": own}}, {}, {}, progress=Counters(step=step)
     )
 
 def saver(world, root, background):
@@ -56,7 +55,7 @@ with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
             "count": count,
         }
         parts = {"model": saved, "rng": {"own": torch.full((3,), 10 * step + world.rank)}}
-        made.save(Snapshot(Counters(step=step), parts, {}, {}, [], Facts()))
+        made.save(Snapshot(parts, {}, {}, progress=Counters(step=step)))
         rows += 1  # the next step must not reach what is being saved
         count += 1
         made.finish()
@@ -133,7 +132,7 @@ def of(named):
     for name, tensor in named.items():
         component, _, rest = name.partition("/")
         components.setdefault(component, {})[rest] = tensor
-    return Snapshot(Counters(step=1), components, {}, {}, [], Facts())
+    return Snapshot(components, {}, {}, progress=Counters(step=1))
 
 with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
     of(tensors()).check_replicas(world)

@@ -22,7 +22,7 @@ from typed import typed
 from written_runs import place, writing
 
 from instar.checkpoint.manifest import Facts
-from instar.checkpoint.store import publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.cli.main import instar as commands
 from instar.config.load import load_config
 from instar.config.user_code import TRUST_VARIABLE, Untrusted, module_files
@@ -120,11 +120,13 @@ def hostile(folder: Path, task: str, mark: Path, **more: Any) -> RunDir:
     publish_checkpoint(
         folder,
         2,
-        {"model": {"weight": torch.zeros(3, 2)}},
-        {},
-        architecture={"width": 3},
-        history=more.get("history", [change]),
-        facts=Facts(reason="test"),
+        CheckpointContent(
+            {"model": {"weight": torch.zeros(3, 2)}},
+            {},
+            {"width": 3},
+            history=more.get("history", [change]),
+            facts=Facts(reason="test"),
+        ),
     )
     return run
 
@@ -175,9 +177,7 @@ def test_reading_a_foreign_run_imports_nothing_of_it(theirs: tuple[Path, Path]) 
     assert "side: left" in shown
 
 
-def test_a_foreign_folder_as_working_directory_shadows_no_module(
-    theirs: tuple[Path, Path],
-) -> None:
+def test_a_foreign_folder_as_working_directory_shadows_no_module(theirs: tuple[Path, Path]) -> None:
     there, mark = theirs
     for argv in (
         ["logs", "compare", ".", "../b"],

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import load_checkpoint, publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 from instar.cli.main import main
 from instar.config.language import ModelConfig
 from instar.config.load import load_config
@@ -72,7 +72,7 @@ def published(
     components = {"model": dict(model.named_parameters())}
     if ema:
         components["ema"] = dict(ema.named_parameters())
-    return publish_checkpoint(run, 7, components, {}, architecture=model.arch.to_dict())
+    return publish_checkpoint(run, 7, CheckpointContent(components, {}, model.arch.to_dict()))
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -177,12 +177,7 @@ def test_export_import_export_changes_no_bit(tmp_path: Path, arch: Architecture)
     second = import_folder(tmp_path / "one", tmp_path / "again")
     export_folder(load_checkpoint(second), tmp_path / "two")
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert names == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    assert names == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     there, back = load_checkpoint(first).tensors(), load_checkpoint(second).tensors()
@@ -400,7 +395,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_no_gpt_is_refused(tmp_path: Path) -> None:
     path = publish_checkpoint(
-        tmp_path, 1, {"model": {"w": torch.ones(2)}}, {}, architecture={"a": 1}
+        tmp_path, 1, CheckpointContent({"model": {"w": torch.ones(2)}}, {}, {"a": 1})
     )
     with pytest.raises(CheckpointError, match="not a GPT"):
         export_folder(load_checkpoint(path), tmp_path / "hf")

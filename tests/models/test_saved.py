@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
 from instar.models.architecture import Mask, resolve_architecture
@@ -82,7 +82,9 @@ def test_what_was_compiled_loads_into_a_plain_model(tmp_path: Path) -> None:
     tokens = torch.arange(16).reshape(2, 8)
     compiled(tokens, tokens).backward()
     weights = dict(unwrap(compiled).named_parameters())
-    path = publish_checkpoint(tmp_path, 1, {"model": weights}, {}, architecture=ARCH.to_dict())
+    path = publish_checkpoint(
+        tmp_path, 1, CheckpointContent({"model": weights}, {}, ARCH.to_dict())
+    )
     plain = GPT(ARCH)
     plain.load_state_dict(load_file(path / "model.safetensors"), strict=True)
     assert torch.equal(plain(tokens), model(tokens))
@@ -90,9 +92,7 @@ def test_what_was_compiled_loads_into_a_plain_model(tmp_path: Path) -> None:
 
 def test_what_was_saved_while_it_grew_is_as_far_open_as_it_was(tmp_path: Path) -> None:
     arch = replace(
-        ARCH,
-        lora=(Lora("all", 2, 4.0),),
-        mask=Mask("mlp", ((32, 64),), begin=10, steps=8),
+        ARCH, lora=(Lora("all", 2, 4.0),), mask=Mask("mlp", ((32, 64),), begin=10, steps=8)
     )
     model = GPT(arch)
     model.init_weights(3)
@@ -104,7 +104,7 @@ def test_what_was_saved_while_it_grew_is_as_far_open_as_it_was(tmp_path: Path) -
     for step in (10, 12, 18):
         model.set_step(step)
         weights = {"model": dict(model.named_parameters())}
-        path = publish_checkpoint(tmp_path, step, weights, {}, architecture=arch.to_dict())
+        path = publish_checkpoint(tmp_path, step, CheckpointContent(weights, {}, arch.to_dict()))
         assert torch.equal(load_gpt(path)(tokens), model(tokens))
         seen.append(model(tokens))
     assert not torch.equal(seen[0], seen[1])
@@ -119,7 +119,7 @@ def test_a_manifest_that_claims_another_shape_allocates_nothing(
     claimed: dict[str, int], tmp_path: Path
 ) -> None:
     weights = {"model": dict(GPT(ARCH).named_parameters())}
-    path = publish_checkpoint(tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | claimed)
+    path = publish_checkpoint(tmp_path, 1, CheckpointContent(weights, {}, ARCH.to_dict() | claimed))
     with pytest.raises(CheckpointError, match="the tensors do not fit the architecture"):
         load_gpt(path)
 
@@ -128,7 +128,7 @@ def test_a_manifest_that_claims_another_shape_allocates_nothing(
 def test_a_manifest_of_a_shape_beyond_any_model_is_refused(field: str, tmp_path: Path) -> None:
     weights = {"model": dict(GPT(ARCH).named_parameters())}
     path = publish_checkpoint(
-        tmp_path, 1, weights, {}, architecture=ARCH.to_dict() | {field: 2**40}
+        tmp_path, 1, CheckpointContent(weights, {}, ARCH.to_dict() | {field: 2**40})
     )
     with pytest.raises(CheckpointError, match=f"model.{field}: must be at most"):
         load_gpt(path)
@@ -141,7 +141,9 @@ def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> 
     with torch.no_grad():
         model.get_parameter("final_norm.weight")[2] = value
     path = publish_checkpoint(
-        tmp_path, 1, {"model": dict(model.named_parameters())}, {}, architecture=ARCH.to_dict()
+        tmp_path,
+        1,
+        CheckpointContent({"model": dict(model.named_parameters())}, {}, ARCH.to_dict()),
     )
     with pytest.raises(
         CheckpointError, match=r"final_norm\.weight, hold values that are not finite"

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError, Facts
-from instar.checkpoint.store import Checkpoint, load_checkpoint, publish_checkpoint
+from instar.checkpoint.store import (
+    Checkpoint,
+    CheckpointContent,
+    load_checkpoint,
+    publish_checkpoint,
+)
 from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.config.sections import Operation
@@ -74,15 +79,17 @@ def saved(folder: Path, settings: Sequence[str] = GPT2, *, spoilt: bool = False)
     path = publish_checkpoint(
         folder,
         STEP,
-        {
-            "model": weights,
-            "optimizer": moments,
-            "ema": {name: 0.9 * weight for name, weight in weights.items()},
-            "rng": {"torch": torch.get_rng_state()},
-        },
-        {"progress": {"step": STEP, "samples": CURSOR}, "evaluated_at": STEP},
-        architecture=arch.to_dict(),
-        facts=Facts(data="f00d", loss=3.0, progress={"step": STEP}),
+        CheckpointContent(
+            {
+                "model": weights,
+                "optimizer": moments,
+                "ema": {name: 0.9 * weight for name, weight in weights.items()},
+                "rng": {"torch": torch.get_rng_state()},
+            },
+            {"progress": {"step": STEP, "samples": CURSOR}, "evaluated_at": STEP},
+            arch.to_dict(),
+            facts=Facts(data="f00d", loss=3.0, progress={"step": STEP}),
+        ),
     )
     return load_checkpoint(path)
 

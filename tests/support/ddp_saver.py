@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from instar.checkpoint.store import publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.config.schema import DDPConfig, ParallelConfig
 from instar.distributed.parallel import unwrap, wrap
 from instar.distributed.world import join_group
@@ -32,7 +32,7 @@ def train_and_save(root: Path, arch: Architecture) -> None:
         bare = unwrap(wrapped)
         weights = dict(bare.named_parameters())
         publish_checkpoint(
-            root, 1, {"model": weights}, {}, architecture=arch.to_dict(), world=world
+            root, 1, CheckpointContent({"model": weights}, {}, arch.to_dict()), world=world
         )
         if world.is_main:
             with torch.no_grad():

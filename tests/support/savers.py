@@ -17,7 +17,7 @@ import torch
 
 from instar.checkpoint.listing import latest_intact
 from instar.checkpoint.manifest import CheckpointError
-from instar.checkpoint.store import Checkpoint, Tensors, publish_checkpoint
+from instar.checkpoint.store import Checkpoint, CheckpointContent, Tensors, publish_checkpoint
 from instar.config.schema import ParallelConfig
 from instar.distributed.world import join_group
 
@@ -39,7 +39,9 @@ def components(step: int, rows: int = ROWS) -> dict[str, dict[str, torch.Tensor]
 
 
 def save(root: Path, step: int, rows: int = ROWS) -> Path:
-    return publish_checkpoint(root, step, components(step, rows), {"step": step}, architecture={})
+    return publish_checkpoint(
+        root, step, CheckpointContent(components(step, rows), {"step": step}, {})
+    )
 
 
 def holds(checkpoint: Checkpoint) -> bool:
@@ -71,7 +73,7 @@ def save_in_parts_for_ever(root: str, first_step: int, acknowledged: str) -> Non
             }
             parts["rng"] = whole["rng"]
             publish_checkpoint(
-                Path(root), step, parts, {"step": step}, architecture={}, world=world
+                Path(root), step, CheckpointContent(parts, {"step": step}, {}), world=world
             )
             if world.is_main:
                 with Path(acknowledged).open("ab", buffering=0) as file:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,15 +133,24 @@ def check_finite(
         )
 
 
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint saves; all but the tensors are JSON values, in which tuples become lists."""
+
+    components: Mapping[str, Tensors]
+    """tensors of `model`, `optimizer`, `ema` and `rng`, each tensor once: those of the model are its named parameters
+    and persistent buffers, not its `state_dict()`, which has tied tensors twice"""
+    state: Mapping[str, Any]
+    architecture: Mapping[str, Any]
+    history: Sequence[Any] = ()
+    facts: Facts = field(default_factory=Facts)
+
+
 def publish_checkpoint(
     root: Path,
     step: int,
-    components: Mapping[str, Tensors],
-    state: Mapping[str, Any],
+    content: CheckpointContent,
     *,
-    architecture: Mapping[str, Any],
-    history: Sequence[Any] = (),
-    facts: Facts | None = None,
     world: World | None = None,
     files_at_once: int = 4,
 ) -> Path:
@@ -152,11 +161,8 @@ def publish_checkpoint(
     and all return or all raise; without a `world` this process saves alone.
 
     Args:
-        components: tensors of `model`, `optimizer`, `ema` and `rng`, each tensor once: those of the
-            model are its named parameters and persistent buffers, not its `state_dict()`, which has
-            tied tensors twice. Only rank 0's are saved if ranks hold the same. A component with
-            `SavedRows` is saved in parts, by the ranks that have them.
-        state, architecture, history, facts: JSON values; tuples become lists.
+        content: only rank 0's tensors are saved if ranks hold the same. A component with `SavedRows` is saved in
+            parts, by the ranks that have them.
         files_at_once: number of threads that write.
 
     Raises:
@@ -170,24 +176,23 @@ def publish_checkpoint(
 
     def finish(world_size: int) -> Path:
         return writer.publish(
-            architecture=dict(architecture),
-            history=list(history),
-            facts=facts or Facts(),
+            architecture=dict(content.architecture),
+            history=list(content.history),
+            facts=content.facts,
             world_size=world_size,
         )
 
     if world is None or world.size == 1:
         with writer.removed_on_error():
             writer.open()
-            writer.write(components, state, rank=0)
+            writer.write(content.components, content.state, rank=0)
             return finish(world_size=1)
-    return _publish_together(writer, components, state, finish, world)
+    return _publish_together(writer, content, finish, world)
 
 
 def _publish_together(
     writer: CheckpointWriter,
-    components: Mapping[str, Tensors],
-    state: Mapping[str, Any],
+    content: CheckpointContent,
     finish: Callable[[int], Path],
     world: World,
 ) -> Path:
@@ -210,7 +215,7 @@ def _publish_together(
             raise_on_all_ranks(world, f"writing the checkpoint of step {step:,}"),
             _as_checkpoint_error(writer),
         ):
-            writer.write(components, state, rank=world.rank)
+            writer.write(content.components, content.state, rank=world.rank)
         # entries come from the ranks: rank 0 may see their files later on a network disk
         for entries in gather(world, msgspec.to_builtins(writer.files)):
             writer.files.update(msgspec.convert(entries, dict[str, FileEntry]))
@@ -270,12 +275,7 @@ class CheckpointWriter:
             atomic.sync_folder(path.parent)
 
     def publish(
-        self,
-        *,
-        architecture: dict[str, Any],
-        history: list[Any],
-        facts: Facts,
-        world_size: int,
+        self, *, architecture: dict[str, Any], history: list[Any], facts: Facts, world_size: int
     ) -> Path:
         """Write the manifest and publishes the folder, after all ranks have written."""
         manifest = Manifest(

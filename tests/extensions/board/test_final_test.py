@@ -22,7 +22,7 @@ from instar.checkpoint.manifest import (
     read_manifest,
     write_line,
 )
-from instar.checkpoint.store import publish_checkpoint
+from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.extensions.board.ending import read_final_test
 from instar.record.rundir import RunDir
 
@@ -30,7 +30,7 @@ from instar.record.rundir import RunDir
 def save(root: Path, value: float) -> Path:
     tensors = {"model": {"weight": torch.full((2,), value)}}
     return publish_checkpoint(
-        root, 8, tensors, {}, architecture={}, facts=Facts(line=line_of_start(None))
+        root, 8, CheckpointContent(tensors, {}, {}, facts=Facts(line=line_of_start(None)))
     )
 
 

@@ -228,23 +228,14 @@ _GPT2 = Family(
 
 _LLAMA = Family(
     "Llama",
-    block=(
-        *attention("attention_bias", "attention_bias"),
-        *gated_mlp("mlp_bias"),
-        *PRE_NORMS,
-    ),
+    block=(*attention("attention_bias", "attention_bias"), *gated_mlp("mlp_bias"), *PRE_NORMS),
     heads_divide_width=True,
     with_experts=MIXTRAL,
 )
 _MISTRAL = Family("Mistral", block=(*attention(), *gated_mlp(), *PRE_NORMS), with_experts=MIXTRAL)
 _QWEN3 = Family(
     "Qwen3",
-    block=(
-        *attention("attention_bias", "attention_bias"),
-        *qk_norms(),
-        *gated_mlp(),
-        *PRE_NORMS,
-    ),
+    block=(*attention("attention_bias", "attention_bias"), *qk_norms(), *gated_mlp(), *PRE_NORMS),
     with_experts=QWEN3_MOE,
 )
 _GEMMA2 = Family(
@@ -308,12 +299,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "Qwen3-MoE",
-        block=(
-            *attention("attention_bias", "attention_bias"),
-            *qk_norms(),
-            *EXPERTS,
-            *PRE_NORMS,
-        ),
+        block=(*attention("attention_bias", "attention_bias"), *qk_norms(), *EXPERTS, *PRE_NORMS),
         axes={**AXES, "mlp": "moe_intermediate_size", "experts": "num_local_experts"},
         must={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
         single_experts=SingleExperts("mlp", "gate_proj", "up_proj", "down_proj"),

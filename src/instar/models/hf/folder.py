@@ -23,7 +23,7 @@ from torch import Tensor
 
 from instar.checkpoint.layout import Parts, check_shapes
 from instar.checkpoint.manifest import CheckpointError, Facts
-from instar.checkpoint.store import Checkpoint, publish_checkpoint
+from instar.checkpoint.store import Checkpoint, CheckpointContent, publish_checkpoint
 from instar.checkpoint.tensor_file import Outline, outlines
 from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import config_text
@@ -274,7 +274,7 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
             left_out=["optimizer", "rng"],
         )
         checkpoint = publish_checkpoint(
-            temporary, 0, {"model": tensors}, {}, architecture=arch.to_dict(), facts=facts
+            temporary, 0, CheckpointContent({"model": tensors}, {}, arch.to_dict(), facts=facts)
         )
     return RunDir(run_dir).checkpoints / checkpoint.name
 

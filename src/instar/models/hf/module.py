@@ -33,11 +33,7 @@ class PretrainedModel(nn.Module):
     """
 
     def __init__(
-        self,
-        shape: LoraShape,
-        *,
-        gradient_checkpointing: bool = False,
-        seed: int | None = None,
+        self, shape: LoraShape, *, gradient_checkpointing: bool = False, seed: int | None = None
     ) -> None:
         """`seed`: of initial values as transformers draws them; None: parameters may have any values."""
         super().__init__()

@@ -372,10 +372,7 @@ class LoraShape(PretrainedShape):
             std = 1 / math.sqrt(3 * size)
             yield f"{name}.lora_a", Parameter((rank, source), (adapter.rank, size), "matrix", std)
             shape = (weight.shape[0], adapter.rank)
-            yield (
-                f"{name}.lora_b",
-                Parameter((output, rank), shape, "matrix", parts=weight.parts),
-            )
+            yield (f"{name}.lora_b", Parameter((output, rank), shape, "matrix", parts=weight.parts))
 
     def without_adapters(self) -> Self:
         return replace(self, lora=())

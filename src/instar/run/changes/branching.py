@@ -72,16 +72,7 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
                     atomic.sweep(folder.parent, folder.name)
                     temporary = str(publishing.enter_context(atomic.atomic_dir(folder)))
             root = Path(str(agree(world, temporary)))
-            first = publish_checkpoint(
-                root,
-                state.step,
-                first_snapshot.components,
-                first_snapshot.state,
-                architecture=first_snapshot.architecture,
-                history=first_snapshot.history,
-                facts=first_snapshot.facts,
-                world=world,
-            )
+            first = publish_checkpoint(root, state.step, first_snapshot, world=world)
             with raise_on_all_ranks(world, "publishing the branch"):
                 if world.is_main:
                     _fill(RunDir(root), trunk.name, branch, first.name, parts, change)

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from instar.checkpoint.listing import RetentionPolicy, prune_checkpoints, update_pointer
-from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Facts, Pattern
-from instar.checkpoint.store import Tensors, publish_checkpoint, tensors_to_write
+from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Pattern
+from instar.checkpoint.store import CheckpointContent, Tensors, publish_checkpoint, tensors_to_write
 from instar.checkpoint.tensor_file import Outline, allocate
 from instar.config.budget import Counters
 from instar.config.errors import InstarError
@@ -34,15 +34,10 @@ MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(CheckpointContent):
     """Everything that this rank saves at one step."""
 
-    progress: Counters
-    components: Mapping[str, Tensors]
-    state: Mapping[str, Any]
-    architecture: Mapping[str, Any]
-    history: list[Any]
-    facts: Facts
+    progress: Counters = field(kw_only=True)
     best: tuple[str, ...] = ()
     """best pointers to set to this checkpoint, one per metric whose best value so far it has"""
 
@@ -279,11 +274,7 @@ class Saver:
             path = publish_checkpoint(
                 self.root,
                 snapshot.progress.step,
-                snapshot.components,
-                snapshot.state,
-                architecture=snapshot.architecture,
-                history=snapshot.history,
-                facts=snapshot.facts,
+                snapshot,
                 world=world,
                 # a background save leaves disk and CPU to training
                 files_at_once=4 if stall_s is None else 1,
