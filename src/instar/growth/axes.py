@@ -118,6 +118,48 @@ def factors_of(axis: str) -> list[str]:
     return axis.replace("+", "*").split("*")
 
 
+def with_mask(
+    arch: Architecture, axis: MaskedAxis, new: Iterable[tuple[int, int]], step: int, steps: int
+) -> Architecture:
+    """Return `arch` with a mask over new index ranges of an axis, which opens over `steps` steps
+    from `step` on.
+
+    Raises:
+        ArchitectureError: a range is not within the axis.
+    """
+    return replace(arch, mask=Mask(axis, tuple(new), step, steps))
+
+
+def refuse_if_masked(arch: Architecture) -> None:
+    """Raise GrowthError while the architecture has a mask."""
+    if arch.mask is not None:
+        raise GrowthError(
+            f"new {arch.mask.axis} are masked until step {arch.mask.end:,}; growth is possible again "
+            "from then on"
+        )
+
+
+def fold_masks(
+    arch: Architecture, _value: None, _options: Mapping[str, Any], step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """Remove a mask that is fully open; the tensors stay as they are.
+
+    Raises:
+        GrowthError: there is no mask, or it is not fully open yet.
+    """
+    if arch.mask is None:
+        raise GrowthError("the model has no mask to fold")
+    if step < arch.mask.end:
+        raise GrowthError(
+            f"the mask over new {arch.mask.axis} is fully open at step {arch.mask.end:,}, and this is "
+            f"step {step:,}"
+        )
+    without_mask = replace(arch, mask=None)
+    return without_mask, GrowthPlan(
+        {name: Grown(name) for name in without_mask.parameters()}, "exact"
+    )
+
+
 def _pieces(use: Use, sizes: Mapping[str, int], layouts: Mapping[str, Layout]) -> tuple[Piece, ...]:
     """Return the pieces of a dimension: of each summand, in which one factor at most has a new layout."""
     pieces, start = list[Piece](), 0
@@ -158,46 +200,4 @@ def _pieces_along(
         )
         for index in range(outer)
         for piece in pieces
-    )
-
-
-def with_mask(
-    arch: Architecture, axis: MaskedAxis, new: Iterable[tuple[int, int]], step: int, steps: int
-) -> Architecture:
-    """Return `arch` with a mask over new index ranges of an axis, which opens over `steps` steps
-    from `step` on.
-
-    Raises:
-        ArchitectureError: a range is not within the axis.
-    """
-    return replace(arch, mask=Mask(axis, tuple(new), step, steps))
-
-
-def refuse_if_masked(arch: Architecture) -> None:
-    """Raise GrowthError while the architecture has a mask."""
-    if arch.mask is not None:
-        raise GrowthError(
-            f"new {arch.mask.axis} are masked until step {arch.mask.end:,}; growth is possible again "
-            "from then on"
-        )
-
-
-def fold_masks(
-    arch: Architecture, _value: None, _options: Mapping[str, Any], step: int
-) -> tuple[Architecture, GrowthPlan]:
-    """Remove a mask that is fully open; the tensors stay as they are.
-
-    Raises:
-        GrowthError: there is no mask, or it is not fully open yet.
-    """
-    if arch.mask is None:
-        raise GrowthError("the model has no mask to fold")
-    if step < arch.mask.end:
-        raise GrowthError(
-            f"the mask over new {arch.mask.axis} is fully open at step {arch.mask.end:,}, and this is "
-            f"step {step:,}"
-        )
-    without_mask = replace(arch, mask=None)
-    return without_mask, GrowthPlan(
-        {name: Grown(name) for name in without_mask.parameters()}, "exact"
     )

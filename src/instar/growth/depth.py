@@ -80,34 +80,6 @@ def stack_layers(
     return deeper, GrowthPlan(tensors, "lossy", blocks=tuple(order))
 
 
-def _stack_blocks(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block]:
-    if isinstance(value, list | tuple):
-        if options.keys() & {"how", "drop"}:
-            raise GrowthError("a layer map says itself where copies are: leave out how and drop")
-        return [_Block(layer) for layer in value]
-    how, drop = options.get("how", "stack"), options.get("drop", max(1, layers // 4))
-    if "drop" in options and how != "overlap":
-        raise GrowthError("drop requires how: overlap")
-    if how == "interleave":
-        return [_Block(layer) for layer in range(layers) for _ in range(value)]
-    if how == "interpolate":
-        return [
-            _Block(layer, share=part / value if layer + 1 < layers else 0.0)
-            for layer in range(layers)
-            for part in range(value)
-        ]
-    if how == "overlap" and 2 * drop > layers:
-        raise GrowthError(
-            f"drop: {drop} on both sides of a seam would lose blocks of {layers}; choose at most {layers // 2}"
-        )
-    cut = drop if how == "overlap" else 0
-    return [
-        _Block(layer)
-        for copy in range(value)
-        for layer in range(cut if copy else 0, layers - (cut if copy + 1 < value else 0))
-    ]
-
-
 def insert_layers(
     arch: G, value: int, options: Mapping[str, Any], step: int
 ) -> tuple[G, GrowthPlan]:
@@ -148,6 +120,84 @@ def insert_layers(
     sources = tuple(None if block.is_inserted and is_random else block.source for block in blocks)
     label: Label = "exact" if zeros or steps is not None else "lossy"
     return deeper, GrowthPlan(tensors, label, notes=(f"new: {format_list(new)}",), blocks=sources)
+
+
+def upcycle(
+    arch: TransformerShape, value: int, options: Mapping[str, Any], _step: int
+) -> tuple[TransformerShape, GrowthPlan]:
+    """Replace every MLP by `value` copies of it, its experts, and a router (sparse upcycling, arXiv 2212.05055).
+
+    Exact whatever the router says, because experts are equal and gates add up to 1. The router is drawn: with zeros
+    every token would choose the same experts, and the others would never train. Experts then diverge by the tokens
+    that they get.
+
+    `noise` adds normal noise to each expert, with this standard deviation relative to the root mean square of the
+    tensor; lossy.
+
+    Raises:
+        ArchitectureError: more experts per token than experts; a family of transformers without experts.
+        GrowthError: there are experts already, or adapters of MLPs, which have no counterpart; or no gradient would reach
+            the router.
+    """
+    if "experts" in arch.sizes():
+        raise GrowthError(f"the model has {arch.sizes()['experts']} experts already")
+    per_token = options.get("num_experts_per_tok", min(EXPERTS_PER_TOKEN, value))
+    if per_token > value:
+        raise GrowthError(f"num_experts_per_tok: {per_token} of {value} experts; choose fewer")
+    balance = float(options.get("router_aux_loss_coef", BALANCE))
+    noise = float(options.get("noise", 0.0))
+    if per_token == 1 and not (isinstance(arch, Architecture) and balance > 0.0):
+        # the models of transformers add their load-balancing loss only where they are asked for it
+        more = " and router_aux_loss_coef is 0" if isinstance(arch, Architecture) else ""
+        raise GrowthError(
+            f"num_experts_per_tok is 1{more}: the weight of a token's only expert is 1 whatever the router says, so no "
+            "gradient would ever reach the router; choose num_experts_per_tok: 2 or more"
+        )
+    if isinstance(arch, Architecture):
+        sparse: TransformerShape = _gpt(arch, value, per_token, balance)
+    elif isinstance(arch, PretrainedShape):
+        sparse = arch.with_experts(value, per_token, balance)
+    else:
+        raise GrowthError(f"a {type(arch).__name__} has no counterpart with experts")
+    old = arch.parameters()
+    tensors: dict[str, TensorPlan] = {}
+    for name, entry in sparse.parameters().items():
+        sources = _sources(name)
+        if all(source in old for source in sources):
+            same_rank = len(entry.shape) == len(old[sources[0]].shape)
+            tensors[name] = Grown(name) if same_rank else Stacked(sources, value, per_token, noise)
+        else:
+            tensors[name] = Fresh(entry.shape, "normal", ROUTER_STD)
+    note = f"{value} experts, {per_token} per token"
+    return sparse, GrowthPlan(tensors, "lossy" if noise else "exact", notes=(note,))
+
+
+def _stack_blocks(value: Any, layers: int, options: Mapping[str, Any]) -> list[_Block]:
+    if isinstance(value, list | tuple):
+        if options.keys() & {"how", "drop"}:
+            raise GrowthError("a layer map says itself where copies are: leave out how and drop")
+        return [_Block(layer) for layer in value]
+    how, drop = options.get("how", "stack"), options.get("drop", max(1, layers // 4))
+    if "drop" in options and how != "overlap":
+        raise GrowthError("drop requires how: overlap")
+    if how == "interleave":
+        return [_Block(layer) for layer in range(layers) for _ in range(value)]
+    if how == "interpolate":
+        return [
+            _Block(layer, share=part / value if layer + 1 < layers else 0.0)
+            for layer in range(layers)
+            for part in range(value)
+        ]
+    if how == "overlap" and 2 * drop > layers:
+        raise GrowthError(
+            f"drop: {drop} on both sides of a seam would lose blocks of {layers}; choose at most {layers // 2}"
+        )
+    cut = drop if how == "overlap" else 0
+    return [
+        _Block(layer)
+        for copy in range(value)
+        for layer in range(cut if copy else 0, layers - (cut if copy + 1 < value else 0))
+    ]
 
 
 def _layers(arch: Growable) -> int:
@@ -237,56 +287,6 @@ def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Return runs of consecutive indices as (start, stop)."""
     runs = groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
     return [(run[0], run[-1] + 1) for run in ([index for _, index in g] for _, g in runs)]
-
-
-def upcycle(
-    arch: TransformerShape, value: int, options: Mapping[str, Any], _step: int
-) -> tuple[TransformerShape, GrowthPlan]:
-    """Replace every MLP by `value` copies of it, its experts, and a router (sparse upcycling, arXiv 2212.05055).
-
-    Exact whatever the router says, because experts are equal and gates add up to 1. The router is drawn: with zeros
-    every token would choose the same experts, and the others would never train. Experts then diverge by the tokens
-    that they get.
-
-    `noise` adds normal noise to each expert, with this standard deviation relative to the root mean square of the
-    tensor; lossy.
-
-    Raises:
-        ArchitectureError: more experts per token than experts; a family of transformers without experts.
-        GrowthError: there are experts already, or adapters of MLPs, which have no counterpart; or no gradient would reach
-            the router.
-    """
-    if "experts" in arch.sizes():
-        raise GrowthError(f"the model has {arch.sizes()['experts']} experts already")
-    per_token = options.get("num_experts_per_tok", min(EXPERTS_PER_TOKEN, value))
-    if per_token > value:
-        raise GrowthError(f"num_experts_per_tok: {per_token} of {value} experts; choose fewer")
-    balance = float(options.get("router_aux_loss_coef", BALANCE))
-    noise = float(options.get("noise", 0.0))
-    if per_token == 1 and not (isinstance(arch, Architecture) and balance > 0.0):
-        # the models of transformers add their load-balancing loss only where they are asked for it
-        more = " and router_aux_loss_coef is 0" if isinstance(arch, Architecture) else ""
-        raise GrowthError(
-            f"num_experts_per_tok is 1{more}: the weight of a token's only expert is 1 whatever the router says, so no "
-            "gradient would ever reach the router; choose num_experts_per_tok: 2 or more"
-        )
-    if isinstance(arch, Architecture):
-        sparse: TransformerShape = _gpt(arch, value, per_token, balance)
-    elif isinstance(arch, PretrainedShape):
-        sparse = arch.with_experts(value, per_token, balance)
-    else:
-        raise GrowthError(f"a {type(arch).__name__} has no counterpart with experts")
-    old = arch.parameters()
-    tensors: dict[str, TensorPlan] = {}
-    for name, entry in sparse.parameters().items():
-        sources = _sources(name)
-        if all(source in old for source in sources):
-            same_rank = len(entry.shape) == len(old[sources[0]].shape)
-            tensors[name] = Grown(name) if same_rank else Stacked(sources, value, per_token, noise)
-        else:
-            tensors[name] = Fresh(entry.shape, "normal", ROUTER_STD)
-    note = f"{value} experts, {per_token} per token"
-    return sparse, GrowthPlan(tensors, "lossy" if noise else "exact", notes=(note,))
 
 
 def _gpt(arch: Architecture, number: int, per_token: int, balance: float) -> Architecture:

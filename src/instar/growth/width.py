@@ -157,27 +157,6 @@ def resize_vocab(
     return larger, GrowthPlan(tensors, "bounded", bound_nats=math.log1p((size - now) / now))
 
 
-def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
-    now, rows = arch.sizes()["vocab"], value.rows
-    if not isinstance(arch, PretrainedShape):
-        raise GrowthError("only models of transformers take a new tokenizer; a run has its own")
-    largest = max((source for row in rows for source in row), default=0)
-    if largest >= now:
-        raise GrowthError(f"the old tokenizer has a token {largest:,}, and the table {now:,} rows")
-    larger = arch.resized(vocab=len(rows))
-    larger = replace(larger, config={**larger.config, **value.special_ids(arch.config)})
-    if odd := [use.name for use in uses(larger, "vocab") if use.dim]:
-        raise GrowthError(f"{odd[0]} has columns of tokens: merge the adapter of the table first")
-    tensors = {
-        name: Reindexed(name, rows, value.kept_tokens) if "vocab" in entry.axes else Grown(name)
-        for name, entry in larger.parameters().items()
-    }
-    pieces = sum(bool(row) for row in rows) - len(value.kept_tokens)
-    n_unmapped = len(rows) - len(value.kept_tokens) - pieces
-    note = f"{len(value.kept_tokens):,} tokens kept, {pieces:,} from pieces, {n_unmapped:,} from the mean of all"
-    return larger, GrowthPlan(tensors, "lossy", notes=(note,))
-
-
 def extend_context(
     arch: T, value: Any, options: Mapping[str, Any], _step: int
 ) -> tuple[T, GrowthPlan]:
@@ -196,100 +175,6 @@ def extend_context(
     tensors = plan_tensors(arch, longer.parameters(), {"context": layout})
     # samples have the old length until set_context
     return longer, GrowthPlan(tensors, "exact", waits=True)
-
-
-def _with_scaled_rope(arch: Any, rope: str, size: int) -> tuple[Any, GrowthPlan]:
-    if not isinstance(arch, PretrainedShape) or arch.positions != "rope":
-        raise GrowthError("rope scales frequencies of models of transformers with RoPE only")
-    longer = arch.with_scaled_rope(rope, size)
-    tensors = plan_tensors(arch, longer.parameters(), {})
-    note = f"{rope}, factor {size / arch.sizes()['context']:g}"
-    return longer, GrowthPlan(tensors, "exact" if rope == "dynamic" else "lossy", notes=(note,))
-
-
-def _is_inner(arch: Growable, axis: str) -> bool:
-    relations = {use.relation for use in uses(arch, axis)}
-    return {"writes", "reads"} <= relations and "lists" not in relations
-
-
-def _with_masked_growth(
-    arch: Any, wider: Any, axis: MaskedAxis, options: Mapping[str, Any], step: int
-) -> tuple[Any, GrowthPlan]:
-    """Fill new elements under a mask with initial values."""
-    if conflicting := options.keys() & {"how", "share"}:
-        raise GrowthError(
-            f"{format_list(sorted(conflicting))} and mask cannot be combined: a mask needs no zeros"
-        )
-    now, size = arch.sizes()[axis], wider.sizes()[axis]
-    wider = with_mask(wider, axis, [(now, size)], step, options["mask"])
-    layout = layout_of((Old(0, now), size - now), initial_slices)
-    note = f"entering over {options['mask']:,} steps"
-    return wider, GrowthPlan(
-        plan_tensors(arch, wider.parameters(), {axis: layout}), "exact", notes=(note,)
-    )
-
-
-def _padded_stream(arch: TransformerShape, size: int) -> Layout:
-    now = arch.sizes()["embed"]
-    s, count = math.sqrt(now / size), size - now
-
-    def pieces(use: Use) -> tuple[Piece, ...]:
-        if use.relation == "writes":
-            return Old(0, now), New(count, _PADDING[arch.norm])
-        if use.is_gain:
-            # new gains multiply channels that are still 0
-            return Old(0, now, s, 1 / s), New(count, "mean")
-        return Old(0, now), initial_slices(use, count)
-
-    return pieces
-
-
-def _copied_stream(arch: TransformerShape, times: int) -> Layout:
-    now = arch.sizes()["embed"]
-    copies = _split(now, times * now, 1 / times)
-
-    def pieces(use: Use) -> tuple[Piece, ...]:
-        if arch.tied and use.name.startswith(f"{arch.final_norm}."):
-            # the tied table reads all copies too; as a writer it cannot divide its weights
-            return tuple(Old(0, now, 1 / times, 1.0, copy > 0) for copy in range(times))
-        return copies(use)
-
-    return pieces
-
-
-def _units(now: int, size: int, how: str, options: Mapping[str, Any]) -> tuple[Layout, str]:
-    """Return the layout of an axis inside blocks, and a note for the plan."""
-    if how == "split":
-        divides = size % now == 0
-        share = options.get("share", now / size if divides else 0.5)
-        return _split(now, size, share), f"split, {share:g} stays with the source"
-    if "share" in options:
-        raise GrowthError("share requires how: split")
-    return layout_of((Old(0, now), size - now), zero_in_readers), "not read yet"
-
-
-def _split(now: int, size: int, share: float) -> Layout:
-    """Return a layout of copies, where the copied unit keeps this share of each reader's weight.
-
-    A unit's gradient is proportional to its reader's weight, a reader's to the value of its unit.
-    """
-    read = list(_copies(now, size - now, share))
-    writers = [replace(piece, value=1.0, gradient=piece.value) for piece in read]
-    return lambda use: tuple(read if use.relation == "reads" else writers)
-
-
-def _copies(now: int, extra: int, share: float) -> Iterator[Old]:
-    """Yield all old units, then `extra` copies of them, cyclically from the first, as a tensor
-    reads them: the copies of a unit divide the rest of its weight."""
-    rounds, remainder = divmod(extra, now)
-    parts = [(0, remainder, rounds + 1), (remainder, now, rounds)]
-    for start, stop, copies in parts:
-        if start < stop:
-            yield Old(start, stop, share if copies else 1.0)
-    for number in range(rounds + 1):
-        for start, stop, copies in parts:
-            if start < stop and number < copies:
-                yield Old(start, stop, (1.0 - share) / copies, is_copy=True)
 
 
 def add_heads(arch: T, value: Any, options: Mapping[str, Any], step: int) -> tuple[T, GrowthPlan]:
@@ -396,6 +281,121 @@ def grow_head_dim(
     return larger, GrowthPlan(
         plan_tensors(arch, larger.parameters(), {"head_dim": pieces}), "exact"
     )
+
+
+def _with_vocabulary(arch: Any, value: VocabularyMap) -> tuple[Any, GrowthPlan]:
+    now, rows = arch.sizes()["vocab"], value.rows
+    if not isinstance(arch, PretrainedShape):
+        raise GrowthError("only models of transformers take a new tokenizer; a run has its own")
+    largest = max((source for row in rows for source in row), default=0)
+    if largest >= now:
+        raise GrowthError(f"the old tokenizer has a token {largest:,}, and the table {now:,} rows")
+    larger = arch.resized(vocab=len(rows))
+    larger = replace(larger, config={**larger.config, **value.special_ids(arch.config)})
+    if odd := [use.name for use in uses(larger, "vocab") if use.dim]:
+        raise GrowthError(f"{odd[0]} has columns of tokens: merge the adapter of the table first")
+    tensors = {
+        name: Reindexed(name, rows, value.kept_tokens) if "vocab" in entry.axes else Grown(name)
+        for name, entry in larger.parameters().items()
+    }
+    pieces = sum(bool(row) for row in rows) - len(value.kept_tokens)
+    n_unmapped = len(rows) - len(value.kept_tokens) - pieces
+    note = f"{len(value.kept_tokens):,} tokens kept, {pieces:,} from pieces, {n_unmapped:,} from the mean of all"
+    return larger, GrowthPlan(tensors, "lossy", notes=(note,))
+
+
+def _with_scaled_rope(arch: Any, rope: str, size: int) -> tuple[Any, GrowthPlan]:
+    if not isinstance(arch, PretrainedShape) or arch.positions != "rope":
+        raise GrowthError("rope scales frequencies of models of transformers with RoPE only")
+    longer = arch.with_scaled_rope(rope, size)
+    tensors = plan_tensors(arch, longer.parameters(), {})
+    note = f"{rope}, factor {size / arch.sizes()['context']:g}"
+    return longer, GrowthPlan(tensors, "exact" if rope == "dynamic" else "lossy", notes=(note,))
+
+
+def _is_inner(arch: Growable, axis: str) -> bool:
+    relations = {use.relation for use in uses(arch, axis)}
+    return {"writes", "reads"} <= relations and "lists" not in relations
+
+
+def _with_masked_growth(
+    arch: Any, wider: Any, axis: MaskedAxis, options: Mapping[str, Any], step: int
+) -> tuple[Any, GrowthPlan]:
+    """Fill new elements under a mask with initial values."""
+    if conflicting := options.keys() & {"how", "share"}:
+        raise GrowthError(
+            f"{format_list(sorted(conflicting))} and mask cannot be combined: a mask needs no zeros"
+        )
+    now, size = arch.sizes()[axis], wider.sizes()[axis]
+    wider = with_mask(wider, axis, [(now, size)], step, options["mask"])
+    layout = layout_of((Old(0, now), size - now), initial_slices)
+    note = f"entering over {options['mask']:,} steps"
+    return wider, GrowthPlan(
+        plan_tensors(arch, wider.parameters(), {axis: layout}), "exact", notes=(note,)
+    )
+
+
+def _padded_stream(arch: TransformerShape, size: int) -> Layout:
+    now = arch.sizes()["embed"]
+    s, count = math.sqrt(now / size), size - now
+
+    def pieces(use: Use) -> tuple[Piece, ...]:
+        if use.relation == "writes":
+            return Old(0, now), New(count, _PADDING[arch.norm])
+        if use.is_gain:
+            # new gains multiply channels that are still 0
+            return Old(0, now, s, 1 / s), New(count, "mean")
+        return Old(0, now), initial_slices(use, count)
+
+    return pieces
+
+
+def _copied_stream(arch: TransformerShape, times: int) -> Layout:
+    now = arch.sizes()["embed"]
+    copies = _split(now, times * now, 1 / times)
+
+    def pieces(use: Use) -> tuple[Piece, ...]:
+        if arch.tied and use.name.startswith(f"{arch.final_norm}."):
+            # the tied table reads all copies too; as a writer it cannot divide its weights
+            return tuple(Old(0, now, 1 / times, 1.0, copy > 0) for copy in range(times))
+        return copies(use)
+
+    return pieces
+
+
+def _units(now: int, size: int, how: str, options: Mapping[str, Any]) -> tuple[Layout, str]:
+    """Return the layout of an axis inside blocks, and a note for the plan."""
+    if how == "split":
+        divides = size % now == 0
+        share = options.get("share", now / size if divides else 0.5)
+        return _split(now, size, share), f"split, {share:g} stays with the source"
+    if "share" in options:
+        raise GrowthError("share requires how: split")
+    return layout_of((Old(0, now), size - now), zero_in_readers), "not read yet"
+
+
+def _split(now: int, size: int, share: float) -> Layout:
+    """Return a layout of copies, where the copied unit keeps this share of each reader's weight.
+
+    A unit's gradient is proportional to its reader's weight, a reader's to the value of its unit.
+    """
+    read = list(_copies(now, size - now, share))
+    writers = [replace(piece, value=1.0, gradient=piece.value) for piece in read]
+    return lambda use: tuple(read if use.relation == "reads" else writers)
+
+
+def _copies(now: int, extra: int, share: float) -> Iterator[Old]:
+    """Yield all old units, then `extra` copies of them, cyclically from the first, as a tensor
+    reads them: the copies of a unit divide the rest of its weight."""
+    rounds, remainder = divmod(extra, now)
+    parts = [(0, remainder, rounds + 1), (remainder, now, rounds)]
+    for start, stop, copies in parts:
+        if start < stop:
+            yield Old(start, stop, share if copies else 1.0)
+    for number in range(rounds + 1):
+        for start, stop, copies in parts:
+            if start < stop and number < copies:
+                yield Old(start, stop, (1.0 - share) / copies, is_copy=True)
 
 
 def _length(parts: list[Old | int]) -> int:

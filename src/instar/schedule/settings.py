@@ -228,6 +228,64 @@ def early_end_of_decay(settings: Settings, steps: int | None) -> str:
     )
 
 
+def refused_options(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each option that an operation on settings does not have, or whose value is invalid, with
+    the message."""
+    choices: dict[str, tuple[str, ...]] = {}
+    if name in CONTEXT:
+        choices = {"tokens": ("change", "keep")}
+    elif name in _BATCH:
+        choices = {"lr": tuple(LR_RULES)}
+    for option, value in options.items():
+        if option not in choices:
+            has = f"whose option is {', '.join(choices)}" if choices else "which has none"
+            yield option, f"is not an option of {name}, {has}"
+        elif not (isinstance(value, str) and value in choices[option]):
+            *allowed_before, last = choices[option]
+            yield option, f"must be {', '.join(allowed_before)} or {last}, got {value_text(value)}"
+
+
+def with_options(before: Settings, after: Settings, options: Mapping[str, Any]) -> Settings:
+    """Return the settings after an operation and its options.
+
+    Raises:
+        ValueError: the tokens per step cannot be kept.
+    """
+    if options.get("tokens") == "keep":
+        after = _same_tokens(before, after)
+    ratio = after.global_batch / before.global_batch
+    factor = LR_RULES[options["lr"]](ratio) if "lr" in options else 1.0
+    return after if factor == 1.0 else dataclasses.replace(after, lr=after.lr * factor)
+
+
+def rate_factors(
+    arch: Growable, began: Growable, base_width: int, update: Update
+) -> dict[str, float]:
+    """Return the factor of the learning rate of each parameter, 1 at the base width.
+
+    The base is a model with the proportions of `began` and a residual stream of `base_width` channels. Token
+    tables are inputs, whose rows AdamW updates alike at every width; so is a table that is the head too. Adapters
+    have a scale of their own.
+
+    Args:
+        arch: the present shape.
+        began: that of step 0.
+
+    Raises:
+        ValueError: the model names no residual stream, so it has no width.
+    """
+    if not (streams := streams_of(began)):
+        raise ValueError(
+            "optimizer.lr_base_width is the width of the residual stream, and this model names none: give its shape "
+            "`streams`, or leave it out"
+        )
+    ratio = _ratios(arch, began.sizes(), base_width / began.sizes()[streams[0]])
+    return {
+        name: 1.0 if is_adapter(name) else _factor(entry, ratio, update)
+        for name, entry in arch.parameters().items()
+    }
+
+
 def _decay(settings: Settings, step: int, share: float) -> float:
     """Return the share in the last decay of a branch, which began with `share`."""
     if not settings.decay_iters or step <= settings.decay_start:
@@ -276,36 +334,6 @@ def _falling(settings: Settings, steps_done: int) -> float:
     return 1.0 - (1.0 - lowest) * progress
 
 
-def refused_options(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each option that an operation on settings does not have, or whose value is invalid, with
-    the message."""
-    choices: dict[str, tuple[str, ...]] = {}
-    if name in CONTEXT:
-        choices = {"tokens": ("change", "keep")}
-    elif name in _BATCH:
-        choices = {"lr": tuple(LR_RULES)}
-    for option, value in options.items():
-        if option not in choices:
-            has = f"whose option is {', '.join(choices)}" if choices else "which has none"
-            yield option, f"is not an option of {name}, {has}"
-        elif not (isinstance(value, str) and value in choices[option]):
-            *allowed_before, last = choices[option]
-            yield option, f"must be {', '.join(allowed_before)} or {last}, got {value_text(value)}"
-
-
-def with_options(before: Settings, after: Settings, options: Mapping[str, Any]) -> Settings:
-    """Return the settings after an operation and its options.
-
-    Raises:
-        ValueError: the tokens per step cannot be kept.
-    """
-    if options.get("tokens") == "keep":
-        after = _same_tokens(before, after)
-    ratio = after.global_batch / before.global_batch
-    factor = LR_RULES[options["lr"]](ratio) if "lr" in options else 1.0
-    return after if factor == 1.0 else dataclasses.replace(after, lr=after.lr * factor)
-
-
 def _same_tokens(before: Settings, after: Settings) -> Settings:
     """Change the batch size inversely to the context."""
     tokens = before.batch_size * before.context
@@ -318,34 +346,6 @@ def _same_tokens(before: Settings, after: Settings) -> Settings:
             "or choose another context"
         )
     return dataclasses.replace(after, batch_size=batch_size)
-
-
-def rate_factors(
-    arch: Growable, began: Growable, base_width: int, update: Update
-) -> dict[str, float]:
-    """Return the factor of the learning rate of each parameter, 1 at the base width.
-
-    The base is a model with the proportions of `began` and a residual stream of `base_width` channels. Token
-    tables are inputs, whose rows AdamW updates alike at every width; so is a table that is the head too. Adapters
-    have a scale of their own.
-
-    Args:
-        arch: the present shape.
-        began: that of step 0.
-
-    Raises:
-        ValueError: the model names no residual stream, so it has no width.
-    """
-    if not (streams := streams_of(began)):
-        raise ValueError(
-            "optimizer.lr_base_width is the width of the residual stream, and this model names none: give its shape "
-            "`streams`, or leave it out"
-        )
-    ratio = _ratios(arch, began.sizes(), base_width / began.sizes()[streams[0]])
-    return {
-        name: 1.0 if is_adapter(name) else _factor(entry, ratio, update)
-        for name, entry in arch.parameters().items()
-    }
 
 
 def _factor(entry: Parameter, ratio: Callable[[str | None], float], update: Update) -> float:

@@ -91,47 +91,6 @@ def build_sharded(
     return module
 
 
-def _empty(
-    subject: Subject, larger: Growable, plan: GrowthPlan
-) -> tuple[Module, Mapping[str, Parameter]]:
-    """Return a new module of the grown shape, and its parameters by their names in the shape."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        module = subject.build(larger)
-    parameters = replace(subject, shape=larger).parameters(module)
-    if odd := sorted(parameters.keys() ^ plan.tensors.keys()):
-        raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
-    return module, parameters
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are built have parameters without memory, and real buffers."""
-
-    def to_meta(_: Module, __: str, parameter: Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(to_meta)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _allocate(module: Module, device: torch.device) -> None:
-    """Give memory to what this rank holds of the parameters."""
-    buffers = {
-        (submodule, name): buffer
-        for submodule in module.modules()
-        for name, buffer in submodule._buffers.items()
-        if buffer is not None
-    }
-    module.to_empty(device=device)
-    for (owner, name), buffer in buffers.items():
-        owner._buffers[name] = buffer
-
-
 def replace_parameters(module: Module, new: Mapping[Parameter, Parameter]) -> None:
     """Replace parameters in all modules that have them, also where several share one."""
     for submodule in module.modules():
@@ -176,6 +135,68 @@ def take_over(old: Module, new: Module) -> None:
             vars(old)[name] = value
 
 
+def renew(model: Module) -> None:
+    """Make DDP, which stays the same object, reduce the gradients of the parameters that its module has now.
+
+    A collective: rank 0's parameters and buffers are sent to all, and their shapes are compared.
+    """
+    for wrapper in wrappers(model):
+        if isinstance(wrapper, DistributedDataParallel):
+            settings = {
+                name: vars(wrapper)[name]
+                for name in signature(type(wrapper)).parameters
+                if name in vars(wrapper) and name != "device_mesh"  # whose group it also has
+            }
+            if not wrapper.bucket_bytes_cap_default:
+                settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / 2**20
+            new_wrapper = type(wrapper)(wrapper.module, **settings)
+            for hook, state in wrapper._comm_hooks:
+                new_wrapper.register_comm_hook(state, hook)
+            # the old reducer ends here, and with it its hooks on the parameters that both have
+            take_over(wrapper, new_wrapper)
+
+
+def _empty(
+    subject: Subject, larger: Growable, plan: GrowthPlan
+) -> tuple[Module, Mapping[str, Parameter]]:
+    """Return a new module of the grown shape, and its parameters by their names in the shape."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        module = subject.build(larger)
+    parameters = replace(subject, shape=larger).parameters(module)
+    if odd := sorted(parameters.keys() ^ plan.tensors.keys()):
+        raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
+    return module, parameters
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are built have parameters without memory, and real buffers."""
+
+    def to_meta(_: Module, __: str, parameter: Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _allocate(module: Module, device: torch.device) -> None:
+    """Give memory to what this rank holds of the parameters."""
+    buffers = {
+        (submodule, name): buffer
+        for submodule in module.modules()
+        for name, buffer in submodule._buffers.items()
+        if buffer is not None
+    }
+    module.to_empty(device=device)
+    for (owner, name), buffer in buffers.items():
+        owner._buffers[name] = buffer
+
+
 def _is_kept(name: str) -> bool:
     return name in _KEPT or "_hooks" in name
 
@@ -200,24 +221,3 @@ def _origin(subject: Subject, path: str, plan: GrowthPlan) -> tuple[str, bool]:
     return subject.module_name(
         ".".join(["blocks", str(sources[nearest]), *inside])
     ), nearest != layer
-
-
-def renew(model: Module) -> None:
-    """Make DDP, which stays the same object, reduce the gradients of the parameters that its module has now.
-
-    A collective: rank 0's parameters and buffers are sent to all, and their shapes are compared.
-    """
-    for wrapper in wrappers(model):
-        if isinstance(wrapper, DistributedDataParallel):
-            settings = {
-                name: vars(wrapper)[name]
-                for name in signature(type(wrapper)).parameters
-                if name in vars(wrapper) and name != "device_mesh"  # whose group it also has
-            }
-            if not wrapper.bucket_bytes_cap_default:
-                settings["bucket_cap_mb"] = wrapper.bucket_bytes_cap / 2**20
-            new_wrapper = type(wrapper)(wrapper.module, **settings)
-            for hook, state in wrapper._comm_hooks:
-                new_wrapper.register_comm_hook(state, hook)
-            # the old reducer ends here, and with it its hooks on the parameters that both have
-            take_over(wrapper, new_wrapper)

@@ -195,19 +195,6 @@ def plan_growth(
     return plan(shape, with_vocabulary(_operation(operation, value, options), home_of(model)))
 
 
-def _operation(
-    operation: str | Operation | Mapping[str, Any], value: Any, options: Mapping[str, Any]
-) -> Operation:
-    if isinstance(operation, str):
-        return Operation(operation, value, dict(options))
-    if isinstance(operation, Mapping):
-        entry = dict(operation)
-        operation = Operation(entry.pop("name"), entry.pop("value", None), entry)
-    if value is not None or options:
-        raise TypeError("value and options belong to the name of an operation")
-    return operation
-
-
 @dataclass(frozen=True)
 class GrowthRequest:
     """What to do to a model, with what it is trained by: arguments of `grow`."""
@@ -392,6 +379,19 @@ class LiveGrowth:
         return GrownPart(
             lambda peers: verify_parameters(step.plan, old, averages, step.key, peers), commit
         )
+
+
+def _operation(
+    operation: str | Operation | Mapping[str, Any], value: Any, options: Mapping[str, Any]
+) -> Operation:
+    if isinstance(operation, str):
+        return Operation(operation, value, dict(options))
+    if isinstance(operation, Mapping):
+        entry = dict(operation)
+        operation = Operation(entry.pop("name"), entry.pop("value", None), entry)
+    if value is not None or options:
+        raise TypeError("value and options belong to the name of an operation")
+    return operation
 
 
 def _warn_if_frozen(

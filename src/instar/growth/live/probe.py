@@ -162,6 +162,20 @@ def twin_of(shapes: Sequence[PretrainedShape], operations: Sequence[Operation]) 
     raise CheckpointError(f"no small model of this config can be grown so: {why}")
 
 
+def write_twin(shape: PretrainedShape, folder: Path, *, single_experts: bool) -> None:
+    """Write a model of this shape with drawn weights, as `save_pretrained` would."""
+    table, generator = shape.parameters(), torch.Generator().manual_seed(0)
+    tensors = {name: _draw_tensor(entry, generator) for name, entry in table.items()}
+    parts = file_parts(shape, single_experts=single_experts)
+    folder.mkdir()
+    write_weights(
+        folder,
+        {name: Outline(torch.float32, part.shape) for name, part in parts.items()},
+        {name: partial(_part, tensors, part) for name, part in parts.items()},
+    )
+    (folder / CONFIG).write_bytes(encode_json_file(explicit_config(shape.config)))
+
+
 def _narrow_unit(axis: str, unit: int, size: int, times: int) -> int:
     """Return what takes the place of the common divisor of all sizes of an axis."""
     smallest = -(-_SMALLEST[axis] * unit // size) * (times if axis == "embed" else 1)
@@ -191,20 +205,6 @@ def _check_growth(shape: PretrainedShape, operations: Sequence[Operation]) -> No
     for operation in operations:
         if not (isinstance(operation.value, Mapping) and "tokenizer" in operation.value):
             shape, _ = plan(shape, operation)
-
-
-def write_twin(shape: PretrainedShape, folder: Path, *, single_experts: bool) -> None:
-    """Write a model of this shape with drawn weights, as `save_pretrained` would."""
-    table, generator = shape.parameters(), torch.Generator().manual_seed(0)
-    tensors = {name: _draw_tensor(entry, generator) for name, entry in table.items()}
-    parts = file_parts(shape, single_experts=single_experts)
-    folder.mkdir()
-    write_weights(
-        folder,
-        {name: Outline(torch.float32, part.shape) for name, part in parts.items()},
-        {name: partial(_part, tensors, part) for name, part in parts.items()},
-    )
-    (folder / CONFIG).write_bytes(encode_json_file(explicit_config(shape.config)))
 
 
 def _draw_tensor(entry: Parameter, generator: torch.Generator) -> Tensor:

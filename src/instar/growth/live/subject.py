@@ -100,13 +100,6 @@ def subject_of(model: Module, shape: Growable | None = None, build: Build | None
     return subject
 
 
-def _of_transformers(module: Any, shape: PretrainedShape) -> Subject:
-    if not any(map(is_of_peft, module.modules())):
-        return Subject(module, shape, _Pretrained(module))
-    adapter_shape = adapted_shape(module, shape)
-    return Subject(module, adapter_shape, Adapted(module, _Pretrained(module.get_base_model())))
-
-
 def shape_of(config: Any) -> PretrainedShape:
     """Return the shape of a config of transformers.
 
@@ -138,48 +131,6 @@ class _Pretrained:
                 setattr(config, key, copy.deepcopy(value))
         module: Module = type(self.module)(config)
         return module
-
-
-def _of_another_family(shape: PretrainedShape, old: Any) -> Module:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    values = copy.deepcopy(shape.to_dict())
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    module: Module = AutoModelForCausalLM.from_config(
-        config, attn_implementation=old._attn_implementation
-    )
-    return module
-
-
-def _refuse_layout(module: Module) -> None:
-    for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            raise GrowthError(
-                f"{name} is of type {parameter.dtype}: quantised weights do not grow; load the model without "
-                "quantization_config"
-            )
-    for name, submodule in module.named_modules():
-        if hasattr(submodule, "_hf_hook"):
-            raise GrowthError(
-                f"{name or 'the model'} is moved between devices by accelerate (device_map): load the model "
-                "without device_map"
-            )
-
-
-def _mismatches(subject: Subject) -> list[str]:
-    shapes = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
-    if isinstance(subject.shape, PretrainedShape):
-        return subject.shape.mismatches(shapes)
-    planned_shapes = {name: entry.shape for name, entry in subject.shape.parameters().items()}
-    return [
-        f"{name}: {shapes.get(name, 'not there')} in the model, {planned_shapes.get(name, 'not there')} in the table"
-        for name in {**shapes, **planned_shapes}
-        if shapes.get(name) != planned_shapes.get(name)
-    ]
-
-
-def _same(name: str) -> str:
-    return name
 
 
 def wrappers(model: Module) -> Iterator[Module]:
@@ -366,6 +317,55 @@ class Adapted:
                 inits[name],
             )
         return larger_model
+
+
+def _of_transformers(module: Any, shape: PretrainedShape) -> Subject:
+    if not any(map(is_of_peft, module.modules())):
+        return Subject(module, shape, _Pretrained(module))
+    adapter_shape = adapted_shape(module, shape)
+    return Subject(module, adapter_shape, Adapted(module, _Pretrained(module.get_base_model())))
+
+
+def _of_another_family(shape: PretrainedShape, old: Any) -> Module:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    values = copy.deepcopy(shape.to_dict())
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    module: Module = AutoModelForCausalLM.from_config(
+        config, attn_implementation=old._attn_implementation
+    )
+    return module
+
+
+def _refuse_layout(module: Module) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            raise GrowthError(
+                f"{name} is of type {parameter.dtype}: quantised weights do not grow; load the model without "
+                "quantization_config"
+            )
+    for name, submodule in module.named_modules():
+        if hasattr(submodule, "_hf_hook"):
+            raise GrowthError(
+                f"{name or 'the model'} is moved between devices by accelerate (device_map): load the model "
+                "without device_map"
+            )
+
+
+def _mismatches(subject: Subject) -> list[str]:
+    shapes = {name: tuple(p.shape) for name, p in subject.module.named_parameters()}
+    if isinstance(subject.shape, PretrainedShape):
+        return subject.shape.mismatches(shapes)
+    planned_shapes = {name: entry.shape for name, entry in subject.shape.parameters().items()}
+    return [
+        f"{name}: {shapes.get(name, 'not there')} in the model, {planned_shapes.get(name, 'not there')} in the table"
+        for name in {**shapes, **planned_shapes}
+        if shapes.get(name) != planned_shapes.get(name)
+    ]
+
+
+def _same(name: str) -> str:
+    return name
 
 
 def _adapters(shape: AdaptedShape, model: Any) -> Adapters:

@@ -126,25 +126,6 @@ class WeightAnalyzer:
             run_logger.warn(f"the analysis failed: {error}", state.step)
 
 
-def _analyze(
-    model: torch.nn.Module,
-    parameters: Mapping[str, Parameter],
-    batch: Mapping[str, torch.Tensor],
-    progress: Counters,
-    before: tuple[int, Mapping[str, torch.Tensor]] | None,
-) -> Analyzed:
-    start = time.monotonic()
-    heads = attention_entropy(model, batch["inputs"]) if isinstance(model, CausalAttention) else ()
-    analysis = analyze(
-        dict(model.named_parameters()),
-        parameters,
-        heads=heads,
-        before=before[1] if before else None,
-        steps=progress.step - before[0] if before else None,
-    )
-    return progress, analysis, time.monotonic() - start
-
-
 class TextSampler:
     """Generates text at the evaluation after every `sample_every` steps, and at the end; on rank 0, or
     where forward passes are collectives on all ranks alike.
@@ -195,3 +176,22 @@ class TextSampler:
         except ConfigError as error:
             logger.info("no sample text: %s", error)
             return None
+
+
+def _analyze(
+    model: torch.nn.Module,
+    parameters: Mapping[str, Parameter],
+    batch: Mapping[str, torch.Tensor],
+    progress: Counters,
+    before: tuple[int, Mapping[str, torch.Tensor]] | None,
+) -> Analyzed:
+    start = time.monotonic()
+    heads = attention_entropy(model, batch["inputs"]) if isinstance(model, CausalAttention) else ()
+    analysis = analyze(
+        dict(model.named_parameters()),
+        parameters,
+        heads=heads,
+        before=before[1] if before else None,
+        steps=progress.step - before[0] if before else None,
+    )
+    return progress, analysis, time.monotonic() - start

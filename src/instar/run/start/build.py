@@ -98,6 +98,72 @@ def build_trainer(
     return Trainer(parts, RunState(initial, phase))
 
 
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Context manager that restores torch's process-wide settings, which a run changes."""
+    threads = torch.get_num_threads()
+    deterministic = torch.get_deterministic_debug_mode()
+    fills = FILLING.fill_uninitialized_memory
+    workspace = os.environ.get(WORKSPACE)
+    products = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(deterministic)
+        if "torch._inductor.config" in sys.modules:  # the compiler was told too
+            torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
+        FILLING.fill_uninitialized_memory = fills
+        torch.set_float32_matmul_precision(products)
+        if workspace is None:
+            os.environ.pop(WORKSPACE, None)
+
+
+def compile_stages(state: RunState, parts: Components) -> int:
+    """Run a forward and a backward pass of the current and every remaining stage. A collective.
+
+    torch caches compiled graphs on disk, by graph, shapes and settings. A model that grows later loads
+    its graphs from the cache, which saves seconds to minutes of compilation.
+
+    The run is unchanged afterwards. The stages' models are built one at a time, in addition to the
+    run's own.
+
+    Returns:
+        the number of stages; 0 unless the config sets `compile_stages: true`.
+
+    Raises:
+        PeerError: a rank failed, e.g. because it has no compiler.
+    """
+    config, world, device = parts.config, parts.world, parts.world.device
+    if not (config.compile and config.compile_stages):
+        return 0
+    started_s, generators = time.monotonic(), generator_states(device)
+    stepper: Stepper | None = None
+    before: State | None = None
+    number = 0
+    stages = track_items(stages_ahead(state, parts), "compiling", "stages")
+    for number, stage in enumerate(stages, start=1):
+        parts.sync.begin(f"compiling stage {number}", state.step)
+        task = parts.task.at(stage.architecture, stage.settings.context)
+        # the same model is recompiled only if the shape of its samples changes
+        if stepper is None or before is None or _model(before) != _model(stage):
+            with raise_on_all_ranks(world, "building the model"):
+                bare = build_meta_model(config, world, task)
+            stepper = build_stepper(config, world, task, bare, stage)
+        stepper.task = task
+        _run_once(stepper, stage, f"compiling stage {number}")
+        before = stage
+    del stepper
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    restore_generators(generators, device)
+    seconds = time.monotonic() - started_s
+    parts.logger.console.say(f"compiled the graphs of {number} stages in {seconds:.1f} s")
+    logger.info("compiled the graphs of %d stages in %.1f s", number, seconds)
+    return number
+
+
 def _set_kernels(config: RunConfig, device: torch.device) -> None:
     """Choose the kernels of this process, by which a run's results can be repeated."""
     elastic = config.parallel.elastic if config.reproducible == "elastic" else None
@@ -180,27 +246,6 @@ def _connect(
     )
 
 
-@contextmanager
-def as_before() -> Iterator[None]:
-    """Context manager that restores torch's process-wide settings, which a run changes."""
-    threads = torch.get_num_threads()
-    deterministic = torch.get_deterministic_debug_mode()
-    fills = FILLING.fill_uninitialized_memory
-    workspace = os.environ.get(WORKSPACE)
-    products = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_deterministic_debug_mode(deterministic)
-        if "torch._inductor.config" in sys.modules:  # the compiler was told too
-            torch.use_deterministic_algorithms(deterministic > 0, warn_only=deterministic == 1)
-        FILLING.fill_uninitialized_memory = fills
-        torch.set_float32_matmul_precision(products)
-        if workspace is None:
-            os.environ.pop(WORKSPACE, None)
-
-
 def _use_deterministic_kernels(device: torch.device, *, compiles: bool) -> None:
     """Add in a fixed order. Many kernels of a GPU add in the order in which threads arrive, and on a CPU
     that of the gradient of `x[index]` does, which is no faster."""
@@ -213,51 +258,6 @@ def _use_deterministic_kernels(device: torch.device, *, compiles: bool) -> None:
         torch.set_deterministic_debug_mode("warn")
     # otherwise every `torch.empty` is filled with NaN
     FILLING.fill_uninitialized_memory = False
-
-
-def compile_stages(state: RunState, parts: Components) -> int:
-    """Run a forward and a backward pass of the current and every remaining stage. A collective.
-
-    torch caches compiled graphs on disk, by graph, shapes and settings. A model that grows later loads
-    its graphs from the cache, which saves seconds to minutes of compilation.
-
-    The run is unchanged afterwards. The stages' models are built one at a time, in addition to the
-    run's own.
-
-    Returns:
-        the number of stages; 0 unless the config sets `compile_stages: true`.
-
-    Raises:
-        PeerError: a rank failed, e.g. because it has no compiler.
-    """
-    config, world, device = parts.config, parts.world, parts.world.device
-    if not (config.compile and config.compile_stages):
-        return 0
-    started_s, generators = time.monotonic(), generator_states(device)
-    stepper: Stepper | None = None
-    before: State | None = None
-    number = 0
-    stages = track_items(stages_ahead(state, parts), "compiling", "stages")
-    for number, stage in enumerate(stages, start=1):
-        parts.sync.begin(f"compiling stage {number}", state.step)
-        task = parts.task.at(stage.architecture, stage.settings.context)
-        # the same model is recompiled only if the shape of its samples changes
-        if stepper is None or before is None or _model(before) != _model(stage):
-            with raise_on_all_ranks(world, "building the model"):
-                bare = build_meta_model(config, world, task)
-            stepper = build_stepper(config, world, task, bare, stage)
-        stepper.task = task
-        _run_once(stepper, stage, f"compiling stage {number}")
-        before = stage
-    del stepper
-    torch.compiler.reset()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    restore_generators(generators, device)
-    seconds = time.monotonic() - started_s
-    parts.logger.console.say(f"compiled the graphs of {number} stages in {seconds:.1f} s")
-    logger.info("compiled the graphs of %d stages in %.1f s", number, seconds)
-    return number
 
 
 def _model(stage: State) -> object:

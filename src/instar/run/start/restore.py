@@ -98,56 +98,6 @@ def saved_counters(checkpoint: Checkpoint) -> Counters:
         raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
 
 
-def _history(checkpoint: Checkpoint, override: Operation | None) -> History:
-    manifest = checkpoint.manifest
-    try:
-        history = history_from_json(manifest.history)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
-    if override is None:
-        return history
-    cursor = int(manifest.progress.get("samples", 0))
-    return (*history, Change(override, manifest.step, cursor, reason="set at resume"))
-
-
-def _restore(
-    state: RunState, parts: Components, checkpoint: Checkpoint, history: History
-) -> tuple[RunState, list[str]]:
-    without = checkpoint.manifest.left_out
-    # both branches build the shape after the history
-    if saved_state := dict(checkpoint.state):
-        if "dataset" in without:
-            saved_state["progress"] = {**saved_state["progress"], "samples": 0}
-        state = restore_state(state, parts, saved_state, history)
-        hook_warnings = parts.hooks.restore(saved_state.get("hooks", {}))
-    else:
-        # an imported checkpoint, perhaps grown since: its run starts here
-        state = replay_history(state, parts, history)
-        hook_warnings = []
-    stepper, world = parts.stepper, parts.world
-    parameters = stepper.parameters
-    warnings = [*hook_warnings, *load_model_state(stepper.unwrapped_model, checkpoint)]
-    if "optimizer" not in without:
-        with _reading(checkpoint, "optimizer") as read:
-            states = Parts(read, read.layout.entries, lambda n: parameters.get(parameter_of(n)))
-            stepper.load_states(states)
-    if stepper.ema is not None:
-        load_average(stepper.ema, checkpoint)
-    if "scheduler" in without:
-        state = carry_out(state, parts, RESTART_LR, reason="its state was not saved")
-    if "rng" not in without and checkpoint.manifest.world_size == world.size:
-        restore_generators(checkpoint.tensors("rng", rank=world.rank), world.device)
-    else:
-        # saved generator states are per rank: useless for another number of ranks
-        seed_generators(parts.config.seed, state.step, world.rank, world.device)
-    warnings += [
-        f"{checkpoint.path.name} was saved without its {part} state: {LEFT_OUT[part]}"
-        for part in without
-    ]
-    dead = dead_ranks(stepper.parameters, lambda name: full_tensor(stepper.parameters[name]))
-    return state, [*warnings, f"{checkpoint.path.name}: {dead}"] if dead else warnings
-
-
 def restore_state(
     state: RunState, parts: Components, saved_state: Mapping[str, Any], history: History
 ) -> RunState:
@@ -249,53 +199,6 @@ def load_average(targets: Mapping[str, Tensor], checkpoint: Checkpoint) -> None:
         copy_tensors(targets, Parts(read, names, targets.__getitem__))
 
 
-def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str]) -> None:
-    for name, fingerprint in parts.task.spec.fingerprints.items():
-        was = getattr(checkpoint.manifest, name)
-        if was and was != fingerprint and name not in allow:
-            raise CheckpointError(
-                f"{checkpoint.path}: trained with another {name} (fingerprint {was[:12]}) than the "
-                f"config names now ({fingerprint[:12]}); to resume anyway: --allow {name}"
-            )
-
-
-def _check_architecture(
-    parts: Components, checkpoint: Checkpoint, history: History, allow: Collection[str]
-) -> None:
-    """Raise CheckpointError unless the saved architecture is that of config and history, or is
-    allowed to differ and has the same tensors."""
-    try:
-        now = fold_history(parts.initial, history).architecture
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: of another architecture: {error}") from error
-    was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))
-    if was == is_now:
-        return
-    saved_shapes = {name: entry.shape for name, entry in checkpoint.layout("model").entries.items()}
-    # buffers are in the file, but not in the table
-    fits = all(saved_shapes.get(name) == entry.shape for name, entry in now.parameters().items())
-    if fits and "architecture" in allow:
-        return
-    what = ", ".join(
-        f"{key} {was.get(key)} → {is_now.get(key)}"
-        for key in sorted({**was, **is_now})
-        if was.get(key) != is_now.get(key)
-    )
-    may = "; to resume anyway: --allow architecture" if fits else ""
-    raise CheckpointError(
-        f"{checkpoint.path}: of another architecture than the config's: {what}{may}"
-    )
-
-
-def _reading(checkpoint: Checkpoint, name: str) -> AbstractContextManager[ComponentReader]:
-    if name not in checkpoint.components:
-        raise CheckpointError(
-            f"{checkpoint.path}: its {name} is missing; resume from another checkpoint: instar "
-            f"checkpoint list {shlex.quote(str(checkpoint.path.parent.parent))}"
-        )
-    return checkpoint.reading(name)
-
-
 @dataclass(frozen=True)
 class OpenedWeights:
     """Values of a new model's parameters, and the checkpoint that its buffers are in, if it has any."""
@@ -361,6 +264,103 @@ def open_weights(weights: Weights, architecture: Any) -> OpenedWeights:
             tensors = {name: read(name) for name in architecture.parameters()}
     check_finite(weights.path, tensors, hint="")
     return OpenedWeights(tensors)
+
+
+def _history(checkpoint: Checkpoint, override: Operation | None) -> History:
+    manifest = checkpoint.manifest
+    try:
+        history = history_from_json(manifest.history)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    if override is None:
+        return history
+    cursor = int(manifest.progress.get("samples", 0))
+    return (*history, Change(override, manifest.step, cursor, reason="set at resume"))
+
+
+def _restore(
+    state: RunState, parts: Components, checkpoint: Checkpoint, history: History
+) -> tuple[RunState, list[str]]:
+    without = checkpoint.manifest.left_out
+    # both branches build the shape after the history
+    if saved_state := dict(checkpoint.state):
+        if "dataset" in without:
+            saved_state["progress"] = {**saved_state["progress"], "samples": 0}
+        state = restore_state(state, parts, saved_state, history)
+        hook_warnings = parts.hooks.restore(saved_state.get("hooks", {}))
+    else:
+        # an imported checkpoint, perhaps grown since: its run starts here
+        state = replay_history(state, parts, history)
+        hook_warnings = []
+    stepper, world = parts.stepper, parts.world
+    parameters = stepper.parameters
+    warnings = [*hook_warnings, *load_model_state(stepper.unwrapped_model, checkpoint)]
+    if "optimizer" not in without:
+        with _reading(checkpoint, "optimizer") as read:
+            states = Parts(read, read.layout.entries, lambda n: parameters.get(parameter_of(n)))
+            stepper.load_states(states)
+    if stepper.ema is not None:
+        load_average(stepper.ema, checkpoint)
+    if "scheduler" in without:
+        state = carry_out(state, parts, RESTART_LR, reason="its state was not saved")
+    if "rng" not in without and checkpoint.manifest.world_size == world.size:
+        restore_generators(checkpoint.tensors("rng", rank=world.rank), world.device)
+    else:
+        # saved generator states are per rank: useless for another number of ranks
+        seed_generators(parts.config.seed, state.step, world.rank, world.device)
+    warnings += [
+        f"{checkpoint.path.name} was saved without its {part} state: {LEFT_OUT[part]}"
+        for part in without
+    ]
+    dead = dead_ranks(stepper.parameters, lambda name: full_tensor(stepper.parameters[name]))
+    return state, [*warnings, f"{checkpoint.path.name}: {dead}"] if dead else warnings
+
+
+def _check_data(parts: Components, checkpoint: Checkpoint, allow: Collection[str]) -> None:
+    for name, fingerprint in parts.task.spec.fingerprints.items():
+        was = getattr(checkpoint.manifest, name)
+        if was and was != fingerprint and name not in allow:
+            raise CheckpointError(
+                f"{checkpoint.path}: trained with another {name} (fingerprint {was[:12]}) than the "
+                f"config names now ({fingerprint[:12]}); to resume anyway: --allow {name}"
+            )
+
+
+def _check_architecture(
+    parts: Components, checkpoint: Checkpoint, history: History, allow: Collection[str]
+) -> None:
+    """Raise CheckpointError unless the saved architecture is that of config and history, or is
+    allowed to differ and has the same tensors."""
+    try:
+        now = fold_history(parts.initial, history).architecture
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: of another architecture: {error}") from error
+    was, is_now = checkpoint.manifest.architecture, json.loads(encode_json(now.to_dict()))
+    if was == is_now:
+        return
+    saved_shapes = {name: entry.shape for name, entry in checkpoint.layout("model").entries.items()}
+    # buffers are in the file, but not in the table
+    fits = all(saved_shapes.get(name) == entry.shape for name, entry in now.parameters().items())
+    if fits and "architecture" in allow:
+        return
+    what = ", ".join(
+        f"{key} {was.get(key)} → {is_now.get(key)}"
+        for key in sorted({**was, **is_now})
+        if was.get(key) != is_now.get(key)
+    )
+    may = "; to resume anyway: --allow architecture" if fits else ""
+    raise CheckpointError(
+        f"{checkpoint.path}: of another architecture than the config's: {what}{may}"
+    )
+
+
+def _reading(checkpoint: Checkpoint, name: str) -> AbstractContextManager[ComponentReader]:
+    if name not in checkpoint.components:
+        raise CheckpointError(
+            f"{checkpoint.path}: its {name} is missing; resume from another checkpoint: instar "
+            f"checkpoint list {shlex.quote(str(checkpoint.path.parent.parent))}"
+        )
+    return checkpoint.reading(name)
 
 
 def _gpt(weights: Weights, context: int) -> Mapping[str, Tensor]:
