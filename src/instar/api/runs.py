@@ -18,8 +18,8 @@ from instar.logs.query.groups import group_runs
 from instar.logs.query.runs import find_runs, list_rows, row_to_json
 from instar.logs.query.summary import summarize, summary_to_json
 from instar.logs.read.columns import Column
+from instar.logs.read.extract import rows_of
 from instar.logs.read.record import RunRecord, Series, read_record, read_records
-from instar.logs.read.rows import rows_of
 from instar.record.events import RecordError
 from instar.record.rundir import RunDir, runs_in
 

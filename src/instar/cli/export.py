@@ -22,13 +22,12 @@ from instar.config.document import parse
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
 from instar.config.sections import RecordConfig, TrackersConfig
-from instar.logs.read.filters import FilteredEvent, check_kinds, event_kind, filter_events
+from instar.logs.read.extract import FilteredEvent, Rows, check_kinds, filter_events, rows_of
 from instar.logs.read.record import RunRecord
-from instar.logs.read.rows import Rows, rows_of
 from instar.logs.read.scan import SegmentTree
 from instar.logs.text.format_event import EventFormatter
 from instar.record.atomic import atomic_file, sync_file
-from instar.record.events import event_kinds
+from instar.record.events import event_kind, event_kinds
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir
 from instar.record.trackers import TRACKERS

@@ -1,6 +1,8 @@
 """Errors for users: what is wrong, where, and what to write instead.
 
-What may be a secret is shown in none: neither the value of such a key, nor the line that it is in.
+What may be a secret is shown in none: neither the value of such a key, nor the line that it is in. Libraries
+put addresses into their errors, as they are, quoted or in parts: what is shown, recorded or sent of an error of
+a webhook or a tracker goes through `redacted_error`.
 
 Errors that users may see derive from `InstarError`; the command line prints `str(error)` without
 a traceback and exits with its `exit_code`.
@@ -12,15 +14,46 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 SHOWN_COLUMNS = 72
 _NEAR_COLUMNS = 2000
 """around a place in a line: what of the line may tell that a secret is shown"""
+HIDDEN = "[hidden]"
+SHOWN = frozenset(
+    {
+        *(f"record.alerts.{name}" for name in ("divergence", "stall", "nan_skips")),
+        *(f"record.trackers.wandb.{name}" for name in ("project", "mode", "group", "system_stats")),
+        "record.trackers.trackio.project",
+        "record.trackers.mlflow.experiment",
+    }
+)
+"""Keys of alerts and trackers that are shown; all others are hidden: URLs, programs, accounts."""
+_SECTIONS = ("record.alerts", "record.trackers")
+_HOLDERS = frozenset(
+    ["alerts", "trackers", "wandb", "trackio", "mlflow", "command", "webhook", "uri", "entity"]
+)
+"""names of keys in these sections whose line may hold what is not shown"""
+_SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
+_USER = re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@", re.I)  # texts may be long
+_NAME = re.compile(r"([\w.]+)\s*:(?=\s|$)")
+_QUERY = re.compile(
+    r"([?&][\w.-]{0,64}(?:token|key|secret|passw|sig|auth|credential)[\w.-]{0,64}=)[^&\s\"'#,\]}]+",
+    re.I,
+)
+_ACTING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+"""C0, DEL and C1 without tab and newline; bidirectional controls; Unicode line separators."""
+_SHORTEST = 4
+"""characters of a secret that can be replaced in a text without replacing other words; shorter parts of an
+address, but for its password, are none"""
+_ERROR_LENGTH = 300
 
 
 class InstarError(Exception):
@@ -166,30 +199,6 @@ def sentence_of(error: OSError) -> str:
     return f"{text_of_error}; {hint}" if hint else text_of_error
 
 
-HIDDEN = "[hidden]"
-SHOWN = frozenset(
-    {
-        *(f"record.alerts.{name}" for name in ("divergence", "stall", "nan_skips")),
-        *(f"record.trackers.wandb.{name}" for name in ("project", "mode", "group", "system_stats")),
-        "record.trackers.trackio.project",
-        "record.trackers.mlflow.experiment",
-    }
-)
-"""Keys of alerts and trackers that are shown; all others are hidden: URLs, programs, accounts."""
-_SECTIONS = ("record.alerts", "record.trackers")
-_HOLDERS = frozenset(
-    ["alerts", "trackers", "wandb", "trackio", "mlflow", "command", "webhook", "uri", "entity"]
-)
-"""names of keys in these sections whose line may hold what is not shown"""
-_SECRET = re.compile(r"(?:.*[._])?(?:token|api_?key|secret|password|passwd|credentials?)", re.I)
-_USER = re.compile(r"\b([a-z][a-z0-9+.-]{0,20}://)[^\s/@\"']{1,1000}@", re.I)  # texts may be long
-_NAME = re.compile(r"([\w.]+)\s*:(?=\s|$)")
-_QUERY = re.compile(
-    r"([?&][\w.-]{0,64}(?:token|key|secret|passw|sig|auth|credential)[\w.-]{0,64}=)[^&\s\"'#,\]}]+",
-    re.I,
-)
-
-
 def is_secret(key: str) -> bool:
     """Return whether the value of a dotted key may be a secret."""
     inner = key.startswith(tuple(f"{section}." for section in _SECTIONS))
@@ -212,12 +221,6 @@ def redacted_option(text: str) -> str:
 def redact_text(text: str) -> str:
     """Remove user and password of URLs in `text`, and keys in their queries."""
     return _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
-
-
-_ACTING = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-)
-"""C0, DEL and C1 without tab and newline; bidirectional controls; Unicode line separators."""
 
 
 def visible(text: str) -> str:
@@ -264,3 +267,54 @@ def _cells(char: str) -> int:
     )  # a library that `instar --help` does not wait for
 
     return 0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1
+
+
+def redacted_error(
+    error: BaseException,
+    secrets: Iterable[str | None] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> str:
+    """Return the text of an error in one line, cut if it is long, without secrets.
+
+    Args:
+        secrets: addresses or keys that it may repeat, also in parts.
+        environ: variables whose names are those of secrets are some too.
+    """
+    text = " ".join(str(error).split())
+    secret_texts = [
+        *filter(None, secrets),
+        *(v for name, v in environ.items() if v and is_secret(name)),
+    ]
+    parts = {
+        form
+        for secret in secret_texts
+        for part in _secret_parts(secret)
+        for form in _written_forms(part)
+    }
+    for part in sorted(parts - {""}, key=len, reverse=True):
+        if part not in text:
+            continue
+        if len(part) < _SHORTEST:
+            return "its text is not shown, since it may hold a secret"
+        text = text.replace(part, HIDDEN)
+    return redact_text(text)[:_ERROR_LENGTH]
+
+
+def _secret_parts(secret: str) -> Iterator[str]:
+    """Yield a secret, and of an address what is secret in it: all but scheme, host and port."""
+    yield secret
+    try:
+        parts = urlsplit(secret)
+    except ValueError:
+        return
+    if parts.scheme and parts.netloc:
+        user, _, password = parts.netloc.rpartition("@")[0].partition(":")
+        path = parts.path.strip("/")
+        pieces = [user, path, *path.split("/"), parts.query, parts.fragment]
+        pieces += [value for pair in parts.query.split("&") for value in pair.split("=")[1:]]
+        yield from (password, *(piece for piece in pieces if len(piece) >= _SHORTEST))
+
+
+def _written_forms(part: str) -> Iterator[str]:
+    """Yield a part as a library may write it."""
+    yield from (part, unquote(part), quote(part), quote(part, safe=""), repr(part)[1:-1])

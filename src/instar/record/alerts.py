@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from instar.config.errors import redacted_error
 from instar.config.sections import AlertsConfig
 from instar.distributed.placement import child_environment
 from instar.processes.child import Child, exit_text
@@ -40,7 +41,6 @@ from instar.record.events import (
     to_words,
 )
 from instar.record.recorder import Sink
-from instar.record.redact import redacted_error
 from instar.record.rundir import RunDir
 
 SMOOTHING_WINDOW = 5

@@ -368,6 +368,11 @@ AnyEvent = (
 )
 
 
+def event_kind(event: Event) -> str:
+    """Return the kind's name, as `train` or `eval`, also for kinds that only a newer Instar knows."""
+    return event.name if isinstance(event, Unrecognised) else str(event.__struct_config__.tag)
+
+
 @cache
 def event_kinds() -> Mapping[str, type[Event]]:
     """Return the classes of events by kind, those of Instar's extensions among them."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instar.config.errors import redacted_error
 from instar.record.events import (
     Event,
     Placed,
@@ -26,7 +27,6 @@ from instar.record.events import (
     read_events,
 )
 from instar.record.recorder import Recorder
-from instar.record.redact import redacted_error
 from instar.record.rundir import RunDir
 from instar.record.trackers.sink import TrackerSink
 from instar.record.trackers.tracker import Ids, Outcome, TrackedRun, flat_config, outcome

@@ -21,7 +21,6 @@ import xxhash
 
 import instar
 from instar.config.files import cache_home, open_regular, read_regular
-from instar.logs.read.filters import event_kind
 from instar.logs.read.scan import EVERYTHING, SegmentTree, line_blocks, no_record
 from instar.record.atomic import atomic_file
 from instar.record.events import (
@@ -38,6 +37,7 @@ from instar.record.events import (
     Stop,
     Train,
     decode_event,
+    event_kind,
     events_in,
     to_words,
 )

@@ -19,12 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from instar.config.errors import InstarError
+from instar.config.errors import InstarError, redacted_error
 from instar.config.files import open_regular
 from instar.record.events import Event, Placed, Warn, events_in
 from instar.record.progress import track_items
 from instar.record.recorder import Sink
-from instar.record.redact import redacted_error
 from instar.record.trackers.tracker import Outcome, TrackedRun, Tracker, outcome
 
 logger = logging.getLogger(__name__)
