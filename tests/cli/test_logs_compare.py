@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from needed import needs
 from written_runs import written, written_fleet
 
 from instar.cli.main import main
@@ -121,6 +122,7 @@ def test_one_run_is_compared_with_nobody_but_shown(capsys: Capture) -> None:
     assert capsys.readouterr().out.startswith("val/loss")
 
 
+@needs("fleet")
 def test_a_fleet_is_compared_in_the_groups_of_its_matrix(capsys: Capture, tmp_path: Path) -> None:
     written_fleet(tmp_path)
     asked = ["logs", "compare", "fleets/rates", "base-abcde", "--at", "step=20", "--json"]
@@ -137,6 +139,7 @@ def test_a_fleet_is_compared_in_the_groups_of_its_matrix(capsys: Capture, tmp_pa
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+@needs("fleet")
 def test_a_fleet_without_runs_is_named(capsys: Capture, tmp_path: Path) -> None:
     folder = written_fleet(tmp_path)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")

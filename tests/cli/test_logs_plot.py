@@ -17,6 +17,7 @@ import pytest
 from browser import chromium, watched
 from cases import shortened
 from drawn import falling, train, write_run
+from needed import needs
 from written_runs import written_fleet
 
 from instar.cli.main import main
@@ -118,7 +119,7 @@ def test_a_dumb_terminal_gets_ascii(place: Path, env: dict[str, str]) -> None:
         ("a.png", b"\x89PNG"),
         ("a.svg", b"<?xml"),
         ("a.PDF", b"%PDF"),
-        ("a.html", b"<!doctype html>"),
+        pytest.param("a.html", b"<!doctype html>", marks=needs("board")),
         ("a.txt", b"demo-bcdef\n"),
         ("a.json", b"{"),
     ],
@@ -152,6 +153,7 @@ def test_seeds_become_one_curve(typed: Typed) -> None:
     assert told["panels"][0]["curves"][0]["low"]
 
 
+@needs("fleet")
 def test_a_fleet_is_drawn_in_the_groups_of_its_matrix(place: Path, typed: Typed) -> None:
     written_fleet(place)
     told = json.loads(typed("fleets/rates", "--json")[0])
@@ -170,6 +172,7 @@ def test_a_picture_may_go_into_a_pipe(place: Path) -> None:
     assert done.stdout.startswith(b"<?xml")
 
 
+@needs("board")
 def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed: Typed) -> None:
     words = ("-x", "flops", "--smooth", "0.5", "--log", "--lr", "--no-marks", "-o", "page.html")
     typed("demo", *words)
@@ -210,7 +213,11 @@ def test_a_page_asks_for_nothing_and_shows_what_was_asked_for(place: Path, typed
         (["--smooth", "1"], "Invalid value for '--smooth': 1.0 is not in the range 0<=x<1"),
         (["--clip", "101"], "Invalid value for '--clip': 101.0 is not in the range 50<x<=100"),
         (["nowhere"], "no run 'nowhere' in runs"),
-        (["--clip", "99", "-o", "a.html"], "--clip: --clip is not supported in html; zoom in"),
+        pytest.param(
+            ["--clip", "99", "-o", "a.html"],
+            "--clip: --clip is not supported in html; zoom in",
+            marks=needs("board"),
+        ),
         (["--by", "sede"], "'sede' is not one of 'run', 'name', 'seed'"),
     ],
 )

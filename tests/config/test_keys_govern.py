@@ -256,7 +256,8 @@ def test_each_key_changes_what_a_short_run_leaves(
 
     same = traced(tmp_path / "same")
     assert left() == same
-    rows = [(o, more) for o, more in RUN if o.partition("=")[0] in every_key()]
+    keys = {*every_key()} - (set() if "board" in built_in() else {"record.report"})
+    rows = [(o, more) for o, more in RUN if o.partition("=")[0] in keys]
     assert [o for o, more in rows if left(*more, o) == left(*more)] == []
 
 

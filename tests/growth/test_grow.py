@@ -240,7 +240,7 @@ def test_a_growth_that_breaks_its_label_changes_nothing() -> None:
 
 
 def test_a_loss_of_routers_is_no_part_of_what_growth_keeps() -> None:
-    model: Any = model_of("mixtral")
+    model: Any = fresh("mixtral")
     model.config.output_router_logits = True
     grow(model, "insert_layers", 1)
     assert model(input_ids=batch(0), output_router_logits=True).aux_loss is not None

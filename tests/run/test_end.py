@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cases import shortened
 from forks import Forks, children_as_ranks
+from needed import needs
 from tiny_run import CONFIG, STEPS, TEXT, Place, codes, events, said
 
 from instar.record.rundir import RunDir
@@ -26,6 +27,7 @@ def place(tmp_path: Path, forks: Forks) -> Place:
     return Place(tmp_path, forks)
 
 
+@needs("board")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_fails_says_why_and_leaves_a_report(place: Place, ranks: int) -> None:
     run_dir = place.path / "failed"
@@ -38,6 +40,7 @@ def test_a_run_that_fails_says_why_and_leaves_a_report(place: Place, ranks: int)
     assert RunDir(run_dir).report.exists()
 
 
+@needs("board")
 def test_a_run_that_ends_well_says_nothing_of_failure(place: Place) -> None:
     run_dir = place.path / "well"
     children = place.train(run_dir, REPORT, "train.until=2it")

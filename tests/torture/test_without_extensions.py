@@ -34,7 +34,8 @@ def test_the_cores_tests_pass_without_extensions(tmp_path: Path) -> None:
     shutil.rmtree(package / "extensions")
     shutil.copytree(source / "extensions", package / "extensions", ignore=ignored)
     files = [str(TESTS / name) for name in (rooms() if figures.FULL else SHORT)]
-    options = ["-q", "-rfEs", "-p", "no:cacheprovider", "-m", "not torture and not hosts", *files]
+    marks = "not torture and not hosts and not gpu"
+    options = ["-q", "-rfEs", "-p", "no:cacheprovider", "-m", marks, *files]
     workers = ["-n", "2", "--dist", "loadfile"] if figures.FULL else []
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "INSTAR_TORTURE": ""}
     done = subprocess.run(
