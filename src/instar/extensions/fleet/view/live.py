@@ -132,12 +132,12 @@ def fleet_changes(before: FleetView | None, view: FleetView) -> Iterator[str]:
         was = rows_before.get(instance.index)
         name = instance.run_name or str(instance.index)
         starts = (
-            {process.name: (process.state, process.attempt) for process in was.processes}
+            {process.name: (process.state, process.status.attempt) for process in was.processes}
             if was
             else {}
         )
         for process in instance.processes:
-            if starts.get(process.name) != (process.state, process.attempt):
+            if starts.get(process.name) != (process.state, process.status.attempt):
                 where = process_place(process)
                 yield f"{name} {process.name}: {process.state}" + (where and f" ({where})")
         if was.state != instance.state if was else instance.state != "waiting":
@@ -215,10 +215,11 @@ def process_cells(row: ProcessRow) -> tuple[str, ...]:
 
 def process_place(row: ProcessRow) -> str:
     """Return a process's GPUs, ports, attempt and reason, as far as there is something to say."""
-    parts = [f"GPU {','.join(map(str, row.gpus))}"] if row.gpus else []
-    parts += [f"{name} {number}" for name, number in row.ports.items()]
-    parts += [f"attempt {row.attempt}"] if row.attempt > 1 else []
-    return without_line_breaks(", ".join([*parts, *filter(None, [row.reason])]))
+    status = row.status
+    parts = [f"GPU {','.join(map(str, status.gpus))}"] if status.gpus else []
+    parts += [f"{name} {number}" for name, number in status.ports.items()]
+    parts += [f"attempt {status.attempt}"] if status.attempt > 1 else []
+    return without_line_breaks(", ".join([*parts, *filter(None, [status.reason])]))
 
 
 def without_line_breaks(text: str) -> str:

@@ -37,12 +37,7 @@ class ProcessRow:
     is_service: bool
     state: str
     """its phase, "exit STATUS", or "ended" if the launcher has died"""
-    attempt: int
-    since: float
-    """Unix seconds"""
-    gpus: tuple[int, ...]
-    ports: Mapping[str, int]
-    reason: str
+    status: ProcessStatus
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class InstanceRow:
     @property
     def restarts(self) -> int:
         """Number of times that one of its processes was started again."""
-        return sum(process.attempt - 1 for process in self.processes if process.attempt > 1)
+        return sum(max(0, process.status.attempt - 1) for process in self.processes)
 
     def eta_s(self, now: float) -> float | None:
         """Return the seconds until its run ends; None if that is unknown or it does not run."""
@@ -333,13 +328,4 @@ def _process_row(
     state: str = status.phase if is_live else "ended"
     if status.phase == "exited":
         state = f"exit {status.status}"
-    return ProcessRow(
-        name,
-        is_service,
-        state,
-        status.attempt,
-        status.since,
-        status.gpus,
-        status.ports,
-        status.reason,
-    )
+    return ProcessRow(name, is_service, state, status)

@@ -189,15 +189,16 @@ def _instance(row: InstanceRow, logs: Mapping[str, Path], run: str) -> dict[str,
 
 
 def _process(row: ProcessRow, log: str) -> dict[str, Any]:
+    status = row.status
     return {
         "name": _text(row.name),
         "kind": "service" if row.is_service else "job",
         "state": row.state,
-        "since": row.since,
-        "attempt": row.attempt,
-        "gpus": _text(", ".join(map(str, row.gpus))),
-        "ports": _text(", ".join(f"{name} {number}" for name, number in row.ports.items())),
-        "reason": _text(row.reason),
+        "since": status.since,
+        "attempt": status.attempt,
+        "gpus": _text(", ".join(map(str, status.gpus))),
+        "ports": _text(", ".join(f"{name} {number}" for name, number in status.ports.items())),
+        "reason": _text(status.reason),
         "log": log,
     }
 
