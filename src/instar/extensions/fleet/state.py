@@ -159,44 +159,46 @@ def fold_events(events: Iterable[FleetEvent]) -> FleetStatus:
                 start, end = event, None
             case Ended():
                 end = event
-            case InstanceChanged():
+            case _:
                 before = instances.get(event.instance, InstanceStatus())
-                began = event.time if event.phase == "starting" else before.began
-                instances[event.instance] = replace(
-                    before,
-                    phase=event.phase,
-                    since=event.time,
-                    began=began,
-                    reason=event.reason,
-                    process=event.process,
-                    host=event.host or before.host,
-                )
-            case TrialDrawn():
-                before = instances.get(event.instance, InstanceStatus())
-                instances[event.instance] = replace(before, values=event.values)
-            case TrialEvaluated():
-                before = instances.get(event.instance, InstanceStatus())
-                instances[event.instance] = replace(before, metric=event.value)
-            case ProcessChanged():
-                before = instances.get(event.instance, InstanceStatus())
-                was = before.processes.get(event.process)
-                same = was is not None and was.attempt == event.attempt
-                status = ProcessStatus(
-                    event.phase,
-                    event.attempt,
-                    event.time,
-                    event.pid or (was.pid if was and same else 0),
-                    event.gpus or (was.gpus if was and same else ()),
-                    event.ports or (was.ports if was and same else {}),
-                    event.status,
-                    event.cpu_s,
-                    event.peak_bytes,
-                    event.reason,
-                )
-                instances[event.instance] = replace(
-                    before, processes={**before.processes, event.process: status}
-                )
+                instances[event.instance] = _changed(before, event)
     return FleetStatus(instances, start, end)
+
+
+def _changed(
+    before: InstanceStatus, event: InstanceChanged | ProcessChanged | TrialDrawn | TrialEvaluated
+) -> InstanceStatus:
+    match event:
+        case TrialDrawn():
+            return replace(before, values=event.values)
+        case TrialEvaluated():
+            return replace(before, metric=event.value)
+        case InstanceChanged():
+            return replace(
+                before,
+                phase=event.phase,
+                since=event.time,
+                began=event.time if event.phase == "starting" else before.began,
+                reason=event.reason,
+                process=event.process,
+                host=event.host or before.host,
+            )
+    was = before.processes.get(event.process)
+    # what only the first event of an attempt says
+    first = was if was is not None and was.attempt == event.attempt else None
+    status = ProcessStatus(
+        event.phase,
+        event.attempt,
+        event.time,
+        event.pid or (first.pid if first else 0),
+        event.gpus or (first.gpus if first else ()),
+        event.ports or (first.ports if first else {}),
+        event.status,
+        event.cpu_s,
+        event.peak_bytes,
+        event.reason,
+    )
+    return replace(before, processes={**before.processes, event.process: status})
 
 
 def part_name(name: str, part: int | None) -> str:
