@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from started import run_ranks
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.manifest import read_manifest
 from instar.config.errors import ConfigError
+from instar.distributed.failure import RunFailed
 from instar.record.events import Branched, Event, OperationEvent, RunStarted, read_events
 from instar.record.rundir import RunDir, hold
+from instar.run import worker
 from instar.run.start.preflight import preflight, prepare_run_data
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import forecast
@@ -327,3 +330,24 @@ def test_branches_beside_a_new_run_must_be_new(cfg: Path, tmp_path: Path) -> Non
     given = [f"schedule={json.dumps(FAMILY)}", f"record.run_dir={tmp_path / 'trunk'}"]
     with pytest.raises(ConfigError, match=r"the branch's folder .*trunk\.small exists already"):
         preflight(load_checked(str(cfg), given), world_size=1)
+
+
+def test_the_trunks_report_is_written_again_also_where_a_branch_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log: Any = SimpleNamespace(path=tmp_path / "trunk" / "logs" / "rank_0.log", rank=0)
+    config: Any = SimpleNamespace(config="trunk's")
+    branches = iter([[(RunDir(tmp_path / "trunk.small"), config)]])
+
+    def train(*_: object) -> object:
+        for left in branches:
+            return left
+        raise RunFailed("the disk is gone")
+
+    reports: list[tuple[RunDir, object]] = []
+    monkeypatch.setattr(worker, "_train_and_report", train)
+    monkeypatch.setattr(worker, "end_extensions", lambda *run: reports.append(run))
+    signal: Any = None
+    with pytest.raises(RunFailed, match="the disk is gone"):
+        worker.run(config, log, signal)
+    assert reports == [(RunDir(tmp_path / "trunk"), "trunk's")]

@@ -79,23 +79,24 @@ def run(
     branches = _train_and_report(request, log, signal)
     assert log.path is not None
     folder, path, has_branches = log.path.parents[1], log.path, bool(branches)
-    while branches:
-        (branch, config), *branches = branches
-        request = replace(
-            request,
-            loaded_config=config,
-            resume=Resume(branch),
-            launch_key=f"{launch_key}/{branch.path.name}",
-            profiled_steps=0,
-        )
-        try:
+    try:
+        while branches:
+            (branch, config), *branches = branches
+            request = replace(
+                request,
+                loaded_config=config,
+                resume=Resume(branch),
+                launch_key=f"{launch_key}/{branch.path.name}",
+                profiled_steps=0,
+            )
             branches = [*_train_and_report(request, log, signal), *branches]
-        except Interrupted:
-            raise Interrupted(f"resume with: instar resume {RunDir(folder).shell_word}") from None
-        point_to_log(path, os.environ)
-    if has_branches and log.rank == 0:
-        # its report shows how its branches have ended
-        end_extensions(RunDir(folder), loaded_config.config)
+            point_to_log(path, os.environ)
+    except Interrupted:
+        raise Interrupted(f"resume with: instar resume {RunDir(folder).shell_word}") from None
+    finally:
+        if has_branches and log.rank == 0:
+            # its report shows how its branches have ended, also one that has failed
+            end_extensions(RunDir(folder), loaded_config.config)
     return folder
 
 
