@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -33,28 +34,35 @@ FEWEST_IN_UPDATE = 64
 """samples of an update in larger ones: some metrics are NaN after an update with one sample"""
 
 
-class SetMetric(Protocol):
-    """A metric of a whole evaluation set, on one rank."""
+class SetMetric(ABC):
+    """A metric of a whole evaluation set, on one rank; holds the inputs of all batches."""
+
+    def __init__(self) -> None:
+        self._batches: list[list[Tensor]] = []
 
     def add(self, inputs: Inputs) -> None:
         """Add a batch."""
-        ...
+        self._batches.append([tensor.cpu() for tensor in inputs])
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Pass the batches that are still held to the metric, which may reject them."""
-        ...
 
     def state(self) -> State:
         """Return what this rank has added; empty without a batch."""
-        ...
+        places = enumerate(zip(*self._batches, strict=True))
+        return {str(place): list(tensors) for place, tensors in places}
 
     def merge(self, states: Sequence[State]) -> None:
         """Replace the state by the states of several ranks, in the order of their samples."""
-        ...
+        self._batches = [
+            list(batch)
+            for state in states
+            for batch in zip(*(state[str(n)] for n in range(len(state))), strict=True)
+        ]
 
+    @abstractmethod
     def compute(self) -> object:
         """Return the value, after `finish`."""
-        ...
 
 
 def set_metrics(
@@ -186,30 +194,7 @@ def _value_text(value: object) -> str:
     return type(value).__name__ + ("" if shape is None else f" {list(shape)}")
 
 
-class _Held:
-    """Holds the inputs of all batches."""
-
-    def __init__(self) -> None:
-        self._batches: list[list[Tensor]] = []
-
-    def add(self, inputs: Inputs) -> None:
-        self._batches.append([tensor.cpu() for tensor in inputs])
-
-    def finish(self) -> None: ...
-
-    def state(self) -> State:
-        places = enumerate(zip(*self._batches, strict=True))
-        return {str(place): list(tensors) for place, tensors in places}
-
-    def merge(self, states: Sequence[State]) -> None:
-        self._batches = [
-            list(batch)
-            for state in states
-            for batch in zip(*(state[str(n)] for n in range(len(state))), strict=True)
-        ]
-
-
-class _Gathered(_Held):
+class _Gathered(SetMetric):
     """A function of the inputs of all samples, one NumPy array each."""
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -221,7 +206,7 @@ class _Gathered(_Held):
         return self._function(*columns) if any(map(len, columns)) else math.nan
 
 
-class _AtOnce(_Held):
+class _AtOnce(SetMetric):
     """A `torchmetrics.Metric` of a small set, updated with all samples at once."""
 
     def __init__(self, metric: Any, device: torch.device = CPU) -> None:

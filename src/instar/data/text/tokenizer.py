@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -44,65 +44,52 @@ _WORD_CHARACTERS = 128
 _NONE: TokenIds = np.empty(0, dtype=np.uint32)
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Encodes text to tokens and decodes them.
 
-    `kind` is byte, char or bpe; `fingerprint` is the xxh3-128 of what decides the tokens of a text; `end_id`
-    and `end_token` are the end-of-document token, if there is one; `before` and `after` are the tokens that
+    `end_id` and `end_token` are the end-of-document token, if there is one; `before` and `after` are the tokens that
     the tokenizer itself adds to a text, such as the beginning-of-sequence token.
     """
 
+    kind: str
+    """byte, char or bpe"""
+    before: TokenIds = _NONE
+    after: TokenIds = _NONE
+
     @property
-    def kind(self) -> str: ...
-    @property
+    @abstractmethod
     def vocab_size(self) -> int: ...
+
     @property
-    def fingerprint(self) -> str: ...
+    def end_id(self) -> int | None:
+        return None
+
     @property
-    def end_id(self) -> int | None: ...
-    @property
-    def end_token(self) -> str | None: ...
-    @property
-    def before(self) -> TokenIds: ...
-    @property
-    def after(self) -> TokenIds: ...
-
-    def encode(self, text: str) -> TokenIds:
-        """Return the tokens of a text, with those that the tokenizer adds to it."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the tokens of pieces of texts, to which nothing is added."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
-
-    def to_json(self) -> str: ...
-
-
-class _Plain:
-    """A tokenizer without special tokens, whose JSON decides the tokens of each text."""
-
-    end_id = None
-    end_token = None
-    before = after = _NONE
+    def end_token(self) -> str | None:
+        return None
 
     @property
     def fingerprint(self) -> str:
+        """The xxh3-128 of what decides the tokens of a text."""
         return xxhash.xxh3_128_hexdigest(self.to_json().encode())
 
+    @abstractmethod
     def encode(self, text: str) -> TokenIds:
-        raise NotImplementedError
+        """Return the tokens of a text, with those that the tokenizer adds to it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Return the tokens of pieces of texts, to which nothing is added."""
         return [self.encode(text) for text in texts]
 
-    def to_json(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    @abstractmethod
+    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True)
-class ByteTokenizer(_Plain):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as tokens; vocabulary of 256."""
 
     kind = "byte"
@@ -119,7 +106,7 @@ class ByteTokenizer(_Plain):
 
 
 @dataclass(frozen=True)
-class CharTokenizer(_Plain):
+class CharTokenizer(Tokenizer):
     """The sorted characters of the training text, followed by a token for all others."""
 
     characters: str
@@ -151,7 +138,7 @@ class CharTokenizer(_Plain):
         return json.dumps({"format": FORMAT, "kind": self.kind, "characters": self.characters})
 
 
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """Byte-level byte-pair encoding, or any other model saved as JSON by the `tokenizers` library.
 
     Special tokens are never parsed in text: "<|end|>" in a document is seven characters. Each text
@@ -170,8 +157,8 @@ class BPETokenizer:
         self.added_tokens = tuple(token["content"] for token in added_tokens)
         self.special = tuple(token["content"] for token in added_tokens if token.get("special"))
         before, after = added_to_text(content.get("post_processor"))
-        self.before: TokenIds = np.array(before, dtype=np.uint32)
-        self.after: TokenIds = np.array(after, dtype=np.uint32)
+        self.before = np.array(before, dtype=np.uint32)
+        self.after = np.array(after, dtype=np.uint32)
         self._end = EndToken(END if self.added_tokens == (END,) else None, "no file says it")
 
     def with_end(self, end: EndToken) -> BPETokenizer:
