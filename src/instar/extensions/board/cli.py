@@ -7,13 +7,10 @@ from pathlib import Path
 
 import click
 
-from instar.api.runs import read_all, selected_groups
 from instar.cli.options import json_option
 from instar.cli.output import as_text, open_file, report_faults, runs_argument
 from instar.config.errors import ConfigError
 from instar.extensions import catalog
-from instar.extensions.board.report import report_html
-from instar.logs.query.summary import summarize, summary_to_json
 from instar.record.atomic import replace_file
 
 REPORT_OF_SEVERAL = "report.html"
@@ -38,6 +35,11 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
     checkpoints, warnings, the final test, config and environment. It makes no network requests.
     --json prints a summary of what was written.
     """
+    # not for the completion of RUNs
+    from instar.api.runs import read_all, selected_groups
+    from instar.extensions.board.report import report_html
+    from instar.logs.query.summary import summarize, summary_to_json
+
     groups = selected_groups(runs)
     read = read_all([*groups])
     if not read.records:
