@@ -20,7 +20,8 @@ from instar.distributed.agree import (
     raise_on_all_ranks,
     reduce_sums,
 )
-from instar.distributed.world import RunFailed, World
+from instar.distributed.failure import RunFailed
+from instar.distributed.world import World
 
 Answers = list[dict[str, Any]]
 ALONE = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="none")

@@ -54,7 +54,8 @@ def work(log):
     with StopSignal() as stop:
         from instar.config.schema import ParallelConfig
         from instar.distributed.agree import FlagReducer, Flag
-        from instar.distributed.world import Interrupted, join_group
+        from instar.distributed.failure import Interrupted
+        from instar.distributed.world import join_group
         with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
             log.open(folder)
             pulse = FlagReducer(world)

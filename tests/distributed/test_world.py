@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from instar.config.errors import ConfigError
 from instar.config.schema import ParallelConfig
-from instar.distributed.world import RunFailed, join_group
+from instar.distributed.failure import RunFailed
+from instar.distributed.world import join_group
 
 
 @pytest.fixture

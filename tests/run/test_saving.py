@@ -21,7 +21,7 @@ from instar.checkpoint.store import load_checkpoint
 from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig
 from instar.config.sections import Operation
-from instar.distributed.world import RunFailed
+from instar.distributed.failure import RunFailed
 from instar.record.control import send_request
 from instar.record.events import Saved, Warn, read_events
 from instar.run.checkpointing import intervals, snapshot

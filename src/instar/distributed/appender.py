@@ -9,10 +9,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from typing import Any
 
 RETRY_EVERY_S = 0.5
 
@@ -156,7 +153,7 @@ class AppendingStream(io.RawIOBase):
     def fileno(self) -> int:
         return self._appender.fileno()
 
-    def write(self, chunk: Buffer, /) -> int:
+    def write(self, chunk: Any, /) -> int:
         data = bytes(chunk)
         with suppress(OSError):  # closed, at the very end of the process
             self._appender.append(data)

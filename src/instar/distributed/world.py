@@ -20,19 +20,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from instar.config.errors import ConfigError
 from instar.config.schema import ParallelConfig
-from instar.distributed.failure import (
-    Interrupted,
-    PeerLost,
-    RankMissing,
-    RunFailed,
-    is_secondary,
-)
+from instar.distributed.failure import PeerLost, RankMissing, RunFailed, is_secondary
 from instar.distributed.heartbeat import Position
 from instar.distributed.placement import DEVICES_VARIABLE, Placement, is_loopback, placement
 from instar.distributed.rendezvous import listen, listen_to_hosts, port_in_use, wait_for_all_ranks
 from instar.distributed.watchdog import StoreAddress, WatchdogLimits, watch_ranks
-
-__all__ = ["Interrupted", "RunFailed", "World", "join_group", "recall", "remember"]
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from typing import Any, Self
 import numpy as np
 
 from instar.config.errors import InstarError
-from instar.processes.child import exit_text
-from instar.processes.connection import (
+from instar.processes.child import (
     AnsweringProcess,
     Parts,
     ProcessLost,
+    exit_text,
     receive_parts,
     send_parts,
 )

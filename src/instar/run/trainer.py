@@ -11,7 +11,7 @@ from functools import partial
 from instar.config.budget import Counters, budget_met
 from instar.data.loader import StepBatch, WaitCancelled
 from instar.distributed.agree import agree
-from instar.distributed.world import RunFailed
+from instar.distributed.failure import RunFailed
 from instar.run.changes.scheduled import change_if_due
 from instar.run.checkpointing import save_checkpoint, save_checkpoint_if_due
 from instar.run.components import Components

@@ -22,9 +22,10 @@ from instar.config.budget import Counters
 from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig, Direction
 from instar.distributed.agree import raise_on_all_ranks
+from instar.distributed.failure import RunFailed
 from instar.distributed.parallel import check_replicas_equal
 from instar.distributed.shards import SavedRows
-from instar.distributed.world import RunFailed, World, with_own_group
+from instar.distributed.world import World, with_own_group
 from instar.record.device import recorded_event
 
 logger = logging.getLogger(__name__)

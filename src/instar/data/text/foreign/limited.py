@@ -22,8 +22,13 @@ from importlib import import_module
 from itertools import chain
 from typing import Any, Literal
 
-from instar.processes.child import exit_text
-from instar.processes.connection import AnsweringProcess, ProcessLost, receive_parts, send_parts
+from instar.processes.child import (
+    AnsweringProcess,
+    ProcessLost,
+    exit_text,
+    receive_parts,
+    send_parts,
+)
 
 LIMIT_BYTES = 832 << 20
 """of memory beyond what the process has when a request comes, and the following"""
