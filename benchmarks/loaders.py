@@ -33,8 +33,8 @@ from instar.data.text.shards import (
     open_dataset,
     write_record,
 )
-from instar.processes.memory import keep_freed_memory
 from instar.record.atomic import atomic_dir
+from instar.record.system import keep_freed_memory
 from instar.run.step.stepper import to_device
 
 VOCABULARY = 1 << 16

@@ -30,7 +30,7 @@ from instar.config.errors import ConfigError
 from instar.config.sections import Operation
 from instar.extensions import forecast_notes, values_of_notes
 from instar.models.hf import is_pretrained
-from instar.processes.memory import keep_freed_memory
+from instar.record.system import keep_freed_memory
 from instar.run.load_config import load_run_config
 from instar.schedule.checks import without_effect
 from instar.schedule.forecast import checked_forecast

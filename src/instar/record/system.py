@@ -1,4 +1,4 @@
-"""The system a run uses, told without torch: versions, machine, and memory."""
+"""The system a run uses, told without torch: versions, machine, memory, and what becomes of memory that is freed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,10 @@ CPUINFO = Path("/proc/cpuinfo")
 PROCESS = Path("/proc/self")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
+"""parameters of glibc's mallopt"""
+_LARGEST_KEPT_BYTES = 1 << 30
+_ALL_BYTES = (1 << 31) - 1
 
 
 def versions() -> dict[str, str]:
@@ -123,3 +128,29 @@ def memory_bytes(device: str = "cpu") -> int:
 
         return int(torch.cuda.max_memory_allocated(torch.device(device)))
     return resident_bytes()
+
+
+def keep_freed_memory(*, all_of_it: bool = False) -> None:
+    """Make glibc keep the memory of freed large arrays for later ones. Linux with glibc only.
+
+    By default glibc returns arrays of megabytes to the system, and the next ones page-fault on
+    fresh zeroed pages, which doubles the time to read a batch of tokens, and adds a sixth to a step of
+    124 M parameters, whose gradients are new at each.
+
+    Args:
+        all_of_it: of arrays of any size, for a process that makes one large tensor after another: it
+            then holds what it held at most.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes  # slow to import, and few commands need it
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_TRIM_THRESHOLD, _ALL_BYTES)
+    if all_of_it:
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_ARENA_MAX, 1)  # those of other threads hold no large arrays
+    else:
+        mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)

@@ -23,7 +23,7 @@ from instar.data.order import UNKNOWN, Laned, Order
 from instar.data.source import Source, close
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
-from instar.processes.memory import keep_freed_memory
+from instar.record.system import keep_freed_memory
 from instar.tasks.task import Task
 
 
