@@ -35,9 +35,10 @@ from torch.distributed.tensor import DTensor, Shard
 from instar.checkpoint.layout import Parts
 from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
+from instar.checkpoint.tensor_file import rows_to_save
 from instar.config.budget import Counters
 from instar.config.schema import CheckpointConfig, ParallelConfig
-from instar.distributed.shards import rows_to_save, to_local
+from instar.distributed.shards import to_local
 from instar.distributed.world import World, join_group
 from instar.run.optimizer import copy_tensors
 from instar.run.output.save import Saver, Snapshot

@@ -14,10 +14,9 @@ from forks import Forks
 from safetensors.torch import save_file
 
 from instar.checkpoint.compare import verify_checkpoint
-from instar.checkpoint.layout import TensorEntry, component_layout, encode_header
+from instar.checkpoint.layout import SavedRows, TensorEntry, component_layout, encode_header
 from instar.checkpoint.manifest import CheckpointError, Facts, Manifest, Part, encode_manifest
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load_checkpoint, tensors_to_write
-from instar.distributed.shards import SavedRows
 
 WHOLE = {
     "weight": torch.arange(21.0).view(7, 3),

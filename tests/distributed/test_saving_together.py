@@ -41,7 +41,7 @@ with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
 AGAIN = """
 from instar.checkpoint import tensor_file
 from instar.checkpoint.store import load_checkpoint
-from instar.distributed.shards import SavedRows
+from instar.checkpoint.layout import SavedRows
 tensor_file._FLUSHED_BYTES = 0  # all files are written past the page cache
 with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, True)
@@ -155,7 +155,7 @@ with join_group(ParallelConfig(timeout_s=60), "cpu") as world:
 """
 
 DRIFTED_SHARDS = """
-from instar.distributed.shards import SavedRows
+from instar.checkpoint.layout import SavedRows
 with join_group(ParallelConfig(timeout_s=30), "cpu") as world:
     made, told = saver(world, ROOT, False)
     shard = world.rank % 2

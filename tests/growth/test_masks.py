@@ -12,7 +12,8 @@ from shapes import gpt2, llama
 from instar.config.sections import Operation
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
-from instar.models.architecture import Architecture, Mask
+from instar.models.architecture import Architecture
+from instar.models.shape import Mask
 
 SIZES = {"vocab_size": 11, "n_embd": 16, "n_mlp": 12, "context": 6}
 GPT2, LLAMA = gpt2(**SIZES), llama(**SIZES)

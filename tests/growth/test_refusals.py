@@ -13,8 +13,9 @@ from transformers import LlamaConfig
 from instar.config.sections import Operation
 from instar.growth.operators import OPERATORS, check, is_growth, plan
 from instar.growth.plan import GrowthError
-from instar.models.architecture import Architecture, Mask
+from instar.models.architecture import Architecture
 from instar.models.hf.pretrained import PretrainedShape
+from instar.models.shape import Mask
 
 GPT2 = gpt2(n_embd=16, n_mlp=12)
 LLAMA = llama(n_embd=16, n_mlp=12)

@@ -13,9 +13,10 @@ from shapes import gpt2, llama
 from transformers import GPT2Config, LlamaConfig
 
 from instar.checkpoint.manifest import CheckpointError
-from instar.models.architecture import Architecture, Mask
+from instar.models.architecture import Architecture
 from instar.models.hf.config import from_config, style_of, to_config
 from instar.models.lora import Lora
+from instar.models.shape import Mask
 
 GPT2 = gpt2(norm_eps=1e-3)
 LLAMA = llama(rope_base=500.0, norm_eps=1e-4)

@@ -15,10 +15,10 @@ from shapes import gpt2, llama
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from instar.models.architecture import Architecture, Mask, MaskedAxis
+from instar.models.architecture import Architecture
 from instar.models.gpt import GPT, named_generator
 from instar.models.lora import Lora
-from instar.models.shape import ArchitectureError, layer_of
+from instar.models.shape import ArchitectureError, Mask, MaskedAxis, layer_of
 
 BEGIN, STEPS = 100, 8
 NEW: dict[MaskedAxis, tuple[tuple[int, int], ...]] = {

@@ -22,10 +22,11 @@ from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
-from instar.models.architecture import Mask, resolve_architecture
+from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT, load_gpt
 from instar.models.hf.tokenizer import companion_files, with_chat
 from instar.models.lora import Lora
+from instar.models.shape import Mask
 
 ARCH = resolve_architecture(ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8), 32)
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -12,7 +12,7 @@ import torch
 
 from instar.config.fields import from_values
 from instar.config.load import load_config
-from instar.models.architecture import mask_of
+from instar.models.shape import mask_of
 from instar.run.changes.scheduled import stages_ahead
 from instar.run.start.build import compile_stages
 from instar.run.trainer import Trainer

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from instar.checkpoint.layout import Parts
+from instar.checkpoint.layout import Parts, SavedRows
 from instar.checkpoint.manifest import Facts
 from instar.checkpoint.store import CheckpointWriter, load_checkpoint
-from instar.distributed.shards import SavedRows
 from instar.models.hf.folder import export_folder
 from instar.run.optimizer import load_optimizer_tensors, parameter_of
 from instar.run.start.restore import load_model_state

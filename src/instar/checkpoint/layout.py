@@ -13,10 +13,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from instar.checkpoint.manifest import (
     COMPONENTS,
@@ -179,6 +181,27 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SavedRows:
+    """The rows of a sharded tensor that this rank holds, as it saves them."""
+
+    tensor: torch.Tensor
+    """[last - first, …]"""
+    first: int
+    shape: tuple[int, ...]
+    """of the whole tensor"""
+    shard: int
+    """which part of the tensor this is, of `shards`"""
+    shards: int
+    saved: bool
+    """False if this rank belongs to a replica, whose rows another rank saves"""
+
+    @property
+    def last(self) -> int:
+        """The row after the last."""
+        return self.first + self.tensor.shape[0]
+
+
+@dataclass(frozen=True)
 class Layout:
     """The tensors of a component."""
 
@@ -274,17 +297,14 @@ def _join_files(
                     )
             pieces.setdefault(name, []).append(piece)
     sorted_pieces = {
-        name: tuple(sorted(tensor_pieces, key=_by_rows)) for name, tensor_pieces in pieces.items()
+        name: tuple(sorted(tensor_pieces, key=attrgetter("first", "last")))
+        for name, tensor_pieces in pieces.items()
     }
     return Layout(
         folder,
         {n: _join_pieces(folder, n, tensor_pieces) for n, tensor_pieces in sorted_pieces.items()},
         sorted_pieces,
     )
-
-
-def _by_rows(piece: Piece) -> tuple[int, int]:
-    return piece.first, piece.last
 
 
 def _join_pieces(folder: Path, name: str, pieces: tuple[Piece, ...]) -> TensorEntry:
@@ -357,8 +377,6 @@ class ComponentReader:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            from safetensors import SafetensorError, safe_open
-
             path = self.layout.folder / file
             try:
                 check_regular(path, follow=self.layout.follow)
@@ -377,8 +395,6 @@ def open_reader(layout: Layout) -> Iterator[ComponentReader]:
     Raises:
         CheckpointError: a file is not a safetensors file, or has no such tensor.
     """
-    from safetensors import SafetensorError
-
     try:
         with ExitStack() as stack:
             yield ComponentReader(layout, stack)

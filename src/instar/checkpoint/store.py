@@ -26,12 +26,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from instar.checkpoint.layout import ComponentReader, Layout, component_layout, open_reader
+from instar.checkpoint.layout import (
+    ComponentReader,
+    Layout,
+    SavedRows,
+    component_layout,
+    file_layout,
+    open_reader,
+)
 from instar.checkpoint.manifest import (
     COMPONENTS,
     MANIFEST,
@@ -51,7 +59,6 @@ from instar.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
-from instar.config.files import check_regular
 from instar.distributed.failure import is_secondary
 from instar.record import atomic
 from instar.record.events import from_words
@@ -60,7 +67,6 @@ from instar.record.system import versions
 if TYPE_CHECKING:
     import torch
 
-    from instar.distributed.shards import SavedRows
     from instar.distributed.world import World
 
 Tensors = Mapping[str, "torch.Tensor | SavedRows"]
@@ -99,19 +105,13 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is not a valid safetensors file.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        state_component = _component(component)
-        if state_component.pattern is not Pattern.PER_RANK:
-            with self.reading(component) as read:
-                return {name: read(name).to(device) for name in read.layout.entries}
-        path = self.path / state_component.file(rank)
-        try:
-            check_regular(path)
-            return load_file(path, device=device)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        saved = _component(component)
+        is_per_rank = saved.pattern is Pattern.PER_RANK
+        layout = (
+            file_layout(self.path / saved.file(rank)) if is_per_rank else self.layout(component)
+        )
+        with open_reader(layout) as read:
+            return {name: read(name).to(device) for name in layout.entries}
 
     def layout(self, component: str) -> Layout:
         """Return where the tensors of a component are that the ranks share; see `layout`."""
@@ -245,8 +245,9 @@ class CheckpointWriter:
     def write(self, components: Mapping[str, Tensors], state: Mapping[str, Any], rank: int) -> None:
         """Write and syncs the files of this rank."""
         state_components = {component: _component(component) for component in components}
-        for tensors in components.values():
-            _check_names(tensors)
+        for name in chain.from_iterable(components.values()):
+            if name.startswith(_WRAPPERS):
+                raise ValueError(f"save the model that was wrapped, not its wrapper: {name!r}")
         files = list[_File]()
         for name, tensors in components.items():
             if (rows := _first_rows(tensors)) is not None:
@@ -337,12 +338,6 @@ def _component(name: str) -> StateComponent:
     return COMPONENTS[name]
 
 
-def _check_names(tensors: Tensors) -> None:
-    for name in tensors:
-        if name.startswith(_WRAPPERS):
-            raise ValueError(f"save the model that was wrapped, not its wrapper: {name!r}")
-
-
 def _entry(path: Path, temporary: Path) -> FileEntry:
     return file_entry(
         path, COMPONENTS[path.relative_to(temporary).parts[0].partition(".")[0]].pattern
@@ -351,15 +346,11 @@ def _entry(path: Path, temporary: Path) -> FileEntry:
 
 def _first_rows(tensors: Tensors) -> SavedRows | None:
     """Return a tensor of a component that ranks save in parts; None if there is none."""
-    from instar.distributed.shards import SavedRows
-
     return next((value for value in tensors.values() if isinstance(value, SavedRows)), None)
 
 
 def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
     """Return what a shard's file holds: its rows, and in the first shard also whole tensors."""
-    from instar.distributed.shards import SavedRows
-
     files: dict[str, torch.Tensor] = {}
     parts: dict[str, Part] = {}
     for name, value in tensors.items():
@@ -400,17 +391,14 @@ class _File:
 
 def _publish_folder(temporary: Path, folder: Path, step: int) -> Path:
     """Rename to the first free name for `step`, unless an identical checkpoint exists."""
-    attempt = 0
-    while True:
-        path = folder / (f"step-{step}.{attempt}" if attempt else f"step-{step}")
-        if path.exists():
-            if _same_content(temporary, path):
-                atomic.remove_tree(temporary)
-                return path
-            attempt += 1
-            continue
+    names = (f"step-{step}.{number}" if number else f"step-{step}" for number in count())
+    paths = (folder / name for name in names)
+    path = next(path for path in paths if not path.exists() or _same_content(temporary, path))
+    if path.exists():
+        atomic.remove_tree(temporary)
+    else:
         atomic.rename(temporary, path)
-        return path
+    return path
 
 
 def _same_content(temporary: Path, existing: Path) -> bool:

@@ -32,8 +32,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from instar.checkpoint.layout import Layout, TensorEntry, encode_header
+from instar.checkpoint.layout import Layout, SavedRows, TensorEntry, encode_header
 from instar.checkpoint.manifest import CheckpointError
+from instar.distributed.shards import is_sharded, local_row_range, to_local
 from instar.record import atomic
 
 Read = Callable[[str], Tensor]
@@ -253,6 +254,19 @@ def check_dense(tensors: Mapping[str, Tensor]) -> None:
     for (device, _, end, name), (other_device, begin, _, other) in pairwise(spans):
         if device == other_device and begin < end:
             raise ValueError(f"{name} and {other} share memory; a tensor is saved once")
+
+
+def rows_to_save(tensor: Tensor) -> Tensor | SavedRows:
+    """Return what this rank holds of a tensor, to be saved; not copied."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    mesh = tensor.device_mesh
+    first, _ = local_row_range(tensor)
+    # the ranks of a replica are neighbours, and rank 0 is in the first
+    is_saved = int(mesh.mesh.min()) == 0
+    return SavedRows(
+        to_local(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), is_saved
+    )
 
 
 def _entry(outline: Outline) -> TensorEntry:

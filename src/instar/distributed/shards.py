@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -226,37 +225,3 @@ class Wholes(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-@dataclass(frozen=True)
-class SavedRows:
-    """The rows of a sharded tensor that this rank holds, as it saves them."""
-
-    tensor: Tensor
-    """[last - first, …]"""
-    first: int
-    shape: tuple[int, ...]
-    """of the whole tensor"""
-    shard: int
-    """which part of the tensor this is, of `shards`"""
-    shards: int
-    saved: bool
-    """False if this rank belongs to a replica, whose rows another rank saves"""
-
-    @property
-    def last(self) -> int:
-        """The row after the last."""
-        return self.first + self.tensor.shape[0]
-
-
-def rows_to_save(tensor: Tensor) -> Tensor | SavedRows:
-    """Return what this rank holds of a tensor, to be saved; not copied."""
-    if not is_sharded(tensor):
-        return tensor.detach()
-    mesh = tensor.device_mesh
-    first, _ = local_row_range(tensor)
-    # the ranks of a replica are neighbours, and rank 0 is in the first
-    is_saved = int(mesh.mesh.min()) == 0
-    return SavedRows(
-        to_local(tensor), first, tuple(tensor.shape), mesh.get_local_rank(), mesh.size(), is_saved
-    )

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from instar.growth.plan import Edit, Grown, GrowthError, GrowthPlan, New, Old, Piece
-from instar.models.architecture import Architecture, Mask, MaskedAxis
-from instar.models.shape import Growable, Parameter, axis_size, factor_size
+from instar.models.architecture import Architecture
+from instar.models.shape import Growable, Mask, MaskedAxis, Parameter, axis_size, factor_size
 
 Relation = Literal["writes", "reads", "scales", "lists"]
 """What a tensor does with an axis along one of its dimensions: it produces it, consumes it,

@@ -32,9 +32,9 @@ from instar.growth.plan import (
     VocabularyMap,
 )
 from instar.growth.values import format_list, grown_size
-from instar.models.architecture import MaskedAxis, Norm
+from instar.models.architecture import Norm
 from instar.models.hf.pretrained import PretrainedShape
-from instar.models.shape import Growable, TransformerShape, buffers_of
+from instar.models.shape import Growable, MaskedAxis, TransformerShape, buffers_of
 
 G = TypeVar("G", bound=Growable)
 T = TypeVar("T", bound=TransformerShape)

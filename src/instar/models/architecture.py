@@ -22,65 +22,22 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import ValidationError
 
+from instar.config import sections
 from instar.config.errors import ConfigProblem
 from instar.config.language import LanguageConfig, ModelConfig
-from instar.config.sections import (
-    FROM,
-    LARGEST,
-    MOST_CONTEXT,
-    MOST_CONV,
-    MOST_EXPERTS,
-    MOST_HEADS,
-    MOST_LAYERS,
-    MOST_MLP,
-    MOST_VOCABULARY,
-    MOST_WIDTH,
-)
 from instar.config.suggestions import wrong_value
 from instar.models import lora as adapters
 from instar.models.lora import Lora
 from instar.models.shape import (
     ArchitectureError,
     Kind,
+    Mask,
     Parameter,
     axis_size,
     check_fields,
     problem,
     size_problems,
 )
-
-MaskedAxis = Literal["layers", "mlp", "heads", "embed"]
-
-
-@dataclass(frozen=True)
-class Mask:
-    """A mask over new indices of an axis, ranges start … stop-1, which opens linearly."""
-
-    axis: MaskedAxis
-    new: tuple[tuple[int, int], ...]
-    begin: int
-    """last step at which the mask is 0"""
-    steps: int
-
-    @property
-    def end(self) -> int:
-        """First step at which the mask is 1."""
-        return self.begin + self.steps
-
-    def opening(self, step: int) -> float:
-        """Value of the mask at a step of the run, 0 to 1."""
-        return min(1.0, max(0.0, (step - self.begin) / self.steps))
-
-    def has(self, axis: MaskedAxis, index: int) -> bool:
-        """Return whether an index of an axis is masked."""
-        return axis == self.axis and any(start <= index < stop for start, stop in self.new)
-
-
-def mask_of(arch: object) -> Mask | None:
-    """Return the mask of an architecture; None if it has none, or does not support masks."""
-    mask: Mask | None = getattr(arch, "mask", None)
-    return mask
-
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_tanh", "relu2", "swiglu"]
@@ -101,15 +58,15 @@ AXES = {
 
 
 MOST = {
-    "n_layer": MOST_LAYERS,
-    "n_head": MOST_HEADS,
-    "n_kv_head": MOST_HEADS,
-    "head_dim": MOST_WIDTH,
-    "n_embd": MOST_WIDTH,
-    "n_mlp": MOST_MLP,
-    "context": MOST_CONTEXT,
-    "vocab_size": MOST_VOCABULARY,
-    "num_experts": MOST_EXPERTS,
+    "n_layer": sections.MOST_LAYERS,
+    "n_head": sections.MOST_HEADS,
+    "n_kv_head": sections.MOST_HEADS,
+    "head_dim": sections.MOST_WIDTH,
+    "n_embd": sections.MOST_WIDTH,
+    "n_mlp": sections.MOST_MLP,
+    "context": sections.MOST_CONTEXT,
+    "vocab_size": sections.MOST_VOCABULARY,
+    "num_experts": sections.MOST_EXPERTS,
 }
 """Limits that protect readers of untrusted files."""
 
@@ -173,8 +130,7 @@ class Architecture:
             self, sizes, {name: MOST[name] for name in sizes if name in MOST}, "n_layer"
         )
         problems += _expert_problems(self)
-        problems += _conv_problems(self.conv_size)
-        problems += _multiplier_problems(self.embedding_multiplier)
+        problems += _option_problems(self.conv_size, self.embedding_multiplier)
         choices = {"norm": Norm, "activation": Activation, "positions": Positions}
         for field, choice in choices.items():
             if getattr(self, field) not in get_args(choice):
@@ -183,11 +139,12 @@ class Architecture:
                     problem(field, f"must be one of {choice_list}, not {getattr(self, field)!r}")
                 )
         if not problems and self.n_head % self.n_kv_head:
+            divisors = [str(d) for d in range(1, self.n_head + 1) if self.n_head % d == 0]
             problems.append(
                 problem(
                     "n_kv_head",
                     f"{self.n_head} query heads cannot share {self.n_kv_head} key and value heads evenly",
-                    f"choose one of {_divisors(self.n_head)}",
+                    f"choose one of {', '.join(divisors)}",
                 )
             )
         if not problems and self.positions == "rope" and self.head_dim % 2:
@@ -206,8 +163,7 @@ class Architecture:
             ]
         if self.mask and not problems:
             problems = [
-                problem("mask", message, hint)
-                for message, hint in _mask_problems(self.mask, self.sizes())
+                problem("mask", message, hint) for message, hint in self.mask.problems(self.sizes())
             ]
         if problems:
             raise ArchitectureError(*problems)
@@ -284,7 +240,7 @@ class Architecture:
         check_fields(cls, values, optional)
         problems = []
         read = dict(values)
-        for name, from_json in (("lora", adapters.from_json), ("mask", _mask_from_json)):
+        for name, from_json in (("lora", adapters.from_json), ("mask", Mask.from_json)):
             try:
                 if read.get(name) is not None:
                     read[name] = from_json(read[name])
@@ -293,10 +249,6 @@ class Architecture:
         if problems:
             raise ArchitectureError(*problems)
         return cls(**read)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
 def resolve_architecture(model: ModelConfig, vocab_size: int) -> Architecture:
@@ -329,7 +281,7 @@ def resolve_architecture(model: ModelConfig, vocab_size: int) -> Architecture:
     n_mlp = model.n_mlp
     if n_mlp is None and model.activation == "swiglu":
         n_mlp = math.ceil(8 * model.n_embd / (3 * 32)) * 32
-    values = model.model_dump(exclude={FROM}) | {
+    values = model.model_dump(exclude={sections.FROM}) | {
         "n_kv_head": model.n_kv_head or model.n_head,
         "head_dim": model.head_dim or max(1, model.n_embd // model.n_head),
         "n_mlp": n_mlp or 4 * model.n_embd,
@@ -482,40 +434,15 @@ def _expert_problems(arch: Architecture) -> Iterator[ConfigProblem]:
         yield problem("router_aux_loss_coef", f"must be a number from 0 on, not {coefficient!r}")
 
 
-def _conv_problems(size: object) -> Iterator[ConfigProblem]:
-    """Yield the problem of the size of short convolutions."""
-    if size is not None and not (type(size) is int and 2 <= size <= MOST_CONV):
-        yield problem("conv_size", f"must be a whole number from 2 to {MOST_CONV}, not {size!r}")
-
-
-def _multiplier_problems(factor: object) -> Iterator[ConfigProblem]:
-    """Yield the problem of the factor of token embeddings."""
-    if type(factor) not in (int, float) or not 0 < factor <= LARGEST:  # type: ignore[operator]
+def _option_problems(size: object, factor: object) -> Iterator[ConfigProblem]:
+    """Yield the problems of the size of short convolutions and of the factor of token embeddings."""
+    if size is not None and not (type(size) is int and 2 <= size <= sections.MOST_CONV):
         yield problem(
-            "embedding_multiplier", f"must be a number above 0, at most {LARGEST:,}, not {factor!r}"
+            "conv_size", f"must be a whole number from 2 to {sections.MOST_CONV}, not {size!r}"
         )
 
-
-def _mask_problems(mask: Mask, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield (problem, hint) for an invalid mask of a model of these sizes."""
-    if mask.axis not in get_args(MaskedAxis):
-        yield f"{mask.axis!r} cannot be masked", f"one of {', '.join(get_args(MaskedAxis))}"
-        return
-    numbers = [mask.begin, mask.steps, *(limit for part in mask.new for limit in part)]
-    if any(type(number) is not int for number in numbers) or mask.begin < 0 or mask.steps < 1:
-        yield f"begin, steps and ranges must be whole numbers, steps above 0, not {mask}", ""
-        return
-    size, last = sizes[mask.axis], 0
-    for start, stop in mask.new:
-        if not last <= start < stop <= size:
-            yield f"{start} … {stop - 1} is not a range of {size} {mask.axis} after {last}", ""
-        last = stop
-    # a model may begin without layers
-    old = size - sum(stop - start for start, stop in mask.new)
-    if not mask.new or (not old and mask.axis != "layers"):
-        yield f"some of the {size} {mask.axis} must be new, and some old", ""
-
-
-def _mask_from_json(values: Mapping[str, Any]) -> Mask:
-    """Inverse of `dataclasses.asdict` for a mask. Raises TypeError or ValueError."""
-    return Mask(**{**values, "new": tuple((start, stop) for start, stop in values["new"])})
+    if type(factor) not in (int, float) or not 0 < factor <= sections.LARGEST:  # type: ignore[operator]
+        yield problem(
+            "embedding_multiplier",
+            f"must be a number above 0, at most {sections.LARGEST:,}, not {factor!r}",
+        )

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from instar.models.architecture import Activation, Architecture, MaskedAxis
+from instar.models.architecture import Activation, Architecture
 from instar.models.lora import Lora, adapter_of
 from instar.models.loss import at_least_float32
-from instar.models.shape import Parameter
+from instar.models.shape import MaskedAxis, Parameter
 
 
 class Norm(nn.Module):

@@ -1,7 +1,7 @@
 """Shapes of models: every parameter by name, with named axes.
 
 Every axis of every parameter has a name, and a name determines a size. A model grows when the size
-of an axis does.
+of an axis does. A `Mask` lets new indices of an axis take effect little by little.
 
 A composite axis such as ``heads*head_dim`` is a product, the first factor outermost: index
 ``h * head_dim + d`` of a query's output is channel d of head h. A factor may be a number, as in
@@ -37,9 +37,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 from instar.config.errors import ConfigProblem
 
@@ -318,6 +318,63 @@ def count_parameters(arch: Growable) -> ParameterCount:
         + head
         + tied,
     )
+
+
+MaskedAxis = Literal["layers", "mlp", "heads", "embed"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask over new indices of an axis, ranges start … stop-1, which opens linearly."""
+
+    axis: MaskedAxis
+    new: tuple[tuple[int, int], ...]
+    begin: int
+    """last step at which the mask is 0"""
+    steps: int
+
+    @property
+    def end(self) -> int:
+        """First step at which the mask is 1."""
+        return self.begin + self.steps
+
+    def opening(self, step: int) -> float:
+        """Value of the mask at a step of the run, 0 to 1."""
+        return min(1.0, max(0.0, (step - self.begin) / self.steps))
+
+    def has(self, axis: MaskedAxis, index: int) -> bool:
+        """Return whether an index of an axis is masked."""
+        return axis == self.axis and any(start <= index < stop for start, stop in self.new)
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """Yield (problem, hint) if it is invalid for a model of these sizes."""
+        if self.axis not in get_args(MaskedAxis):
+            yield f"{self.axis!r} cannot be masked", f"one of {', '.join(get_args(MaskedAxis))}"
+            return
+        numbers = [self.begin, self.steps, *(limit for part in self.new for limit in part)]
+        if any(type(number) is not int for number in numbers) or self.begin < 0 or self.steps < 1:
+            yield f"begin, steps and ranges must be whole numbers, steps above 0, not {self}", ""
+            return
+        size, last = sizes[self.axis], 0
+        for start, stop in self.new:
+            if not last <= start < stop <= size:
+                yield f"{start} … {stop - 1} is not a range of {size} {self.axis} after {last}", ""
+            last = stop
+        # a model may begin without layers
+        old = size - sum(stop - start for start, stop in self.new)
+        if not self.new or (not old and self.axis != "layers"):
+            yield f"some of the {size} {self.axis} must be new, and some old", ""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`. Raises TypeError or ValueError."""
+        return cls(**{**values, "new": tuple((start, stop) for start, stop in values["new"])})
+
+
+def mask_of(arch: object) -> Mask | None:
+    """Return the mask of an architecture; None if it has none, or does not support masks."""
+    mask: Mask | None = getattr(arch, "mask", None)
+    return mask
 
 
 def axis_size(sizes: Mapping[str, int], axis: str) -> int:

@@ -18,10 +18,10 @@ from instar.checkpoint.manifest import (
     is_on_line,
     read_manifest,
 )
+from instar.checkpoint.tensor_file import rows_to_save
 from instar.config.fields import checkpoint_values
 from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks
-from instar.distributed.shards import rows_to_save
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
 from instar.run.components import Components

@@ -15,8 +15,7 @@ from instar.config.schema import RunConfig
 from instar.config.sections import LARGEST, Operation
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
-from instar.models.architecture import mask_of
-from instar.models.shape import Facts, Growable, ModuleFacts, no_facts
+from instar.models.shape import Facts, Growable, ModuleFacts, mask_of, no_facts
 from instar.schedule.branches import BRANCH, BRANCHED, Branch, branch_problems
 from instar.schedule.settings import (
     CONTEXT,

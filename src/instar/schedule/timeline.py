@@ -17,8 +17,8 @@ from itertools import pairwise
 
 from instar.config.budget import Budget, Counters, fraction_used
 from instar.growth.plan import GrowthPlan, source_of
-from instar.models.architecture import mask_of
 from instar.models.cost import FrozenParameters
+from instar.models.shape import mask_of
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import State, when_due
 from instar.schedule.settings import is_frozen

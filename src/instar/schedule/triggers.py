@@ -11,8 +11,7 @@ from instar.config.budget import Counters, parse_budget
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
 from instar.growth.operators import is_growth
-from instar.models.architecture import mask_of
-from instar.models.shape import Growable, count_parameters
+from instar.models.shape import Growable, count_parameters, mask_of
 from instar.record.format import si
 from instar.schedule.branches import BRANCH, BRANCHED
 from instar.schedule.curves import PER, PowerLaw

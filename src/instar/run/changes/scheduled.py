@@ -17,7 +17,7 @@ from instar.config.sections import Operation
 from instar.distributed.agree import agree
 from instar.distributed.failure import PeerError, RunFailed
 from instar.growth.engine import ProvedGrowth, prepare_candidate
-from instar.models.architecture import mask_of
+from instar.models.shape import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, grow_run

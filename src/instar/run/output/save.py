@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from instar.checkpoint.layout import SavedRows
 from instar.checkpoint.listing import RetentionPolicy, prune_checkpoints, update_pointer
 from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Pattern
 from instar.checkpoint.store import CheckpointContent, Tensors, publish_checkpoint, tensors_to_write
@@ -24,7 +25,6 @@ from instar.config.schema import CheckpointConfig, Direction
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.failure import RunFailed
 from instar.distributed.parallel import check_replicas_equal
-from instar.distributed.shards import SavedRows
 from instar.distributed.world import World, with_own_group
 from instar.record.device import recorded_event
 
