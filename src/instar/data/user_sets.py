@@ -23,7 +23,7 @@ from instar.data.order import Int64Array, Order
 from instar.data.source import Columnar, InMemorySource, Source, close
 from instar.data.split import SampleSet, divide_samples
 from instar.data.text.streams.reader import LaneReader
-from instar.data.text.streams.samples import Note, StreamChanged
+from instar.data.text.streams.samples import Note, SampleStream, StreamChanged
 from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
 from instar.data.text.streams.source import LaneOrder, LaneSamples, OpenStreamSource
 from instar.data.user_source import (
@@ -168,7 +168,7 @@ def split_samples(
     return dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
 
 
-class IterableStream:
+class IterableStream(SampleStream):
     """The items of an iterable as one lane of samples.
 
     Args:
@@ -213,15 +213,6 @@ class IterableStream:
                 )
             yield sample
         return number
-
-    def first_after(self, offset: int) -> int:
-        return offset
-
-    def offset_of(self, sample: int) -> int:
-        return sample
-
-    def samples(self, count: int) -> int:
-        return count
 
     def weight_of(self, sample: Item) -> float:  # noqa: ARG002
         return 1.0

@@ -28,6 +28,7 @@ from instar.data.text.streams.reader import HostedLanes, LaneReader, Lanes
 from instar.data.text.streams.samples import (
     DocumentLane,
     DocumentStream,
+    LaneWeights,
     PackedLane,
     PackedStream,
     TokenLanes,
@@ -36,7 +37,6 @@ from instar.data.text.streams.seek_points import SeekPoints
 from instar.data.text.streams.source import (
     LaneOrder,
     LaneSamples,
-    LaneWeights,
     OpenStreamSource,
     StreamSource,
     no_samples,

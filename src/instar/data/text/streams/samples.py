@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,22 +36,19 @@ class StreamChanged(RunFailed):
     """A stream gave other samples than when it was read before."""
 
 
-class SampleStream(Protocol):
+class SampleStream(ABC):
     """Samples in lanes. Each lane always has the same samples.
 
-    The *count* of a lane is the number of its tokens, separators included or, where documents are
-    not packed, of its documents.
+    The *count* of a lane, and an *offset* in it, is a number of its samples or, where documents are packed, of its
+    tokens, separators included.
     """
 
-    @property
-    def lanes(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def unit(self) -> str:
-        """What a count counts, in the plural, e.g. "tokens"."""
-        ...
+    lanes: int
+    fingerprint: str
+    unit: str
+    """what a count counts, in the plural, such as tokens"""
 
+    @abstractmethod
     def open(self, lane: int, seek: SeekPoint, note: Note) -> Generator[Any, None, int]:
         """Yield a lane's samples from `first_after(seek.offset)` on, and return the lane's count.
 
@@ -59,32 +56,31 @@ class SampleStream(Protocol):
 
         Raises StreamChanged if the document at `seek` is another one.
         """
-        ...
 
     def first_after(self, offset: int) -> int:
         """Return the first sample that begins at or after an offset."""
-        ...
+        return offset
 
     def offset_of(self, sample: int) -> int:
         """Return the offset at which a sample begins."""
-        ...
+        return sample
 
     def samples(self, count: int) -> int:
         """Return the number of samples of a lane."""
-        ...
+        return count
 
+    @abstractmethod
     def weight_of(self, sample: Any) -> float:
         """Return a sample's loss weight."""
-        ...
 
+    @abstractmethod
     def columns(self, samples: Sequence[Any]) -> Columns:
         """Collate several samples for a step."""
-        ...
 
+    @abstractmethod
     def measure(self, lane: int, note: Note) -> int | NDArray[np.uint32]:
-        """Read a lane to its end and return its count; where documents are not packed, the tokens
-        of each that is a sample."""
-        ...
+        """Read a lane to its end and return its count; where documents are not packed, the tokens of each that is a
+        sample."""
 
 
 class TokenLanes:
@@ -149,11 +145,10 @@ class TokenLanes:
             )
 
 
-class _TokenSamples(ABC):
+class _TokenSamples(SampleStream):
     """Samples of at most context + 1 successive tokens of a lane."""
 
     kind: str
-    unit: str
 
     def __init__(self, tokens: TokenLanes, context: int) -> None:
         self._tokens, self.context = tokens, context
@@ -286,15 +281,6 @@ class DocumentStream(_TokenSamples):
         all_sizes = np.concatenate(sizes)
         return all_sizes[all_sizes > 1]
 
-    def first_after(self, offset: int) -> int:
-        return offset
-
-    def offset_of(self, sample: int) -> int:
-        return sample
-
-    def samples(self, count: int) -> int:
-        return count
-
 
 @dataclass(frozen=True)
 class PackedLane:
@@ -329,6 +315,10 @@ class DocumentLane:
         """Return the number of targets in the given samples."""
         targets = np.minimum(self.sizes[numbers].astype(np.int64) - 1, self.context)
         return float(targets.sum())
+
+
+LaneWeights: TypeAlias = PackedLane | DocumentLane
+"""The loss weights of a lane's samples, known without reading them."""
 
 
 def _some_at_a_time(texts: list[str]) -> Iterator[tuple[int, list[str]]]:

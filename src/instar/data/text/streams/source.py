@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from instar.config.errors import ConfigError
 from instar.data.columns import Columns
 from instar.data.order import UNKNOWN, Int64Array, Shuffled, check_positions
 from instar.data.text.streams.reader import Lanes, StreamUnfit
-from instar.data.text.streams.samples import SampleStream, StreamChanged
+from instar.data.text.streams.samples import LaneWeights, SampleStream, StreamChanged
 
 
 @dataclass
@@ -127,17 +127,6 @@ class LaneSamples:
                 f"lane {lane} {what}, when it was read before it had {length:,}; a stream must give "
                 "the same samples every time"
             )
-
-
-class LaneWeights(Protocol):
-    """The loss weights of a lane's samples, known without reading them."""
-
-    @property
-    def samples(self) -> int: ...
-
-    def total(self, numbers: Int64Array) -> float:
-        """Return the sum of the weights of some samples."""
-        ...
 
 
 class LaneOrder:
