@@ -151,7 +151,8 @@ def _compare(
 
     if entry_a.shape != entry_b.shape:
         return Difference(name, "changed", entry_a, entry_b)
-    if entry_a.dtype == entry_b.dtype and torch.equal(_bytes(a), _bytes(b)):
+    in_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+    if entry_a.dtype == entry_b.dtype and torch.equal(*in_bytes):
         return Difference(name, "same", entry_a, entry_b, 0.0, 0.0)
     a, b = a.to(torch.float64), b.to(torch.float64)
     difference = b - a
@@ -163,12 +164,6 @@ def _compare(
         difference.abs().max().item() if difference.numel() else 0.0,
         (difference.norm() / a.norm()).item() if difference.any() else 0.0,
     )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

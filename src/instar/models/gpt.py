@@ -101,17 +101,7 @@ class GPT(nn.Module):
             ValueError: there are more tokens than the context has.
         """
         begin = len(cache) if cache is not None else 0
-        end = begin + inputs_BT.shape[1]
-        if self.arch.context < end:
-            raise ValueError(f"{end} tokens do not fit into a context of {self.arch.context}")
-        x_BTD = self.token_embedding(inputs_BT)
-        if self.arch.embedding_multiplier != 1:
-            x_BTD = x_BTD * self.arch.embedding_multiplier
-        rotation = None
-        if self.arch.positions == "learned":
-            x_BTD = x_BTD + self.position_embedding.weight[begin:end]
-        else:
-            rotation = (self.rope_cos[begin:end], self.rope_sin[begin:end])
+        x_BTD, rotation = self._embed(inputs_BT, begin)
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         router_logits: list[Tensor] = []
@@ -130,7 +120,7 @@ class GPT(nn.Module):
             if balance:
                 router_logits.append(logits_BTE)
         if cache is not None:
-            cache.tokens = end
+            cache.tokens = begin + inputs_BT.shape[1]
         x_BTD = self.final_norm(x_BTD, openings)
         weight_VD = (self.token_embedding if self.arch.tied else self.head).effective()
         if targets_BT is None:
@@ -144,6 +134,18 @@ class GPT(nn.Module):
         assert self.arch.num_experts_per_tok is not None
         stacked_LBTE = torch.stack(router_logits)
         return loss, load_balancing_loss(stacked_LBTE, targets_BT, self.arch.num_experts_per_tok)
+
+    def _embed(self, inputs_BT: Tensor, begin: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return the stream of tokens from position `begin` on, and the rotation of their positions, if any."""
+        end = begin + inputs_BT.shape[1]
+        if self.arch.context < end:
+            raise ValueError(f"{end} tokens do not fit into a context of {self.arch.context}")
+        x_BTD = self.token_embedding(inputs_BT)
+        if self.arch.embedding_multiplier != 1:
+            x_BTD = x_BTD * self.arch.embedding_multiplier
+        if self.arch.positions == "learned":
+            return x_BTD + self.position_embedding.weight[begin:end], None
+        return x_BTD, (self.rope_cos[begin:end], self.rope_sin[begin:end])
 
     @torch.no_grad()
     def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+
+from instar.checkpoint.tensor_file import DTYPES
 
 SMALL_FLOPS = 1e9
 """A forward pass below this takes one core a few hundredths of a second."""
@@ -170,7 +171,7 @@ def check_trainable(model: Module) -> None:
             )
     _check_memory(dict(model.named_parameters()))
     for name, buffer in persistent_buffers(model).items():
-        if not _is_storable(name, buffer):
+        if buffer.layout != torch.strided or buffer.dtype not in DTYPES.values():
             raise ValueError(
                 f"the buffer {name}, of type {buffer.dtype} and layout {buffer.layout}, cannot be "
                 "saved; register it with persistent=False, or as dense tensors of another type"
@@ -246,12 +247,3 @@ def _share_elements(first: Tensor, second: Tensor) -> bool:
         return at.flatten()
 
     return bool(torch.isin(places(first), places(second)).any()) or first.dtype != second.dtype
-
-
-def _is_storable(name: str, buffer: Tensor) -> bool:
-    """Return whether a safetensors file can hold the tensor."""
-    try:
-        safetensors.torch.save({name: buffer.new_empty(0)})
-    except (KeyError, NotImplementedError, RuntimeError, ValueError):
-        return False
-    return buffer.layout == torch.strided

@@ -390,6 +390,11 @@ def factor_size(sizes: Mapping[str, int], factor: str) -> int:
     return int(factor) if factor.isdecimal() else sizes[factor]
 
 
+def size_text(shape: tuple[int, ...] | None) -> str:
+    """Format the shape of a tensor, as in 3×4; None if there is no such tensor."""
+    return "not there" if shape is None else "×".join(map(str, shape))
+
+
 def layer_of(name: str) -> int | None:
     """Return the index of the block of a parameter; None outside the blocks."""
     first, _, tail = name.partition(".")

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from instar.config.errors import ConfigError
-from instar.models.shape import Growable, Kind, ModuleFacts, Parameter, axis_size, buffers_of
+from instar.models.shape import (
+    Growable,
+    Kind,
+    ModuleFacts,
+    Parameter,
+    axis_size,
+    buffers_of,
+    size_text,
+)
 
 GATES: Mapping[str, int] = {"rnn": 1, "gru": 3, "lstm": 4}
 
@@ -246,7 +254,7 @@ def check_table(task: str, shape: Growable, actual: Mapping[str, tuple[int, ...]
         if actual.get(name) != expected.get(name):
             raise _mismatch(
                 f"{task}: the shape's table says that {name} is "
-                f"{_size(expected.get(name))}, and in the model it is {_size(actual.get(name))}",
+                f"{size_text(expected.get(name))}, and in the model it is {size_text(actual.get(name))}",
                 "the table must name every parameter of the module, with the axes it has",
             )
 
@@ -256,14 +264,10 @@ def check_shape_buffers(task: str, shape: Growable, facts: ModuleFacts) -> None:
     for name, entry in buffers_of(shape).items():
         if facts.buffers.get(name) != entry.shape:
             raise _mismatch(
-                f"{task}: the shape's table says that the buffer {name} is {_size(entry.shape)}, and "
-                f"in the model it is {_size(facts.buffers.get(name))}",
+                f"{task}: the shape's table says that the buffer {name} is {size_text(entry.shape)}, and "
+                f"in the model it is {size_text(facts.buffers.get(name))}",
                 "table.buffer and table.batch_norm are for persistent buffers of the module",
             )
-
-
-def _size(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else "×".join(map(str, shape))
 
 
 def _mismatch(message: str, hint: str) -> ConfigError:

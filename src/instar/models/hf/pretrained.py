@@ -16,7 +16,7 @@ from instar.models import lora as adapters
 from instar.models.hf.families import BUILT_IN, FAMILIES, JOINED, Family, TableEntry
 from instar.models.hf.rope import base_of, pinned, problems_of, scaled
 from instar.models.lora import Lora
-from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem
+from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem, size_text
 
 LORA = "lora"
 """key of the adapters among the values of the config"""
@@ -300,7 +300,7 @@ class PretrainedShape:
             self.module_name(name): entry.shape for name, entry in self.parameters().items()
         }
         return [
-            f"{name}: {_size(module.get(name))} in the model, {_size(expected.get(name))} for {self.family.name} "
+            f"{name}: {size_text(module.get(name))} in the model, {size_text(expected.get(name))} for {self.family.name} "
             "with this config"
             for name in {**module, **expected}
             if module.get(name) != expected.get(name)
@@ -411,7 +411,3 @@ def _is_mlp_weight(name: str) -> bool:
 
 def _are_sizes(*values: Any) -> bool:
     return all(type(value) is int and value > 0 for value in values)
-
-
-def _size(shape: tuple[int, ...] | None) -> str:
-    return "not there" if shape is None else "×".join(map(str, shape))

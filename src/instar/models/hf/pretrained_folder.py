@@ -25,7 +25,7 @@ from instar.models.hf.completed import completed, explicit_config, keys_of
 from instar.models.hf.config import read_config
 from instar.models.hf.families import FAMILIES, Family, SingleExperts
 from instar.models.hf.pretrained import PretrainedShape
-from instar.models.hf.tensors import BUFFERS
+from instar.models.hf.tensors import BUFFERS, refuse_tensors
 from instar.models.hf.weights import weights_layout
 from instar.models.shape import ArchitectureError, Parameter
 
@@ -178,10 +178,9 @@ def _names_in_files(path: Path, shape: PretrainedShape, layout: Layout) -> dict[
         problems += _problems_of_head(shape, layout, stored_names)
     entries = {full: layout.entries[name] for full, name in stored_names.items()}
     problems += _mismatches(parts, entries)
-    if problems:
-        more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
-        title = f"{path}: the tensors are not those of the {shape.family.name} of {CONFIG}:"
-        raise CheckpointError("\n  ".join([title, *problems[:12], *more]))
+    refuse_tensors(
+        f"{path}: the tensors are not those of the {shape.family.name} of {CONFIG}:", problems
+    )
     return {full: stored_names[full] for full in parts}
 
 
@@ -210,19 +209,14 @@ def _problems_of_head(
     if tokens is None:
         return []
     head_entry, tokens_entry = layout.entries[head], layout.entries[tokens]
-    if (head_entry.dtype, head_entry.shape) == (
-        tokens_entry.dtype,
-        tokens_entry.shape,
-    ) and head_entry.dtype in _FLOATS:
-        step = (
-            max(1, _ROWS_BYTES * head_entry.shape[0] // max(1, head_entry.size_bytes))
-            if head_entry.shape
-            else 1
-        )
+    is_alike = (head_entry.dtype, head_entry.shape) == (tokens_entry.dtype, tokens_entry.shape)
+    if is_alike and head_entry.dtype in _FLOATS:
+        rows = head_entry.shape[0] if head_entry.shape else 1
+        step = max(1, _ROWS_BYTES * rows // max(1, head_entry.size_bytes))
         with open_reader(layout) as read:
             if all(
                 _same_bits(read.rows(head, at, at + step), read.rows(tokens, at, at + step))
-                for at in range(0, head_entry.shape[0] if head_entry.shape else 1, step)
+                for at in range(0, rows, step)
             ):
                 return []
     return [f"{_HEAD}: differs from {table}, but {CONFIG} has tie_word_embeddings"]

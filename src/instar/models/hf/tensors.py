@@ -78,10 +78,8 @@ def conversions(
     """Return a function for each tensor of `to_tensors` that makes it of those of `tensors` that it
     needs."""
     style = style_of(arch)
-    _refuse(
-        [f"{name}: missing" for name in arch.parameters() if name not in tensors],
-        "the architecture",
-    )
+    missing = [f"{name}: missing" for name in arch.parameters() if name not in tensors]
+    refuse_tensors("the tensors are not those of the architecture:", missing)
     table = replace(arch, lora=()).parameters()
     export_arch = replace(arch, lora=(), bias=style == "gpt2" or arch.bias)
     shapes = export_arch.parameters()
@@ -130,7 +128,7 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
             for part, piece in zip(sources, torch.split(matrix, lengths), strict=True):
                 parameters[part] = piece.clone(memory_format=torch.contiguous_format)
     problems += [f"{name}: unknown" for name in by_full_name]
-    _refuse(problems, f"the {TITLES[style]} of config.json")
+    refuse_tensors(f"the tensors are not those of the {TITLES[style]} of config.json:", problems)
     return {name: parameters[name] for name in table}
 
 
@@ -152,11 +150,11 @@ def merged_weight(
     return tensors[name] + b @ (adapter.scale * a)
 
 
-def _refuse(problems: list[str], what: str) -> None:
+def refuse_tensors(title: str, problems: Sequence[str]) -> None:
+    """Raise CheckpointError with the first dozen problems, if there are any."""
     if problems:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
-        lines = [f"the tensors are not those of {what}:", *problems[:12], *more]
-        raise CheckpointError("\n  ".join(lines))
+        raise CheckpointError("\n  ".join([title, *problems[:12], *more]))
 
 
 def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from instar.checkpoint.manifest import read_json
 from instar.config.document import read_document
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
+from instar.data.text.foreign.chat_template import template_beside
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import (
     TOKENIZER_FILE,
@@ -133,8 +134,6 @@ def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
     export_files = dict(files)
     if TOKENIZER_FILE not in files or not _trains_chats(run):
         return export_files
-    from instar.data.text.foreign.chat_template import template_beside
-
     tokenizer = load_saved_tokenizer(run)
     template = template_beside(run, tokenizer)
     of_tokenizer = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
