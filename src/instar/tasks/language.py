@@ -1,21 +1,22 @@
-"""Language modelling: next-token prediction with a GPT.
+"""Language modelling, next-token prediction: with a GPT, or with a causal language model of transformers.
 
 Importing the module does not import torch; building a model does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from instar.config.errors import ConfigError
-from instar.config.language import LanguageConfig
+from instar.config.language import CausalLMConfig, LanguageConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
 from instar.models.architecture import Architecture, resolve_architecture, section_of
 from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
+from instar.models.hf.pretrained import LoraShape
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import Batch, Module, SavedModel, Tensor
 from instar.tasks.text import TextSpec, TextTask, adapter_lines
@@ -54,7 +55,7 @@ class LanguageSpec(TextSpec):
         assert isinstance(config, LanguageConfig)
         model = config.model
         initial = resolve_architecture(model, model.vocab_size or architecture["vocab_size"])
-        return SavedModel(initial, Architecture.from_dict(architecture).to_dict(), _module)
+        return SavedModel(initial, Architecture.from_dict(architecture).to_dict(), _gpt_module)
 
     @property
     def derived(self) -> dict[str, object]:
@@ -111,7 +112,9 @@ class LanguageSpec(TextSpec):
         return [("shape", shape), ("style", [", ".join(style)]), ("adapters", adapters)]
 
 
-def _module(shape: Architecture, *, checkpointing: bool = False, seed: int | None = None) -> Module:
+def _gpt_module(
+    shape: Architecture, *, checkpointing: bool = False, seed: int | None = None
+) -> Module:
     from instar.models.gpt import GPT
 
     model = GPT(shape, gradient_checkpointing=checkpointing)
@@ -155,7 +158,7 @@ class LanguageTask(TextTask):
 
     def _build_model(self, seed: int | None) -> Module:
         checkpointing = self.config.train.gradient_checkpointing
-        return _module(self.architecture, checkpointing=checkpointing, seed=seed)
+        return _gpt_module(self.architecture, checkpointing=checkpointing, seed=seed)
 
     def initial_values(self) -> Mapping[str, Tensor]:
         from instar.models.gpt import InitialValues
@@ -180,3 +183,93 @@ class LanguageTask(TextTask):
         number = (targets != IGNORED).sum().clamp(min=1)
         log("load_balancing_loss", balance / (number * arch.n_layer))
         return loss + coefficient * (balance - balance.detach())
+
+
+@dataclass(frozen=True, eq=False)
+class CausalLMSpec(TextSpec):
+    """`TaskSpec` of a causal language model of transformers on text."""
+
+    config: CausalLMConfig
+    architecture: LoraShape
+
+    task_class = "instar.tasks.language:CausalLMTask"
+
+    @classmethod
+    def resolved(cls, loaded_config: Loaded, vocab_size: int) -> LoraShape:
+        config = _causal(loaded_config.config)
+        try:
+            shape = LoraShape(config.model.config or {})
+        except ArchitectureError as error:
+            problems = (
+                loaded_config.problem("model.config", p.message, p.hint) for p in error.problems
+            )
+            raise ConfigError(*problems) from None
+        if vocab_size > shape.vocab_size:
+            message = f"data.tokenizer has {vocab_size:,} tokens, and the model's table {shape.vocab_size:,} rows"
+            hint = "leave it out: the tokenizer comes with the weights"
+            raise ConfigError(loaded_config.problem("data.tokenizer", message, hint))
+        return shape
+
+    @classmethod
+    def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
+        del config
+        shape = LoraShape.from_dict(architecture)
+        if shape.lora:
+            raise ValueError(
+                "it has adapters: `instar checkpoint export RUN FOLDER --to hf` merges them, and a run starts "
+                "from the folder"
+            )
+        return {"config": shape.to_dict()}
+
+    @classmethod
+    def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+        initial = LoraShape(_causal(config).model.config or {})
+        return SavedModel(initial, LoraShape.from_dict(architecture).to_dict(), _pretrained_module)
+
+    @property
+    def derived(self) -> dict[str, object]:
+        return {**super().derived, "model.context": self.config.full_context}
+
+    @property
+    def refuses_shards(self) -> str:
+        return "a model of transformers is whole on every rank"
+
+    def style(self, architecture: LoraShape) -> Sequence[tuple[str, Sequence[str]]]:
+        kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"
+        adapters = adapter_lines(architecture.lora)
+        return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
+
+
+def _pretrained_module(
+    shape: LoraShape, *, checkpointing: bool = False, seed: int | None = None
+) -> Module:
+    from instar.models.hf.module import PretrainedModel
+
+    return PretrainedModel(shape, gradient_checkpointing=checkpointing, seed=seed)
+
+
+def _causal(config: RunConfig) -> CausalLMConfig:
+    assert isinstance(config, CausalLMConfig)
+    return config
+
+
+class CausalLMTask(TextTask):
+    """`Task` of a causal language model of transformers on text."""
+
+    config: CausalLMConfig
+    architecture: LoraShape
+
+    @property
+    def random(self) -> bool:
+        """Always true: some families have dropout."""
+        return True
+
+    def build(self) -> Module:
+        return self._build_model(None if self.config.starts_from else self.config.seed)
+
+    def shell(self) -> Module:
+        return self._build_model(None)
+
+    def _build_model(self, seed: int | None) -> Module:
+        checkpointing = self.config.train.gradient_checkpointing
+        return _pretrained_module(self.architecture, checkpointing=checkpointing, seed=seed)

@@ -48,7 +48,7 @@ Module: TypeAlias = "torch.nn.Module"
 
 SPECS: Mapping[str, str] = {
     "language": "instar.tasks.language:LanguageSpec",
-    "causal_lm": "instar.tasks.causal_lm:CausalLMSpec",
+    "causal_lm": "instar.tasks.language:CausalLMSpec",
 }
 """`TaskSpec` of each task of the core; its module imports no torch."""
 CUSTOM_SPEC = "instar.tasks.user_task:CustomSpec"

@@ -24,12 +24,14 @@ from instar.data.text.files import (
     PACKED,
     PARQUET,
     STDLIB,
+    field_value,
     find_files,
+    json_rows,
+    open_source,
     standard_library,
     suffix_of,
 )
 from instar.data.text.formats import is_text
-from instar.data.text.json_rows import field_value, json_rows, open_source
 from instar.record.progress import Advance, progress
 
 _PIECE_BYTES = 1 << 20

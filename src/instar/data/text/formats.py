@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
 from instar.config.language import DataConfig
-from instar.data.text.files import suffix_of
-from instar.data.text.json_rows import field_value, json_rows
+from instar.data.text.files import field_value, json_rows, suffix_of
 
 ArrowTable: TypeAlias = Any
 ArrowColumn: TypeAlias = Any
