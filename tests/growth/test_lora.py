@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shapes import gpt2, llama
 
 from instar.growth.lora import adapters_of_blocks
-from instar.growth.operators import check, plan
+from instar.growth.operators import check_growth, plan
 from instar.growth.plan import GrowthError
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
@@ -371,4 +371,4 @@ def test_the_impossible_is_refused_with_what_is_possible(
 )
 def test_another_form_is_refused(name: str, value: object, options: dict[str, object]) -> None:
     with pytest.raises(GrowthError, match=f"^{name}: "):
-        check(operation(name, value, **options))
+        check_growth(operation(name, value, **options))

@@ -16,7 +16,7 @@ from instar.config.sections import Operation
 from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, GrowthPlan
-from instar.growth.proof import Probe, Proof, compare
+from instar.growth.proof import Probe, Proof, compare_outputs
 from instar.models.gpt import named_generator
 from instar.models.shape import Growable, Parameter
 from instar.run.state.gradient_stats import split_grad_norms
@@ -169,7 +169,7 @@ def grow(arch: Growable, run: Run, op: Operation) -> tuple[Growable, GrowthPlan,
     after = Probe(run(new, new_values), 0.0)
     table = {name: entry.shape for name, entry in new.parameters().items()}
     assert {name: tuple(tensor.shape) for name, tensor in new_values.items()} == table
-    return new, made, compare(made, before, after, torch.float64)
+    return new, made, compare_outputs(made, before, after, torch.float64)
 
 
 def widened(axis: str, size: int | str, **options: Any) -> Operation:

@@ -12,7 +12,7 @@ from shapes import gpt2
 
 from instar.growth.operators import plan
 from instar.growth.plan import Edit, Grown, GrowthPlan, Label, New, Old
-from instar.growth.proof import Probe, compare
+from instar.growth.proof import Probe, compare_outputs
 from instar.run.state.gradient_stats import split_grad_norms
 
 LOGITS = torch.tensor([[2.0, -4.0], [1.0, 3.0]], dtype=torch.float64)
@@ -38,20 +38,20 @@ def test_an_exact_one_may_move_logits_by_rounding_alone(
     dtype: torch.dtype, moved: float, holds: bool
 ) -> None:
     after = Probe(LOGITS + torch.tensor([0.0, moved]), 1.0)
-    proof = compare(planned("exact"), BEFORE, after, dtype)
+    proof = compare_outputs(planned("exact"), BEFORE, after, dtype)
     assert proof.holds is holds
     assert proof.max_logit_diff == pytest.approx(moved, rel=1e-4)
     assert proof.max_logit_diff_relative == pytest.approx(moved / 4, rel=1e-4)
 
 
 def test_an_exact_one_may_not_move_the_loss() -> None:
-    assert not compare(planned("exact"), BEFORE, Probe(LOGITS, 1.001)).holds
+    assert not compare_outputs(planned("exact"), BEFORE, Probe(LOGITS, 1.001)).holds
 
 
 @pytest.mark.parametrize(("loss", "holds"), [(1.09, True), (0.1, True), (1.11, False)])
 def test_a_bounded_one_may_raise_the_loss_by_its_bound(loss: float, holds: bool) -> None:
     wider = torch.cat((LOGITS, torch.full((2, 3), 9.0)), 1)
-    proof = compare(planned("bounded", 0.1), BEFORE, Probe(wider, loss))
+    proof = compare_outputs(planned("bounded", 0.1), BEFORE, Probe(wider, loss))
     assert proof.holds is holds
     assert proof.max_logit_diff == 0.0
     assert proof.delta_loss == pytest.approx(loss - 1.0)
@@ -60,8 +60,8 @@ def test_a_bounded_one_may_raise_the_loss_by_its_bound(loss: float, holds: bool)
 @pytest.mark.parametrize("label", ["exact", "bounded", "lossy"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_never_holds(label: Label, bad: float) -> None:
-    assert not compare(planned(label, 9.0), BEFORE, Probe(LOGITS * bad, 1.0)).holds
-    assert not compare(planned(label, 9.0), BEFORE, Probe(LOGITS, bad)).holds
+    assert not compare_outputs(planned(label, 9.0), BEFORE, Probe(LOGITS * bad, 1.0)).holds
+    assert not compare_outputs(planned(label, 9.0), BEFORE, Probe(LOGITS, bad)).holds
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -70,14 +70,14 @@ def test_every_row_of_many_logits_is_compared(row: int, value: float, holds: boo
     ones = torch.ones(1, 2, 1 << 20)  # more than are compared at once
     after = ones.clone()
     after[0, row, -1] = value
-    proof = compare(planned("exact"), Probe(ones, 1.0), Probe(after, 1.0))
+    proof = compare_outputs(planned("exact"), Probe(ones, 1.0), Probe(after, 1.0))
     assert proof.holds is holds
     if math.isfinite(value):
         assert proof.max_logit_diff == pytest.approx(value - 1.0, abs=1e-7)
 
 
 def test_a_lossy_one_may_do_anything_else() -> None:
-    proof = compare(planned("lossy"), BEFORE, Probe(-LOGITS, 7.0))
+    proof = compare_outputs(planned("lossy"), BEFORE, Probe(-LOGITS, 7.0))
     assert proof.holds
     assert json.loads(json.dumps(proof.to_dict()))["max_logit_diff"] == 8.0
 

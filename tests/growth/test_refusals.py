@@ -11,7 +11,7 @@ from shapes import gpt2, llama
 from transformers import LlamaConfig
 
 from instar.config.sections import Operation
-from instar.growth.operators import OPERATORS, check, is_growth, plan
+from instar.growth.operators import OPERATORS, check_growth, is_growth, plan
 from instar.growth.plan import GrowthError
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained import PretrainedShape
@@ -82,7 +82,7 @@ SIZE = "a whole number above 0 or a factor such as 'x2'"
 )
 def test_a_wrong_form_is_refused_without_a_model(op: Operation, said: str) -> None:
     with pytest.raises(GrowthError) as caught:
-        check(op)
+        check_growth(op)
     assert said in str(caught.value)
 
 

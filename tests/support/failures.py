@@ -357,14 +357,14 @@ def seeds_by_rank(argv: Sequence[str]) -> int:
 
 def rank_1_rounds_more(argv: Sequence[str]) -> int:
     """Of its comparisons before and after growth the first misses the tolerance, as on another GPU."""
-    compare = proof.compare
+    compare = proof.compare_outputs
 
     def misses_first(*arguments: Any) -> proof.Proof:
-        proof.compare = compare
+        proof.compare_outputs = compare
         return dataclasses.replace(compare(*arguments), holds=False)
 
     if is_rank(1):
-        proof.compare = misses_first
+        proof.compare_outputs = misses_first
     return main(argv)
 
 

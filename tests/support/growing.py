@@ -13,7 +13,7 @@ from instar.config.sections import Operation
 from instar.growth.apply import Key, Mode, Role, apply, grow_state, grown_states
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthPlan
-from instar.growth.proof import Probe, Proof, compare
+from instar.growth.proof import Probe, Proof, compare_outputs
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT, named_generator
 
@@ -81,4 +81,4 @@ def probe(model: GPT, data: tuple[Tensor, Tensor]) -> Probe:
 def proof(old: GPT, new: GPT, made: GrowthPlan) -> Proof:
     """The operation held against its label, on a batch that the old model can read."""
     data = batch(old.arch)
-    return compare(made, probe(old, data), probe(new, data), torch.float64)
+    return compare_outputs(made, probe(old, data), probe(new, data), torch.float64)

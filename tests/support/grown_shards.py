@@ -53,13 +53,13 @@ def shard(model: nn.Module, mesh: Any) -> None:
 def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) -> None:
     """One rank alone misses the tolerance, refuses float64, cannot build, lacks memory between two tensors that are
     gathered, or has a damaged shard: all go the same way."""
-    is_last, compare = dist.get_rank() == dist.get_world_size() - 1, proof.compare
+    is_last, compare = dist.get_rank() == dist.get_world_size() - 1, proof.compare_outputs
 
     def misses_first(*arguments: Any) -> proof.Proof:
-        vars(proof)["compare"] = compare
+        vars(proof)["compare_outputs"] = compare
         return replace(compare(*arguments), holds=not is_last)
 
-    vars(proof)["compare"] = misses_first
+    vars(proof)["compare_outputs"] = misses_first
     made = prepare(sharded, EXACT["widen_mlp"], wrap=wrap).proof
     assert made is not None
     assert made.holds
@@ -72,7 +72,7 @@ def disagree(sharded: nn.Module, wrap: Any, optimizer: torch.optim.Optimizer) ->
             raise TypeError("no float64")
         return outputs
 
-    vars(proof)["compare"] = misses_first
+    vars(proof)["compare_outputs"] = misses_first
     live_grow.LiveGrowth.in_double = refusing  # type: ignore[method-assign]
     with pytest.raises(GrowthError, match="more than its label 'exact' allows"):
         prepare(sharded, EXACT["widen_mlp"], wrap=wrap)

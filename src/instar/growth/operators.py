@@ -1,7 +1,7 @@
-"""The table of growth operations, and `check` and `plan`, which use it.
+"""The table of growth operations, and `check_growth` and `plan`, which use it.
 
 A planner is a pure function from a shape and an operation to the grown shape and the plan of its
-tensors. Its error messages do not name the operation; `check` and `plan` prefix the name.
+tensors. Its error messages do not name the operation; `check_growth` and `plan` prefix the name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
     Raises:
         GrowthError: the operation is not possible for this model; the message says what would be.
     """
-    operator = check(operation)
+    operator = check_growth(operation)
     with _naming_errors(operation.name):
         if not operator.fits(arch):
             fitting = ", ".join(name for name, other in OPERATORS.items() if other.fits(arch))
@@ -88,7 +88,7 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
     return larger, growth_plan
 
 
-def check(operation: Operation) -> Operator:
+def check_growth(operation: Operation) -> Operator:
     """Return what carries out an operation.
 
     Raises:

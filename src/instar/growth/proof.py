@@ -59,7 +59,7 @@ class Proof:
         return asdict(self)
 
 
-def compare(
+def compare_outputs(
     plan: GrowthPlan, before: Probe, after: Probe, dtype: torch.dtype = torch.float32
 ) -> Proof:
     """Compare outputs for the same batch before and after growth with the label of the plan.
@@ -147,7 +147,7 @@ def prove(
         if _is_finite(before) and not _is_finite(after):
             raise NotFiniteError("the outputs of the grown model are not finite")
         dtype = coarsest({*dtypes, after.logits.dtype})
-        proof = compare(plan, before, after, dtype)
+        proof = compare_outputs(plan, before, after, dtype)
     if peers.all_agree(proof.holds):
         return proof
     finite = peers.all_agree(math.isfinite(proof.max_logit_diff + proof.delta_loss))
@@ -155,7 +155,7 @@ def prove(
         double = unless_refused(peers, name, in_double)
         if double is not None:
             with peers.phase():
-                proof = compare(plan, double.before, double.after, double.dtype)
+                proof = compare_outputs(plan, double.before, double.after, double.dtype)
                 if proof.holds:
                     verify_rounded(plan, tensors or {}, double.tensors)
     return replace(proof, holds=peers.all_agree(proof.holds))

@@ -332,7 +332,7 @@ def check_operation(operation: Operation) -> None:
     """Raise ValueError unless the operation is known and its value and options are valid."""
     name, value = operation.name, operation.value
     if growth.is_growth(name):
-        growth.check(operation)
+        growth.check_growth(operation)
         return
     if name not in SETTINGS:
         raise ValueError(f"unknown operation {name!r}; {hint_for_unknown(name)}")

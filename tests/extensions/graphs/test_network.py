@@ -28,7 +28,7 @@ from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_
 from instar.growth.apply import Role, apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
-from instar.growth.proof import Probe, compare
+from instar.growth.proof import Probe, compare_outputs
 from instar.models.gpt import named_generator
 from instar.models.shape import ArchitectureError, count_parameters
 from instar.run.state.gradient_stats import split_grad_norms
@@ -374,7 +374,7 @@ def test_it_grows_exactly(layer: str, op: Operation, dtype: torch.dtype) -> None
     grown = GraphNetwork(new_shape).to(dtype)
     grown.load_state_dict(apply(made, values(model), Role.PARAMETER, KEY))
     before, after = (Probe(each(*BATCH).detach(), 0.0) for each in (model, grown))
-    proof = compare(made, before, after, dtype)
+    proof = compare_outputs(made, before, after, dtype)
     assert proof.label == "exact"
     assert proof.holds, proof
     assert new_shape.sizes() != model.shape.sizes()

@@ -33,7 +33,7 @@ from instar.growth.engine import (
 from instar.growth.folders import check_own_family
 from instar.growth.live.build import Wrap, build_sharded, build_whole, renew, take_over
 from instar.growth.live.optimizers import prepare_optimizer
-from instar.growth.live.probe import draw_probe, reshard, run_probe, to_device
+from instar.growth.live.probe import batch_to_device, draw_probe, reshard, run_probe
 from instar.growth.live.subject import Build, Subject, bare, shape_of, subject_of
 from instar.growth.live.vocabulary import with_vocabulary
 from instar.growth.operators import plan
@@ -232,7 +232,7 @@ def live_growth(model: Module, request: GrowthRequest, peers: Peers) -> LiveGrow
         assert isinstance(larger, PretrainedShape)
         batch = draw_probe(old.shape, larger)
     device = next(old.module.parameters()).device
-    batch = None if batch is None or batch is False else to_device(batch, device)
+    batch = None if batch is None or batch is False else batch_to_device(batch, device)
     return LiveGrowth(request, exact, old, replace(old, shape=larger), step, peers, batch)
 
 
@@ -298,7 +298,7 @@ class LiveGrowth:
             module = build_sharded(self.old, self.old.shape, step, wrap_doubled, self.peers)
             old = replace(self.old, module=module)
             new = self._build(old, wrap_doubled)
-        batch = to_device(self.batch, next(candidate.parameters()).device, torch.float64)
+        batch = batch_to_device(self.batch, next(candidate.parameters()).device, torch.float64)
         before, after = run_probe(old.module, batch), run_probe(new, batch)
         # rounding is that of what models compute in float32
         return Doubled(before, after, torch.float32, self.tensors(new))

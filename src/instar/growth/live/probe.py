@@ -62,14 +62,14 @@ def draw_probe(*shapes: PretrainedShape) -> dict[str, Tensor | bool]:
     return {"input_ids": ids, "labels": ids} | ({_ROUTERS: False} if has_routers else {})
 
 
-def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def batch_to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Return a batch on another device, its floating point tensors in another dtype."""
     if isinstance(batch, Tensor):
         return batch.to(device=device, dtype=dtype if batch.is_floating_point() else None)
     if isinstance(batch, Mapping):
-        return {name: to_device(value, device, dtype) for name, value in batch.items()}
+        return {name: batch_to_device(value, device, dtype) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return [to_device(value, device, dtype) for value in batch]
+        return [batch_to_device(value, device, dtype) for value in batch]
     return batch
 
 

@@ -18,7 +18,7 @@ from instar.config.sections import Operation
 from instar.data.text.foreign.engine import engine_of
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
 from instar.data.text.tokenizer import TOKENIZER_FILE
-from instar.growth.operators import check
+from instar.growth.operators import check_growth
 from instar.growth.plan import SPECIAL, GrowthError, VocabularyMap
 from instar.models.hf.tokenizer import letter
 
@@ -39,7 +39,7 @@ def with_vocabulary(operation: Operation, home: Path | None) -> Operation:
     value = operation.value
     if operation.name != "resize_vocab" or not isinstance(value, Mapping):
         return operation
-    check(operation)
+    check_growth(operation)
     old = Path(value["from"]) if "from" in value else home
     if old is None or not (old / TOKENIZER_FILE).is_file():
         raise GrowthError(
