@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -30,73 +31,78 @@ from instar.extensions.lab.short_runs import ShortRunRequest
 from instar.record.format import scientific, si
 
 Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
 
 
-def budget_options(*, fewest: int, steps: str) -> Callable[[Command], Command]:
-    """Return a decorator that adds the options of commands that train short runs."""
+def takes_request(
+    *, fewest: int, counted: str, output: str, more: Decorator = lambda command: command
+) -> Decorator:
+    """Return a decorator that adds the options of a command that trains short runs, among them `more`, and passes
+    what they say as a `ShortRunRequest`."""
+    seed_help = (
+        "Seed of the runs; several, for better intervals, share the budget. Default: CONFIG's."
+    )
+    steps_help = f"Steps {counted}; default: as many as --budget allows."
+    budget_help = "How long it may take, e.g. 30min or 2h."
+    seed_type = click.IntRange(0, 2**63 - 1)
+    options: list[Decorator] = [
+        trust_option,
+        set_option,
+        rank_options,
+        more,
+        click.option(
+            "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help=output
+        ),
+        click.option("--seed", "seeds", type=seed_type, multiple=True, help=seed_help),
+        click.option("--steps", type=click.IntRange(min=fewest), help=steps_help),
+        click.option("--budget", metavar="TIME", help=budget_help),
+    ]
 
-    def add_option(command: Command) -> Command:
-        for option in (
-            click.option(
-                "--seed",
-                "seeds",
-                type=click.IntRange(0, 2**63 - 1),
-                multiple=True,
-                help="Seed of the runs; several, for better intervals, share the budget. Default: CONFIG's.",
-            ),
-            click.option(
-                "--steps",
-                type=click.IntRange(min=fewest),
-                help=f"Steps {steps}; default: as many as --budget allows.",
-            ),
-            click.option(
-                "--budget", metavar="TIME", help="How long it may take, e.g. 30min or 2h."
-            ),
-        ):
-            command = option(command)
-        return command
+    def add_options(command: Command) -> Command:
+        @wraps(command)
+        def run(
+            cfg: str,
+            overrides: tuple[str, ...],
+            budget: str | None,
+            steps: int | None,
+            seeds: tuple[int, ...],
+            output: Path | None,
+            nproc: int | None,
+            devices: list[int] | None,
+            **others: Any,
+        ) -> None:
+            budget_s, say = _seconds(budget, steps), partial(click.echo, err=True)
+            request = ShortRunRequest(
+                cfg, overrides, budget_s, steps, seeds, output, nproc, devices, say
+            )
+            command(request, **others)
 
-    return add_option
+        wrapped: Command = run
+        for option in options:
+            wrapped = option(wrapped)
+        return wrapped
+
+    return add_options
 
 
 @click.command(cls=StrictCommand)
 @click.argument("cfg", metavar="CONFIG")
 @click.option("--schedule", "file", metavar="FILE", help="Schedule of operations, if not CONFIG's.")
-@budget_options(fewest=40, steps="of the longest runs")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The pilot's file; default: CONFIG's name, ending in .pilot.json, beside it.",
+@takes_request(
+    fewest=40,
+    counted="of the longest runs",
+    output="The pilot's file; default: CONFIG's name, ending in .pilot.json, beside it.",
 )
-@rank_options
-@set_option
-@trust_option
 @json_option
-def pilot(
-    cfg: str,
-    file: str | None,
-    budget: str | None,
-    steps: int | None,
-    seeds: tuple[int, ...],
-    output: Path | None,
-    nproc: int | None,
-    devices: list[int] | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def pilot(request: ShortRunRequest, file: str | None, as_json: bool) -> None:
     """Measure by short runs how much compute the schedule of growth saves.
 
     Trains CONFIG's final model from scratch, and the run that grows into it, each shortened to what the
     budget allows, as ordinary runs in the folder of runs. From then on `instar schedule check` and
     `instar train --dry-run` print the saving to expect. The same command goes on after an interruption.
     """
-    budget_s = _seconds(budget, steps)
-    settings = (*overrides, *([schedule_option(file)] if file else ()))
-    request = ShortRunRequest(
-        cfg, settings, budget_s, steps, seeds, output, nproc, devices, partial(click.echo, err=True)
-    )
+    if file:
+        request = replace(request, overrides=(*request.overrides, schedule_option(file)))
     result = run_pilot(request)
     if as_json:
         findings = result.pilot.found
@@ -108,33 +114,16 @@ def pilot(
 
 @click.command(cls=StrictCommand)
 @click.argument("cfg", metavar="CONFIG")
-@budget_options(fewest=80, steps="of the final size, with whose FLOPs candidates are compared")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The schedule's file; default: CONFIG's name, ending in .schedule.yaml, beside it.",
+@takes_request(
+    fewest=80,
+    counted="of the final size, with whose FLOPs candidates are compared",
+    output="The schedule's file; default: CONFIG's name, ending in .schedule.yaml, beside it.",
+    more=click.option(
+        "--dry-run", is_flag=True, help="Print the candidates and what they cost; train none."
+    ),
 )
-@click.option(
-    "--dry-run", is_flag=True, help="Print the candidates and what they cost; train none."
-)
-@rank_options
-@set_option
-@trust_option
 @json_option
-def search(
-    cfg: str,
-    budget: str | None,
-    steps: int | None,
-    seeds: tuple[int, ...],
-    output: Path | None,
-    dry_run: bool,
-    nproc: int | None,
-    devices: list[int] | None,
-    overrides: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def search(request: ShortRunRequest, dry_run: bool, as_json: bool) -> None:
     """Find the schedule of growth that leads to CONFIG's final shape with the least compute.
 
     Trains candidates from shared trunks as ordinary runs in the folder of runs, and compares them with the final
@@ -142,18 +131,6 @@ def search(
     written as a schedule's file, for `instar train CONFIG --schedule FILE`. The same command goes on after
     an interruption.
     """
-    budget_s = _seconds(budget, steps)
-    request = ShortRunRequest(
-        cfg,
-        overrides,
-        budget_s,
-        steps,
-        seeds,
-        output,
-        nproc,
-        devices,
-        partial(click.echo, err=True),
-    )
     result = run_search(request, dry_run=dry_run)
     schedule_search, saving = result.search, result.saving
     if as_json:
@@ -163,7 +140,7 @@ def search(
     if saving is not None:
         click.echo(render_saving(saving))
     if result.file is not None:
-        words = shlex.join(["instar", "train", str(cfg), "--schedule", str(result.file)])
+        words = shlex.join(["instar", "train", str(request.config), "--schedule", str(result.file)])
         click.echo(f"{result.file}\nnext: {words}")
     elif not dry_run and schedule_search.missing is None:
         click.echo(
