@@ -48,7 +48,7 @@ START_S = 400.0
 """enough to import everything on the busiest of machines"""
 POLL_S = 0.002
 
-MODULES = ["instar.cli.main", "instar.cli.train"]
+MODULES = ["instar.cli.main", "instar.cli.train", "instar.cli.training"]
 MODULES += ["instar.run.worker", "instar.run.offline"]
 MODULES += ["instar.run.analysis"]
 MODULES += ["instar.extensions.graphs.task"] if "graphs" in built_in() else []

@@ -91,7 +91,7 @@ def demo(overrides: tuple[str, ...]) -> None:
     needs no download. The run is kept in the folder `runs`, its data in `data`.
     """
     from instar.api.training import train
-    from instar.cli.sample import sample
+    from instar.cli.train import sample
 
     click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
     run = train(STARTERS / "demo.yaml", overrides)

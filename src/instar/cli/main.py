@@ -35,7 +35,7 @@ COMMANDS = {
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
     "logs": ("instar.cli.logs_group:logs", "List, summarize, plot and compare runs, follow one."),
-    "sample": ("instar.cli.sample:sample", "Generate text with a trained model."),
+    "sample": ("instar.cli.train:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (
         "instar.cli.checkpoint:checkpoint",

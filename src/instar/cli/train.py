@@ -1,19 +1,15 @@
-"""The commands `instar train`, `resume`, `test`, `sample` and `control`."""
+"""The commands `instar train`, `resume`, `test`, `sample` and `control`. Imports little: a shell that completes their
+arguments loads this."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Sequence
-from contextlib import chdir
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from instar.api.training import launch_options, preflight_launch
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.cli import completion
 from instar.cli.options import (
@@ -22,35 +18,17 @@ from instar.cli.options import (
     json_option,
     profile_option,
     rank_options,
-    schedule_option,
     set_option,
     trust_option,
 )
 from instar.cli.output import print_json
-from instar.config.errors import ConfigError, InstarError
+from instar.config.errors import InstarError
 from instar.config.files import read_regular
-from instar.config.load import Loaded, from_launcher
-from instar.distributed.failure import NOTHING_STARTED, stopped_before_start
-from instar.distributed.launch import launch_ranks, print_stderr, torchrun_line
-from instar.distributed.placement import DEVICES_VARIABLE, RankCount, placement, resolve_ranks
-from instar.distributed.rank_log import running_rank
-from instar.distributed.signals import StopSignal
-from instar.extensions import forecast_notes, values_of_notes
 from instar.logs.query.state import run_status
-from instar.record.atomic import abandon
 from instar.record.control import REQUESTED, send_request
 from instar.record.events import Saved
-from instar.record.format import bytes_text
 from instar.record.lock import lock_owner
 from instar.record.rundir import RunDir, find_run
-from instar.record.start_folder import begun_in
-from instar.record.system import host_bytes
-from instar.run.load_config import load_run_config
-from instar.run.resume import Resume, automatic, named_checkpoint, with_restoring
-from instar.run.start.preflight import foreseen_precision, preflight, suggestion
-from instar.schedule.memory import in_force
-from instar.schedule.render import render
-from instar.tasks.task import SampleSetSpec
 
 
 @click.command(
@@ -90,173 +68,9 @@ from instar.tasks.task import SampleSetSpec
 )
 def train(**options: Any) -> int:
     """Train the model that CFG describes."""
-    return _train(_TrainOptions(**options))
+    from instar.cli.training import TrainOptions, train_or_forecast
 
-
-@dataclass(frozen=True)
-class _TrainOptions:
-    """The options of `instar train`."""
-
-    cfg: str | None
-    nproc: int | None
-    devices: list[int] | None
-    overrides: tuple[str, ...]
-    schedule: str | None
-    until: tuple[str, ...]
-    max_restarts: int
-    resume: str | None
-    start: str
-    allow: tuple[str, ...]
-    only_test: bool
-    profile: int
-    dry_run: bool
-    as_json: bool
-
-    def all_overrides(self) -> tuple[str, ...]:
-        """Return the texts of `--set`, with the options that are short for one."""
-        overrides = self.overrides
-        if self.schedule is not None:
-            overrides = (*overrides, schedule_option(self.schedule))
-        if self.until:
-            overrides = (*overrides, f"train.until={json.dumps(list(self.until))}")
-        return overrides
-
-
-def _train(options: _TrainOptions) -> int:
-    if options.resume is not None and options.cfg is None:
-        run, base, overrides = begun_in(
-            find_run(options.resume), options.overrides, lambda text: click.echo(text, err=True)
-        )
-        options = replace(options, overrides=tuple(overrides))
-        if not base.samefile("."):
-            click.echo(f"in {base}, where the run was started", err=True)
-            with chdir(base):
-                return _train(replace(options, resume=str(run.path)))
-    loaded_config, resume, argv = _load(options)
-    place = placement(os.environ)
-    count = resolve_ranks(loaded_config.config.parallel, place, options.nproc, options.devices)
-    if options.dry_run:
-        return _forecast(options, loaded_config, resume, argv, count.ranks)
-    if place.is_set:
-        if options.devices:
-            os.environ[DEVICES_VARIABLE] = ",".join(map(str, options.devices))
-        return _one_rank(loaded_config, resume, options)
-    return _launch(options, loaded_config, resume, argv, count)
-
-
-def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
-    """Return the config, the resume if there is one, and the words for each rank."""
-    cfg, overrides = options.cfg, options.all_overrides()
-    argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
-    resume = None
-    if options.resume is not None:
-        run, start = find_run(options.resume), options.start
-        resume = Resume(
-            run, start, options.allow, fresh=start == "latest", has_user_config=cfg is not None
-        )
-        named_checkpoint(resume)
-        cfg = cfg or str(run.config)
-        argv = [*argv, *resume.words(), *["--only-test"] * options.only_test]
-    argv += ["--profile", f"{options.profile}it"] if options.profile else []
-    try:
-        loaded_config = from_launcher() or load_run_config(
-            cfg, overrides, resuming=resume is not None
-        )
-    except ConfigError as error:
-        if resume is None or resume.has_user_config:
-            raise
-        raise with_restoring(resume.run, error) from None
-    return loaded_config, resume, argv
-
-
-def _launch(
-    options: _TrainOptions,
-    loaded_config: Loaded,
-    resume: Resume | None,
-    argv: Sequence[str],
-    count: RankCount,
-) -> int:
-    """Check everything before any rank starts; then run in this process, or launch ranks."""
-    devices, max_restarts = options.devices, options.max_restarts
-    try:
-        preflight_launch(
-            loaded_config, count.ranks, resume, lambda text: click.echo(text, err=True), devices
-        )
-        if count.ranks == 1 and devices is None and not max_restarts:
-            return _one_rank(loaded_config, resume, options)
-        port = loaded_config.config.parallel.master_port
-        line = torchrun_line(argv, count.ranks, devices, max_restarts=max_restarts, port=port)
-        click.echo(f"same as: {line}", err=True)
-        return launch_ranks(launch_options(loaded_config, argv, count, resume, max_restarts))
-    except KeyboardInterrupt:
-        # a signal arrived before its handler was installed
-        resumable = resume is not None or loaded_config.config.resume == "auto"
-        raise stopped_before_start(resumable=resumable) from None
-
-
-def _one_rank(loaded_config: Loaded, resume: Resume | None, options: _TrainOptions) -> int:
-    def leave() -> None:
-        abandon()
-        if placement(os.environ).rank == 0:
-            print_stderr(NOTHING_STARTED)
-
-    # before importing torch
-    with StopSignal(last=True, before_start=leave) as signal, running_rank() as rank:
-        signal.resumable = resume is not None or loaded_config.config.resume == "auto"
-        from instar.run.worker import run
-
-        test, profiled = options.only_test, options.profile
-        run(loaded_config, rank.log, signal, resume, only_test=test, profiled_steps=profiled)
-    return rank.code
-
-
-def _forecast(
-    options: _TrainOptions,
-    loaded_config: Loaded,
-    resume: Resume | None,
-    argv: Sequence[str],
-    ranks: int,
-) -> int:
-    from instar.run.init_weights import starting_weights
-
-    new = automatic(loaded_config.config) is None
-    preparation = preflight(
-        loaded_config, ranks, new=new, assume=lambda text: click.echo(text, err=True)
-    )
-    weights = starting_weights(loaded_config, preparation.spec) if new else None
-    line = torchrun_line(
-        argv, ranks, options.devices, port=loaded_config.config.parallel.master_port
-    )
-    path = options.cfg or (str(resume.run.config) if resume else None)
-    notes = forecast_notes(preparation.forecast, loaded_config, path)
-    precision = foreseen_precision(preparation)
-    if options.as_json:
-        more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
-        more |= values_of_notes(notes)
-        more["precision"] = precision
-        print_json({**preparation.forecast.to_dict(), **more, "torchrun": line})
-        return 0
-    if weights:
-        click.echo(f"weights   {weights.about}")
-    click.echo(render(preparation.forecast, [note.text for note in notes]))
-    click.echo(f"precision   {precision}")
-    available = host_bytes() // ranks
-    needed_bytes = preparation.forecast.peak_bytes(in_force(loaded_config.config, ranks))
-    if needed_bytes > available:
-        better = suggestion(loaded_config, preparation.forecast, available)
-        where = "" if ranks == 1 else f" for each of {ranks} ranks"
-        click.echo(
-            f"does not fit in this machine's memory: a rank needs about {bytes_text(needed_bytes)}, and there are "
-            f"{bytes_text(available)}{where}{f'; {better}' if better else ''}",
-            err=True,
-        )
-    for warning in preparation.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    click.echo(f"same as: {line}")
-    if isinstance(preparation.spec, SampleSetSpec):
-        click.echo("No micro-batch was tried; the run tries one before it creates anything.")
-    click.echo("Nothing was started.")
-    return 0
+    return train_or_forecast(TrainOptions(**options))
 
 
 @click.command()
@@ -297,6 +111,39 @@ def test(context: click.Context, /, run: str, as_json: bool, **options: Any) -> 
     if as_json and code == 0:
         print_json(json.loads(read_regular(find_run(run).path / "test" / "result.json")))
     return code
+
+
+@click.command()
+@click.argument("run", metavar="RUN|CHECKPOINT", shell_complete=completion.checkpoints)
+@click.option("--prompt", default="\n", show_default="a new line", help="Text to continue.")
+@click.option("--chat", is_flag=True, help="The prompt is what a user says: print the answer.")
+@click.option("--max-tokens", "--tokens", default=200, show_default=True, type=click.IntRange(1))
+@click.option("--num", "--samples", default=1, show_default=True, type=click.IntRange(1, 10**4))
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0.0))
+@click.option("--top-k", default=50, show_default=True, type=click.IntRange(min=1))
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1))
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda")
+@json_option
+def sample(run: str, prompt: str, as_json: bool, **options: Any) -> None:
+    """Print text generated by the model of a run (its folder, id, name, or `latest`), as it is
+    generated; Ctrl-C ends it. The same seed gives the same text."""
+    from instar.api import models
+
+    if as_json:
+        print_json({"texts": models.sample(run, prompt, **options)})
+        return
+    last_printed = -1
+    try:
+        for number, piece in models.stream_samples(run, prompt, **options):
+            if number > last_printed:
+                click.echo(("\n" + "─" * 8 + "\n") * (number > 0), nl=False)
+                last_printed = number
+            click.echo(piece, nl=False)
+    finally:
+        if last_printed >= 0:
+            click.echo()
 
 
 class NotRunning(InstarError):  # noqa: N818
