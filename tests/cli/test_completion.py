@@ -93,21 +93,35 @@ def test_each_shell_has_a_script(shell: str, place: Path, forks: Forks) -> None:
     assert "_INSTAR_COMPLETE" in done.stdout
 
 
+COMPLETED = (
+    *("resume", "test", "control", "sample", "train --resume", "grow"),
+    *(
+        f"logs {name}"
+        for name in ["tag", "note", "summary", "plot", "compare", "tail", "events", "export"]
+    ),
+    *(f"checkpoint {name}" for name in ["list", "inspect", "verify", "diff", "analyze", "export"]),
+)
+"""commands that complete the names of runs"""
+
+
 def test_completion_imports_neither_torch_nor_the_schema(place: Path) -> None:
-    show = "import sys; from instar.cli.main import main; code = main(); "
-    show += "sys.stderr.write(' '.join(sys.modules)); sys.exit(code)"
-    asked = {
-        "_INSTAR_COMPLETE": "bash_complete",
-        "COMP_WORDS": "instar resume o",
-        "COMP_CWORD": "2",
-    }
+    show = (
+        "import os, sys\n"
+        "from instar.cli.main import main\n"
+        f"for words in {COMPLETED!r}:\n"
+        "    print(words, end=': ', flush=True)\n"
+        "    os.environ['COMP_WORDS'] = f'instar {words} o'\n"
+        "    os.environ['COMP_CWORD'] = str(1 + len(words.split()))\n"
+        "    assert main([]) == 0\n"
+        "sys.stderr.write(' '.join(sys.modules))\n"
+    )
     done = subprocess.run(
         [sys.executable, "-I", "-c", show],
         cwd=place,
-        env=os.environ | asked,
+        env=os.environ | {"_INSTAR_COMPLETE": "bash_complete"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.split(",")[1].strip() == "other-cd2"
+    assert done.stdout.splitlines() == [f"{words}: plain,other-cd2" for words in COMPLETED]
     assert not {"torch", "numpy", "pydantic", "rich"} & set(done.stderr.split())

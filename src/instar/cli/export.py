@@ -17,7 +17,7 @@ import click
 from pydantic import ValidationError
 
 from instar.api.runs import read_all, selected_runs
-from instar.cli.output import Output, as_text, output_options, report_faults, runs_argument
+from instar.cli.output import Output, as_text, report_faults
 from instar.config.document import parse
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
@@ -35,24 +35,10 @@ from instar.record.trackers.sink import current_lines, replay_record
 from instar.record.trackers.tracker import TrackedRun, configured_trackers, missing_libraries
 
 EventsByRun = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
-TABLES = ("csv", "parquet", "jsonl")
 Written = dict[str, Any]
 
 
-@click.command()
-@runs_argument
-@click.option(
-    "--kind",
-    "kinds",
-    multiple=True,
-    metavar="KIND",
-    help="Only train, eval, operation, checkpoint, …; may be given several times.",
-)
-@click.option("--from-step", type=click.IntRange(min=0), metavar="N", help="Not before this step.")
-@click.option("--to-step", type=click.IntRange(min=0), metavar="N", help="Not after this step.")
-@click.option("--superseded", is_flag=True, help="Include superseded events.")
-@output_options("text", "jsonl", "json")
-def events(
+def write_events(
     runs: tuple[str, ...],
     kinds: tuple[str, ...],
     from_step: int | None,
@@ -60,11 +46,7 @@ def events(
     superseded: bool,
     output: Output,
 ) -> None:
-    """Print the events of each RUN: as text, as JSON lines (jsonl) or as one JSON document.
-
-    JSON lines of a single run are identical to its record; for several runs, or with
-    --superseded, `run` and `superseded` are added.
-    """
+    """Print events of runs."""
     run_dirs, seen_kinds = selected_runs(runs), set[str]()
 
     def filter_run(run: RunDir) -> Iterator[FilteredEvent]:
@@ -124,37 +106,16 @@ def _object(
     return as_dict | ({"superseded": entry.is_superseded} if with_superseded else {})
 
 
-@click.command()
-@runs_argument
-@click.option(
-    "--to",
-    required=True,
-    type=click.Choice([*TRACKERS, *TABLES]),
-    help="A tool, or a file format: csv and parquet have a row per step, jsonl a line per event.",
-)
-@click.option(
-    "-o",
-    "--output",
-    metavar="DIR|FILE",
-    help="Destination.  [default: stdout for tables; the tool's own location for tools]",
-)
-@click.option("--superseded", is_flag=True, help="Include superseded events.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-def export(
+def export_runs(
     runs: tuple[str, ...], to: str, output: str | None, superseded: bool, as_json: bool
 ) -> int:
-    """Export the record of each RUN to another tool, or as a table.
-
-    A RUN is a folder, an id, a name (all runs of that name), a pattern, a file in a run, a folder
-    of runs, or `latest`, which is the default. Nothing is uploaded: runs for W&B are written for
-    `wandb sync`. Exporting a run again adds a second copy.
-    """
+    """Send records to a tracker, or write them as tables."""
 
     run_dirs = selected_runs(runs)
     write = (
         _tracker_writer(to, output) if to in TRACKERS else _table_writer(to, output, len(run_dirs))
     )
-    if output is None and to in TABLES and as_json:
+    if output is None and to not in TRACKERS and as_json:
         raise ConfigError.of(
             "--json describes written files, but there is none", hint="name one with -o"
         )

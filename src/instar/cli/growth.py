@@ -1,4 +1,5 @@
-"""`instar grow`: grow a checkpoint or a folder of transformers offline; `instar schedule`: growth in a run."""
+"""`instar grow`: grow a checkpoint or a folder of transformers offline; `instar schedule`: growth in a run. Imports
+little: a shell that completes a checkpoint loads this."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,16 +28,13 @@ from instar.cli.options import (
 from instar.cli.output import print_json
 from instar.config.document import parse
 from instar.config.errors import ConfigError
-from instar.config.sections import Operation
 from instar.extensions import forecast_notes, values_of_notes
 from instar.models.hf import is_pretrained
 from instar.record.system import keep_freed_memory
-from instar.run.load_config import load_run_config
-from instar.schedule.checks import without_effect
-from instar.schedule.forecast import checked_forecast
-from instar.schedule.operations import check_operation
-from instar.schedule.render import render
-from instar.tasks.task import spec_class
+
+if TYPE_CHECKING:
+    from instar.config.sections import Operation
+
 
 Command = Callable[..., Any]
 _OPTION = re.compile(r"\s+(?=[a-z_]+=)")
@@ -119,6 +117,9 @@ def operation_of(text: str) -> Operation:
     Raises:
         ConfigError: the form is wrong, or the operation is unknown.
     """
+    from instar.config.sections import Operation
+    from instar.schedule.operations import check_operation
+
     place = f"--op {text}"
     values: dict[str, Any] = {}
     for part in _OPTION.split(text.strip()):
@@ -176,6 +177,12 @@ def check(
     Every mistake is listed with its line, exit code 2. No data are prepared: until they are,
     epochs are unknown.
     """
+    from instar.run.load_config import load_run_config
+    from instar.schedule.checks import without_effect
+    from instar.schedule.forecast import checked_forecast
+    from instar.schedule.render import render
+    from instar.tasks.task import spec_class
+
     if pilot_file is not None:
         refuse_deleted("schedule pilot")
     loaded_config = load_run_config(cfg, (*overrides, schedule_option(file)))

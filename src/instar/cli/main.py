@@ -34,7 +34,7 @@ COMMANDS = {
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),
     "control": ("instar.cli.train:control", "Tell a run to save or to stop, or print its status."),
-    "logs": ("instar.cli.logs_group:logs", "List, summarize, plot and compare runs, follow one."),
+    "logs": ("instar.cli.logs:logs", "List, summarize, plot and compare runs, follow one."),
     "sample": ("instar.cli.train:sample", "Generate text with a trained model."),
     "grow": ("instar.cli.growth:grow", "Grow the model of a checkpoint into a new run."),
     "checkpoint": (

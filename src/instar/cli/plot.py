@@ -16,11 +16,8 @@ from instar.cli.output import (
     WIDTH,
     Output,
     as_text,
-    json_format_option,
     open_file,
-    packs_output,
     report_faults,
-    runs_argument,
     terminal_width,
 )
 from instar.config.errors import ConfigError, without_filter
@@ -34,81 +31,10 @@ from instar.logs.query.groups import By
 from instar.logs.read.record import AXES, RunRecord
 from instar.record.atomic import replace_file
 
-FORMATS = ("png", "svg", "pdf", "html", "text", "json")
 _HEIGHT = 24
-_SUFFIXES = {f".{form}": form for form in FORMATS} | {".htm": "html", ".txt": "text"}
 
 
-def _choose_output(form: str | None, path: str | None, as_json: bool, open_it: bool) -> Output:
-    """Choose the format: --format, else by FILE's suffix, else text; a picture to open. `-o -` is stdout."""
-    is_dash, path = path == "-", None if path == "-" else path
-    if not form:
-        default = "json" if as_json else "png" if open_it else "text"
-        form = default if as_json or path is None else _form_of(path)
-    return Output(form, path, open_it and not (is_dash and form not in ("text", "json")))
-
-
-def _form_of(path: str) -> str:
-    suffix = Path(path).suffix.lower()
-    if suffix in _SUFFIXES:
-        return _SUFFIXES[suffix]
-    raise ConfigError.of(
-        f"{path} has no suffix of a known format",
-        where="-o",
-        hint="use .png, .svg, .pdf, .html, .txt or .json, or --format",
-    )
-
-
-@click.command()
-@runs_argument
-@click.option(
-    "--metrics", metavar="NAMES", help="Metrics, each in its own panel, e.g. loss,grad_norm."
-)
-@click.option("--loss-curves", is_flag=True, help="Training and validation loss; the default.")
-@click.option("--compare", is_flag=True, help="Overlay runs; without RUN, all of them.")
-@click.option(
-    "--by",
-    type=click.Choice(["run", "name", "seed"]),
-    help="Draw single runs, or mean and standard deviation of runs of one name, or that differ only in "
-    "the seed.  [default: run; of a fleet, groups that its matrix makes]",
-)
-@click.option(
-    "-x",
-    "--x",
-    "axis",
-    default="step",
-    show_default=True,
-    metavar="AXIS",
-    help="step, samples, tokens, epoch, flops, wall, active or time.",
-)
-@click.option("--from", "start", metavar="X", help="Begin at this place, such as 20M or 10min.")
-@click.option("--to", "end", metavar="X", help="End at this place.")
-@click.option(
-    "--smooth",
-    "weight",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.0,
-    metavar="WEIGHT",
-    help="Weight of an exponential moving average, 0 to 1; the raw curve is drawn behind it.",
-)
-@click.option("--log", is_flag=True, help="A logarithmic y axis.")
-@click.option("--log-x", is_flag=True, help="A logarithmic x axis.")
-@click.option("--lr", is_flag=True, help="The learning rate on a second y axis.")
-@click.option(
-    "--clip",
-    type=click.FloatRange(50, 100, min_open=True),
-    metavar="PERCENT",
-    help="Clip the y axis to this percentile of the values and its opposite.",
-)
-@click.option("--marks/--no-marks", default=True, help="Operations, checkpoints, resumes, alerts.")
-@click.option(
-    "-o", "--output", "path", metavar="FILE", help="Write a .png, .svg, .pdf, .html, .txt, .json."
-)
-@click.option("-e", "--open", "open_it", is_flag=True, help="Open the picture.")
-@click.option("--format", "form", type=click.Choice(FORMATS), help="Default: by FILE's suffix.")
-@json_format_option
-@packs_output(_choose_output)
-def plot(
+def plot_runs(
     runs: tuple[str, ...],
     metrics: str | None,
     loss_curves: bool,
@@ -118,12 +44,7 @@ def plot(
     output: Output,
     **look: Any,
 ) -> int:
-    """Draw curves of the latest run, or of each RUN, overlaid.
-
-    A RUN may also be a fleet, such as fleets/NAME: mean and standard deviation over its seeds.
-    Without -o or -e, draws in the terminal. Operations are marked, superseded steps are faint, and
-    the best value of a validation metric has a ring.
-    """
+    """Draw curves of runs."""
     if output.form == "html" and plot_in(output.form) is None:
         remedy = how_to_install("plots", output.form)
         raise ConfigError.of(f"no extension draws {output.form}", "--format", remedy)
