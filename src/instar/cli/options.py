@@ -185,6 +185,22 @@ profile_option = click.option(
 )
 
 
+class DeferredCommand(click.Command):
+    """A command whose work, `module:function`, is imported when it is called: the decorated function has its
+    options and its help."""
+
+    def __init__(self, *args: Any, work: str, **options: Any) -> None:
+        self.work = work
+        super().__init__(*args, **options)
+
+    @property
+    def callback(self) -> Callable[..., Any]:
+        return load_target(self.work)  # type: ignore[no-any-return]
+
+    @callback.setter
+    def callback(self, _: object) -> None: ...
+
+
 class StrictCommand(click.Command):
     """A command that refuses an option given twice with different values, instead of using the last."""
 

@@ -13,6 +13,7 @@ import click
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.cli import completion
 from instar.cli.options import (
+    DeferredCommand,
     allow_option,
     from_option,
     json_option,
@@ -32,7 +33,9 @@ from instar.record.rundir import RunDir, find_run
 
 
 @click.command(
-    epilog="Without CFG, the run uses the default config and --set. Start with: instar init gpt"
+    cls=DeferredCommand,
+    work="instar.cli.training:train",
+    epilog="Without CFG, the run uses the default config and --set. Start with: instar init gpt",
 )
 @click.argument("cfg", required=False, type=click.Path())
 @rank_options
@@ -66,11 +69,8 @@ from instar.record.rundir import RunDir, find_run
 @click.option(
     "--json", "as_json", is_flag=True, help="One line of JSON; with --dry-run, the forecast."
 )
-def train(**options: Any) -> int:
+def train() -> None:
     """Train the model that CFG describes."""
-    from instar.cli.training import TrainOptions, train_or_forecast
-
-    return train_or_forecast(TrainOptions(**options))
 
 
 @click.command()

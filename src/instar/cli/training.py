@@ -38,8 +38,13 @@ from instar.schedule.render import render
 from instar.tasks.task import SampleSetSpec
 
 
+def train(**options: Any) -> int:
+    """Do what `instar train`, `resume` or `test` is asked to; return the exit code."""
+    return _train(_TrainOptions(**options))
+
+
 @dataclass(frozen=True)
-class TrainOptions:
+class _TrainOptions:
     """The options of `instar train`."""
 
     cfg: str | None
@@ -67,7 +72,7 @@ class TrainOptions:
         return overrides
 
 
-def train_or_forecast(options: TrainOptions) -> int:
+def _train(options: _TrainOptions) -> int:
     if options.resume is not None and options.cfg is None:
         run, base, overrides = begun_in(
             find_run(options.resume), options.overrides, lambda text: click.echo(text, err=True)
@@ -76,7 +81,7 @@ def train_or_forecast(options: TrainOptions) -> int:
         if not base.samefile("."):
             click.echo(f"in {base}, where the run was started", err=True)
             with chdir(base):
-                return train_or_forecast(replace(options, resume=str(run.path)))
+                return _train(replace(options, resume=str(run.path)))
     loaded_config, resume, argv = _load(options)
     place = placement(os.environ)
     count = resolve_ranks(loaded_config.config.parallel, place, options.nproc, options.devices)
@@ -89,7 +94,7 @@ def train_or_forecast(options: TrainOptions) -> int:
     return _launch(options, loaded_config, resume, argv, count)
 
 
-def _load(options: TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
+def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
     """Return the config, the resume if there is one, and the words for each rank."""
     cfg, overrides = options.cfg, options.all_overrides()
     argv = [*([cfg] if cfg else []), *(word for text in overrides for word in ("--set", text))]
@@ -115,7 +120,7 @@ def _load(options: TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
 
 
 def _launch(
-    options: TrainOptions,
+    options: _TrainOptions,
     loaded_config: Loaded,
     resume: Resume | None,
     argv: Sequence[str],
@@ -139,7 +144,7 @@ def _launch(
         raise stopped_before_start(resumable=resumable) from None
 
 
-def _one_rank(loaded_config: Loaded, resume: Resume | None, options: TrainOptions) -> int:
+def _one_rank(loaded_config: Loaded, resume: Resume | None, options: _TrainOptions) -> int:
     def leave() -> None:
         abandon()
         if placement(os.environ).rank == 0:
@@ -156,7 +161,7 @@ def _one_rank(loaded_config: Loaded, resume: Resume | None, options: TrainOption
 
 
 def _forecast(
-    options: TrainOptions,
+    options: _TrainOptions,
     loaded_config: Loaded,
     resume: Resume | None,
     argv: Sequence[str],
