@@ -51,22 +51,24 @@ def test_the_generator_decides(model: GPT) -> None:
 
 
 def test_temperature_zero_takes_the_most_likely_token(model: GPT) -> None:
-    tokens = generate(model, PROMPT, 3, temperature=0)
+    tokens = generate(model, PROMPT, 3, SamplingOptions(temperature=0))
     for length in range(3, 6):
         assert torch.equal(tokens[:, length], model(tokens[:, :length])[:, -1].argmax(-1))
 
 
 def test_one_most_likely_token_is_the_same_as_temperature_zero(model: GPT) -> None:
     assert torch.equal(
-        generate(model, PROMPT, 12, top_k=1, generator=seeded(3)),
-        generate(model, PROMPT, 12, temperature=0),
+        generate(model, PROMPT, 12, SamplingOptions(top_k=1), generator=seeded(3)),
+        generate(model, PROMPT, 12, SamplingOptions(temperature=0)),
     )
 
 
 def test_top_k_keeps_to_the_most_likely(model: GPT) -> None:
     likely = model(PROMPT)[:, -1].topk(3).indices
     for seed in range(30):
-        drawn = generate(model, PROMPT, 1, top_k=3, temperature=5.0, generator=seeded(seed))
+        drawn = generate(
+            model, PROMPT, 1, SamplingOptions(top_k=3, temperature=5.0), generator=seeded(seed)
+        )
         assert (likely == drawn[:, -1:]).any(1).all()
 
 
@@ -76,14 +78,21 @@ def test_rows_without_a_token_are_never_drawn(model: GPT, temperature: float) ->
         # the model would write nothing else
         model.token_embedding.weight[7:] *= 50
     drawn = generate(
-        model, PROMPT, 30, temperature=temperature, top_k=10, vocab_size=7, generator=seeded(0)
+        model,
+        PROMPT,
+        30,
+        SamplingOptions(temperature=temperature, top_k=10),
+        vocab_size=7,
+        generator=seeded(0),
     )
     assert drawn[:, 3:].max() < 7
 
 
 def test_draws_follow_the_distribution_of_the_model(model: GPT) -> None:
     prompts = PROMPT[:1].expand(4000, 3)
-    drawn = generate(model, prompts, 1, temperature=2.0, generator=seeded(0))[:, -1]
+    drawn = generate(model, prompts, 1, SamplingOptions(temperature=2.0), generator=seeded(0))[
+        :, -1
+    ]
     expected = (model(PROMPT[:1])[0, -1] / 2.0).softmax(-1)
     shares = torch.bincount(drawn, minlength=ARCH.vocab_size) / 4000
     torch.testing.assert_close(shares, expected, rtol=0.0, atol=0.04)
@@ -120,7 +129,7 @@ def test_a_cache_of_keys_and_values_changes_no_logits(
 
 
 def test_tokens_beyond_the_context_are_those_of_the_window(model: GPT) -> None:
-    tokens = generate(model, PROMPT, 20, temperature=0)
+    tokens = generate(model, PROMPT, 20, SamplingOptions(temperature=0))
     for end in range(3, 23):
         logits = model(tokens[:, max(0, end - ARCH.context) : end])[:, -1]
         assert torch.equal(tokens[:, end], logits.argmax(-1))
@@ -128,16 +137,16 @@ def test_tokens_beyond_the_context_are_those_of_the_window(model: GPT) -> None:
 
 def test_only_the_last_context_is_seen(model: GPT) -> None:
     long = torch.arange(16)[None] % ARCH.vocab_size
-    whole = generate(model, long, 5, temperature=0)
-    window = generate(model, long[:, -ARCH.context :], 5, temperature=0)
+    whole = generate(model, long, 5, SamplingOptions(temperature=0))
+    window = generate(model, long[:, -ARCH.context :], 5, SamplingOptions(temperature=0))
     assert torch.equal(whole[:, -5:], window[:, -5:])
 
 
 def test_dropout_is_off_and_the_mode_comes_back() -> None:
     model = GPT(replace(ARCH, dropout=0.9))
     model.init_weights(0)
-    first = generate(model, PROMPT, 8, temperature=0)
-    assert torch.equal(first, generate(model, PROMPT, 8, temperature=0))
+    first = generate(model, PROMPT, 8, SamplingOptions(temperature=0))
+    assert torch.equal(first, generate(model, PROMPT, 8, SamplingOptions(temperature=0)))
     assert model.training
 
 
@@ -153,7 +162,7 @@ def test_senseless_settings_are_refused(
     model: GPT, options: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        generate(model, PROMPT, 1, **options)  # type: ignore[arg-type]
+        generate(model, PROMPT, 1, SamplingOptions(**options))  # type: ignore[arg-type]
 
 
 def test_an_empty_prompt_is_refused(model: GPT) -> None:
@@ -166,12 +175,12 @@ def test_logits_that_are_not_finite_are_told(model: GPT) -> None:
         model.get_parameter("final_norm.weight").fill_(torch.inf)
     for temperature in (0, 1.0):
         with pytest.raises(FloatingPointError, match="not finite"):
-            generate(model, PROMPT, 2, temperature=temperature)
+            generate(model, PROMPT, 2, SamplingOptions(temperature=temperature))
 
 
 def test_the_coldest_temperature_takes_the_most_likely(model: GPT) -> None:
-    cold = generate(model, PROMPT, 6, temperature=1e-300, generator=seeded(0))
-    assert torch.equal(cold, generate(model, PROMPT, 6, temperature=0))
+    cold = generate(model, PROMPT, 6, SamplingOptions(temperature=1e-300), generator=seeded(0))
+    assert torch.equal(cold, generate(model, PROMPT, 6, SamplingOptions(temperature=0)))
 
 
 def test_a_small_model_computes_with_one_thread_and_leaves_the_others(model: GPT) -> None:

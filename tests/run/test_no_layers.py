@@ -19,7 +19,7 @@ from instar.cli.main import main
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.models.hf.folder import export_folder
-from instar.models.sampling import stream
+from instar.models.sampling import SamplingOptions, stream
 from instar.record.events import AnalysisEvent, NewGradients, OperationEvent, Warn, read_events
 from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
@@ -110,7 +110,9 @@ def test_nothing_is_copied_where_nothing_is(origin: str) -> None:
 def test_positions_of_generated_tokens_are_counted_without_layers() -> None:
     model = random_gpt(gpt2(n_layer=0, context=6))
     tokens = torch.tensor([[1]])
-    for number, token in zip(range(9), stream(model.float(), tokens, temperature=0), strict=False):
+    for number, token in zip(
+        range(9), stream(model.float(), tokens, SamplingOptions(temperature=0)), strict=False
+    ):
         window = tokens[:, -6:]
         assert torch.equal(token, model(window)[:, -1].argmax(-1)), number
         tokens = torch.cat((tokens, token[:, None]), 1)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from instar.data.text.tokenizer import Tokenizer, load_saved_tokenizer
 from instar.growth import grow
 from instar.models.gpt import GPT, load_gpt
-from instar.models.sampling import generate
+from instar.models.sampling import SamplingOptions, generate
 
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
 CONFIG = """\
@@ -47,7 +47,7 @@ class Exported:
         """The most likely next tokens of a prompt."""
         ids = self.tokenizer.encode(prompt)
         tokens_BT = torch.tensor([ids.tolist()])
-        grown_BT = generate(self.model, tokens_BT, NEW_TOKENS, temperature=0.0)
+        grown_BT = generate(self.model, tokens_BT, NEW_TOKENS, SamplingOptions(temperature=0.0))
         return [int(each) for each in grown_BT[0, len(ids) :]]
 
     def log_likelihood(self, text: str, given: str = "") -> float:

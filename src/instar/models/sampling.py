@@ -24,37 +24,39 @@ LanguageModel = GPT | PretrainedModel
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How texts are drawn from a model."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token"""
+    top_k: int | None = None
+    """see `filtered`, as for `top_p`"""
+    top_p: float | None = None
+    stops: Sequence[str] = ()
+    """a text ends before the first of these"""
+    seed: int = 0
+
+
 def generate(
     model: LanguageModel,
     tokens_BT: Tensor,
     n_new: int,
+    options: SamplingOptions = SamplingOptions(),
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     vocab_size: int | None = None,
     generator: Generators = None,
 ) -> Tensor:
     """Return `tokens_BT` followed by `n_new` tokens, see `stream`."""
-    next_tokens = stream(
-        model,
-        tokens_BT,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        vocab_size=vocab_size,
-        generator=generator,
-    )
+    next_tokens = stream(model, tokens_BT, options, vocab_size=vocab_size, generator=generator)
     return torch.cat((tokens_BT, *(next_B[:, None] for next_B in islice(next_tokens, n_new))), 1)
 
 
 def stream(
     model: LanguageModel,
     tokens_BT: Tensor,
+    options: SamplingOptions = SamplingOptions(),
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     vocab_size: int | None = None,
     generator: Generators = None,
 ) -> Iterator[Tensor]:
@@ -65,8 +67,7 @@ def stream(
 
     Args:
         tokens_BT: prompts, B ≥ 1, T ≥ 1.
-        temperature: 0 takes the most likely token.
-        top_k, top_p: see `filtered`.
+        options: of which stops and seed have no effect here.
         vocab_size: sample ids below it only; a table may have more rows than the tokenizer.
         generator: one for all prompts, or one for each, whose draws then do not depend on the other
             prompts; its device draws the numbers; with one on the CPU all devices sample alike.
@@ -75,6 +76,7 @@ def stream(
         ValueError: an argument is out of range.
         FloatingPointError: the logits are not finite.
     """
+    temperature, top_k, top_p = options.temperature, options.top_k, options.top_p
     if tokens_BT.shape[-1] < 1:
         raise ValueError("a prompt needs at least one token")
     if temperature < 0:
@@ -191,19 +193,6 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How texts are drawn from a model."""
-
-    temperature: float = 1.0
-    """0 takes the most likely token"""
-    top_k: int | None = None
-    top_p: float | None = None
-    stops: Sequence[str] = ()
-    """a text ends before the first of these"""
-    seed: int = 0
-
-
 def continuations(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -224,9 +213,7 @@ def continuations(
     next_tokens = stream(
         model,
         torch.tensor([list(prompt)] * samples, device=device),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
+        options,
         vocab_size=tokenizer.vocab_size,
         generator=[named_generator(options.seed, number) for number in range(samples)],
     )

@@ -295,7 +295,7 @@ class TextTask(Task):
         """See `GeneratesText`."""
         import torch
 
-        from instar.models.sampling import LanguageModel, generate
+        from instar.models.sampling import LanguageModel, SamplingOptions, generate
 
         device = next(model.parameters()).device
         start = torch.tensor([prompt_tokens(tokenizer, prompt).tolist()], device=device)
@@ -303,8 +303,7 @@ class TextTask(Task):
             cast(LanguageModel, model),
             start,
             tokens,
-            temperature=SAMPLE_TEMPERATURE,
-            top_k=SAMPLE_TOP_K,
+            SamplingOptions(temperature=SAMPLE_TEMPERATURE, top_k=SAMPLE_TOP_K),
             vocab_size=tokenizer.vocab_size,
             generator=torch.Generator().manual_seed(0),
         )
