@@ -23,7 +23,7 @@ from instar.growth.folders import grow_folder
 from instar.growth.live.probe import twin_of
 from instar.growth.offline import NotProven
 from instar.growth.operators import plan
-from instar.models.hf.completed import completed
+from instar.models.hf.config import complete_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import PretrainedFolder, open_folder
 from instar.models.hf.weights import write_weights
@@ -156,7 +156,7 @@ def test_a_label_that_does_not_hold_for_the_small_model_writes_nothing(
 def test_a_twin_of_a_model_of_seventy_billion_is_small() -> None:
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 1000}
-    shape = PretrainedShape(completed({"model_type": "llama", **sizes, **heads}))
+    shape = PretrainedShape(complete_config({"model_type": "llama", **sizes, **heads}))
     operations = [Operation("widen_hidden", 12288, {}), Operation("widen_mlp", "x2", {})]
     first, _ = plan(shape, operations[0])
     second, _ = plan(first, operations[1])

@@ -15,7 +15,13 @@ from instar.data.text.tokenizer import ByteTokenizer, train_bpe
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT, KVCache
 from instar.models.module import SMALL_FLOPS, enough_threads
-from instar.models.sampling import SamplingOptions, TextStream, continuations, filtered, generate
+from instar.models.sampling import (
+    SamplingOptions,
+    TextStream,
+    continuations,
+    filter_logits,
+    generate,
+)
 
 ARCH = resolve_architecture(
     ModelConfig(n_layer=1, n_head=2, n_embd=16, context=8, positions="rope"), 20
@@ -205,7 +211,7 @@ def test_the_same_tokens_are_left_as_in_transformers(
     theirs += [TopKLogitsWarper(top_k)] if top_k else []
     theirs += [TopPLogitsWarper(top_p)] if top_p else []
     expected = theirs(torch.empty(50, 1, dtype=torch.long), logits)
-    assert torch.equal(filtered(logits / 0.7, top_k, top_p), expected)
+    assert torch.equal(filter_logits(logits / 0.7, top_k, top_p), expected)
 
 
 def test_a_sample_does_not_depend_on_the_others(model: GPT) -> None:

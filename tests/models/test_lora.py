@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from instar.models.architecture import Architecture
 from instar.models.cost import flops_per_token
 from instar.models.gpt import GPT, named_generator
-from instar.models.lora import TARGETS, Lora, adapter_of, covering
+from instar.models.lora import TARGETS, Lora, adapter_of, cover_weights
 from instar.models.shape import ArchitectureError, count_parameters
 
 GPT2 = gpt2(vocab_size=40)
@@ -263,7 +263,7 @@ def test_entries_cover_what_is_wanted_and_nothing_twice(data: st.DataObject) -> 
         kind = data.draw(st.sampled_from(kinds))
         matched = Lora(target, 1, 1.0)
         wanted |= {name: kind for name in weights if matched.matches(name)}
-    entries = covering(wanted, ["blocks.1.*"])
+    entries = cover_weights(wanted, ["blocks.1.*"])
     for name in weights:
         found = [replace(entry, target="") for entry in entries if entry.matches(name)]
         assert found == ([wanted[name]] if wanted[name] else [])
@@ -272,7 +272,7 @@ def test_entries_cover_what_is_wanted_and_nothing_twice(data: st.DataObject) -> 
 def test_entries_are_as_short_as_their_names_allow() -> None:
     def targets(lora: tuple[Lora, ...], *preferred: str) -> list[str]:
         wanted = {name: adapter_of(lora, name) for name in LLAMA.adaptable()}
-        return [entry.target for entry in covering(wanted, preferred)]
+        return [entry.target for entry in cover_weights(wanted, preferred)]
 
     one = Lora("blocks.*", 2, 1.0)
     assert targets((one,)) == ["attn", "mlp"]

@@ -39,7 +39,7 @@ from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, VocabularyMap
 from instar.growth.proof import Probe, Proof
 from instar.models.hf import CONFIG, encode_json_file
-from instar.models.hf.completed import explicit_config
+from instar.models.hf.config import explicit_config
 from instar.models.hf.families import BUILT_IN
 from instar.models.hf.module import load_published
 from instar.models.hf.pretrained import PretrainedShape

@@ -29,7 +29,7 @@ from instar.growth.plan import (
 )
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained import LoraShape
-from instar.models.lora import POSSIBLE, Lora, adapter_of, covering, matches
+from instar.models.lora import POSSIBLE, Lora, adapter_of, cover_weights, matches
 from instar.models.shape import Parameter
 
 Adaptable = Architecture | LoraShape
@@ -124,7 +124,7 @@ def adapters_of_blocks(arch: Adaptable, blocks: Sequence[int | None]) -> tuple[L
         shared = stack[0] if all(_same_adapter(stack[0], other) for other in stack) else None
         for layer, source in enumerate(blocks):
             outside[f"blocks.{layer}.{part}"] = shared if source is None else stack[source]
-    return covering(outside, [entry.target for entry in arch.lora])
+    return cover_weights(outside, [entry.target for entry in arch.lora])
 
 
 def _adapters(arch: Adaptable) -> Adapters:
@@ -167,7 +167,7 @@ def _change(arch: Adaptable, target: str, new_adapters: Adapters) -> tuple[Adapt
         raise GrowthError(f"the adapters of {target!r} already are as requested")
     all_adapters = {**old, **new_adapters}
     targets = (target, *(entry.target for entry in arch.lora))
-    new_arch = replace(arch, lora=covering(all_adapters, targets))
+    new_arch = replace(arch, lora=cover_weights(all_adapters, targets))
     tensors: dict[str, TensorPlan] = {}
     for name, entry in new_arch.parameters().items():
         weight, _, part = name.rpartition(".")

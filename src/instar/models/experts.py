@@ -88,14 +88,14 @@ class ExpertMLP(nn.Module):
         end_E = torch.searchsorted(expert_S, each_E, right=True, out_int32=True)
         groups = Groups(expert_S, end_E)
         rows_SD = x_ND[:, None].expand(-1, self.per_token, -1).flatten(0, 1)
-        rows_SD = permuted(rows_SD, order_S, place_S)
+        rows_SD = permute_rows(rows_SD, order_S, place_S)
         h_SM = self.up(rows_SD, groups)
         h_SM = activate(
             self.activation, h_SM, None if self.gate is None else self.gate(rows_SD, groups)
         )
         if self.masked and openings_M is not None:
             h_SM = h_SM * openings_M.to(h_SM.dtype)
-        y_SD = permuted(self.down(h_SM, groups), place_S, order_S)
+        y_SD = permute_rows(self.down(h_SM, groups), place_S, order_S)
         y_NKD = y_SD.view(*gate_NK.shape, -1)
         y_ND = (y_NKD * gate_NK[..., None]).sum(1)
         return y_ND.view(x_BTD.shape), logits_NE.view(*x_BTD.shape[:2], -1)
@@ -189,7 +189,7 @@ def _has_kernel(x_SI: Tensor, weight_EOI: Tensor) -> bool:
     )
 
 
-def permuted(x: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
+def permute_rows(x: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
     """Return ``x[order_S]``, whose gradient is gathered and not added up; `place_S` is the inverse permutation."""
     if torch.compiler.is_compiling():
         return x[order_S]

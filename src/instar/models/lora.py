@@ -112,7 +112,9 @@ def _field_problem(entry: Lora) -> tuple[str, str] | None:
     return None
 
 
-def covering(adapters: Mapping[str, Lora | None], targets: Iterable[str] = ()) -> tuple[Lora, ...]:
+def cover_weights(
+    adapters: Mapping[str, Lora | None], targets: Iterable[str] = ()
+) -> tuple[Lora, ...]:
     """Return entries that give every weight its wanted adapter; at most one matches a weight.
 
     Args:

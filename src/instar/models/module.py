@@ -99,7 +99,7 @@ def model_tensors(model: Module) -> dict[str, Tensor]:
     return {**parameters, **persistent_buffers(model)}
 
 
-def held_buffers(model: Module) -> dict[str, Tensor | None]:
+def copy_buffers(model: Module) -> dict[str, Tensor | None]:
     """Return copies of all persistent buffers, including None, for `load_buffers`."""
     return {
         name: None if buffer is None else buffer.detach().clone()
@@ -134,7 +134,7 @@ def evaluating(model: Module) -> Iterator[None]:
     Submodules may have different modes: users keep some in evaluation mode while training.
     """
     was_training, modes = model.training, [(module, module.training) for module in model.modules()]
-    buffers = held_buffers(model)
+    buffers = copy_buffers(model)
     model.eval()
     try:
         yield

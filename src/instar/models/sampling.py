@@ -31,7 +31,7 @@ class SamplingOptions:
     temperature: float = 1.0
     """0 takes the most likely token"""
     top_k: int | None = None
-    """see `filtered`, as for `top_p`"""
+    """see `filter_logits`, as for `top_p`"""
     top_p: float | None = None
     stops: Sequence[str] = ()
     """a text ends before the first of these"""
@@ -102,12 +102,14 @@ def stream(
         if temperature < _MIN_TEMPERATURE:
             next_B = logits_BV.argmax(-1)
         else:
-            next_B = _draw(filtered(logits_BV / temperature, top_k, top_p), generator)
+            next_B = _draw(filter_logits(logits_BV / temperature, top_k, top_p), generator)
         yield next_B
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), 1)[:, -context:]
 
 
-def filtered(logits_BV: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+def filter_logits(
+    logits_BV: Tensor, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
     """Set the logits of all tokens to −∞ but those of the `top_k` most likely, and of these the
     fewest whose probabilities sum to `top_p` at least (nucleus sampling, arXiv 1904.09751).
 

@@ -23,10 +23,10 @@ from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.growth.proof import Probe
 from instar.models.hf import CONFIG, encode_json_file
-from instar.models.hf.completed import completed, explicit_config
+from instar.models.hf.config import complete_config, explicit_config
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, file_parts
-from instar.models.hf.rope import with_pairs
+from instar.models.hf.rope import shorten_rope_factors
 from instar.models.hf.weights import write_weights
 from instar.models.module import evaluating
 from instar.models.shape import ArchitectureError, Parameter
@@ -187,8 +187,8 @@ def _shrunk(shape: PretrainedShape, sizes: Mapping[str, int]) -> PretrainedShape
     config = {**shape.config, **{keys[axis]: size for axis, size in sizes.items()}}
     narrow = PretrainedShape({**config, "rope_parameters": None}).sizes()
     if "head_dim" in narrow and config.get("rope_parameters"):
-        config |= with_pairs(config, shape.sizes()["head_dim"], narrow["head_dim"])
-    return PretrainedShape(completed(explicit_config(config)))
+        config |= shorten_rope_factors(config, shape.sizes()["head_dim"], narrow["head_dim"])
+    return PretrainedShape(complete_config(explicit_config(config)))
 
 
 def _narrow_operation(operation: Operation, sizes: Mapping[str, int]) -> Operation:

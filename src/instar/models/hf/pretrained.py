@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from instar.models import lora as adapters
 from instar.models.hf.families import BUILT_IN, FAMILIES, JOINED, Family, TableEntry
-from instar.models.hf.rope import base_of, pinned, problems_of, scaled
+from instar.models.hf.rope import pin_rope, plain_rope_base, rope_problems, scale_rope
 from instar.models.lora import Lora
 from instar.models.shape import ArchitectureError, Kind, Parameter, axis_size, problem, size_text
 
@@ -69,8 +69,8 @@ class PretrainedShape:
         if sizes and self.positions == "rope":
             head_dim, width = sizes["head_dim"], sizes["embed"] // sizes["heads"]
             rope_width = width if self.family.longrope_by_width else head_dim
-            rope_problems = problems_of(self.config, head_dim, rope_width)
-            problems += (problem("from", text) for text in rope_problems)
+            texts = rope_problems(self.config, head_dim, rope_width)
+            problems += (problem("from", text) for text in texts)
         if problems:
             raise ArchitectureError(*problems)
 
@@ -135,7 +135,7 @@ class PretrainedShape:
     @property
     def rope_base(self) -> float:
         """Base of plain RoPE; NaN if a head is rotated in parts, or by scaled frequencies."""
-        return base_of(self.config)
+        return plain_rope_base(self.config)
 
     @property
     def scales_by_head_dim(self) -> bool:
@@ -163,7 +163,7 @@ class PretrainedShape:
         # sizes that followed from others are written down, so that they stay as they are
         old_sizes = {axis: size for axis, size in self._sizes() if axis in axes}
         changes = {axes[axis]: size for axis, size in {**old_sizes, **sizes}.items()}
-        config = pinned(self.config, self.context) if "context" in sizes else self.config
+        config = pin_rope(self.config, self.context) if "context" in sizes else self.config
         shape = replace(self, config={**config, **changes})
         after = shape.sizes()
         for axis, size in self._sizes():
@@ -192,7 +192,7 @@ class PretrainedShape:
             ArchitectureError: RoPE is scaled already, or the family has other kinds.
         """
         now = self.sizes()["context"]
-        rope = scaled(self.config, kind, context, now, self.family.rope_scalings)
+        rope = scale_rope(self.config, kind, context, now, self.family.rope_scalings)
         # beyond this size transformers changes the frequencies of `dynamic`
         shape = self.resized(context=now if kind == "dynamic" else context)
         return replace(shape, config={**shape.config, "rope_parameters": rope})

@@ -21,8 +21,7 @@ from instar.checkpoint.layout import ComponentReader, Layout, TensorEntry, open_
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.tensor_file import DTYPES, Outline
 from instar.models.hf import CONFIG
-from instar.models.hf.completed import completed, explicit_config, keys_of
-from instar.models.hf.config import read_config
+from instar.models.hf.config import complete_config, explicit_config, family_keys, read_config
 from instar.models.hf.families import FAMILIES, Family, SingleExperts
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.hf.tensors import BUFFERS, refuse_tensors
@@ -68,7 +67,7 @@ class PretrainedFolder:
 
     def config_of(self, shape: PretrainedShape) -> dict[str, Any]:
         """Return the `config.json` of a model of another shape, with this one's other entries."""
-        shape_keys = keys_of(self.shape.config) | keys_of(shape.config)
+        shape_keys = family_keys(self.shape.config) | family_keys(shape.config)
         other_entries = {key: value for key, value in self.config.items() if key not in shape_keys}
         return {**other_entries, **explicit_config(shape.config)}
 
@@ -148,7 +147,7 @@ def _check_counts(where: Path, config: Mapping[str, Any], family: Family, tensor
 
 def _shape(where: Path, config: Mapping[str, Any]) -> PretrainedShape:
     try:
-        return PretrainedShape(completed(config))
+        return PretrainedShape(complete_config(config))
     except ArchitectureError as error:
         lines = [problem.message for problem in error.problems]
         raise CheckpointError("\n  ".join([f"{where}: no model of this shape:", *lines])) from error

@@ -11,14 +11,14 @@ from instar.models.shape import ArchitectureError, problem
 FULL = "full_attention"
 
 
-def base_of(config: Mapping[str, Any]) -> float:
+def plain_rope_base(config: Mapping[str, Any]) -> float:
     """Return the base of plain RoPE; NaN if a head is rotated in parts, or by scaled frequencies."""
     rope = config.get("rope_parameters") or {}
     plain = rope.get("rope_type") == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0
     return float(rope["rope_theta"]) if plain else math.nan
 
 
-def pinned(config: Mapping[str, Any], context: int) -> dict[str, Any]:
+def pin_rope(config: Mapping[str, Any], context: int) -> dict[str, Any]:
     """Return a config whose scaled RoPE stays as it is under another `max_position_embeddings`.
 
     A factor that is left out is the ratio of that to the original size.
@@ -40,7 +40,7 @@ def _pin_rope(rope: Any, context: int) -> Any:
     return {**rope, "factor": context / original}
 
 
-def scaled(
+def scale_rope(
     config: Mapping[str, Any], kind: str, context: int, now: int, possible: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return `rope_parameters` that are scaled from a context to a longer one, of the layers with full attention.
@@ -68,7 +68,9 @@ def scaled(
     return {**rope, FULL: new} if plain is full else new
 
 
-def problems_of(config: Mapping[str, Any], head_dim: int, validated_head_dim: int) -> Iterator[str]:
+def rope_problems(
+    config: Mapping[str, Any], head_dim: int, validated_head_dim: int
+) -> Iterator[str]:
     """Yield why transformers would compute no RoPE of these heads.
 
     Args:
@@ -96,7 +98,7 @@ def problems_of(config: Mapping[str, Any], head_dim: int, validated_head_dim: in
                     )
 
 
-def with_pairs(config: Mapping[str, Any], head_dim: int, smaller: int) -> dict[str, Any]:
+def shorten_rope_factors(config: Mapping[str, Any], head_dim: int, smaller: int) -> dict[str, Any]:
     """Return `rope_parameters` for smaller heads, with the first of the factors that each pair of channels has."""
 
     def shortened(value: Any, partial: float) -> Any:

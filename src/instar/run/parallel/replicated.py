@@ -21,7 +21,7 @@ from instar.distributed.all_reduce import DeterministicAllReduce, norms_of_rows,
 from instar.distributed.failure import RunFailed
 from instar.distributed.parallel import ForwardCollectives, sync, wrap
 from instar.distributed.world import World
-from instar.models.module import held_buffers, load_buffers
+from instar.models.module import copy_buffers, load_buffers
 from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze, share_buffers
 
 
@@ -117,7 +117,7 @@ class DataParallel(Replicated):
         for index, micro in enumerate(passes):
             last, counts = index == len(passes) - 1, micro.samples > 0
             # no_sync must be entered before the forward pass, in which DDP decides
-            buffers = {} if counts else held_buffers(self.bare)
+            buffers = {} if counts else copy_buffers(self.bare)
             with sync(self.model, enabled=last or (learns and index == 0)):
                 loss = calls.forward(micro)
                 if last and not early:
@@ -204,7 +204,7 @@ class VirtualRanks(Replicated):
     def accumulate(self, batch: StepBatch, calls: MicroBatchCalls) -> None:
         # each slice starts with the buffers from before the step, and the model keeps those of the
         # first slice, as under DDP with one rank per slice
-        before, after = held_buffers(self.bare), None
+        before, after = copy_buffers(self.bare), None
         for _, micro_batches in groupby(batch.micro_batches, lambda micro: micro.rank):
             if after is not None:
                 load_buffers(self.bare, before)
@@ -216,7 +216,7 @@ class VirtualRanks(Replicated):
             for (_, tree), gradient in zip(self.parts, gradients, strict=True):
                 tree.add(gradient)
             if after is None:
-                after = held_buffers(self.bare)
+                after = copy_buffers(self.bare)
         calls.before_sync()
         self._point_to([tree.root() for _, tree in self.parts])
         load_buffers(self.bare, after or {})

@@ -32,7 +32,7 @@ from instar.distributed.failure import RunFailed
 from instar.distributed.shards import to_local
 from instar.distributed.world import World
 from instar.models.experts import ExpertLinear
-from instar.models.module import check_shardable, held_buffers, is_meta, load_buffers, materialize
+from instar.models.module import check_shardable, copy_buffers, is_meta, load_buffers, materialize
 from instar.run.parallel.strategy import MicroBatchCalls, Rounds, freeze, share_buffers
 
 
@@ -122,7 +122,7 @@ class Sharded:
         # every forward pass is a collective
         calls.before_sync()
         # as under DDP with one rank per slice, see `VirtualRanks`
-        before, after = held_buffers(self.bare), None
+        before, after = copy_buffers(self.bare), None
         gradients: dict[str, Tensor] = {}
         sums, size = Subtrees(), self.world.size
         for first in range(0, len(batch.passes), size):
@@ -135,7 +135,7 @@ class Sharded:
             gradients = gradients or gradients_now
             sums.add([to_local(gradient) for gradient in gradients_now.values()])
             if after is None:
-                after = held_buffers(self.bare)
+                after = copy_buffers(self.bare)
         roots = sums.root(len(batch.passes) // size)
         if self._elastic and roots:
             torch._foreach_add_(roots, 0.0)  # no −0, as where gradients are added to zeros
@@ -154,7 +154,7 @@ class Sharded:
         for index in range(passes):
             micro = micro_batches[min(index, len(micro_batches) - 1)]
             counts = index < len(micro_batches) and micro.samples > 0
-            buffers = {} if counts else held_buffers(self.bare)
+            buffers = {} if counts else copy_buffers(self.bare)
             # without communication, gradients of the passes before the last are kept whole
             self._root.set_requires_gradient_sync(
                 index == passes - 1 or self._config.parallel.fsdp.reduce_each_micro_batch

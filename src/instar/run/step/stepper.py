@@ -22,7 +22,7 @@ from instar.data.loader import MicroBatch, StepBatch
 from instar.distributed.agree import raise_on_all_ranks, reduce_sums
 from instar.distributed.shards import Wholes, to_local
 from instar.distributed.world import World
-from instar.models.module import held_buffers, load_buffers
+from instar.models.module import copy_buffers, load_buffers
 from instar.record.device import torch_dtype
 from instar.run.muon import lerp
 from instar.run.optimizer import (
@@ -195,7 +195,7 @@ class Stepper:
             return StepResult(loss_sum, GradNorm(0.0))
         set_learning_rate(self.optimizers, lr, step)
         set_model_step(self.unwrapped_model, step)
-        buffers = held_buffers(self.unwrapped_model)
+        buffers = copy_buffers(self.unwrapped_model)
         part = None
         if measures_part:
             with _shards_explained():
