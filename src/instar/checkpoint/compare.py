@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from instar.checkpoint.layout import (
     ComponentReader,
     Layout,
+    Tensor,
     TensorEntry,
     component_layout,
     file_layout,
@@ -31,9 +32,6 @@ from instar.checkpoint.manifest import (
     read_manifest,
 )
 from instar.record.progress import Advance, progress
-
-if TYPE_CHECKING:
-    import torch
 
 Status = Literal["same", "changed", "only_a", "only_b"]
 
@@ -145,7 +143,7 @@ def _compare_layouts(a: Layout | None, b: Layout | None, advance: Advance) -> It
 
 
 def _compare(
-    name: str, entry_a: TensorEntry, entry_b: TensorEntry, a: torch.Tensor, b: torch.Tensor
+    name: str, entry_a: TensorEntry, entry_b: TensorEntry, a: Tensor, b: Tensor
 ) -> Difference:
     import torch
 

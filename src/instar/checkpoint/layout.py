@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -35,7 +35,8 @@ from instar.record.events import Count
 if TYPE_CHECKING:
     import torch
 
-
+Tensor: TypeAlias = "torch.Tensor"
+"""Only whoever reads tensors imports torch."""
 _MAX_HEADER_BYTES = 100_000_000
 _ALIGNMENT = 8
 
@@ -184,7 +185,7 @@ class Piece(NamedTuple):
 class SavedRows:
     """The rows of a sharded tensor that this rank holds, as it saves them."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     """[last - first, …]"""
     first: int
     shape: tuple[int, ...]
@@ -335,19 +336,19 @@ class ComponentReader:
     _stack: ExitStack
     _files: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, name: str) -> torch.Tensor:
+    def __call__(self, name: str) -> Tensor:
         """Return a whole tensor."""
         pieces = self._pieces(name)
         if len(pieces) == 1:
-            tensor: torch.Tensor = self._open(pieces[0].file).get_tensor(name)
+            tensor: Tensor = self._open(pieces[0].file).get_tensor(name)
             return tensor
         return self.rows(name, 0, pieces[-1].last)
 
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+    def rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows `first` … `last` - 1 of a tensor."""
         import torch
 
-        parts: list[torch.Tensor] = [
+        parts: list[Tensor] = [
             self._open(piece.file).get_slice(name)[
                 max(first, piece.first) - piece.first : min(last, piece.last) - piece.first
             ]
@@ -359,7 +360,7 @@ class ComponentReader:
             parts = [self._open(piece.file).get_slice(name)[0:0]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def like(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
+    def like(self, name: str, like: Tensor | None) -> Tensor:
         """Return a tensor laid out as `like`, whose rows are all that is read if it is sharded.
 
         A tensor of another shape than `like` is returned whole.
@@ -402,14 +403,14 @@ def open_reader(layout: Layout) -> Iterator[ComponentReader]:
         raise CheckpointError(f"{layout.folder}: {error}") from error
 
 
-class Parts(Mapping[str, "torch.Tensor"]):
+class Parts(Mapping[str, Tensor]):
     """The tensors of a component, each read when it is asked for, laid out as another tensor."""
 
     def __init__(
         self,
         reader: ComponentReader,
         names: Mapping[str, object],
-        like: Callable[[str], torch.Tensor | None],
+        like: Callable[[str], Tensor | None],
     ) -> None:
         """
         Args:
@@ -418,7 +419,7 @@ class Parts(Mapping[str, "torch.Tensor"]):
         """
         self._reader, self._names, self._like = reader, names, like
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
         return self._reader.like(name, self._like(name))

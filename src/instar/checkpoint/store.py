@@ -36,6 +36,7 @@ from instar.checkpoint.layout import (
     ComponentReader,
     Layout,
     SavedRows,
+    Tensor,
     component_layout,
     file_layout,
     open_reader,
@@ -65,11 +66,9 @@ from instar.record.events import from_words
 from instar.record.system import versions
 
 if TYPE_CHECKING:
-    import torch
-
     from instar.distributed.world import World
 
-Tensors = Mapping[str, "torch.Tensor | SavedRows"]
+Tensors = Mapping[str, "Tensor | SavedRows"]
 
 LATEST = "latest"
 
@@ -97,7 +96,7 @@ class Checkpoint:
 
     def tensors(
         self, component: str = "model", device: str = "cpu", *, rank: int = 0
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Return the tensors of a component by name, whole; those of `rank` for a component per rank.
 
         A tied head is saved once, under the name of the token table.
@@ -123,7 +122,7 @@ class Checkpoint:
 
 
 def check_finite(
-    path: Path, tensors: Mapping[str, torch.Tensor], hint: str = "use an earlier checkpoint"
+    path: Path, tensors: Mapping[str, Tensor], hint: str = "use an earlier checkpoint"
 ) -> None:
     """Raise a CheckpointError if a tensor of `path` holds a value that is not finite."""
     if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
@@ -349,9 +348,9 @@ def _first_rows(tensors: Tensors) -> SavedRows | None:
     return next((value for value in tensors.values() if isinstance(value, SavedRows)), None)
 
 
-def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
+def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
     """Return what a shard's file holds: its rows, and in the first shard also whole tensors."""
-    files: dict[str, torch.Tensor] = {}
+    files: dict[str, Tensor] = {}
     parts: dict[str, Part] = {}
     for name, value in tensors.items():
         if not isinstance(value, SavedRows):
@@ -363,7 +362,7 @@ def _rows_of(tensors: Tensors, shard: int) -> tuple[dict[str, torch.Tensor], dic
     return files, parts
 
 
-def tensors_to_write(tensors: Tensors) -> dict[str, torch.Tensor]:
+def tensors_to_write(tensors: Tensors) -> dict[str, Tensor]:
     """Return what a rank that has these tensors of a component writes of them, if it writes them."""
     if (rows := _first_rows(tensors)) is None:
         return _rows_of(tensors, 0)[0]
@@ -376,7 +375,7 @@ class _File:
 
     name: str
     pattern: Pattern
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     parts: dict[str, Part]
 
     def write(self, folder: Path) -> FileEntry:

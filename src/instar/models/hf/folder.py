@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Collection, ItemsView, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +86,8 @@ def export_folder(
         raise CheckpointError(f"{path}: {missing}; it has {', '.join(checkpoint.components)}")
     run = path.absolute().parent.parent
     if is_of_transformers(checkpoint.manifest.architecture):
-        parts: _Parts = _PretrainedExport(pretrained_shape(checkpoint, component), run)
+        shape = pretrained_shape(checkpoint, component)
+        parts: _GPTExport | _PretrainedExport = _PretrainedExport(shape, run)
     else:
         parts = _GPTExport(_gpt_of(checkpoint), run)
     arch = parts.arch
@@ -137,25 +138,6 @@ def _check_other(
         )
 
 
-class _Parts(Protocol):
-    """What an export is made of."""
-
-    @property
-    def arch(self) -> Architecture | PretrainedShape: ...
-
-    def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
-        """Return the tensors of the files, for those of the checkpoint."""
-        ...
-
-    def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
-        """Return what makes each tensor of the files."""
-        ...
-
-    def files(self) -> Mapping[str, bytes]:
-        """Return all other files: the config and the tokenizer's."""
-        ...
-
-
 @dataclass(frozen=True)
 class _GPTExport:
     """A GPT as GPT-2 or Llama."""
@@ -164,26 +146,30 @@ class _GPTExport:
     run: Path
 
     def outlines(self, file_outlines: Mapping[str, Outline]) -> dict[str, Outline]:
-        tensors = to_tensors(self.arch, _meta(file_outlines))
+        """Return the tensors of the files, for those of the checkpoint."""
+        without_memory = {
+            name: torch.empty(outline.shape, dtype=outline.dtype, device="meta")
+            for name, outline in file_outlines.items()
+        }
+        tensors = to_tensors(self.arch, without_memory)
         return {name: Outline.of(tensor) for name, tensor in tensors.items()}
 
     def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
+        """Return what makes each tensor of the files."""
         return conversions(self.arch, weights)
 
     def files(self) -> dict[str, bytes]:
+        """Return all other files: the config and the tokenizer's."""
         files, ids = exported_companions(self.run)
-        tokenizer = self._tokenizer
+        has_tokenizer = (self.run / TOKENIZER_FILE).is_file()
+        tokenizer = load_saved_tokenizer(self.run) if has_tokenizer else None
         if tokenizer is not None and not files:
             about = _tokenizer_config(tokenizer, self.arch)
             files[TOKENIZER_FILE] = to_fast(tokenizer).encode()
             files[TOKENIZER_CONFIG] = encode_json_file(about)
-        end = self._tokenizer.end_id if self._tokenizer else None
+        end = tokenizer.end_id if tokenizer is not None else None
         config = {**to_config(self.arch, end_id=end), **ids}
         return with_chat({**files, CONFIG: encode_json_file(config)}, self.run)
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer | None:
-        return load_saved_tokenizer(self.run) if (self.run / TOKENIZER_FILE).is_file() else None
 
 
 @dataclass(frozen=True)
@@ -277,13 +263,6 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
             temporary, 0, CheckpointContent({"model": tensors}, {}, arch.to_dict(), facts=facts)
         )
     return RunDir(run_dir).checkpoints / checkpoint.name
-
-
-def _meta(file_outlines: Mapping[str, Outline]) -> dict[str, Tensor]:
-    return {
-        n: torch.empty(outline.shape, dtype=outline.dtype, device="meta")
-        for n, outline in file_outlines.items()
-    }
 
 
 def _tokenizer_config(tokenizer: Tokenizer, arch: Architecture) -> dict[str, Any]:
