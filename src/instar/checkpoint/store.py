@@ -226,7 +226,7 @@ def _publish_together(
 
 
 class CheckpointWriter:
-    """Write a checkpoint to a temporary folder and publishes it by renaming."""
+    """Write a checkpoint to a temporary folder, and publish it by renaming."""
 
     def __init__(self, root: Path, step: int, files_at_once: int = 1) -> None:
         self.root, self.step, self.files_at_once = root, step, files_at_once
@@ -242,7 +242,7 @@ class CheckpointWriter:
         atomic.make_folder(self.temporary)
 
     def write(self, components: Mapping[str, Tensors], state: Mapping[str, Any], rank: int) -> None:
-        """Write and syncs the files of this rank."""
+        """Write and sync the files of this rank."""
         state_components = {component: _component(component) for component in components}
         for name in chain.from_iterable(components.values()):
             if name.startswith(_WRAPPERS):
@@ -277,7 +277,7 @@ class CheckpointWriter:
     def publish(
         self, *, architecture: dict[str, Any], history: list[Any], facts: Facts, world_size: int
     ) -> Path:
-        """Write the manifest and publishes the folder, after all ranks have written."""
+        """Write the manifest and publish the folder, after all ranks have written."""
         manifest = Manifest(
             step=self.step,
             time=_time_after_all(self.folder),
@@ -379,12 +379,11 @@ class _File:
     parts: dict[str, Part]
 
     def write(self, folder: Path) -> FileEntry:
-        from instar.checkpoint.tensor_file import Outline, check_dense, write_tensors
+        from instar.checkpoint.tensor_file import check_dense, outlines_of, write_tensors
 
         check_dense(self.tensors)
-        outlines = {name: Outline.of(tensor) for name, tensor in self.tensors.items()}
         path = folder / self.name
-        digest = write_tensors(path, outlines, self.tensors.__getitem__)
+        digest = write_tensors(path, outlines_of(self.tensors), self.tensors.__getitem__)
         return FileEntry(path.stat().st_size, digest, self.pattern, self.parts)
 
 

@@ -94,6 +94,11 @@ class Outline:
         return Outline(tensor.dtype, tuple(tensor.shape))
 
 
+def outlines_of(tensors: Mapping[str, Tensor]) -> dict[str, Outline]:
+    """Return dtype and shape of every tensor."""
+    return {name: Outline.of(tensor) for name, tensor in tensors.items()}
+
+
 def outlines(layout: Layout) -> dict[str, Outline]:
     """Return dtype and shape of every tensor of a layout.
 
@@ -155,7 +160,7 @@ def allocate(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ValueError: they cannot be saved.
     """
     check_dense(like)
-    outlines = {name: Outline.of(tensor) for name, tensor in like.items()}
+    outlines = outlines_of(like)
     position, size = (
         len(_header(outlines)),
         sum(outline.size_bytes for outline in outlines.values()),

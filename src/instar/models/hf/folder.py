@@ -24,7 +24,7 @@ from torch import Tensor
 from instar.checkpoint.layout import Parts, check_shapes
 from instar.checkpoint.manifest import CheckpointError, Facts
 from instar.checkpoint.store import Checkpoint, CheckpointContent, publish_checkpoint
-from instar.checkpoint.tensor_file import Outline, outlines
+from instar.checkpoint.tensor_file import Outline, outlines, outlines_of
 from instar.config.language import DataConfig, LanguageConfig
 from instar.config.origins import config_text
 from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
@@ -99,7 +99,7 @@ def export_folder(
             file_outlines = outlines(read.layout)
             weights = Parts(read, file_outlines, lambda _: None)
         else:
-            file_outlines = {name: Outline.of(tensor) for name, tensor in weights.items()}
+            file_outlines = outlines_of(weights)
             _check_other(path, file_outlines, shapes, checkpoint.manifest.buffers)
         tensor_outlines = parts.outlines(file_outlines)
         size = sum(outline.size_bytes for outline in tensor_outlines.values())
@@ -151,8 +151,7 @@ class _GPTExport:
             name: torch.empty(outline.shape, dtype=outline.dtype, device="meta")
             for name, outline in file_outlines.items()
         }
-        tensors = to_tensors(self.arch, without_memory)
-        return {name: Outline.of(tensor) for name, tensor in tensors.items()}
+        return outlines_of(to_tensors(self.arch, without_memory))
 
     def conversions(self, weights: Mapping[str, Tensor]) -> Mapping[str, Callable[[], Tensor]]:
         """Return what makes each tensor of the files."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from instar.checkpoint.layout import SavedRows
 from instar.checkpoint.listing import RetentionPolicy, prune_checkpoints, update_pointer
 from instar.checkpoint.manifest import COMPONENTS, CheckpointError, Pattern
 from instar.checkpoint.store import CheckpointContent, Tensors, publish_checkpoint, tensors_to_write
-from instar.checkpoint.tensor_file import Outline, allocate
+from instar.checkpoint.tensor_file import allocate, outlines_of
 from instar.config.budget import Counters
 from instar.config.errors import InstarError
 from instar.config.schema import CheckpointConfig, Direction
@@ -88,7 +88,7 @@ def _copy_part(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedR
     Rows that another rank saves are left out.
     """
     tensors, targets = tensors_to_write(part), tensors_to_write(spare)
-    if _outlines(targets) != _outlines(tensors):
+    if outlines_of(targets) != outlines_of(tensors):
         targets = allocate(tensors)
     for name, tensor in tensors.items():
         targets[name].copy_(tensor, non_blocking=True)
@@ -104,10 +104,6 @@ def _copy_part(part: Tensors, spare: Tensors) -> dict[str, torch.Tensor | SavedR
         elif name in targets:
             copies[name] = targets[name]
     return copies
-
-
-def _outlines(tensors: Mapping[str, torch.Tensor]) -> dict[str, Outline]:
-    return {name: Outline.of(tensor) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
