@@ -113,11 +113,11 @@ class Checkpoint:
             return {name: read(name).to(device) for name in layout.entries}
 
     def layout(self, component: str) -> Layout:
-        """Return where the tensors of a component are that the ranks share; see `layout`."""
+        """Return where the tensors of a component are that the ranks share; see `component_layout`."""
         return component_layout(self.path, self.manifest, component)
 
     def reading(self, component: str) -> AbstractContextManager[ComponentReader]:
-        """Context manager that opens a component which the ranks share; see `reading`."""
+        """Context manager that opens a component which the ranks share; see `open_reader`."""
         return open_reader(self.layout(component))
 
 

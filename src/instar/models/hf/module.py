@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import Module
 
 from instar.checkpoint.layout import check_shapes
 from instar.checkpoint.manifest import CheckpointError, read_manifest
@@ -197,7 +196,7 @@ def pretrained_shape(checkpoint: Checkpoint, component: str) -> LoraShape:
     return shape
 
 
-def load_published(folder: Path) -> Module:
+def load_published(folder: Path) -> nn.Module:
     """Return the model that `from_pretrained` makes of a folder alone, in float32 and evaluation mode.
 
     The folder must be one that `open_folder` accepts: no code of it is run, and nothing is downloaded.
@@ -225,7 +224,7 @@ def load_published(folder: Path) -> Module:
             f"{what}: {sorted(map(str, names))[0]}" for what, names in odd.items()
         )
         raise CheckpointError(f"{folder}: transformers loads another model of it: {differences}")
-    module: Module = model.eval()
+    module: nn.Module = model.eval()
     return module
 
 
