@@ -208,7 +208,7 @@ def _exchange(
     return [[next(pieces).view(shape) for shape in peer] for peer in shapes]
 
 
-class Wholes(Mapping[str, Tensor]):
+class GatheredTensors(Mapping[str, Tensor]):
     """Tensors by name, each gathered when it is asked for.
 
     A collective if they are sharded: all ranks ask for the same in the same order.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from instar.distributed.shards import Wholes, is_sharded, redistribute_like
+from instar.distributed.shards import GatheredTensors, is_sharded, redistribute_like
 from instar.growth.apply import GrowthStep, Role, apply_each, grow_buffers
 from instar.growth.peers import Peers, run_in_step
 from instar.growth.plan import GrowthError, GrowthPlan
@@ -131,7 +131,7 @@ def fill_parameters(
     """
 
     def fill() -> Iterator[None]:
-        for name, tensor in apply_each(step.plan, Wholes(old), Role.PARAMETER, step.key):
+        for name, tensor in apply_each(step.plan, GatheredTensors(old), Role.PARAMETER, step.key):
             check_shape(name, tensor, new[name])
             with torch.no_grad():
                 new[name].copy_(redistribute_like(tensor, new[name]))
@@ -144,7 +144,7 @@ def grow_average(
     step: GrowthStep, old: Mapping[str, Tensor], like: Mapping[str, Tensor], peers: Peers
 ) -> dict[str, Tensor]:
     """Return a moving average of the parameters, grown, laid out and in order as they are. A collective of the peers."""
-    tensors = apply_each(step.plan, Wholes(old), Role.PARAMETER, step.key)
+    tensors = apply_each(step.plan, GatheredTensors(old), Role.PARAMETER, step.key)
     average = collect_tensors(tensors, old, lambda name: like[name], peers)
     # the plan has the order of the model's table, not of the module, and training loops pair averages by position
     return {name: average[name] for name in like}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from instar.distributed.shards import Wholes, is_sharded, local_rows, to_local
+from instar.distributed.shards import GatheredTensors, is_sharded, local_rows, to_local
 from instar.growth.apply import (
     Key,
     Mode,
@@ -204,7 +204,7 @@ def verify_parameters(
     Raises:
         GrowthError: one is not, or is missing.
     """
-    wholes, neighbour = Wholes(old), neighbours(old)
+    gathered, neighbour = GatheredTensors(old), neighbours(old)
 
     def make(name: str) -> Tensor:
         tensor_plan = plan.tensors[name]
@@ -212,7 +212,7 @@ def verify_parameters(
         tensor = apply_one(
             plan,
             name,
-            wholes.__getitem__,
+            gathered.__getitem__,
             Role.PARAMETER,
             key,
             like=None if like is None else to_local(like),
@@ -237,11 +237,11 @@ def verify_states(
     Args:
         grow_other: makes a state that is not of the parameter's shape; default: `grow_state`.
     """
-    wholes = Wholes(old)
+    gathered = GatheredTensors(old)
     names = grown_states(plan, old, mode)
 
     def make(name: str) -> Tensor:
-        return grow_state(plan, name, wholes.__getitem__, key, mode)
+        return grow_state(plan, name, gathered.__getitem__, key, mode)
 
     _check_all(plan, names, grow_other or make, old, new, peers or Alone())
 

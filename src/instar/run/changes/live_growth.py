@@ -19,7 +19,7 @@ from instar.config.sections import Operation
 from instar.data.source import Source
 from instar.distributed.agree import gather, raise_on_all_ranks
 from instar.distributed.parallel import check_replicas_equal
-from instar.distributed.shards import Wholes, is_sharded
+from instar.distributed.shards import GatheredTensors, is_sharded
 from instar.distributed.world import World
 from instar.growth.apply import (
     GrowthStep,
@@ -153,7 +153,12 @@ class RunGrowth:
         if stepper.ema is not None:
             average = grow_average(step, stepper.ema, model.parameters, self.peers)
         grown_model = (
-            (name, grow_state(step.plan, name, Wholes(states).__getitem__, step.key, step.mode))
+            (
+                name,
+                grow_state(
+                    step.plan, name, GatheredTensors(states).__getitem__, step.key, step.mode
+                ),
+            )
             for name in grown_states(step.plan, states, step.mode)
         )
         memory = collect_tensors(

@@ -20,7 +20,7 @@ from instar.config.schema import RunConfig
 from instar.data.columns import Columns, Ragged, leaves
 from instar.data.loader import MicroBatch, StepBatch
 from instar.distributed.agree import raise_on_all_ranks, reduce_sums
-from instar.distributed.shards import Wholes, to_local
+from instar.distributed.shards import GatheredTensors, to_local
 from instar.distributed.world import World
 from instar.models.module import copy_buffers, load_buffers
 from instar.record.device import torch_dtype
@@ -307,7 +307,7 @@ class Stepper:
             self.scaler.unscale_(optimizer)
         gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
         if self.watch is not None:
-            self.watch.update(Wholes(gradients))
+            self.watch.update(GatheredTensors(gradients))
         if self.layers is not None:
             self.layers.before(self.parameters)
         if self._decides_on_device(training):
