@@ -10,8 +10,11 @@ import pytest
 from needed import needs
 
 from instar import __version__
+from instar.cli.logs import COMMANDS as LOGS
 from instar.cli.main import COMMANDS, main
-from instar.extensions import extend_commands
+from instar.cli.options import DeferredCommand
+from instar.cli.train import train
+from instar.extensions import extend_commands, load_target
 
 HEAVY = {
     "torch",
@@ -90,6 +93,12 @@ def test_help_lists_every_command_without_importing_it() -> None:
     # the module of `completion` also completes the options of all others
     loaded = modules_after("--help") - {"instar.cli.completion"}
     assert loaded.isdisjoint(target.partition(":")[0] for target, _ in commands.values())
+
+
+def test_the_work_of_each_command_exists() -> None:
+    commands = [load_target(target) for target, _ in LOGS.values()]
+    assert all(isinstance(command, DeferredCommand) for command in commands)
+    assert all(callable(command.callback) for command in (*commands, train))
 
 
 def test_version() -> None:

@@ -17,7 +17,7 @@ import click
 from pydantic import ValidationError
 
 from instar.api.runs import read_all, selected_runs
-from instar.cli.output import Output, as_text, report_faults
+from instar.cli.output import Output, as_text, packs_output, report_faults
 from instar.config.document import parse
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
@@ -38,6 +38,7 @@ EventsByRun = Iterable[tuple[RunDir, Iterable[FilteredEvent]]]
 Written = dict[str, Any]
 
 
+@packs_output()
 def write_events(
     runs: tuple[str, ...],
     kinds: tuple[str, ...],

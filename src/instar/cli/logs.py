@@ -1,28 +1,21 @@
-"""The commands of `instar logs`: what they are given, and their help. Each imports what it does when it is called: a
+"""The commands of `instar logs`: what they are given, and their help. What they do is imported when they are called: a
 shell that completes their arguments loads only this."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import click
 
 from instar.cli import completion
-from instar.cli.options import LazyGroup
+from instar.cli.options import DeferredCommand, LazyGroup
 from instar.cli.output import (
-    Output,
     json_format_option,
     output_options,
-    packs_output,
     runs_argument,
 )
-from instar.config.errors import ConfigError
 from instar.record.trackers import TRACKERS
 
 TABLES = ("csv", "parquet", "jsonl")
 FORMATS = ("png", "svg", "pdf", "html", "text", "json")
-_SUFFIXES = {f".{form}": form for form in FORMATS} | {".htm": "html", ".txt": "text"}
 COMMANDS = {
     "list": ("instar.cli.logs:list_", "List runs, the latest last."),
     "tag": ("instar.cli.logs:tag", "Tag runs, to find them again in lists and pages."),
@@ -46,27 +39,7 @@ def logs() -> None:
     """List, summarize, plot and compare runs, also while they train."""
 
 
-def _choose_output(form: str | None, path: str | None, as_json: bool, open_it: bool) -> Output:
-    """Choose the format: --format, else by FILE's suffix, else text; a picture to open. `-o -` is stdout."""
-    is_dash, path = path == "-", None if path == "-" else path
-    if not form:
-        default = "json" if as_json else "png" if open_it else "text"
-        form = default if as_json or path is None else _form_of(path)
-    return Output(form, path, open_it and not (is_dash and form not in ("text", "json")))
-
-
-def _form_of(path: str) -> str:
-    suffix = Path(path).suffix.lower()
-    if suffix in _SUFFIXES:
-        return _SUFFIXES[suffix]
-    raise ConfigError.of(
-        f"{path} has no suffix of a known format",
-        where="-o",
-        hint="use .png, .svg, .pdf, .html, .txt or .json, or --format",
-    )
-
-
-@click.command("list")
+@click.command("list", cls=DeferredCommand, work="instar.cli.logs_output:list_runs_in")
 @click.argument("folders", nargs=-1, metavar="[DIR]...")
 @click.option(
     "--state",
@@ -78,64 +51,49 @@ def _form_of(path: str) -> str:
 @click.option("--archived", is_flag=True, help="Also archived runs.")
 @click.option("-n", "last", type=click.IntRange(min=1), metavar="N", help="Only the last N runs.")
 @output_options("text", "json", "md")
-def list_(**options: Any) -> None:
+def list_() -> None:
     """List the runs in each DIR (default: runs), the most recently written last.
 
     A DIR may also be a run, a name, or a pattern.
     """
-    from instar.cli.logs_output import list_runs_in
-
-    list_runs_in(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.logs_output:tag_runs")
 @runs_argument
 @click.option("-a", "--add", multiple=True, metavar="TAG", help="Add this tag.")
 @click.option("-r", "--remove", multiple=True, metavar="TAG", help="Remove this tag.")
-def tag(**options: Any) -> None:
+def tag() -> None:
     """Add or remove tags of each RUN, then print them. They are kept in .instar/labels.json."""
-    from instar.cli.logs_output import tag_runs
-
-    tag_runs(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.logs_output:note_runs")
 @runs_argument
 @click.option("-m", "--message", metavar="TEXT", help="The note; an empty one removes it.")
-def note(**options: Any) -> None:
+def note() -> None:
     """Set the note of each RUN, then print it."""
-    from instar.cli.logs_output import note_runs
-
-    note_runs(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.logs_output:archive_runs")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--undo", is_flag=True, help="Show them again.")
-def archive(**options: Any) -> None:
+def archive() -> None:
     """Leave each RUN out of lists and of the dashboard; its files stay as they are."""
-    from instar.cli.logs_output import archive_runs
-
-    archive_runs(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.logs_output:summarize_runs")
 @runs_argument
 @click.option("--all", "every", is_flag=True, help="Every run in the folder `runs`, or in DIR.")
 @output_options("text", "json", "md", "one-line")
-def summary(**options: Any) -> int:
+def summary() -> None:
     """Summarize each RUN: state, amounts, best and last values, operations, checkpoints.
 
     A RUN is a folder, an id, a name (all runs of that name), a pattern, a file in a run, a folder
     of runs, or `latest`, which is the default. Superseded steps are ignored.
     --format one-line prints one line for each run, always with the same fields.
     """
-    from instar.cli.logs_output import summarize_runs
-
-    return summarize_runs(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.logs_output:compare_runs")
 @runs_argument
 @click.option(
     "--metric",
@@ -175,19 +133,16 @@ def summary(**options: Any) -> int:
     "[default: run; of a fleet, groups that its matrix makes]",
 )
 @output_options("text", "json", "md")
-def compare(**options: Any) -> int:
+def compare() -> None:
     """Compare RUNs at equal steps, tokens, FLOPs or time, interpolating between measurements.
 
     A RUN may also be a fleet, such as fleets/NAME: its runs, in groups that differ only in the seed.
     "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
     deviation over runs. The keys in which the configs differ follow at the end.
     """
-    from instar.cli.logs_output import compare_runs
-
-    return compare_runs(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.logs_output:show_tail")
 @click.argument("run", default="latest", shell_complete=completion.run_names)
 @click.option(
     "-n",
@@ -203,17 +158,14 @@ def compare(**options: Any) -> int:
     "--rank", type=click.IntRange(min=0), help="Show the log of this rank, not the events."
 )
 @json_format_option
-def tail(**options: Any) -> None:
+def tail() -> None:
     """Show the last events of RUN as the console prints them, or a rank's log.
 
     Superseded events are shown too.
     """
-    from instar.cli.logs_output import show_tail
-
-    show_tail(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.plot:plot_runs")
 @runs_argument
 @click.option(
     "--metrics", metavar="NAMES", help="Metrics, each in its own panel, e.g. loss,grad_norm."
@@ -261,20 +213,16 @@ def tail(**options: Any) -> None:
 @click.option("-e", "--open", "open_it", is_flag=True, help="Open the picture.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Default: by FILE's suffix.")
 @json_format_option
-@packs_output(_choose_output)
-def plot(**options: Any) -> int:
+def plot() -> None:
     """Draw curves of the latest run, or of each RUN, overlaid.
 
     A RUN may also be a fleet, such as fleets/NAME: mean and standard deviation over its seeds.
     Without -o or -e, draws in the terminal. Operations are marked, superseded steps are faint, and
     the best value of a validation metric has a ring.
     """
-    from instar.cli.plot import plot_runs
-
-    return plot_runs(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.export:write_events")
 @runs_argument
 @click.option(
     "--kind",
@@ -287,18 +235,15 @@ def plot(**options: Any) -> int:
 @click.option("--to-step", type=click.IntRange(min=0), metavar="N", help="Not after this step.")
 @click.option("--superseded", is_flag=True, help="Include superseded events.")
 @output_options("text", "jsonl", "json")
-def events(**options: Any) -> None:
+def events() -> None:
     """Print the events of each RUN: as text, as JSON lines (jsonl) or as one JSON document.
 
     JSON lines of a single run are identical to its record; for several runs, or with
     --superseded, `run` and `superseded` are added.
     """
-    from instar.cli.export import write_events
-
-    write_events(**options)
 
 
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.export:export_runs")
 @runs_argument
 @click.option(
     "--to",
@@ -314,13 +259,10 @@ def events(**options: Any) -> None:
 )
 @click.option("--superseded", is_flag=True, help="Include superseded events.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-def export(**options: Any) -> int:
+def export() -> None:
     """Export the record of each RUN to another tool, or as a table.
 
     A RUN is a folder, an id, a name (all runs of that name), a pattern, a file in a run, a folder
     of runs, or `latest`, which is the default. Nothing is uploaded: runs for W&B are written for
     `wandb sync`. Exporting a run again adds a second copy.
     """
-    from instar.cli.export import export_runs
-
-    return export_runs(**options)

@@ -15,6 +15,7 @@ from instar.cli.output import (
     WIDTH,
     Output,
     as_text,
+    packs_output,
     print_table,
     report_faults,
     terminal_width,
@@ -61,6 +62,7 @@ OPTIONAL = ("at", "tokens", "started", "time", "name", "tags", "branch at", "bes
 some."""
 
 
+@packs_output()
 def list_runs_in(folders: tuple[str, ...], output: Output, **filters: Any) -> None:
     """Print runs as a list."""
     rows = list_rows(runs_of(folders, RUNS), **filters)
@@ -154,6 +156,7 @@ def archive_runs(runs: tuple[str, ...], undo: bool) -> None:
         click.echo(f"{run.path}: {'shown again' if undo else 'archived'}")
 
 
+@packs_output()
 def summarize_runs(runs: tuple[str, ...], every: bool, output: Output) -> int:
     """Print summaries of runs."""
     read = read_all(selected_runs(runs, every=every))
@@ -174,6 +177,7 @@ def _summary_lines(summaries: Sequence[Summary], form: str, width: int) -> list[
     return [line for number, lines in enumerate(pages) for line in ["", *lines][number == 0 :]]
 
 
+@packs_output()
 def compare_runs(
     runs: tuple[str, ...],
     metrics: tuple[str, ...],

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast, get_args
 import click
 
 from instar.cli import completion
+from instar.cli.options import Command
 from instar.config.errors import ConfigError, visible, without_filter
 from instar.logs.text.stdout import ENCODING, align_columns, columns_that_fit
 from instar.record.atomic import replace_file
@@ -203,32 +204,31 @@ class Output:
             open_file(path)
 
 
-def packs_output(
-    choose: Callable[[str, str | None, bool, bool], Output],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of a command that gets --format, -o, --json and -e as one `output`, made of these."""
+def _choose_output(form: str, path: str | None, as_json: bool, open_it: bool) -> Output:
+    return Output("json" if as_json else form, path, open_it)
 
-    def pack(command: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(command)
+
+def packs_output(
+    choose: Callable[[str, str | None, bool, bool], Output] = _choose_output,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of a function that gets --format, -o, --json and -e as one `output`, made of these."""
+
+    def pack(work: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(work)
         def packed(
-            *args: Any, form: str, path: str | None, as_json: bool, open_it: bool, **options: Any
+            *, form: str, path: str | None, as_json: bool, open_it: bool, **options: Any
         ) -> Any:
-            return command(*args, output=choose(form, path, as_json, open_it), **options)
+            return work(output=choose(form, path, as_json, open_it), **options)
 
         return packed
 
     return pack
 
 
-def _choose_output(form: str, path: str | None, as_json: bool, open_it: bool) -> Output:
-    return Output("json" if as_json else form, path, open_it)
+def output_options(*formats: str) -> Callable[[Command], Command]:
+    """Add --format, --json, -o and -e; see `packs_output`."""
 
-
-def output_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add --format, --json, -o and -e, passed as one `Output`, `output`."""
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        packed = packs_output(_choose_output)(command)
+    def add(command: Command) -> Command:
         for option in (
             click.option("-e", "--open", "open_it", is_flag=True, help="Open FILE, see -o."),
             click.option(
@@ -244,8 +244,8 @@ def output_options(*formats: str) -> Callable[[Callable[..., Any]], Callable[...
                 help="What is written.",
             ),
         ):
-            packed = option(packed)
-        return packed
+            command = option(command)
+        return command
 
     return add
 

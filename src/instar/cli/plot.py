@@ -12,11 +12,13 @@ from typing import Any, Literal, cast
 import click
 
 from instar.api.runs import read_all, selected_groups
+from instar.cli.logs import FORMATS
 from instar.cli.output import (
     WIDTH,
     Output,
     as_text,
     open_file,
+    packs_output,
     report_faults,
     terminal_width,
 )
@@ -32,8 +34,30 @@ from instar.logs.read.record import AXES, RunRecord
 from instar.record.atomic import replace_file
 
 _HEIGHT = 24
+_SUFFIXES = {f".{form}": form for form in FORMATS} | {".htm": "html", ".txt": "text"}
 
 
+def _choose_picture(form: str | None, path: str | None, as_json: bool, open_it: bool) -> Output:
+    """Choose the format: --format, else by FILE's suffix, else text; a picture to open. `-o -` is stdout."""
+    is_dash, path = path == "-", None if path == "-" else path
+    if not form:
+        default = "json" if as_json else "png" if open_it else "text"
+        form = default if as_json or path is None else _form_of(path)
+    return Output(form, path, open_it and not (is_dash and form not in ("text", "json")))
+
+
+def _form_of(path: str) -> str:
+    suffix = Path(path).suffix.lower()
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix]
+    raise ConfigError.of(
+        f"{path} has no suffix of a known format",
+        where="-o",
+        hint="use .png, .svg, .pdf, .html, .txt or .json, or --format",
+    )
+
+
+@packs_output(_choose_picture)
 def plot_runs(
     runs: tuple[str, ...],
     metrics: str | None,
