@@ -251,10 +251,10 @@ def counts_workers(argv: Sequence[str]) -> int:
 
 def saves_once_told_twice(argv: Sequence[str]) -> int:
     """While the save of a stop is written, and while the process leaves, SIGTERM comes again."""
-    from instar.cli import train
+    from instar.cli import training
     from instar.run.output.save import Saver
 
-    save, one_rank = Saver.save, train._one_rank
+    save, one_rank = Saver.save, training._one_rank
 
     def told_again(self: Saver, *arguments: Any, **named: Any) -> None:
         threading.Event().wait(0.5)  # longer than what counts as the same signal
@@ -267,7 +267,7 @@ def saves_once_told_twice(argv: Sequence[str]) -> int:
         return code
 
     Saver.save = told_again  # type: ignore[method-assign]
-    train._one_rank = told_at_last  # type: ignore[assignment]
+    training._one_rank = told_at_last  # type: ignore[assignment]
     return main(argv)
 
 
