@@ -1,4 +1,4 @@
-"""The commands `instar logs events` and `instar logs export`: to a table, or to a tracker as the run itself would
+"""What `instar logs events` and `instar logs export` do: to stdout, to a table, or to a tracker as the run itself would
 have sent it."""
 
 from __future__ import annotations

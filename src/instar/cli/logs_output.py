@@ -1,4 +1,4 @@
-"""The commands `instar logs list`, `tag`, `note`, `archive`, `summary`, `compare` and `tail`."""
+"""What `instar logs list`, `tag`, `note`, `archive`, `summary`, `compare` and `tail` do; their options are in `logs.py`."""
 
 from __future__ import annotations
 
