@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from instar.checkpoint.layout import Parts
-from instar.checkpoint.manifest import CheckpointError, Facts
+from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 from instar.checkpoint.tensor_file import rows_to_save
 from instar.config.budget import Counters
@@ -171,7 +171,7 @@ class Ranks:
         """A save for which training stops only while the tensors are copied."""
         saver = Saver(CheckpointConfig(asynchronous=True), self.world, root, lambda _: None)
         components = {c: {n: rows_to_save(t) for n, t in each.items()} for c, each in state.items()}
-        snapshot = Snapshot(Counters(step=step), components, {}, {}, [], Facts())
+        snapshot = Snapshot(components, {}, {}, progress=Counters(step=step))
         self.timed("stall of a background save", lambda: saver.save(snapshot))
         saver.finish()
 

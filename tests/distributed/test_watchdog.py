@@ -120,11 +120,15 @@ def test_ranks_stop_and_save_when_torchrun_is_killed(tmp_path: Path) -> None:
     assert any("lost the store at " in room.log(rank) for rank in (0, 1))
 
 
-def test_a_frozen_rank_ends_with_the_others_when_its_launcher_is_killed(tmp_path: Path) -> None:
-    room = Room(tmp_path, silence_s=1.0, timeout_s=2.0)
+@pytest.mark.parametrize("place", ["step", "backward", "evaluation"])
+def test_a_frozen_rank_ends_with_the_others_when_its_launcher_is_killed(
+    tmp_path: Path, place: str
+) -> None:
+    """Its launcher has the store, so that no silence can be heard; in a backward pass, nobody counts who has come."""
+    mishap = Mishap("freeze", 0, place)
+    room = Room(tmp_path, silence_s=1.0, timeout_s=2.0, mishap=mishap)
     with room.launch() as ranks:
-        ranks.wait_for("stepping-0", "stepping-1")
-        os.kill(room.pid(0), signal.SIGSTOP)
+        ranks.wait_for("happened")
         ranks.processes[0].kill()
         assert ranks.seconds_since(time.time(), [1]) <= room.silence_s + room.timeout_s + 3
         assert ends(room.pid(0))

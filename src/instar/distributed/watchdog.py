@@ -298,10 +298,20 @@ class Watchdog:
                 silence_s /= 2
             else:
                 last_seen = {rank: replace(last, silent_s=0.0) for rank, last in last_seen.items()}
+            if self._store_lost:
+                # What the others last said of their progress is old: without news they are as still as this one,
+                # or this rank would wait for ever in a collective that is not counted, as in a backward pass.
+                last_seen = {rank: self._without_news(last) for rank, last in last_seen.items()}
         by_rank, wait_s = {**last_seen, self._rank: LastHeartbeat(beat, 0.0)}, limits.wait_s
         if stop_requested():
             wait_s = wait_after_stop(by_rank, wait_s, self._longest_still_s)
         return diagnose_hang(by_rank, silence_s, wait_s)
+
+    def _without_news(self, last: LastHeartbeat) -> LastHeartbeat:
+        if last.beat is None:
+            return last
+        still_s = max(last.beat.still_s, self._stalled_s)
+        return replace(last, beat=replace(last.beat, still_s=still_s))
 
     def _diagnose_store(self, beat: Heartbeat) -> Diagnosis | None:
         probe_s = min(PROBE_S, self._limits.silence_s / 2)
@@ -464,23 +474,22 @@ class Watchdog:
         write_failure(failure, error, os.environ)
         launcher = os.environ.get(LAUNCHER_VARIABLE)
         if launcher != str(os.getppid()):  # Instar's launcher, while it lives, kills them itself
-            self._kill_stopped(verdict)
+            self._kill_stopped()
         if launcher is None:
             with suppress(OSError, ValueError):
                 print(failure.sentence(), file=sys.stderr, flush=True)
         logger.error("%s", failure.sentence())
         logger.error("the main thread is at\n%s", stack_of(self.position.thread))
 
-    def _kill_stopped(self, verdict: Diagnosis) -> None:
-        """Kill stopped ranks of this host: torchrun would send them SIGTERM and wait 30 s for nothing, and
-        without a launcher nobody would end them.
+    def _kill_stopped(self) -> None:
+        """Kill stopped ranks of this host, whoever is named as late: torchrun would send them SIGTERM and wait 30 s
+        for nothing, and without a launcher nobody would end them.
 
         Anybody who reaches the store can send a heartbeat: what it says of a process is compared.
         """
-        for rank in verdict.ranks:
-            beat = self._beats_seen[rank].beat if rank in self._beats_seen else None
-            if beat and beat.host == self._host:
-                kill_stopped_sibling(beat.pid)
+        for last in self._beats_seen.values():
+            if last.beat is not None and last.beat.host == self._host:
+                kill_stopped_sibling(last.beat.pid)
 
 
 def _missing(verdict: Diagnosis) -> RankMissing:
