@@ -3,7 +3,7 @@ none of it is left at the end.
 
     make test PYTEST_ADDOPTS="--durations 0 --durations-min 0.3" | python tests/support/durations.py
 
-writes anew what is known of that.
+writes anew what is known of that; likewise `make torture`, with INSTAR_TORTURE=full.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-RECORDED = Path(__file__).parents[1] / "durations.txt"
+from figures import FULL
+
+RECORDED = Path(__file__).parents[1] / ("durations-torture.txt" if FULL else "durations.txt")
 LEAST_S = 2.0
 """Of what takes less, the order does not matter."""
 ALONE = ("tests/docs/test_snippets.py", "tests/benchmarks/test_quick.py")
