@@ -7,18 +7,27 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from instar.config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from instar.config.schema import ParallelConfig
-
 
 DEVICES_VARIABLE = "INSTAR_DEVICES"
 LAUNCH_VARIABLE = "INSTAR_LAUNCH"
 PORT_KEY = "parallel.master_port"
 ADDRESS_KEY = "parallel.master_address"
+
+
+class Rendezvous(Protocol):
+    """What the config says of where ranks meet, and of which there are: `ParallelConfig`."""
+
+    @property
+    def master_address(self) -> str: ...
+    @property
+    def master_port(self) -> int: ...
+    @property
+    def world_size(self) -> int | None: ...
+    @property
+    def devices(self) -> Sequence[int]: ...
 
 
 _OF_A_RANK = re.compile(
@@ -62,7 +71,7 @@ class Placement:
         return self.local_size == self.size or is_loopback(self.host)
 
 
-def placement(environ: Mapping[str, str], parallel: ParallelConfig | None = None) -> Placement:
+def placement(environ: Mapping[str, str], parallel: Rendezvous | None = None) -> Placement:
     """Read the placement from torchrun's variables, else from SLURM's, else a single process.
 
     Args:
@@ -112,7 +121,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _from_torchrun(environ: Mapping[str, str], parallel: ParallelConfig | None) -> Placement:
+def _from_torchrun(environ: Mapping[str, str], parallel: Rendezvous | None) -> Placement:
     size = _number(environ, "WORLD_SIZE")
     rank = _number(environ, "RANK")
     if size == 1:
@@ -138,7 +147,7 @@ def _from_torchrun(environ: Mapping[str, str], parallel: ParallelConfig | None) 
     )
 
 
-def _from_slurm(environ: Mapping[str, str], parallel: ParallelConfig | None) -> Placement:
+def _from_slurm(environ: Mapping[str, str], parallel: Rendezvous | None) -> Placement:
     size = _number(environ, "SLURM_STEP_NUM_TASKS")
     per_node = _tasks_per_node(environ)
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", len(per_node))
@@ -170,7 +179,7 @@ def _from_slurm(environ: Mapping[str, str], parallel: ParallelConfig | None) -> 
     )
 
 
-def _port(environ: Mapping[str, str], parallel: ParallelConfig | None) -> tuple[int, str]:
+def _port(environ: Mapping[str, str], parallel: Rendezvous | None) -> tuple[int, str]:
     """Return the configured port and where it was set; 0 and "" if it is not set."""
     if environ.get("MASTER_PORT"):
         return _number(environ, "MASTER_PORT"), "MASTER_PORT"
@@ -257,7 +266,7 @@ class LaunchOptions:
 
 
 def resolve_ranks(
-    parallel: ParallelConfig,
+    parallel: Rendezvous,
     place: Placement,
     nproc: int | None = None,
     devices: Sequence[int] | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import msgspec
 from torch.nn import Module
@@ -21,7 +21,6 @@ from instar.checkpoint.manifest import (
     read_json,
 )
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
-from instar.data.order import Int64Array
 from instar.data.split import Subset
 from instar.distributed.agree import Json, agree, raise_on_all_ranks
 from instar.record.atomic import make_folder, replace_file
@@ -35,9 +34,6 @@ from instar.run.step.stepper import set_model_step
 from instar.schedule.operations import fold_history, history_from_json
 from instar.tasks.basis import basis_of
 from instar.tasks.task import Task
-
-if TYPE_CHECKING:
-    from instar.run.output.predictions import Predictions
 
 FOLDER = "test"
 RESULT = "result.json"
@@ -72,7 +68,11 @@ def run_final_test(
                 for file in (folder / FILE, *folder.glob(".part-*")):
                     file.unlink(missing_ok=True)
         numbers = source.numbers if isinstance(source, Subset) else None
-        predictions = _predictions(state, parts, folder / FILE, numbers)
+        predictions = None
+        if _keeps_predictions(state, parts):
+            from instar.run.output.predictions import Predictions
+
+            predictions = Predictions(folder / FILE, world, numbers)
         options = EvaluationOptions(
             parts.config.eval.batch_size or state.settings.batch_size,
             parts.config.seed,
@@ -121,22 +121,17 @@ def is_tested(parts: Components, run: Path) -> bool:
     return all(result.get(key) == value for key, value in now.items())
 
 
-def _predictions(
-    state: RunState, parts: Components, file: Path, numbers: Int64Array | None
-) -> Predictions | None:
-    """Return what gathers the predictions; None if none are configured, with a warning if pyarrow is
-    missing."""
+def _keeps_predictions(state: RunState, parts: Components) -> bool:
+    """Return whether predictions are configured, and can be written; warn if pyarrow is missing."""
     if not parts.config.test.predictions:
-        return None
+        return False
     if find_spec("pyarrow") is None:
         parts.logger.warn(
             "predictions are not written: pyarrow is not installed (pip install 'instar[hf]')",
             state.step,
         )
-        return None
-    from instar.run.output.predictions import Predictions
-
-    return Predictions(file, parts.world, numbers)
+        return False
+    return True
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -27,9 +27,6 @@ from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_
 from instar.extensions.graphs.survey import GraphSurvey, survey_graphs, true_counts
 from instar.models.shape import ArchitectureError
 from instar.tasks.task import SampleSetSpec, SavedModel, Say
-
-if TYPE_CHECKING:
-    from instar.extensions.graphs.network import GraphNetwork
 
 
 @dataclass(frozen=True)
@@ -111,10 +108,12 @@ class GraphSpec(SampleSetSpec):
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
+        from instar.extensions.graphs.network import GraphNetwork  # brings torch
+
         shape = GraphShape.from_dict(architecture)
         model = _graph(config).model
         initial = resolve_graph(model, shape.features, shape.graph_features, shape.edge_features)
-        return SavedModel(initial, shape.to_dict(), _module)
+        return SavedModel(initial, shape.to_dict(), GraphNetwork)
 
     @property
     def unit(self) -> str:
@@ -157,12 +156,6 @@ class GraphSpec(SampleSetSpec):
             ("heads", [", ".join(heads)]),
             ("graphs", [graphs]),
         ]
-
-
-def _module(shape: GraphShape) -> GraphNetwork:
-    from instar.extensions.graphs.network import GraphNetwork
-
-    return GraphNetwork(shape)
 
 
 def _shape(config: GraphConfig, survey: GraphSurvey) -> GraphShape:

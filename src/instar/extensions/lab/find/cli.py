@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from instar.cli.options import CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import picture_kind, print_json, print_named, print_table, write_picture
 from instar.record.format import bytes_text, si
-
-if TYPE_CHECKING:
-    from instar.config.load import Loaded
-    from instar.extensions.lab.find.learning_rate import RateFound, ShortRun
 
 
 @click.group(cls=CommandGroup)
@@ -59,12 +54,15 @@ def lr(
     training has the whole learning rate schedule in small.
     """
     kind = None if output is None else picture_kind(output, "-o")
-    loaded_config = _load(cfg, overrides)
+
+    from instar.run.load_config import load_run_config
+
+    loaded_config = load_run_config(cfg, overrides)
 
     from instar.extensions.lab.find.learning_rate import find_learning_rate, rates_chart
 
     result = find_learning_rate(
-        loaded_config, steps, budget, say=_say, on_run=lambda run: _say(_run_text(run))
+        loaded_config, steps, budget, say=_say, on_run=lambda run: _say(str(run))
     )
     if output is not None and kind is not None:
         from instar.logs.plot.picture import picture
@@ -77,8 +75,13 @@ def lr(
         _say(f"wrote {output}")
     if as_json:
         print_json(result.to_dict())
-    else:
-        _print_rates(result)
+        return
+    headers, *rows = result.table()
+    print_table(headers, rows, right=headers)
+    for key, value in result.settings.items():
+        click.echo(f"{key}: {value:g}")
+    for note in result.notes():
+        _say(note)
 
 
 @find.command()
@@ -95,7 +98,9 @@ def batch(
     Trains some steps of CFG's model with 1, 2, 4 … samples at once, on one device, and prints
     train.batch_size and train.gradient_accumulation_steps that keep the global batch.
     """
-    loaded_config = _load(cfg, overrides)
+    from instar.run.load_config import load_run_config
+
+    loaded_config = load_run_config(cfg, overrides)
 
     from instar.extensions.lab.find.batch_size import find_batch_size
 
@@ -156,35 +161,5 @@ def doctor(folder: Path, quick: bool, as_json: bool) -> None:
         print_named(advice_lines, 22)
 
 
-def _load(cfg: str | None, overrides: tuple[str, ...]) -> Loaded:
-    from instar.run.load_config import load_run_config
-
-    return load_run_config(cfg, overrides)
-
-
 def _say(text: str) -> None:
     click.echo(text, err=True)
-
-
-def _run_text(run: ShortRun) -> str:
-    return f"lr {run.lr:.2e}  {run.steps:,} steps  loss {run.loss:.4f}"
-
-
-def _print_rates(result: RateFound) -> None:
-    rounds = result.rate.rounds()
-    rates = sorted({run.lr for run in result.rate.runs})
-    losses = {(run.lr, run.steps): run.loss for run in result.rate.runs}
-    headers = ["lr", *(f"{steps:,} steps" for steps in rounds)]
-    rows = [
-        [f"{rate:.2e}", *(_loss_text(losses.get((rate, steps))) for steps in rounds)]
-        for rate in rates
-    ]
-    print_table(headers, rows, right=headers)
-    for key, value in result.settings.items():
-        click.echo(f"{key}: {value:g}")
-    for note in result.notes():
-        _say(note)
-
-
-def _loss_text(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f}"

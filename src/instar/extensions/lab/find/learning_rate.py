@@ -53,6 +53,9 @@ class ShortRun:
     loss: float
     """final loss; infinity if it diverged"""
 
+    def __str__(self) -> str:
+        return f"lr {self.lr:.2e}  {self.steps:,} steps  loss {self.loss:.4f}"
+
 
 @dataclass(frozen=True)
 class FoundRate:
@@ -88,6 +91,19 @@ class RateFound:
     """steps of the run itself, or of its schedule; None: unknown"""
     settings: dict[str, float]
     """values for the config, by dotted key"""
+
+    def table(self) -> list[list[str]]:
+        """Return the loss of each rate after each number of steps; the first row has the headers."""
+        rounds = self.rate.rounds()
+        losses = {(run.lr, run.steps): f"{run.loss:.4f}" for run in self.rate.runs}
+        rates = sorted({run.lr for run in self.rate.runs})
+        return [
+            ["lr", *(f"{steps:,} steps" for steps in rounds)],
+            *(
+                [f"{rate:.2e}", *(losses.get((rate, steps), "") for steps in rounds)]
+                for rate in rates
+            ),
+        ]
 
     def notes(self) -> list[str]:
         """Return what to know of the result, as sentences."""
