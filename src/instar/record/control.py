@@ -1,24 +1,28 @@
 """Requests to a running run, as files in its folder instead of an open port.
 
 `instar control` creates a request; rank 0 checks for requests between steps and removes them when
-they are done.
+they are done. A request to save or to stop is an empty file; a post has content, an operation that somebody asks
+for, and is removed when a checkpoint has it.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import pwd
+import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from instar.config.files import open_inside
+from instar.config.files import TooDeep, of_bounded_depth, open_inside
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,12 @@ Command = Literal["save", "stop"]
 REQUESTED = "asked for"
 """the reason of a checkpoint that was requested"""
 COMMANDS: tuple[Command, ...] = get_args(Command)
+PostCommand = Literal["apply", "cancel"]
+MOST_BYTES = 16 * 1024
+"""of a post's content"""
+MOST_POSTS = 100
+"""that are read between two steps; more wait for the next"""
+_POST = re.compile(r"([0-9a-f]{12})\.(apply|cancel)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,68 @@ class Request:
         self.path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Post:
+    """What somebody has written to a run."""
+
+    id: str
+    command: PostCommand
+    path: Path
+
+    def read(self) -> tuple[Any, str]:
+        """Return the content, JSON values, and the name of the user who wrote it.
+
+        Raises:
+            ValueError: it is not JSON of at most `MOST_BYTES`, or not of the run's owner or root.
+            OSError: it cannot be read.
+        """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(self.path, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            user, owner = status.st_uid, self.path.parent.parent.stat().st_uid
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is no regular file")
+            if user not in (owner, 0):
+                raise ValueError(
+                    f"{user_name(user)} is neither the run's owner, {user_name(owner)}, nor root"
+                )
+            if status.st_nlink != 1 or status.st_mode & 0o022:
+                raise ValueError(
+                    "others may have written it: it has two names, or a mode that lets them"
+                )
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        try:
+            return json.loads(of_bounded_depth(content)), user_name(user)
+        except (TooDeep, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"it is not JSON: {error}") from None
+
+
+def user_name(number: int) -> str:
+    """Return the name of a user, or the number of one without a name."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def send_post(folder: Path, command: PostCommand, content: Mapping[str, Any]) -> Post:
+    """Write to a run.
+
+    Raises:
+        ValueError: the content has more than `MOST_BYTES`, or is not JSON.
+        OSError: it cannot be written.
+    """
+    encoded = json.dumps(content, allow_nan=False).encode()
+    if len(encoded) > MOST_BYTES:
+        raise ValueError(f"{len(encoded):,} bytes; a request has at most {MOST_BYTES:,}")
+    number = secrets.token_hex(6)
+    post = Post(number, command, folder / f"{number}.{command}")
+    put_request(post.path, encoded)
+    return post
+
+
 def send_request(folder: Path, command: Command) -> Request:
     """Create a request in a run's control folder.
 
@@ -55,8 +127,8 @@ def send_request(folder: Path, command: Command) -> Request:
     return Request(command, path)
 
 
-def put_request(path: Path) -> None:
-    """Create an empty file in a control folder, which is created if missing.
+def put_request(path: Path, content: bytes = b"") -> None:
+    """Create a file in a control folder, which is created if missing; it appears with all its content.
 
     Raises:
         OSError: it cannot be written, or the folder is a symbolic link.
@@ -74,7 +146,13 @@ def put_request(path: Path) -> None:
                 os.fchown(descriptor, -1, above.st_gid)
                 os.fchmod(descriptor, above.st_mode & 0o777)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        os.close(os.open(path.name, flags, 0o644, dir_fd=descriptor))
+        name = f".{path.name}" if content else path.name
+        with os.fdopen(os.open(name, flags, 0o644, dir_fd=descriptor), "wb") as file:
+            file.write(content)
+            if content:
+                os.fchmod(file.fileno(), 0o644)  # whatever the umask: others must not write it
+        if content:
+            os.rename(name, path.name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
     finally:
         os.close(descriptor)
 
@@ -86,6 +164,9 @@ class Inbox:
         self.folder = folder
         self._seen_ns = -1
         self._requests: list[Request] = []
+        self._posts: list[Post] = []
+        self._accepted: dict[str, Post] = {}
+        """taken in by the run, whose files stay until a checkpoint has them"""
         self._noted_requests: set[Request] = set()
         self._unremovable: set[Path] = set()
         """answered requests that cannot be removed"""
@@ -107,6 +188,13 @@ class Inbox:
                     for command in COMMANDS
                     if command == path.suffix[1:]
                 ]
+                self._posts = [
+                    Post(match[1], command, path)
+                    for path in paths
+                    if (match := _POST.fullmatch(path.name))
+                    for command in get_args(PostCommand)
+                    if command == match[2]
+                ]
                 # a later request within the resolution of the clock would not change the time
                 self._seen_ns = changed_ns if time.time_ns() - changed_ns > 1e9 else -1
         except FileNotFoundError:
@@ -117,6 +205,27 @@ class Inbox:
                 logger.warning("requests cannot be read: %s", error)
             return []
         return self._requests
+
+    def posts(self) -> list[Post]:
+        """Return the posts that the run had not taken in at the last look (`requests`), at most `MOST_POSTS`."""
+        return [
+            post
+            for post in self._posts
+            if post.id not in self._accepted and post.path not in self._unremovable
+        ][:MOST_POSTS]
+
+    def accept(self, post: Post) -> None:
+        """Keep a post's file until `settle`: a run that is killed before must find it again."""
+        self._accepted[post.id] = post
+
+    def settle(self, ids: Collection[str]) -> None:
+        """Remove the accepted posts of these ids, which a checkpoint has."""
+        for number in [number for number in self._accepted if number in ids]:
+            self.discard(self._accepted.pop(number))
+
+    def discard(self, post: Post) -> None:
+        """Remove a post that was answered."""
+        self._remove([post])
 
     def is_requested(self, command: Command) -> bool:
         """Return whether a command is requested; notes its requests for the next `answer`."""
@@ -135,11 +244,12 @@ class Inbox:
         """
         self._remove([request for request in self._noted_requests if request.command == command])
 
-    def _remove(self, requests: Iterable[Request]) -> None:
+    def _remove(self, requests: Iterable[Request | Post]) -> None:
         for request in requests:
-            self._noted_requests.discard(request)
+            if isinstance(request, Request):
+                self._noted_requests.discard(request)
             try:
-                request.withdraw()
+                request.path.unlink(missing_ok=True)
             except OSError as error:
                 self._unremovable.add(request.path)
                 logger.warning("the request was answered, but cannot be removed: %s", error)

@@ -197,10 +197,29 @@ class OperationEvent(Placed, tag="operation", frozen=True, kw_only=True):
     seconds: float | None = None
     architecture: dict[str, Any] = {}
     """The new architecture, if it changed."""
+    id: str = ""
+    """of the request, if somebody asked for it"""
+    by: str = ""
+    """who did"""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "value", from_words(self.value))
         msgspec.structs.force_setattr(self, "architecture", from_words(self.architecture))
+
+
+class Asked(Placed, tag="asked", frozen=True, kw_only=True):
+    """What became of an operation that somebody asked for, unless it was carried out at once."""
+
+    id: str
+    by: str
+    outcome: Literal["waits", "refused", "cancelled"]
+    operation: str
+    value: Any = None
+    reason: str = ""
+    """why it was refused, or what it waits for"""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "value", from_words(self.value))
 
 
 class NewGradients(Placed, tag="new_gradients", frozen=True, kw_only=True):
@@ -352,6 +371,7 @@ AnyEvent = (
     | Eval
     | BeginsAnew
     | OperationEvent
+    | Asked
     | NewGradients
     | AnalysisEvent
     | Saved

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from instar.config.errors import shorten_text, visible
 from instar.record.events import (
+    Asked,
     BeginsAnew,
     Eval,
     OperationEvent,
@@ -154,6 +155,16 @@ def begins_anew_line(event: BeginsAnew) -> str:
     return (
         f"{step_text(event)} evaluations from here on are not comparable with earlier ones "
         f"({', '.join(event.reasons)}): best values, early stopping, plateaus and triggers begin anew"
+    )
+
+
+def asked_text(event: Asked) -> str:
+    """Return `    100 root asked for widen_mlp 1024: waits: at step 5,000 (3f0c…)`."""
+    value = "" if event.value is None else f" {shorten_text(visible(str(event.value)), 60)}"
+    what = f"asked for {event.operation}" if event.outcome != "cancelled" else event.operation
+    return (
+        f"{step_text(event)} {visible(event.by) or 'somebody'} {what}{value}: {event.outcome}"
+        f"{f': {visible(event.reason)}' if event.reason else ''} ({event.id})"
     )
 
 

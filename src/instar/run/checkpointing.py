@@ -89,6 +89,7 @@ def snapshot(state: RunState, parts: Components, reason: str) -> Snapshot:
             line=list(parts.line),
         ),
         best=tuple(parts.tracker.pointers[name] for name in best_is_now(state, parts)),
+        request_ids=frozenset(state.request_ids),
     )
 
 

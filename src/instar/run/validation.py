@@ -81,7 +81,8 @@ def evaluate_validation(
     state, reasons = state.on_basis(basis_of(config, parts.task, parts.validation, limit))
     if reasons:
         parts.logger.log_new_basis(state.progress, reasons)
-    n_losses = max((losses_needed(entry.trigger) for entry in parts.entries), default=0) or 1
+    entries = (*parts.entries, *(post.entry for post in state.posted))
+    n_losses = max((losses_needed(entry.trigger) for entry in entries), default=0) or 1
     losses = state.losses if at_end else (*state.losses, (state.step, result.loss))[-n_losses:]
     state = replace(
         state, evaluated_metrics=result.values(), evaluated_at=state.step, losses=losses

@@ -45,13 +45,19 @@ def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:
     """Yield every problem of a schedule that no run could carry out."""
     for number, entry in enumerate(config.schedule):
         place = f"{SCHEDULE}[{number}]"
-        for key, message, hint in (*_operation(entry), *_triggers(entry, config)):
+        for key, message, hint in entry_findings(entry, config):
             text = f"{place}.{key} {message}" if key else f"{place}: {message}"
             # skip what could not be parsed: the key, its entry, or the whole schedule
             keys = (f"{place}.{key}" if key else place, place, SCHEDULE)
             yield ConfigProblem(keys, text, hint)
     yield from _branches(config)
     yield from _context(config)
+
+
+def entry_findings(entry: ScheduledOperation, config: RunConfig) -> Iterator[Finding]:
+    """Yield what is wrong with an entry by itself."""
+    yield from _operation(entry)
+    yield from _triggers(entry, config)
 
 
 def _operation(entry: ScheduledOperation) -> Iterator[Finding]:

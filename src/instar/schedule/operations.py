@@ -52,11 +52,25 @@ class Change:
     step: int
     cursor: int
     entry: int | None = None
-    """The entry's index in the schedule; None if the run created the operation by itself."""
+    """The entry's index in the schedule; None if the run created the operation by itself, or somebody asked for it."""
     skipped: str = ""
     """The reason for skipping the operation, which then has no effect."""
     reason: str = ""
     """The reason for firing, e.g. `val 3.41 < 3.50`."""
+    id: str = ""
+    """The request's, if somebody asked for the operation, or gave up its entry of the schedule."""
+    by: str = ""
+    """Who did."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the schedule or a person wanted the operation, not the run by itself."""
+        return self.entry is not None or bool(self.id)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether a person gave up this entry of the schedule."""
+        return self.entry is not None and bool(self.id)
 
 
 History = tuple[Change, ...]
@@ -138,8 +152,15 @@ def fold_history(initial: State, history: History) -> State:
 
 
 def history_to_json(history: History) -> list[dict[str, Any]]:
-    """Serialize a history to JSON values."""
-    return [dataclasses.asdict(change) for change in history]
+    """Serialize a history to JSON values; who asked only of what somebody asked for."""
+    return [
+        {
+            key: value
+            for key, value in dataclasses.asdict(change).items()
+            if value or key not in ("id", "by")
+        }
+        for change in history
+    ]
 
 
 def history_from_json(entries: Sequence[Mapping[str, Any]]) -> History:

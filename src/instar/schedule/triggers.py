@@ -311,8 +311,9 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
 class Entry:
     """One operation of a schedule."""
 
-    number: int
-    """The index in the schedule: entries are carried out in order, a repeated one several times."""
+    number: int | None
+    """The index in the schedule: entries are carried out in order, a repeated one several times; None: it is none
+    of a schedule, somebody asked for it."""
     operation: Operation
     trigger: Trigger
     reevaluate: bool = False
@@ -334,18 +335,19 @@ class Entry:
 
     @property
     def place(self) -> str:
-        """The entry's name in the config."""
-        return f"schedule[{self.number}]"
+        """The entry's name in the config, or that of its operation."""
+        return self.operation.name if self.number is None else f"schedule[{self.number}]"
 
 
 def schedule_entries(config: RunConfig) -> tuple[Entry, ...]:
     """Return the operations of a config's schedule, an entry that is repeated as often; `checks.mistakes`
     must have validated it."""
     schedule = enumerate(config.schedule)
-    return tuple(_entry(number, entry) for number, entry in schedule for _ in range(entry.repeat))
+    return tuple(entry_of(number, entry) for number, entry in schedule for _ in range(entry.repeat))
 
 
-def _entry(number: int, config_entry: ScheduledOperation) -> Entry:
+def entry_of(number: int | None, config_entry: ScheduledOperation) -> Entry:
+    """Return the entry of a schedule with its trigger; `number` is its index."""
     return Entry(
         number,
         operation(config_entry),
@@ -444,7 +446,7 @@ def last_step(history: History) -> int | None:
 
 def _counts(change: Change) -> bool:
     name = change.operation.name
-    return name == BRANCHED or (change.entry is not None and name != BRANCH)
+    return name == BRANCHED or (change.is_wanted and not change.is_cancelled and name != BRANCH)
 
 
 def due(entry: Entry, moment: Moment, state: State) -> str | None:

@@ -10,6 +10,7 @@ from instar.config.errors import shorten_text
 from instar.record.events import (
     Alert,
     AnalysisEvent,
+    Asked,
     BeginsAnew,
     Branched,
     Eval,
@@ -34,6 +35,7 @@ from instar.record.events import (
 )
 from instar.record.format import (
     TOK,
+    asked_text,
     begins_anew_line,
     eval_line,
     finished_line,
@@ -76,6 +78,8 @@ class EventFormatter:
                 return [begins_anew_line(event)]
             case OperationEvent():
                 return operation_lines(event)
+            case Asked():
+                return [asked_text(event)]
             case Saved():
                 return [saved_line(event)]
             case Stop():

@@ -21,6 +21,14 @@ from instar.models.shape import mask_of
 from instar.record.rundir import RunDir
 from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, grow_run
+from instar.run.changes.requests import (
+    Asking,
+    log,
+    log_waiting,
+    skip_cancelled,
+    take_in,
+    write_waiting,
+)
 from instar.run.checkpointing import best_is_now, save_checkpoint
 from instar.run.components import Components
 from instar.run.output.operation_text import ChangeOutcome
@@ -39,8 +47,9 @@ from instar.schedule.operations import (
     set_lr,
     when_due,
 )
+from instar.schedule.posted import Posted
 from instar.schedule.settings import is_frozen, patterns_of
-from instar.schedule.triggers import Entry, Moment, due, last_step, remaining, too_large
+from instar.schedule.triggers import Entry, Moment, due, last_step, too_large
 
 
 def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
@@ -56,18 +65,34 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
     if mask is not None and state.step >= mask.end:
         state = carry_out(state, parts, FOLD, reason=f"open since step {mask.end:,}")
     state = lower_lr_if_due(state, parts)
-    loss, is_new_loss = state.loss, False
-    while due_now := next_due(
-        parts.entries, state.history, partial(reason_due, state, parts, loss)
-    ):
-        entry, reason = due_now
-        state = carry_out(state, parts, entry.operation, entry=entry, reason=reason, loss=loss)
+    loss, is_new_loss, earlier_ids = state.loss, False, state.request_ids
+    if parts.sync.posts_waiting:
+        state = take_in(state, parts)
+    while due_now := _next_due(state := skip_cancelled(state, parts), parts, loss):
+        entry, reason, post = due_now
+        state = carry_out(
+            state, parts, entry.operation, entry=entry, reason=reason, loss=loss, post=post
+        )
         if loss is not None and not is_comparable(state, parts):
             loss = None  # the next entry's trigger is not about what was measured before
         if entry.reevaluate:
             state = evaluate_validation(state, parts, counts=False)
             loss, is_new_loss = state.loss, True
+    log_waiting(state, parts, state.request_ids - earlier_ids)
+    write_waiting(state, parts)
     return state, is_new_loss
+
+
+def _next_due(
+    state: RunState, parts: Components, loss: float | None
+) -> tuple[Entry, str, Posted | None] | None:
+    """Return the operation that is due, and why: of those that people asked for, or the schedule's next."""
+    for post in state.posted:
+        if reason := reason_due(state, parts, loss, post.entry, since=post.step):
+            asked = f"asked for by {post.by}"
+            return post.entry, asked if post.is_immediate else f"{asked}: {reason}", post
+    due_now = next_due(parts.entries, state.history, partial(reason_due, state, parts, loss))
+    return None if due_now is None else (*due_now, None)
 
 
 def lower_lr_if_due(state: RunState, parts: Components) -> RunState:
@@ -104,7 +129,7 @@ def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
     """
     stage = state.in_force
     yield stage
-    for entry in remaining(parts.entries, state.history):
+    for entry in state.ahead(parts.entries):
         try:
             folded_stage = when_due(stage, entry.operation)
             after = carried_out(folded_stage, entry.operation, state.step)
@@ -120,11 +145,19 @@ def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
         yield carried_out(stage, FOLD, mask.end)
 
 
-def reason_due(state: RunState, parts: Components, loss: float | None, entry: Entry) -> str | None:
-    """Return why an entry of the schedule fires now, or None; rank 0 decides."""
+def reason_due(
+    state: RunState, parts: Components, loss: float | None, entry: Entry, *, since: int = 0
+) -> str | None:
+    """Return why an entry fires now, or None; rank 0 decides.
+
+    Args:
+        since: the step since which it waits.
+    """
     if parts.sync.stop_requested:
         return None
-    reason = due(entry, moment(state, parts, loss), state.in_force)
+    now = moment(state, parts, loss)
+    now = replace(now, since_last=min(now.since_last, state.step - since))
+    reason = due(entry, now, state.in_force)
     # between evaluations the reason depends only on counts, which are the same on every rank
     if loss is None and reason is None:
         return None
@@ -161,15 +194,17 @@ def carry_out(
     entry: Entry | None = None,
     reason: str = "",
     loss: float | None = None,
+    post: Posted | None = None,
 ) -> RunState:
     """Carry out an operation and add it to the history; if it fails, the run is unchanged.
 
     A collective.
 
     Args:
-        entry: the operation's entry in the schedule, if any.
+        entry: the operation's entry in the schedule, or of `post`, if any.
         reason: why it is carried out, for the history and the log.
         loss: validation loss of this step, for the log.
+        post: the request, if somebody asked for the operation.
 
     Raises:
         RunFailed: the operation failed, and `entry` does not allow skipping it.
@@ -179,6 +214,8 @@ def carry_out(
     start = time.perf_counter()
     number = None if entry is None else entry.number
     change = Change(operation, step, state.progress.samples, number, reason=reason)
+    if post is not None:
+        change = replace(change, id=post.id, by=post.by)
     change, candidate = attempt_change(
         change,
         entry,
@@ -190,6 +227,9 @@ def carry_out(
     if candidate is None:
         what = _failure_text(change, change.skipped)
         parts.logger.warn(f"{what}; skipped, the run is unchanged", step)
+        if post is not None:
+            asking = Asking(post.id, post.by, operation.name, operation.value)
+            log(state, parts, asking, "refused", change.skipped)
         return state.with_change(change, before)
     growth = candidate.growth
     if growth is not None:

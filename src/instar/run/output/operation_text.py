@@ -130,6 +130,8 @@ def operation_event(outcome: ChangeOutcome) -> OperationEvent:
         proof=proof_values,
         seconds=outcome.seconds,
         architecture=dict(outcome.after.architecture.to_dict()) if proof else {},
+        id=change.id,
+        by=change.by,
     )
 
 

@@ -24,6 +24,7 @@ from instar.record.console import Console
 from instar.record.device import PeakFlops
 from instar.record.events import (
     AnalysisEvent,
+    Asked,
     BeginsAnew,
     Eval,
     ExtensionEvent,
@@ -40,7 +41,7 @@ from instar.record.events import (
     Train,
     Warn,
 )
-from instar.record.format import begins_anew_line, confusion_lines
+from instar.record.format import asked_text, begins_anew_line, confusion_lines
 from instar.record.recorder import Silent, Sink
 from instar.record.system import memory_bytes
 from instar.run.output.operation_text import ChangeOutcome, log_block, operation_event
@@ -370,6 +371,13 @@ class RunLogger:
         self.console.show_operation(self._write(progress, operation_event(outcome)))
         self.sink.sync()
         logger.info("%s", log_block(outcome, loss, ddp=self.world.size > 1))
+
+    def log_asked(self, progress: Counters, event: Asked) -> None:
+        """Log what became of an operation that somebody asked for."""
+        self._write(progress, event)
+        self.sink.sync()
+        self.console.say(asked_text(event))
+        logger.info("%s", asked_text(event))
 
     def log_new_gradients(self, progress: Counters, watch: GradientWatch) -> None:
         """Log the gradients of an operation's new parameters; warn if they are dead."""

@@ -41,6 +41,8 @@ class Snapshot(CheckpointContent):
     progress: Counters = field(kw_only=True)
     best: tuple[str, ...] = ()
     """best pointers to set to this checkpoint, one per metric whose best value so far it has"""
+    request_ids: frozenset[str] = frozenset()
+    """the requests of people that are in it"""
 
     def check_replicas(self, world: World) -> None:
         """Check that ranks that hold the same tensors, or the same rows, have equal ones. A collective.

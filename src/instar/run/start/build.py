@@ -210,13 +210,17 @@ def _connect(
         world, outputs.sink, outputs.console, config=config, budgets=budgets, folder=run_dir.path
     )
 
+    inbox = Inbox(run_dir.control)
+
     def log_save(save: SaveResult) -> None:
         signal.resumable = signal.resumable or save.path is not None
+        if save.path is not None and world.is_main:
+            inbox.settle(save.snapshot.request_ids)
         logger.log_save(save)
 
     limit_s = config.parallel.timeout_s
     time_budget = min(seconds, key=lambda budget: budget.amount, default=None)
-    sync = SyncPoint(world, signal, time_budget, Inbox(run_dir.control))
+    sync = SyncPoint(world, signal, time_budget, inbox)
     place = RunPlace(config, world, run_dir.path, logger, limit_s)
     all_hooks = [*stepper.task.hooks(), *hooks]
     return Components(

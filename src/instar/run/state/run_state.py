@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ from instar.run.state.early_stopping import MetricState
 from instar.run.state.gradient_stats import NoiseScale, Skips
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import Change, History, State
+from instar.schedule.posted import Cancelled, Posted
 from instar.schedule.settings import Settings
+from instar.schedule.triggers import Entry, remaining
 from instar.tasks.basis import Basis, incomparable
 
 
@@ -78,6 +80,12 @@ class RunState:
     noise: NoiseScale = field(default_factory=NoiseScale)
     """gradient noise scale of this model and length of samples"""
     skips: Skips = field(default_factory=Skips)
+    posted: tuple[Posted, ...] = ()
+    """operations that people asked for, which wait for their triggers"""
+    cancelled: tuple[Cancelled, ...] = ()
+    """entries of the schedule that people gave up"""
+    closed: tuple[str, ...] = ()
+    """requests that ended without an operation: what was cancelled before its trigger fired, and the request to"""
     resumed_s: float = 0.0
     """seconds of training before this start of the run"""
     evaluated_at: int = -1
@@ -154,7 +162,9 @@ class RunState:
     def with_change(self, change: Change, in_force: State) -> RunState:
         """Return the state after a change of the run, carried out or skipped."""
         # losses before an operation of the schedule must not count for a plateau after it
-        keeps_losses = change.entry is None or change.operation.name == BRANCH
+        keeps_losses = (
+            not change.is_wanted or change.is_cancelled or change.operation.name == BRANCH
+        )
         losses = self.losses if keeps_losses else ()
         was = self.in_force
         same = (was.settings.context, was.architecture) == (
@@ -167,7 +177,20 @@ class RunState:
             in_force=in_force,
             losses=losses,
             noise=self.noise if same else NoiseScale(),
+            posted=tuple(post for post in self.posted if post.id != change.id),
         )
+
+    def ahead(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """Return the entries of the schedule that are neither carried out, nor skipped, nor given up."""
+        numbers = {entry.number for entry in self.cancelled}
+        return [e for e in remaining(entries, self.history) if e.number not in numbers]
+
+    @property
+    def request_ids(self) -> set[str]:
+        """The requests of people that this state has taken in, carried out or not."""
+        changes = {change.id for change in self.history if change.id}
+        posts = {post.id for post in self.posted}
+        return changes | posts | {entry.id for entry in self.cancelled} | {*self.closed}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -183,6 +206,10 @@ class RunState:
             "losses": self.losses,
             "noise": dataclasses.asdict(self.noise),
             "skipped_in_a_row": self.skipped_in_a_row,
+            # absent in nearly all runs
+            **({"posted": msgspec.to_builtins(self.posted)} if self.posted else {}),
+            **({"cancelled": msgspec.to_builtins(self.cancelled)} if self.cancelled else {}),
+            **({"closed": self.closed} if self.closed else {}),
         }
 
     @classmethod
@@ -217,6 +244,9 @@ class RunState:
             losses=read("losses", tuple[tuple[int, float], ...], ()),
             noise=read("noise", NoiseScale, {}),
             skips=Skips(read("skipped_in_a_row", int)),
+            posted=read("posted", tuple[Posted, ...], ()),
+            cancelled=read("cancelled", tuple[Cancelled, ...], ()),
+            closed=read("closed", tuple[str, ...], ()),
             resumed_s=progress.active_s,
             evaluated_at=evaluated_at,
             judged_at=read("judged_at", int, evaluated_at),

@@ -63,6 +63,8 @@ class SyncPoint:
         """seconds of training so far, including those before a resume; called on rank 0"""
         self.stop_requested = False
         self.save_requested = SaveRequest.NONE
+        self.posts_waiting = False
+        """whether people have asked for operations that the run has not taken in"""
         self.inbox = inbox if world.is_main else None
         self.save_is_due: Callable[[], bool] = lambda: False
         """called on rank 0 at every report"""
@@ -106,7 +108,9 @@ class SyncPoint:
             giving_up: this rank cancelled a wait because it `wants_to_stop`, and cannot continue.
             weight: to be summed over ranks, the last of the sums.
         """
-        sums = float(self._save_request()), float(giving_up), weight
+        save = self._save_request()  # which looks into the inbox
+        has_posts = self.inbox is not None and bool(self.inbox.posts())
+        sums = float(save), float(giving_up), float(has_posts), weight
         if failure is not None:
             return self.flags_reducer.send(Flag.ERROR, sums)
         return self.flags_reducer.send(Flag.STOP if self.wants_to_stop() else Flag.NONE, sums)
@@ -129,6 +133,7 @@ class SyncPoint:
                     raise failure
         self.stop_requested = self.stop_requested or flags.stop > 0
         self.save_requested = max(self.save_requested, SaveRequest(int(flags.sums[0])))
+        self.posts_waiting = self.posts_waiting or flags.sums[2] > 0
         if flags.sums[1] > 0:
             raise Stopped
 

@@ -1,0 +1,245 @@
+"""Operations that people ask a running run for: taken in between two steps, agreed by all ranks, kept by checkpoints.
+
+A post (`record/control.py`) is read and checked by rank 0. What it accepts waits in the run's state, and so in its
+checkpoints, until its trigger fires; the post's file is removed when a checkpoint has it. A run that is killed
+before finds the file again, one that is killed later finds the operation in its state: it is carried out once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from instar.config.sections import ScheduledOperation
+from instar.distributed.agree import agree, raise_on_all_ranks
+from instar.record.atomic import replace_file
+from instar.record.control import Post
+from instar.record.events import Asked
+from instar.run.components import Components
+from instar.run.state.run_state import RunState
+from instar.schedule.forecast import legs_of
+from instar.schedule.operations import Change
+from instar.schedule.posted import Cancelled, Posted, normalize
+from instar.schedule.triggers import Entry, entry_of, words
+
+Answer = Mapping[str, Any]
+"""what becomes of a post, as JSON: `id`, `command`, `by`, `content`, and `refusal` ("": it is accepted)"""
+
+
+def take_in(state: RunState, parts: Components) -> RunState:
+    """Take in what people have asked for since the last look. A collective."""
+    parts.sync.posts_waiting = False
+    answers: list[Answer] = []
+    with raise_on_all_ranks(parts.world, "reading what was asked for"):
+        if parts.world.is_main:
+            answers = _answers(state, parts)
+    for answer in cast("list[Answer]", agree(parts.world, answers)):
+        state = _with_answer(state, parts, answer)
+    return state
+
+
+def _answers(state: RunState, parts: Components) -> list[Answer]:
+    inbox = parts.sync.inbox
+    assert inbox is not None
+    answers: list[Answer] = []
+    known_ids = state.request_ids
+    for post in inbox.posts():
+        if post.id in known_ids:  # of the checkpoint that the run was resumed from
+            inbox.discard(post)
+            continue
+        answer = _answer(state, parts, post)
+        answers.append(answer)
+        if answer["refusal"]:
+            inbox.discard(post)
+        else:
+            inbox.accept(post)
+    return answers
+
+
+def _answer(state: RunState, parts: Components, post: Post) -> Answer:
+    """Return what becomes of a post: the run's own checks are those that count, whoever has written it."""
+    content: Any = None
+    by, refusal = "", ""
+    try:
+        content, by = post.read()
+        if post.command == "apply":
+            content = normalize(content, parts.config)
+            _check_possible(state, parts, entry_of(None, ScheduledOperation(**content)))
+        else:
+            _check_waits(state, parts, content)
+    except (ValueError, OSError) as error:
+        refusal = str(error)
+    except RecursionError:
+        refusal = "it is nested too deep"
+    if refusal and not isinstance(content, Mapping):
+        content = {}
+    return {
+        "id": post.id,
+        "command": post.command,
+        "by": by,
+        "content": dict(content),
+        "refusal": refusal,
+    }
+
+
+def _check_possible(state: RunState, parts: Components, entry: Entry) -> None:
+    """Raise ValueError if the operation is not possible now, or if what is left of the schedule would not be."""
+    rest, spec, size = state.ahead(parts.entries), parts.task.spec, parts.world.size
+    legs_of((entry,), state.in_force, spec, size)
+    try:
+        legs_of(rest, state.in_force, spec, size)
+    except ValueError:
+        return  # it is not possible anyway; its own entry stops the run, or is skipped
+    try:
+        legs_of((entry, *rest), state.in_force, spec, size)
+    except ValueError as error:
+        raise ValueError(f"the rest of the schedule would not be possible: {error}") from None
+
+
+def _check_waits(state: RunState, parts: Components, content: Any) -> None:
+    """Raise ValueError if there is nothing to cancel."""
+    if not isinstance(content, Mapping) or content.keys() not in ({"id"}, {"entry"}):
+        raise ValueError("name what waits by `id`, or by `entry`, its index in the schedule")
+    if "id" in content:
+        if content["id"] not in {post.id for post in state.posted}:
+            raise ValueError(f"no operation with the id {content['id']!r} waits")
+        return
+    numbers = sorted({e.number for e in state.ahead(parts.entries) if e.number is not None})
+    if type(content["entry"]) is not int or content["entry"] not in numbers:
+        which = f"these wait: {', '.join(map(str, numbers))}" if numbers else "none waits"
+        raise ValueError(f"no entry {content['entry']!r} of the schedule waits; {which}")
+
+
+def _with_answer(state: RunState, parts: Components, answer: Answer) -> RunState:
+    content, by = answer["content"], answer["by"]
+    if answer["refusal"]:
+        name = "cancel" if answer["command"] == "cancel" else str(content.get("name", ""))
+        log(
+            state,
+            parts,
+            Asking(answer["id"], by, name, content.get("value")),
+            "refused",
+            answer["refusal"],
+        )
+        return state
+    if answer["command"] == "apply":
+        post = Posted(answer["id"], by, state.step, content)
+        return replace(state, posted=(*state.posted, post))
+    if "id" in content:
+        cancelled = next(post for post in state.posted if post.id == content["id"])
+        operation = cancelled.entry.operation
+        left = tuple(post for post in state.posted if post is not cancelled)
+        # a checkpoint must know that both were answered, or their files would be read again
+        state = replace(state, posted=left, closed=(*state.closed, cancelled.id, answer["id"]))
+    else:
+        number = int(content["entry"])
+        operation = next(e.operation for e in parts.entries if e.number == number)
+        entry = Cancelled(number, answer["id"], by)
+        state = replace(state, cancelled=(*state.cancelled, entry))
+    log(
+        state,
+        parts,
+        Asking(answer["id"], by, operation.name, operation.value),
+        "cancelled",
+        f"by {by}",
+    )
+    return state
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What somebody asked for, for the record."""
+
+    id: str
+    by: str
+    operation: str
+    value: Any = None
+
+
+def log(state: RunState, parts: Components, asking: Asking, outcome: Any, reason: str) -> None:
+    """Log what became of something that somebody asked for."""
+    event = Asked(
+        step=state.step,
+        id=asking.id,
+        by=asking.by,
+        outcome=outcome,
+        operation=asking.operation,
+        value=asking.value,
+        reason=reason,
+    )
+    parts.logger.log_asked(state.progress, event)
+
+
+def log_waiting(state: RunState, parts: Components, ids: Collection[str]) -> None:
+    """Log the operations of these requests that wait for their triggers."""
+    for post in state.posted:
+        if post.id in ids:
+            operation = post.entry.operation
+            asking = Asking(post.id, post.by, operation.name, operation.value)
+            why = words(post.entry.trigger)
+            if post.is_immediate:
+                why = "until the open mask is folded, or the run is resumed"
+            log(state, parts, asking, "waits", why)
+
+
+def skip_cancelled(state: RunState, parts: Components) -> RunState:
+    """Pass over the entries of the schedule that are next and that people gave up."""
+    numbers = {entry.number: entry for entry in state.cancelled}
+    while numbers:
+        # those that were carried out, skipped or passed over are counted, as `remaining` does
+        count = sum(change.entry is not None for change in state.history)
+        if count >= len(parts.entries) or parts.entries[count].number not in numbers:
+            break
+        entry = parts.entries[count]
+        given_up = numbers[cast(int, entry.number)]
+        change = Change(
+            entry.operation,
+            state.step,
+            state.progress.samples,
+            entry.number,
+            skipped=f"cancelled by {given_up.by}",
+            id=given_up.id,
+            by=given_up.by,
+        )
+        state = state.with_change(change, state.in_force)
+    return state
+
+
+WAITING = "waiting.json"
+"""in the control folder: what waits in the schedule and what people asked for, for `instar control RUN list`"""
+
+
+def write_waiting(state: RunState, parts: Components) -> None:
+    """Write what waits, on rank 0, if it is not what was written last."""
+    inbox = parts.sync.inbox
+    if inbox is None:
+        return
+    rest = state.ahead(parts.entries)
+    content = {
+        "schedule": [_row(entry) | {"entry": entry.number} for entry in rest],
+        "asked": [
+            _row(post.entry) | {"id": post.id, "by": post.by, "since_step": post.step}
+            for post in state.posted
+        ],
+    }
+    path = inbox.folder / WAITING
+    if content == parts.waiting_written or not (rest or state.posted or path.exists()):
+        return
+    parts.waiting_written = content
+    try:
+        path.parent.mkdir(exist_ok=True)
+        replace_file(path, json.dumps(content, indent=1).encode())
+    except OSError as error:
+        parts.logger.warn(f"{path} cannot be written: {error}", state.step)
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    operation = entry.operation
+    return {
+        "name": operation.name,
+        "value": operation.value,
+        "options": dict(operation.options),
+        "when": words(entry.trigger),
+    }

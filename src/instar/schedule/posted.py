@@ -1,0 +1,95 @@
+"""Operations that people ask a running run for, as an entry of its schedule says them, and what of the schedule they give up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from instar.config.errors import ConfigProblem
+from instar.config.schema import RunConfig
+from instar.config.sections import ScheduledOperation
+from instar.config.suggestions import wrong_value
+from instar.schedule.branches import BRANCH
+from instar.schedule.checks import entry_findings, mistakes
+from instar.schedule.triggers import Entry, entry_of
+
+TRIGGERS = ("when", "trigger_loss", "max_wait_iters")
+AT_ONCE = {"at_step": 0}
+"""the trigger of an operation that was asked for without one"""
+
+
+@dataclass(frozen=True)
+class Posted:
+    """An operation that somebody asked for, and that waits for its trigger."""
+
+    id: str
+    """of the request: each is carried out at most once"""
+    by: str
+    """the user's name"""
+    step: int
+    """since which step it waits"""
+    content: Mapping[str, Any]
+    """the keys of an entry of a schedule"""
+
+    @cached_property
+    def entry(self) -> Entry:
+        return entry_of(None, ScheduledOperation.model_validate(self.content))
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether it was asked for without a trigger."""
+        return self.content.get("when") == AT_ONCE
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """An entry of the schedule that somebody gave up."""
+
+    number: int
+    """its index in the schedule"""
+    id: str
+    by: str
+
+
+def normalize(content: object, config: RunConfig) -> dict[str, Any]:
+    """Return the keys of an entry as `Posted` has them: with a trigger, and skipped if it fails.
+
+    Raises:
+        ValueError: it is no entry of a schedule, or no run could carry it out; says what instead.
+    """
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        raise ValueError(
+            "an operation is a mapping, as an entry of a schedule: {name: …, value: …}"
+        )
+    keys = {"on_failure": "skip", **content}
+    if not any(keys.get(name) is not None for name in TRIGGERS):
+        keys["when"] = AT_ONCE
+    if keys.get("repeat", 1) != 1:
+        raise ValueError("repeat is of no use: ask for it as often, or set a schedule at a resume")
+    try:
+        entry = ScheduledOperation.model_validate(keys)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ("schedule", len(config.schedule), *first["loc"])
+        message, hint = wrong_value(type(config), path, first["input"], first["type"], first["msg"])
+        raise ValueError("; ".join(filter(None, (message, hint)))) from None
+    for key, message, hint in entry_findings(entry, config):
+        text = f"{entry.name}{f'.{key}' if key else ''} {message}"
+        raise ValueError("; ".join(filter(None, (text, hint))))
+    if entry.name == BRANCH:
+        _check_branch(entry, config)
+    return keys
+
+
+def _check_branch(entry: ScheduledOperation, config: RunConfig) -> None:
+    place = f"schedule[{len(config.schedule)}]"
+    with_entry = config.model_copy(update={"schedule": (*config.schedule, entry)})
+    problem: ConfigProblem
+    for problem in mistakes(with_entry):
+        if problem.message.startswith(place):
+            text = problem.message.replace(place, entry.name)
+            raise ValueError("; ".join(filter(None, (text, problem.hint))))

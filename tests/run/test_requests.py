@@ -1,0 +1,295 @@
+"""Operations that people ask a running run for: checked, taken in between two steps, kept, carried out once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live import restore
+
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.store import load_checkpoint
+from instar.record.control import MOST_BYTES, Post, send_post
+from instar.record.events import Asked, OperationEvent, Train, Warn, read_events
+from instar.run.trainer import Trainer
+
+Make = Callable[..., Trainer]
+Content = Mapping[str, Any]
+
+
+def events(run: Trainer, kind: type[Any]) -> list[Any]:
+    path = run.parts.saver.root
+    found = read_events(path.with_name(f"{path.name}.jsonl"))
+    return [event for event in found if isinstance(event, kind)]
+
+
+def post(run: Trainer, content: Content, command: Any = "apply") -> Post:
+    return send_post(run.parts.saver.root / "control", command, content)
+
+
+def train(run: Trainer, posts: Mapping[int, Content]) -> list[Post]:
+    """Train to the end, and post after these steps, while the next begins."""
+    sent: list[Post] = []
+
+    @contextmanager
+    def posting() -> Any:
+        if run.state.step in posts:
+            content = posts[run.state.step]
+            sent.append(post(run, content, "cancel" if content.keys() <= {"id", "entry"} else "apply"))
+        yield
+
+    run.around_step = posting
+    run.train()
+    run.parts.saver.finish()
+    return sent
+
+
+def weights(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in run.parts.stepper.parameters.items()}
+
+
+def entries(*rows: Content) -> str:
+    return f"schedule={json.dumps(rows)}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"name": "change_lr", "value": 0.5},
+        {"name": "widen_mlp", "value": "x2"},
+        {"name": "insert_layers", "value": 1},
+        {"name": "set_context", "value": 8},
+        {"name": "freeze", "value": "blocks.0.*"},
+    ],
+    ids=lambda content: content["name"],
+)
+def test_what_is_asked_for_is_as_if_the_schedule_had_said_it(trainer: Make, content: Content) -> None:
+    asked = trainer(name="asked")
+    (sent,) = train(asked, {3: content})
+    scheduled = trainer(entries({**content, "when": {"at_step": 4}}), name="scheduled")
+    train(scheduled, {})
+    losses = [[event.loss for event in events(run, Train)] for run in (asked, scheduled)]
+    assert len(losses[0]) == 8
+    assert losses[0] == losses[1]
+    ours, theirs = weights(asked), weights(scheduled)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    (change,) = asked.state.history
+    assert (change.id, change.entry, change.step) == (sent.id, None, 4)
+    (event,) = events(asked, OperationEvent)
+    assert event.id == sent.id
+    assert event.by == change.by != ""
+    assert event.reason == f"asked for by {change.by}"
+
+
+def test_one_with_a_trigger_waits_for_it_and_is_listed(trainer: Make) -> None:
+    run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 7}}))
+    run.step()
+    sent = post(run, {"name": "set_clip", "value": 1.0, "when": {"at_step": 6}})
+    sent.path.unlink()
+    sent = post(run, {"name": "change_lr", "value": 0.1, "when": {"at_step": 6}})
+    train(run, {})
+    waits, *_ = events(run, Asked)
+    assert (waits.outcome, waits.reason, waits.id) == ("waits", "at step 6", sent.id)
+    assert [(c.step, c.operation.value, c.id) for c in run.state.history] == [
+        (6, 0.1, sent.id),
+        (7, 0.5, ""),
+    ]
+    assert run.state.posted == ()
+
+
+def test_waiting_is_written_for_whoever_lists_it(trainer: Make) -> None:
+    run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 100}}))
+    (sent,) = train(run, {2: {"name": "widen_mlp", "value": "x2", "when": {"at_step": 200}}})
+    waiting = json.loads((run.parts.saver.root / "control" / "waiting.json").read_text())
+    assert waiting == {
+        "schedule": [
+            {"name": "change_lr", "value": 0.5, "options": {}, "when": "at step 100", "entry": 0}
+        ],
+        "asked": [
+            {
+                "name": "widen_mlp",
+                "value": "x2",
+                "options": {},
+                "when": "at step 200",
+                "id": sent.id,
+                "by": run.state.posted[0].by,
+                "since_step": 3,
+            }
+        ],
+    }
+
+
+REFUSED = [
+    ({"name": "widen_mpl", "value": 2}, "did you mean 'widen_mlp'"),
+    ({"name": "change_lr", "value": "fast"}, "change_lr.value"),
+    ({"name": "widen_mlp", "value": 3}, "widen_mlp.value is not possible here"),
+    ({"name": "widen_mlp", "value": "x2", "momments": "reset"}, "momments"),
+    ({"name": "change_lr", "value": 0.5, "when": {}}, "when is empty"),
+    ({"name": "change_lr", "value": 0.5, "repeat": 3}, "repeat is of no use"),
+    ({"name": "change_lr", "value": 0.5, "on_failure": "explode"}, "on_failure"),
+    ({"value": 2}, "name is missing"),
+    ({"name": "set_context", "value": 4096}, "set_context"),
+    ({"name": "insert_layers", "value": 10**9}, "insert_layers"),
+    ({"name": "fold_masks"}, "a run folds its masks by itself"),
+    ({"name": "branch", "value": "../out", "iters": 3}, "branch.value"),
+    ({"entry": 7}, "no entry 7 of the schedule waits"),
+    ({"id": "0123456789ab"}, "no operation with the id '0123456789ab' waits"),
+]
+
+
+def test_what_the_run_cannot_do_is_refused_by_name_and_changes_nothing(trainer: Make) -> None:
+    plain = trainer(name="plain")
+    train(plain, {})
+    run = trainer()
+    for content, _ in REFUSED:
+        post(run, content, "cancel" if content.keys() <= {"id", "entry"} else "apply")
+    sent = train(run, {})
+    assert sent == []
+    refusals = events(run, Asked)
+    reasons = sorted(event.reason for event in refusals)
+    assert {event.outcome for event in refusals} == {"refused"}
+    assert len(reasons) == len(REFUSED)
+    for _, words in REFUSED:
+        assert any(words in reason for reason in reasons), (words, reasons)
+    assert run.state.history == ()
+    assert list((run.parts.saver.root / "control").iterdir()) == []
+    ours, theirs = weights(run), weights(plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_would_break_the_rest_of_the_schedule_is_refused(trainer: Make) -> None:
+    run = trainer(entries({"name": "widen_mlp", "value": 192, "when": {"at_step": 6}}))
+    train(run, {1: {"name": "widen_mlp", "value": 256}})
+    (refused,) = events(run, Asked)
+    assert "the rest of the schedule would not be possible: schedule[0].value" in refused.reason
+    assert [change.step for change in run.state.history] == [6]
+
+
+def test_files_that_are_no_posts_are_refused_or_left_alone(trainer: Make, tmp_path: Path) -> None:
+    run = trainer()
+    control = run.parts.saver.root / "control"
+    control.mkdir()
+    good = json.dumps({"name": "change_lr", "value": 0.5}).encode()
+    names = iter(f"{number:012x}.apply" for number in range(100))
+
+    def put(content: bytes) -> Path:
+        path = control / next(names)
+        path.write_bytes(content)
+        path.chmod(0o644)
+        return path
+
+    put(b"{" * 20_000)
+    put(b'{"name": "change_lr", "value": ' + b"[" * 5_000 + b"]" * 5_000 + b"}")
+    put(good + b" " * MOST_BYTES)
+    put(b"\xff\xfe")
+    put(b'["change_lr"]')
+    put(good).chmod(0o666)
+    os.link(put(good), tmp_path / "second name")
+    (control / next(names)).symlink_to(put(good).rename(tmp_path / "elsewhere"))
+    os.mkfifo(control / next(names))
+    (control / "readme.txt").write_text("not a post")
+    (control / "zz.apply").write_bytes(good)
+    if os.getuid() == 0:
+        os.chown(put(good), 12345, -1)
+    train(run, {})
+    assert run.state.history == ()
+    reasons = [event.reason for event in events(run, Asked)]
+    assert len(reasons) == 9 + (os.getuid() == 0)
+    assert all(reasons)
+    assert {path.name for path in control.iterdir()} == {"readme.txt", "zz.apply"}
+    assert (tmp_path / "elsewhere").read_bytes() == good
+
+
+def test_an_entry_of_the_schedule_is_cancelled_and_the_others_go_on(trainer: Make) -> None:
+    run = trainer(
+        entries(
+            {"name": "change_lr", "value": 0.5, "when": {"at_step": 4}},
+            {"name": "change_lr", "value": 0.1, "when": {"at_step": 5}, "repeat": 1},
+            {"name": "change_lr", "value": 0.25, "when": {"at_step": 6}},
+        )
+    )
+    train(run, {1: {"entry": 1}})
+    done = [change for change in run.state.history if not change.skipped]
+    assert [(change.step, change.operation.value) for change in done] == [(4, 0.5), (6, 0.25)]
+    (passed,) = (change for change in run.state.history if change.skipped)
+    assert passed.skipped == f"cancelled by {passed.by}"
+    assert not [e for e in events(run, Warn) if "cancelled" in e.message]
+
+
+def test_one_that_waits_is_cancelled_and_its_file_goes_with_the_next_checkpoint(
+    trainer: Make,
+) -> None:
+    run = trainer("checkpoint.every_steps=2", "checkpoint.asynchronous=false")
+    run.step()
+    sent = post(run, {"name": "change_lr", "value": 0.5, "when": {"at_step": 6}})
+    train(run, {3: {"id": sent.id}})
+    assert run.state.history == ()
+    assert run.state.posted == ()
+    assert not sent.path.exists()
+    assert [event.outcome for event in events(run, Asked)] == ["waits", "cancelled"]
+
+
+def test_a_post_stays_until_a_checkpoint_has_it_and_is_carried_out_once(trainer: Make) -> None:
+    killed = trainer("train.until=[4it]", "checkpoint.every_steps=2", name="killed")
+    killed.step()
+    killed.save("early")
+    killed.parts.saver.finish()
+    sent = post(killed, {"name": "change_lr", "value": 0.5})
+    killed.step()
+    killed.train()  # without a last checkpoint of step 4: as if it were killed there
+    killed.parts.saver.finish()
+    assert [change.id for change in killed.state.history] == [sent.id]
+    root = killed.parts.saver.root
+    early = load_checkpoint(root / "checkpoints" / "step-1")
+    late = load_checkpoint(latest_checkpoint(root))
+    assert not sent.path.exists()  # step 2 has it
+
+    sent.path.write_text(json.dumps({"name": "change_lr", "value": 0.5}))  # as before step 2 was saved
+    sent.path.chmod(0o644)
+    for checkpoint, times in ((early, 1), (late, 1)):
+        run = trainer(name=f"from {checkpoint.path.name}")
+        target = run.parts.saver.root / "control"
+        target.mkdir()
+        (target / sent.path.name).write_bytes(sent.path.read_bytes())
+        (target / sent.path.name).chmod(0o644)
+        restore(run, checkpoint)
+        run.train()
+        run.save("end")
+        run.parts.saver.finish()
+        assert [change.id for change in run.state.history] == [sent.id] * times
+        assert list(target.iterdir()) == []
+
+
+def test_what_waits_is_part_of_a_checkpoint(trainer: Make) -> None:
+    first = trainer(
+        entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 5}}), name="first"
+    )
+    first.step()
+    sent = post(first, {"name": "widen_mlp", "value": "x2", "when": {"at_step": 6}})
+    gone = post(first, {"entry": 0}, "cancel")
+    first.step()
+    first.around_step = lambda: pytest.fail("the run goes on")  # type: ignore[assignment]
+    with pytest.raises(pytest.fail.Exception):
+        first.train()
+    first.around_step = lambda: __import__("contextlib").nullcontext()
+    first.save("now")
+    first.parts.saver.finish()
+    assert not sent.path.exists()
+    assert not gone.path.exists()
+    second = trainer(
+        entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 5}}), name="second"
+    )
+    restore(second, load_checkpoint(latest_checkpoint(first.parts.saver.root)))
+    assert [waiting.id for waiting in second.state.posted] == [sent.id]
+    train(second, {})
+    assert [(c.operation.name, c.step, bool(c.skipped)) for c in second.state.history] == [
+        ("change_lr", second.state.history[0].step, True),
+        ("widen_mlp", 6, False),
+    ]
