@@ -99,3 +99,63 @@ def test_a_request_that_cannot_be_removed_is_answered_and_does_not_end_the_run(
     reasons = [event["reason"] for event in events(run_dir, "checkpoint")]
     assert reasons == ["asked for", "instar control stop"]
     assert "cannot be removed" in (run_dir / "logs" / "rank_0.log").read_text("utf-8")
+
+
+def applied(instar: Instar, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    return instar("control", "run", *words, code=code)
+
+
+def test_a_run_is_asked_for_operations(under_way: Child, instar: Instar, place: Path) -> None:
+    preview = applied(instar, "apply", "widen_mlp=x2", "--dry-run")
+    assert "operation   widen_mlp x2 (exact)" in preview.stdout
+    assert "weights" in preview.stdout
+    assert "nothing was asked for" in preview.stderr
+    assert not (place / "run" / "control").exists()
+
+    said = applied(instar, "apply", "change_lr=0.5").stdout
+    assert re.search(r"^\d+ +SET +change_lr .*\(asked for by ", said), said
+    answer = json.loads(applied(instar, "apply", "insert_layers=1", "where=even", "--json").stdout)
+    assert answer["outcome"] == "done"
+    assert answer["event"]["verb"] == "GROW"
+    assert answer["event"]["proof"]["max_logit_diff"] < 1e-5
+    said = applied(instar, "apply", "change_lr=0.5", "when={at_step: 9000000}").stdout
+    number = re.search(r": waits: at step 9,000,000 \((\w{12})\)$", said)
+    assert number, said
+    rows = applied(instar, "list").stdout
+    assert re.search(rf"^id={number[1]} +change_lr 0.5 .*at step 9,000,000", rows, re.MULTILINE)
+    said = applied(instar, "cancel", f"id={number[1]}").stdout
+    assert "change_lr 0.5: cancelled: by " in said
+    assert applied(instar, "list").stderr == "nothing waits\n"
+
+    refused = applied(instar, "apply", "widen_mlp=3", code=2).stderr
+    assert "refused it: widen_mlp.value is not possible here" in refused
+    unknown = applied(instar, "apply", "widen_mpl=3", code=2).stderr
+    assert "did you mean 'widen_mlp'" in unknown
+    assert "no entry 5 of the schedule waits" in applied(instar, "cancel", "entry=5", code=2).stderr
+    assert applied(instar, "stop").stdout.startswith("stopped: step-")
+    assert under_way.finish() == 75, under_way.output()
+    names = [event["name"] for event in events(place / "run", "operation")]
+    assert names == ["change_lr", "insert_layers"]
+    assert "is not running" in applied(instar, "apply", "change_lr=0.5", code=3).stderr
+    assert list((place / "run" / "control").glob("*.apply")) == []
+
+
+WRONG = {
+    ("apply",): "apply of what?; write e.g. apply change_lr=0.5",
+    ("save", "now=1"): "save takes nothing after it",
+    ("apply", "change_lr"): "change_lr",
+    ("apply", "change_lr=0.5 0.1 when"): "change_lr",
+    ("apply", "change_lr=[1"): "change_lr",
+    ("cancel", "change_lr=0.5"): "names nothing that waits",
+    ("list", "--dry-run"): "--dry-run is for apply",
+}
+
+
+def test_what_is_mistyped_is_an_error_before_anything_is_asked(instar: Instar, place: Path) -> None:
+    instar("train", "tiny.yaml", "--set", "record.run_dir=run")
+    for words, message in WRONG.items():
+        assert message in applied(instar, *words, code=2).stderr, words
+    assert applied(instar, "list").stderr == "nothing waits\n"
+    (place / "run" / "control").mkdir()
+    (place / "run" / "control" / "waiting.json").write_text('{"asked": [{"name": 3}]}')
+    assert "waiting.json" in applied(instar, "list", code=2).stderr

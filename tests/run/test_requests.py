@@ -41,7 +41,9 @@ def train(run: Trainer, posts: Mapping[int, Content]) -> list[Post]:
     def posting() -> Any:
         if run.state.step in posts:
             content = posts[run.state.step]
-            sent.append(post(run, content, "cancel" if content.keys() <= {"id", "entry"} else "apply"))
+            sent.append(
+                post(run, content, "cancel" if content.keys() <= {"id", "entry"} else "apply")
+            )
         yield
 
     run.around_step = posting
@@ -69,7 +71,9 @@ def entries(*rows: Content) -> str:
     ],
     ids=lambda content: content["name"],
 )
-def test_what_is_asked_for_is_as_if_the_schedule_had_said_it(trainer: Make, content: Content) -> None:
+def test_what_is_asked_for_is_as_if_the_schedule_had_said_it(
+    trainer: Make, content: Content
+) -> None:
     asked = trainer(name="asked")
     (sent,) = train(asked, {3: content})
     scheduled = trainer(entries({**content, "when": {"at_step": 4}}), name="scheduled")
@@ -251,7 +255,9 @@ def test_a_post_stays_until_a_checkpoint_has_it_and_is_carried_out_once(trainer:
     late = load_checkpoint(latest_checkpoint(root))
     assert not sent.path.exists()  # step 2 has it
 
-    sent.path.write_text(json.dumps({"name": "change_lr", "value": 0.5}))  # as before step 2 was saved
+    sent.path.write_text(
+        json.dumps({"name": "change_lr", "value": 0.5})
+    )  # as before step 2 was saved
     sent.path.chmod(0o644)
     for checkpoint, times in ((early, 1), (late, 1)):
         run = trainer(name=f"from {checkpoint.path.name}")

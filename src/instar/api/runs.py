@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from instar.config.errors import ConfigError
 from instar.extensions import run_set
@@ -20,7 +22,7 @@ from instar.logs.query.summary import summarize, summary_to_json
 from instar.logs.read.columns import Column
 from instar.logs.read.extract import rows_of
 from instar.logs.read.record import RunRecord, Series, read_record, read_records
-from instar.record.events import RecordError
+from instar.record.events import Event, RecordError
 from instar.record.rundir import RunDir, runs_in
 
 if TYPE_CHECKING:
@@ -103,6 +105,55 @@ class Run:
         from instar.checkpoint.listing import list_checkpoints  # brings psutil
 
         return list_checkpoints(self.path)
+
+    def apply(
+        self, name: str, value: Any = None, *, timeout_s: float = 120.0, **options: Any
+    ) -> Mapping[str, Any]:
+        """Ask this run, which must be running, for an operation; return the event that says what became of it.
+
+        Args:
+            options: the operation's, and the keys of a schedule's entry, e.g. `when={"at_step": 5000}`: then
+                it waits for that trigger.
+            timeout_s: longest wait for the run's answer, in seconds.
+
+        Raises:
+            ConfigError: no run of this config could carry it out.
+            Refused: the run cannot carry it out now; it goes on unchanged.
+            NotRunning: nothing trains in the run's folder, or it has not answered in time.
+        """
+        from instar.api.control import change_run  # brings the schema and the forecast
+
+        entry = {"name": name, "value": value, **options}
+        return event_values(change_run(self.record.run, entry, timeout_s).event)
+
+    def cancel(
+        self, *, id: str | None = None, entry: int | None = None, timeout_s: float = 120.0
+    ) -> Mapping[str, Any]:
+        """Ask this run to give up what waits: an operation by its request's id, or an entry of its schedule.
+
+        Raises:
+            Refused, NotRunning: see `apply`.
+        """
+        from instar.api.control import change_run
+
+        if (id is None) == (entry is None):
+            raise ConfigError.of("cancel takes id or entry, one of them")
+        which = {"id": id} if id is not None else {"entry": entry}
+        outcome = change_run(self.record.run, which, timeout_s, command="cancel")
+        return event_values(outcome.event)
+
+    def waiting(self) -> Mapping[str, Any]:
+        """Return what waits: the rest of the `schedule`, and what was `asked` for, as the run wrote it last."""
+        from instar.api.control import read_waiting
+
+        values: dict[str, Any] = msgspec.to_builtins(read_waiting(self.record.run))
+        return values
+
+
+def event_values(event: Event) -> dict[str, Any]:
+    """Return the fields of an event, with its kind."""
+    values: dict[str, Any] = msgspec.to_builtins(event)
+    return values
 
 
 def load_run(

@@ -3,11 +3,10 @@ little: a shell that completes a checkpoint loads this."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -26,18 +25,11 @@ from instar.cli.options import (
     trust_option,
 )
 from instar.cli.output import print_json
-from instar.config.document import parse
-from instar.config.errors import ConfigError
 from instar.extensions import forecast_notes, values_of_notes
 from instar.models.hf import is_pretrained
 from instar.record.system import keep_freed_memory
 
-if TYPE_CHECKING:
-    from instar.config.sections import Operation
-
-
 Command = Callable[..., Any]
-_OPTION = re.compile(r"\s+(?=[a-z_]+=)")
 
 
 @click.command(
@@ -84,7 +76,9 @@ def grow(
     save_pretrained wrote, and OUT another. Memory holds one tensor of the model at a time (with --check, both
     models).
     """
-    operations = [operation_of(text) for text in texts]
+    from instar.schedule.typed import typed_operation  # brings the schema
+
+    operations = [typed_operation(text) for text in texts]
 
     keep_freed_memory(all_of_it=True)
     if is_pretrained(Path(where)):
@@ -109,40 +103,6 @@ def grow(
         click.echo(line, err=True)
     click.echo(str(out))
     click.echo(f"next: {advice}", err=True)
-
-
-def operation_of(text: str) -> Operation:
-    """Parse an operation such as `insert_layers=2 where=even`; values are YAML.
-
-    Raises:
-        ConfigError: the form is wrong, or the operation is unknown.
-    """
-    from instar.config.sections import Operation
-    from instar.schedule.operations import check_operation
-
-    place = f"--op {text}"
-    values: dict[str, Any] = {}
-    for part in _OPTION.split(text.strip()):
-        name, equals, value_text = part.partition("=")
-        value, problems = parse(value_text, place, ())
-        if problems:
-            raise ConfigError(*problems)
-        if (
-            not re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", name)
-            or (values and not equals)
-            or name in values
-        ):
-            raise ConfigError.of(
-                f"{part!r} is not name=value", place, "write e.g. 'insert_layers=2 where=even'"
-            )
-        values[name] = None if value is None else value.data
-    (name, value), *options = values.items()
-    operation = Operation(name, value, dict(options))
-    try:
-        check_operation(operation)
-    except ValueError as error:
-        raise ConfigError.of(str(error), place) from None
-    return operation
 
 
 @click.group(cls=CommandGroup)

@@ -4,13 +4,10 @@ arguments loads this."""
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 from typing import Any
 
 import click
 
-from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.cli import completion
 from instar.cli.options import (
     DeferredCommand,
@@ -23,13 +20,11 @@ from instar.cli.options import (
     trust_option,
 )
 from instar.cli.output import print_json
-from instar.config.errors import InstarError
 from instar.config.files import read_regular
-from instar.logs.query.state import run_status
-from instar.record.control import REQUESTED, send_request
-from instar.record.events import Saved
-from instar.record.lock import lock_owner
-from instar.record.rundir import RunDir, find_run
+from instar.record.rundir import find_run
+
+COMMANDS = ("apply", "cancel", "list", "save", "status", "stop")
+"""of `instar control`"""
 
 
 @click.command(
@@ -146,15 +141,10 @@ def sample(run: str, prompt: str, as_json: bool, **options: Any) -> None:
             click.echo()
 
 
-class NotRunning(InstarError):  # noqa: N818
-    """No running process can handle the request."""
-
-    exit_code = 3
-
-
-@click.command()
+@click.command(cls=DeferredCommand, work="instar.cli.control:control")
 @click.argument("run", shell_complete=completion.run_names)
-@click.argument("command", type=click.Choice(["save", "stop", "status"]))
+@click.argument("command", type=click.Choice(COMMANDS))
+@click.argument("words", nargs=-1, metavar="[NAME=VALUE]...")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0),
@@ -163,114 +153,18 @@ class NotRunning(InstarError):  # noqa: N818
     metavar="SECONDS",
     help="Maximum wait for the request to be carried out.",
 )
-@click.option("--json", "as_json", is_flag=True, help="With status: as JSON.")
-def control(run: str, command: str, timeout: float, as_json: bool) -> int:
-    """Make RUN (its folder, id, name, or `latest`) save or stop, or print its status.
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="With apply: show what would become of settings, shape and memory, and ask for nothing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def control() -> None:
+    """Make RUN (its folder, id, name, or `latest`) save, stop or carry out an operation, or print its status.
 
-    `stop` saves and ends the run as Ctrl-C does; `instar resume` continues it. Requests are files
-    in the run's folder, so everyone with write access there can make them.
+    `stop` saves and ends the run as Ctrl-C does; `instar resume` continues it. `apply change_lr=0.5`
+    or `apply insert_layers=2 where=even` carries out an operation of a schedule after the next step,
+    or when its trigger fires, e.g. `when='{at_step: 5000}'`. `list` prints what waits, `cancel
+    entry=3` or `cancel id=…` gives it up. Requests are files in the run's folder: its owner and root
+    can ask for operations, everyone with write access there for the rest.
     """
-    run_dir = find_run(run)
-    if command == "status":
-        _print_status(_status(run_dir), as_json)
-        return 0
-    if lock_owner(run_dir.lock) is None:
-        raise NotRunning(
-            f"{run_dir.path} is not running; resume it with: instar resume {run_dir.shell_word}"
-        )
-    latest = run_dir.checkpoints / "latest"
-    before = _identity(latest)
-    request = send_request(run_dir.control, "save" if command == "save" else "stop")
-    deadline = time.monotonic() + timeout
-    while not request.is_answered():
-        # a run that cannot delete another user's request still handles it
-        if command == "save" and _identity(latest) != before and _saved_on_request(run_dir):
-            request.withdraw()
-            break
-        if lock_owner(run_dir.lock) is None:
-            request.withdraw()
-            if command == "stop" and _identity(latest) != before:
-                break
-            raise NotRunning(
-                f"{run_dir.path} ended before it handled the request; see {run_dir.logs}"
-            )
-        if time.monotonic() > deadline:
-            request.withdraw()
-            raise NotRunning(
-                f"{run_dir.path} did not handle the request within {timeout:g} s; the request is "
-                "withdrawn; set a longer --timeout"
-            )
-        time.sleep(0.05)
-    if _identity(latest) == before:
-        raise NotRunning(f"{run_dir.path} could not save; see {run_dir.log(0)}")
-    click.echo(
-        f"{'saved' if command == 'save' else 'stopped'}: {read_regular(latest).decode().strip()}"
-    )
-    return 0
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    """Return a value that changes whenever the file is replaced."""
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, 0
-    return status.st_ino, status.st_mtime_ns
-
-
-def _saved_on_request(run: RunDir) -> bool:
-    """Return whether the latest checkpoint was saved on request."""
-    path = run.latest_checkpoint()
-    try:
-        return path is not None and REQUESTED in read_manifest(path).reason
-    except (OSError, ValueError, CheckpointError):
-        return False
-
-
-def _status(run: RunDir) -> dict[str, Any]:
-    """Return the status of a run, from its record, its lock and its logs."""
-    from instar.logs.query.summary import summarize
-    from instar.logs.read.record import read_record
-
-    if not run.events.exists():  # it is preparing its data, or stopped before training
-        state = run_status(run, (), 0.0)
-        states = {"state": state.state, "reason": state.reason}
-        return states | {"process": state.process, "run": str(run.path)}
-    record = read_record(run)
-    summary = summarize(record)
-    status: dict[str, Any] = {
-        key: getattr(summary, key) for key in ("state", "reason", "process", "step", "tokens")
-    }
-    status |= {"run": summary.path, "seen": summary.seen, "go_on": summary.go_on}
-    for key, metric in (
-        ("loss", "loss"),
-        ("tokens_per_s", "tokens_per_s"),
-        ("val_loss", "val/loss"),
-    ):
-        if metric in summary.last:
-            status[key] = summary.last[metric].value
-    if save_event := record.of(Saved):
-        status["saved"] = save_event[-1].event.path
-    return status
-
-
-def _print_status(status: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(status)
-        return
-    reason = f" ({status['reason']})" if status["reason"] else ""
-    parts = [f"{status['run']}: {status['state']}{reason}"]
-    if status["process"]:
-        parts.append(f"process {status['process']}")
-    if "step" in status:
-        parts.append(f"step {status['step']:,}")
-    if status.get("seen"):
-        parts.append(f"{max(0.0, time.time() - status['seen']):.0f} s ago")
-    for key, name in (("loss", "loss"), ("val_loss", "val")):
-        if key in status:
-            parts.append(f"{name} {status[key]:.4f}")
-    if "saved" in status:
-        parts.append(f"saved {status['saved']}")
-    click.echo("  ".join(parts))
-    if status.get("go_on"):
-        click.echo(f"resume with: {status['go_on']}")

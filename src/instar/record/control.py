@@ -31,6 +31,8 @@ REQUESTED = "asked for"
 """the reason of a checkpoint that was requested"""
 COMMANDS: tuple[Command, ...] = get_args(Command)
 PostCommand = Literal["apply", "cancel"]
+WAITING = "waiting.json"
+"""in the control folder: what waits in the schedule and what people asked for, as the run wrote it last"""
 MOST_BYTES = 16 * 1024
 """of a post's content"""
 MOST_POSTS = 100

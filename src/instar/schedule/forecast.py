@@ -455,6 +455,23 @@ def _first_step(timeline: Timeline, number: int) -> int | None:
     return None if clock is None else clock.step
 
 
+def forecast_change(
+    state: State, entry: Entry, spec: TaskSpec, world_size: int
+) -> tuple[Stage, Stage]:
+    """Return the present stage of a run, and that after an operation.
+
+    Raises:
+        ScheduleError: it is not possible.
+    """
+    legs, stages = legs_of((entry,), state, spec, world_size), list[Stage]()
+    for number, leg in enumerate(legs):
+        frozen = frozen_parameters(legs, number, range(number))
+        before = stages[-1] if stages else None
+        stages.append(_stage(state.config, spec, leg, None, None, world_size, frozen, before))
+    before, after = stages
+    return before, after
+
+
 def _stage(
     config: RunConfig,
     spec: TaskSpec,

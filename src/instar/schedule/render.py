@@ -41,6 +41,21 @@ def render(forecast: Forecast, notes: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *filter(None, notes)])
 
 
+def render_change(before: Stage, after: Stage, unit: str, world_size: int) -> str:
+    """Render what an operation changes, in lines of at most 80 columns: settings, shape, memory, cost."""
+    changes = _change_texts(before.settings, after.settings)
+    rows: list[Row] = [
+        ("operation", [f"{after.operation}{f' ({after.label})' if after.label else ''}"]),
+        ("skipped", [after.skipped] if after.skipped else []),
+        ("settings", [", ".join(changes)] if changes else []),
+    ]
+    rows_before = _rows(before, unit, world_size)
+    rows += [row for row in _rows(after, unit, world_size) if row not in rows_before]
+    if len([row for row in rows if row[1]]) == 1:
+        rows.append(("", ["nothing changes"]))
+    return "\n".join(line for label, texts in rows for line in wrapped_row(label, texts))
+
+
 def wrapped_row(label: str, texts: Sequence[str]) -> list[str]:
     """Return a row's lines of at most 80 columns."""
     lines = [line for text in texts for line in textwrap.wrap(text, 80 - _LABEL) or [""]]

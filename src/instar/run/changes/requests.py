@@ -15,7 +15,7 @@ from typing import Any, cast
 from instar.config.sections import ScheduledOperation
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.record.atomic import replace_file
-from instar.record.control import Post
+from instar.record.control import WAITING, Post
 from instar.record.events import Asked
 from instar.run.components import Components
 from instar.run.state.run_state import RunState
@@ -205,10 +205,6 @@ def skip_cancelled(state: RunState, parts: Components) -> RunState:
         )
         state = state.with_change(change, state.in_force)
     return state
-
-
-WAITING = "waiting.json"
-"""in the control folder: what waits in the schedule and what people asked for, for `instar control RUN list`"""
 
 
 def write_waiting(state: RunState, parts: Components) -> None:

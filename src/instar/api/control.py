@@ -1,0 +1,317 @@
+"""A running run from outside: it saves, stops, carries out operations or gives them up (docs/control.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from instar.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from instar.config.errors import ConfigError, InstarError
+from instar.config.files import read_regular
+from instar.config.schema import RunConfig
+from instar.config.sections import ScheduledOperation
+from instar.logs.query.tail import Follower
+from instar.logs.read.reader_cache import cached_summary
+from instar.record.control import (
+    MOST_BYTES,
+    REQUESTED,
+    WAITING,
+    Command,
+    Post,
+    send_post,
+    send_request,
+)
+from instar.record.events import Asked, OperationEvent, RunStarted
+from instar.record.lock import lock_owner
+from instar.record.rundir import RunDir
+from instar.run.load_config import load_run_config
+from instar.run.resume import began_with
+from instar.schedule.forecast import Stage, forecast_change
+from instar.schedule.operations import effective, fold_history, history_from_json, initial_state
+from instar.schedule.posted import normalize
+from instar.schedule.triggers import entry_of
+
+_POLL_S = 0.05
+
+
+class NotRunning(InstarError):  # noqa: N818
+    """No running process can handle the request."""
+
+    exit_code = 3
+
+
+class Refused(InstarError):  # noqa: N818
+    """The run has refused what it was asked for; it goes on unchanged."""
+
+    exit_code = 2
+
+
+class WaitingEntry(msgspec.Struct, frozen=True):
+    """An operation that waits for its trigger: an entry of the schedule, or asked for."""
+
+    name: str
+    when: str
+    value: Any = None
+    options: dict[str, Any] = {}
+    entry: int | None = None
+    """its index in the schedule"""
+    id: str = ""
+    """of the request"""
+    by: str = ""
+    since_step: int | None = None
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """What waits in a run, as it was when the run wrote it last."""
+
+    schedule: list[WaitingEntry] = []
+    asked: list[WaitingEntry] = []
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a request."""
+
+    id: str
+    outcome: Literal["done", "waits", "cancelled"]
+    event: Asked | OperationEvent
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What would become of a run by an operation: as of its latest checkpoint, or of its start."""
+
+    before: Stage
+    after: Stage
+    unit: str
+    """of the task's data"""
+    world_size: int
+    as_of: str
+    """the checkpoint's name, or "the start"""
+
+
+def check_operation_for(run: RunDir, content: Mapping[str, Any]) -> None:
+    """Check an operation against a run's config, as the run itself will against its present state.
+
+    Args:
+        content: the keys of a schedule's entry: `name`, `value`, the operation's options, a trigger.
+
+    Raises:
+        ConfigError: no run of this config could carry it out.
+    """
+    try:
+        normalize(content, _config_in_force(run))
+    except ValueError as error:
+        raise ConfigError.of(str(error)) from None
+
+
+def preview_operation(run: RunDir, content: Mapping[str, Any]) -> Preview:
+    """Return what would become of a run's settings, shape, memory and cost by an operation. Nothing is posted.
+
+    Raises:
+        ConfigError: it is not possible.
+    """
+    from instar.run.start.preflight import preflight  # opens the data
+
+    manifest = _latest(run)
+    loaded_config = load_run_config(str(run.config), resuming=True)
+    world_size = _world_size(run)
+    try:
+        entry = entry_of(
+            None, ScheduledOperation.model_validate(normalize(content, loaded_config.config))
+        )
+        spec = preflight(loaded_config, world_size, new=False).spec
+        history = history_from_json(manifest.history if manifest is not None else ())
+        state = fold_history(
+            initial_state(loaded_config.config, spec.architecture, spec.facts), history
+        )
+        before, after = forecast_change(state, entry, spec, world_size)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError.of(str(error)) from None
+    as_of = f"step-{manifest.step}" if manifest is not None else "the start"
+    return Preview(before, after, spec.unit, world_size, as_of)
+
+
+def post_operation(run: RunDir, content: Mapping[str, Any]) -> str:
+    """Ask a running run for an operation; return the request's id.
+
+    Args:
+        content: see `check_operation_for`.
+
+    Raises:
+        NotRunning: nothing trains in the folder.
+        ConfigError: no run of this config could carry it out, or it is too long.
+    """
+    check_operation_for(run, content)
+    return _post(run, "apply", content).id
+
+
+def post_cancel(run: RunDir, which: Mapping[str, Any]) -> str:
+    """Ask a running run to give up what waits; return the request's id.
+
+    Args:
+        which: {"id": of a request} or {"entry": index in the schedule}.
+
+    Raises:
+        NotRunning: nothing trains in the folder.
+    """
+    return _post(run, "cancel", which).id
+
+
+def change_run(
+    run: RunDir,
+    content: Mapping[str, Any],
+    timeout_s: float = 120.0,
+    *,
+    command: Literal["apply", "cancel"] = "apply",
+) -> Outcome:
+    """Ask a running run for an operation, or to give one up, and wait for what becomes of it.
+
+    Args:
+        content: see `check_operation_for`; for cancel see `post_cancel`.
+
+    Raises:
+        Refused: the run cannot carry it out; says why.
+        NotRunning: nothing trains in the folder, or it has not answered in time: then the request is withdrawn.
+        ConfigError: see `post_operation`.
+    """
+    offset = run.events.stat().st_size if run.events.exists() else 0
+    if command == "apply":
+        check_operation_for(run, content)
+    post = _post(run, command, content)
+    deadline = time.monotonic() + timeout_s
+    for event in _answers(run, offset, post.id):
+        if event is not None:
+            if isinstance(event, OperationEvent):
+                return Outcome(post.id, "done", event)
+            if event.outcome == "refused":
+                raise Refused(f"{run.path} refused it: {event.reason}")
+            return Outcome(post.id, event.outcome, event)
+        if lock_owner(run.lock) is None:
+            post.path.unlink(missing_ok=True)
+            raise NotRunning(f"{run.path} ended before it answered; see {run.logs}")
+        if time.monotonic() > deadline:
+            post.path.unlink(missing_ok=True)
+            raise NotRunning(
+                f"{run.path} did not answer within {timeout_s:g} s; the request is withdrawn; set a longer --timeout"
+            )
+        time.sleep(_POLL_S)
+    raise AssertionError("the answers do not end")
+
+
+def read_waiting(run: RunDir) -> Waiting:
+    """Return what waits in a run, empty if nothing does.
+
+    Raises:
+        ConfigError: the file in which the run wrote it cannot be read.
+    """
+    path = run.control / WAITING
+    try:
+        return msgspec.json.decode(read_regular(path, 64 * MOST_BYTES), type=Waiting)
+    except FileNotFoundError:
+        return Waiting()
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError.of(f"cannot be read: {error}", where=str(path)) from None
+
+
+def request(run: RunDir, command: Command, timeout_s: float = 120.0) -> str:
+    """Make a running run save, or save and stop; return the checkpoint's name.
+
+    Raises:
+        NotRunning: nothing trains in the folder, or it could not save in time.
+    """
+    _check_running(run)
+    latest = run.checkpoints / "latest"
+    before = _identity(latest)
+    sent = send_request(run.control, command)
+    deadline = time.monotonic() + timeout_s
+    while not sent.is_answered():
+        # a run that cannot delete another user's request still handles it
+        if command == "save" and _identity(latest) != before and _saved_on_request(run):
+            sent.withdraw()
+            break
+        if lock_owner(run.lock) is None:
+            sent.withdraw()
+            if command == "stop" and _identity(latest) != before:
+                break
+            raise NotRunning(f"{run.path} ended before it handled the request; see {run.logs}")
+        if time.monotonic() > deadline:
+            sent.withdraw()
+            raise NotRunning(
+                f"{run.path} did not handle the request within {timeout_s:g} s; the request is "
+                "withdrawn; set a longer --timeout"
+            )
+        time.sleep(_POLL_S)
+    if _identity(latest) == before:
+        raise NotRunning(f"{run.path} could not save; see {run.log(0)}")
+    return read_regular(latest).decode().strip()
+
+
+def _post(run: RunDir, command: Literal["apply", "cancel"], content: Mapping[str, Any]) -> Post:
+    _check_running(run)
+    try:
+        return send_post(run.control, command, content)
+    except (TypeError, ValueError) as error:
+        raise ConfigError.of(f"the request cannot be sent: {error}") from None
+
+
+def _check_running(run: RunDir) -> None:
+    if lock_owner(run.lock) is None:
+        raise NotRunning(
+            f"{run.path} is not running; resume it with: instar resume {run.shell_word}"
+        )
+
+
+def _answers(run: RunDir, offset: int, number: str) -> Iterator[Asked | OperationEvent | None]:
+    """Yield the events of a request that were written after `offset`, and None after each look."""
+    follower = Follower(run.events, offset)
+    while True:
+        for event in follower.poll():
+            if isinstance(event, Asked | OperationEvent) and event.id == number:
+                yield event
+        yield None
+
+
+def _latest(run: RunDir) -> Manifest | None:
+    try:
+        path = run.latest_checkpoint()
+        return None if path is None else read_manifest(path)
+    except (OSError, ValueError, CheckpointError):
+        return None
+
+
+def _config_in_force(run: RunDir) -> RunConfig:
+    manifest = _latest(run)
+    config = began_with(run, manifest)
+    try:
+        return effective(config, history_from_json(manifest.history if manifest else ()))[0]
+    except ValueError as error:
+        raise ConfigError.of(f"the run's history cannot be read: {error}") from None
+
+
+def _world_size(run: RunDir) -> int:
+    events = cached_summary(run).events if run.events.exists() else ()
+    sizes = [event.world_size for event in events if isinstance(event, RunStarted)]
+    return sizes[-1] if sizes else 1
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Return a value that changes whenever the file is replaced."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
+
+
+def _saved_on_request(run: RunDir) -> bool:
+    """Return whether the latest checkpoint was saved on request."""
+    manifest = _latest(run)
+    return manifest is not None and REQUESTED in manifest.reason
