@@ -74,7 +74,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """What became of a request."""
 
     id: str
@@ -171,7 +171,7 @@ def change_run(
     timeout_s: float = 120.0,
     *,
     command: Literal["apply", "cancel"] = "apply",
-) -> Outcome:
+) -> RequestOutcome:
     """Ask a running run for an operation, or to give one up, and wait for what becomes of it.
 
     Args:
@@ -190,10 +190,10 @@ def change_run(
     for event in _answers(run, offset, post.id):
         if event is not None:
             if isinstance(event, OperationEvent):
-                return Outcome(post.id, "done", event)
+                return RequestOutcome(post.id, "done", event)
             if event.outcome == "refused":
                 raise Refused(f"{run.path} refused it: {event.reason}")
-            return Outcome(post.id, event.outcome, event)
+            return RequestOutcome(post.id, event.outcome, event)
         if lock_owner(run.lock) is None:
             post.path.unlink(missing_ok=True)
             raise NotRunning(f"{run.path} ended before it answered; see {run.logs}")

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from instar.api.control import (
-    Outcome,
+    RequestOutcome,
     change_run,
     preview_operation,
     read_waiting,
@@ -67,7 +67,7 @@ def control(
     return 0
 
 
-def _print_outcome(outcome: Outcome, as_json: bool) -> None:
+def _print_outcome(outcome: RequestOutcome, as_json: bool) -> None:
     event = outcome.event
     if as_json:
         fields = msgspec.to_builtins(event)
