@@ -165,7 +165,7 @@ def tail() -> None:
     """
 
 
-@click.command(cls=DeferredCommand, work="instar.cli.plot:plot_runs")
+@click.command(cls=DeferredCommand, work="instar.cli.logs_output:plot_runs")
 @runs_argument
 @click.option(
     "--metrics", metavar="NAMES", help="Metrics, each in its own panel, e.g. loss,grad_norm."
