@@ -33,7 +33,7 @@ NAVIGATION = {
         "docs/graph-networks",
         "examples/causal_sets/README",
     ],
-    "Grow": ["docs/schedule", "docs/growth", "docs/growth-anywhere", "docs/growth-study"],
+    "Grow": ["docs/schedule", "docs/control", "docs/growth", "docs/growth-anywhere", "docs/growth-study"],
     "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python"],
     "Many runs": ["docs/fleet", "docs/delta"],
     "Reliability": ["docs/reliability", "docs/security"],

@@ -1,4 +1,4 @@
-"""What `instar logs list`, `summary`, `compare` and `plot` print or draw."""
+"""What `instar logs list`, `tag`, `note`, `archive`, `summary`, `compare`, `plot` and `tail` do; their options are in `logs.py`."""
 
 from __future__ import annotations
 
