@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -238,3 +239,37 @@ def test_of_two_gpus_that_fail_the_first_is_the_cause() -> None:
     with peer(store, RuntimeError(OF_A_GPU[1])):
         found = raised(RuntimeError(OF_A_GPU[0]), store)
     assert f"rank 1 failed: RuntimeError: {OF_A_GPU[1]}" in str(found)
+
+
+class EndingStore:
+    """A store whose launcher ends: from then on it does not answer."""
+
+    def __init__(self) -> None:
+        self.store, self.ended = dist.HashStore(), False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.ended:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+def test_the_host_to_which_the_lost_connection_led_is_named_though_the_store_ended_first() -> None:
+    store = EndingStore()
+    usual: tuple[Any, ...] = (9, 120, "step 120", 7, 0, "", 0.0, "", False)
+    places = {1: (this_host(), "10.77.0.1"), 2: ("node1 pid:[1]", "10.77.0.2")}
+    places |= {3: ("node1 pid:[1]", "10.77.0.2"), 4: ("node2 pid:[1]", "10.77.0.3")}
+    for rank, (host, address) in places.items():
+        beat = Heartbeat(*usual, host, os.getpid(), address=address)
+        store.store.set(_key(rank), beat.encode())
+
+    def lose_the_connection() -> None:
+        with watch_ranks(store, StoreAddress("10.77.0.1:29778", None), 0, 5, LIMITS):
+            let_pass(0.5)
+            store.ended = True
+            raise RuntimeError("Read error [10.77.0.2]:13548: Connection reset by peer")
+
+    with pytest.raises(PeerLost) as caught:
+        lose_the_connection()
+    names = re.findall(r"rank \d on host \w+", str(caught.value))
+    assert names == ["rank 2 on host node1", "rank 3 on host node1"]
+    assert "lost the store at 10.77.0.1:29778" in str(caught.value)

@@ -97,6 +97,8 @@ class Heartbeat:
     end: str | None = None
     is_loss: bool = False
     has_left: bool = False
+    address: str = ""
+    """from which this rank reaches the store's host, as an error of the transport names it"""
 
     @property
     def host_name(self) -> str:
@@ -301,6 +303,16 @@ class Heartbeats:
 
     beats: dict[int, Heartbeat]
     verdict: Diagnosis | None
+
+
+def address_towards(store: str) -> str:
+    """Return this host's address on the way to a store at `HOST:PORT`; "" if it is not known."""
+    host, _, port = store.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError, ValueError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip("[]"), int(port)))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
 
 
 def silent_ranks(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -39,6 +40,7 @@ from instar.distributed.heartbeat import (
     LastHeartbeat,
     Position,
     StoreClient,
+    address_towards,
     diagnose_hang,
     line_of_thread,
     probe_host,
@@ -147,6 +149,7 @@ class Watchdog:
         self._client = StoreClient(store, rank, size)
         self._host, self._pid = this_host(), os.getpid()
         self._host_name = self._host.partition(" ")[0]
+        self._address = address_towards(address.address)
         self._search_s = max(SEARCH_S, 1.2 * limits.interval_s)
         self._count = 0
         self._moves = -1
@@ -392,7 +395,10 @@ class Watchdog:
         host = beats[0].host_name if 0 in beats else self._host_name
         ranks = [rank for rank, beat in beats.items() if beat.host_name == host]
         if host == self._host_name:
-            return PeerLost(message)
+            # its launcher has ended before this rank could ask: the connection that broke led to another host
+            remote = {*re.findall(r"\[([0-9a-fA-F.:]+)\]:\d+", cause)} - {self._address}
+            lost = [r for r, beat in beats.items() if beat.end is None and beat.address in remote]
+            return PeerLost("; ".join(filter(None, (message, self._last_seen(lost, beats)))))
         return _missing(Diagnosis(f"{message}; {self._last_seen(ranks, beats)}", tuple(ranks)))
 
     def _ask(self, beat: Heartbeat, deadline: float) -> Heartbeats | None:
@@ -421,6 +427,7 @@ class Watchdog:
             pid=self._pid,
             end=end_reason,
             is_loss=is_lost,
+            address=self._address,
         )
 
     def _decide(self, verdict: Diagnosis) -> Diagnosis:
