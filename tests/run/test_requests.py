@@ -17,7 +17,10 @@ from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.store import load_checkpoint
 from instar.record.control import MOST_BYTES, Post, send_post
 from instar.record.events import Asked, OperationEvent, Train, Warn, read_events
+from instar.run.changes.requests import take_in
+from instar.run.start import restore as restoring
 from instar.run.trainer import Trainer
+from instar.schedule.operations import override
 
 Make = Callable[..., Trainer]
 Content = Mapping[str, Any]
@@ -138,6 +141,7 @@ REFUSED = [
     ({"name": "change_lr", "value": 0.5, "when": {}}, "when is empty"),
     ({"name": "change_lr", "value": 0.5, "repeat": 3}, "repeat is of no use"),
     ({"name": "change_lr", "value": 0.5, "on_failure": "explode"}, "on_failure"),
+    ({"name": "change_lr", "value": 0.5, "on_failure": "stop"}, "on_failure is skip"),
     ({"value": 2}, "name is missing"),
     ({"name": "set_context", "value": 4096}, "set_context"),
     ({"name": "insert_layers", "value": 10**9}, "insert_layers"),
@@ -145,6 +149,8 @@ REFUSED = [
     ({"name": "branch", "value": "../out", "iters": 3}, "branch.value"),
     ({"entry": 7}, "no entry 7 of the schedule waits"),
     ({"id": "0123456789ab"}, "no operation with the id '0123456789ab' waits"),
+    ({"id": []}, "no operation with the id [] waits"),
+    ({"entry": {}}, "no entry {} of the schedule waits"),
 ]
 
 
@@ -176,6 +182,26 @@ def test_what_would_break_the_rest_of_the_schedule_is_refused(trainer: Make) -> 
     assert [change.step for change in run.state.history] == [6]
 
 
+def test_of_two_that_together_would_break_the_rest_only_the_first_is_carried_out(
+    trainer: Make,
+) -> None:
+    """Both are checked before either is carried out."""
+    run = trainer(entries({"name": "widen_mlp", "value": 192, "when": {"at_step": 7}}))
+    run.step()
+    posts = {post(run, {"name": "widen_mlp", "value": "x1.25"}).id for _ in range(2)}
+    train(run, {})
+    history = run.state.history
+    assert [(c.step, c.operation.value) for c in history if not c.skipped] == [
+        (2, "x1.25"),
+        (7, 192),
+    ]
+    (skipped,) = (change for change in history if change.skipped)
+    assert "the rest of the schedule would not be possible: schedule[0]" in skipped.skipped
+    assert {change.id for change in history if change.id} == posts
+    (refused,) = events(run, Asked)
+    assert (refused.id, refused.outcome) == (skipped.id, "refused")
+
+
 def test_files_that_are_no_posts_are_refused_or_left_alone(trainer: Make, tmp_path: Path) -> None:
     run = trainer()
     control = run.parts.saver.root / "control"
@@ -193,6 +219,10 @@ def test_files_that_are_no_posts_are_refused_or_left_alone(trainer: Make, tmp_pa
     put(b'{"name": "change_lr", "value": ' + b"[" * 5_000 + b"]" * 5_000 + b"}")
     put(good + b" " * MOST_BYTES)
     put(b"\xff\xfe")
+    put(b'{"name": "change_lr", "value": NaN}')
+    put(b'{"name": "change_lr", "value": 1e999}')
+    put(b'{"name": "change_lr", "value": "\\ud800"}')
+    put(b'{"name": "insert_layers", "value": 1' + b"0" * 9_000 + b"}")
     put(b'["change_lr"]')
     put(good).chmod(0o666)
     os.link(put(good), tmp_path / "second name")
@@ -205,7 +235,7 @@ def test_files_that_are_no_posts_are_refused_or_left_alone(trainer: Make, tmp_pa
     train(run, {})
     assert run.state.history == ()
     reasons = [event.reason for event in events(run, Asked)]
-    assert len(reasons) == 9 + (os.getuid() == 0)
+    assert len(reasons) == 13 + (os.getuid() == 0)
     assert all(reasons)
     assert {path.name for path in control.iterdir()} == {"readme.txt", "zz.apply"}
     assert (tmp_path / "elsewhere").read_bytes() == good
@@ -299,3 +329,88 @@ def test_what_waits_is_part_of_a_checkpoint(trainer: Make) -> None:
         ("change_lr", second.state.history[0].step, True),
         ("widen_mlp", 6, False),
     ]
+
+
+def test_what_was_given_up_or_refused_changes_no_weights_of_a_later_growth(trainer: Make) -> None:
+    """New weights are drawn by the number of operations before."""
+    grow = {"name": "insert_layers", "value": 1, "when": {"at_step": 5}}
+    run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 4}}, grow))
+    run.step()
+    post(run, {"entry": 0}, "cancel")
+    for _ in range(2):  # of which the second finds the first there
+        post(run, {"name": "widen_mlp", "value": 192})
+    train(run, {})
+    assert sum(bool(change.skipped) for change in run.state.history) == 2
+    plain = trainer(
+        entries({"name": "widen_mlp", "value": 192, "when": {"at_step": 2}}, grow), name="plain"
+    )
+    train(plain, {})
+    ours, theirs = weights(run), weights(plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_never_fired_is_said_once_at_the_end(trainer: Make) -> None:
+    run = trainer()
+    waits = {"name": "change_lr", "value": 0.5, "when": {"at_step": 100}}
+    late = {"name": "change_lr", "value": 0.1}
+    first, last = train(run, {2: waits, 7: late})
+    texts = [event.message for event in events(run, Warn)]
+    by = run.state.posted[0].by
+    assert (
+        texts.count(
+            f"change_lr ({first.id}) asked for by {by} never fired, at step 100; "
+            "a resume with a later end goes on with it"
+        )
+        == 1
+    )
+    (told,) = (text for text in texts if last.id in text)
+    assert "a resume with a later end goes on with it" in told
+
+
+def test_another_schedule_at_a_resume_has_none_of_its_entries_cancelled(trainer: Make) -> None:
+    old = entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 7}})
+    new = {"name": "change_lr", "value": 0.25, "when": {"at_step": 6}}
+    first = trainer(old, name="first")
+    first.step()
+    gone = post(first, {"entry": 0}, "cancel")
+    first.step()
+    first.state = take_in(first.state, first.parts)
+    first.save("now")
+    first.parts.saver.finish()
+    assert not gone.path.exists()
+    checkpoint = load_checkpoint(latest_checkpoint(first.parts.saver.root))
+    second = trainer(entries(new), name="second")
+    send = second.parts.saver.root / "control"
+    send.mkdir()
+    (send / gone.path.name).write_text(
+        json.dumps({"entry": 0})
+    )  # as if killed before it was removed
+    (send / gone.path.name).chmod(0o644)
+    change = override({"schedule": [new]}, {"schedule": "set"})
+    second.state, warnings = restoring.restore(
+        second.state, second.parts, checkpoint, override=change
+    )
+    assert [text for text in warnings if "cancelled entry 0" in text]
+    train(second, {})
+    done = [(c.operation.value, c.step) for c in second.state.history if c.entry is not None]
+    assert done == [(0.25, 6)]
+    assert list(send.glob("*.cancel")) == []
+
+
+def test_a_branch_begins_with_nothing_that_waits_in_its_trunk(trainer: Make) -> None:
+    branch = {"name": "branch", "value": "small", "when": {"at_step": 6}, "iters": 3}
+    later = {"name": "change_lr", "value": 0.5, "when": {"at_step": 100}}
+    run = trainer(entries(branch, later), "learning_rate.shape=constant")
+    run.step()
+    done = post(run, {"name": "change_lr", "value": 0.5})
+    waits, gone = post(run, later), post(run, {**later, "when": {"at_step": 200}})
+    post(run, {"entry": 1}, "cancel")
+    run.step()
+    train(run, {3: {"id": gone.id}})
+    assert [post.id for post in run.state.posted] == [waits.id]
+    assert run.state.cancelled
+    assert run.state.closed
+    root = run.parts.saver.root
+    first = load_checkpoint(latest_checkpoint(root.with_name(f"{root.name}.small")))
+    assert not first.state.keys() & {"posted", "cancelled", "closed"}
+    assert [change["id"] for change in first.manifest.history if "id" in change] == [done.id]

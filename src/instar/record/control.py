@@ -89,9 +89,12 @@ class Post:
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
         try:
-            return json.loads(of_bounded_depth(content)), user_name(user)
-        except (TooDeep, UnicodeDecodeError, json.JSONDecodeError) as error:
+            values = json.loads(of_bounded_depth(content))
+            # neither NaN, nor 1e999, nor half a character: all ranks hear of it, and the record has it
+            json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
+        except (TooDeep, ValueError) as error:
             raise ValueError(f"it is not JSON: {error}") from None
+        return values, user_name(user)
 
 
 def user_name(number: int) -> str:

@@ -12,6 +12,7 @@ from instar.config.budget import Counters, budget_met
 from instar.data.loader import StepBatch, WaitCancelled
 from instar.distributed.agree import agree
 from instar.distributed.failure import RunFailed
+from instar.run.changes.requests import end_waiting
 from instar.run.changes.scheduled import change_if_due
 from instar.run.checkpointing import save_checkpoint, save_checkpoint_if_due
 from instar.run.components import Components
@@ -96,6 +97,8 @@ class Trainer:
         if not decision.is_interrupted and self.state.evaluated_at != self.state.step:
             self.state = evaluate_validation(self.state, parts, at_end=True)
         parts.logger.flush_interval(self.state.progress)
+        if not decision.is_interrupted:
+            self.state = end_waiting(self.state, parts)
         self.state = parts.text_sampler.sample_if_due(
             self.state, parts.stepper, parts.logger, last=not decision.is_interrupted
         )

@@ -202,9 +202,13 @@ def overrides(history: History) -> Iterator[tuple[str, Any, str]]:
 
 def number_of(history: History) -> int:
     """Return the number of operations without overrides and branches. It seeds new weights, so that a
-    run resumed with a later end grows exactly as one that had this end from the beginning, and a
-    trunk as one without branches."""
-    return sum(change.operation.name not in (OVERRIDE, BRANCH, BRANCHED) for change in history)
+    run resumed with a later end grows exactly as one that had this end from the beginning, a
+    trunk as one without branches, and a run that was asked for what it refused or gave up as one that was not."""
+    return sum(
+        change.operation.name not in (OVERRIDE, BRANCH, BRANCHED)
+        and not (change.skipped and change.id)
+        for change in history
+    )
 
 
 def history_of_branch(

@@ -70,6 +70,10 @@ def normalize(content: object, config: RunConfig) -> dict[str, Any]:
         keys["when"] = AT_ONCE
     if keys.get("repeat", 1) != 1:
         raise ValueError("repeat is of no use: ask for it as often, or set a schedule at a resume")
+    if keys["on_failure"] == "stop":  # and at every resume again, for it would still wait
+        raise ValueError(
+            "on_failure is skip: what fails is refused, and the run goes on; leave it out"
+        )
     try:
         entry = ScheduledOperation.model_validate(keys)
     except ValidationError as error:

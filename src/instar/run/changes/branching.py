@@ -86,7 +86,8 @@ def publish_branch(state: RunState, parts: Components, change: Change) -> Path:
 def _first_checkpoint(
     state: RunState, parts: Components, branch: Branch, history: History
 ) -> Snapshot:
-    """Return the snapshot of a branch that has made no evaluation of its own. A collective."""
+    """Return the snapshot of a branch that has made no evaluation of its own, and of which nobody has asked
+    anything yet. A collective."""
     began = replace(
         state,
         history=history,
@@ -96,6 +97,9 @@ def _first_checkpoint(
         evaluated_at=-1,
         judged_at=-1,
         evaluation_checked_at=state.step,
+        posted=(),
+        cancelled=(),
+        closed=(),
     )
     first_snapshot = snapshot(began, parts, f"branch {branch.name}")
     return replace(first_snapshot, facts=msgspec.structs.replace(first_snapshot.facts, line=[]))

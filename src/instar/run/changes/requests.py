@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from instar.config.errors import InstarError
 from instar.config.sections import ScheduledOperation
 from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.record.atomic import replace_file
@@ -49,12 +50,8 @@ def _answers(state: RunState, parts: Components) -> list[Answer]:
         if post.id in known_ids:  # of the checkpoint that the run was resumed from
             inbox.discard(post)
             continue
-        answer = _answer(state, parts, post)
-        answers.append(answer)
-        if answer["refusal"]:
-            inbox.discard(post)
-        else:
-            inbox.accept(post)
+        answers.append(_answer(state, parts, post))
+        inbox.accept(post)
     return answers
 
 
@@ -66,13 +63,16 @@ def _answer(state: RunState, parts: Components, post: Post) -> Answer:
         content, by = post.read()
         if post.command == "apply":
             content = normalize(content, parts.config)
-            _check_possible(state, parts, entry_of(None, ScheduledOperation(**content)))
+            check_possible(state, parts, entry_of(None, ScheduledOperation(**content)))
         else:
             _check_waits(state, parts, content)
-    except (ValueError, OSError) as error:
+    except (InstarError, ValueError, OSError) as error:
         refusal = str(error)
     except RecursionError:
         refusal = "it is nested too deep"
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # whatever somebody asks for, the run goes on
+        refusal = f"it cannot be checked: {type(error).__name__}: {error}"
     if refusal and not isinstance(content, Mapping):
         content = {}
     return {
@@ -84,7 +84,7 @@ def _answer(state: RunState, parts: Components, post: Post) -> Answer:
     }
 
 
-def _check_possible(state: RunState, parts: Components, entry: Entry) -> None:
+def check_possible(state: RunState, parts: Components, entry: Entry) -> None:
     """Raise ValueError if the operation is not possible now, or if what is left of the schedule would not be."""
     rest, spec, size = state.ahead(parts.entries), parts.task.spec, parts.world.size
     legs_of((entry,), state.in_force, spec, size)
@@ -103,7 +103,7 @@ def _check_waits(state: RunState, parts: Components, content: Any) -> None:
     if not isinstance(content, Mapping) or content.keys() not in ({"id"}, {"entry"}):
         raise ValueError("name what waits by `id`, or by `entry`, its index in the schedule")
     if "id" in content:
-        if content["id"] not in {post.id for post in state.posted}:
+        if content["id"] not in [post.id for post in state.posted]:
             raise ValueError(f"no operation with the id {content['id']!r} waits")
         return
     numbers = sorted({e.number for e in state.ahead(parts.entries) if e.number is not None})
@@ -123,6 +123,8 @@ def _with_answer(state: RunState, parts: Components, answer: Answer) -> RunState
             "refused",
             answer["refusal"],
         )
+        if parts.sync.inbox is not None:  # the record has the answer
+            parts.sync.inbox.settle([answer["id"]])
         return state
     if answer["command"] == "apply":
         post = Posted(answer["id"], by, state.step, content)
@@ -182,6 +184,24 @@ def log_waiting(state: RunState, parts: Components, ids: Collection[str]) -> Non
             if post.is_immediate:
                 why = "until the open mask is folded, or the run is resumed"
             log(state, parts, asking, "waits", why)
+
+
+def end_waiting(state: RunState, parts: Components) -> RunState:
+    """Answer at a run's end what came last, and warn of what never fired. A collective."""
+    earlier_ids = state.request_ids
+    if parts.sync.posts_waiting:
+        state = take_in(state, parts)
+        log_waiting(state, parts, state.request_ids - earlier_ids)
+        write_waiting(state, parts)
+    later = "a resume with a later end goes on with it"
+    for post in state.posted:
+        text = f"{post.entry.operation.name} ({post.id}) asked for by {post.by} never fired"
+        parts.logger.warn(f"{text}, {words(post.entry.trigger)}; {later}", state.step)
+    if (inbox := parts.sync.inbox) is not None:
+        inbox.requests()  # which looks
+        for unread in inbox.posts():
+            parts.logger.warn(f"{unread.path.name} came after the last step; {later}", state.step)
+    return state
 
 
 def skip_cancelled(state: RunState, parts: Components) -> RunState:

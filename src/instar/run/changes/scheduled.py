@@ -23,6 +23,7 @@ from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, grow_run
 from instar.run.changes.requests import (
     Asking,
+    check_possible,
     log,
     log_waiting,
     skip_cancelled,
@@ -265,6 +266,8 @@ class _Carried(NamedTuple):
 
 def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:
     operation = change.operation
+    if entry is not None and entry.number is None:
+        check_possible(state, parts, entry)  # others may have changed the run since it was taken in
     after, plan = plan_operation(state.in_force, operation, change.step)
     folder = publish_branch(state, parts, change) if operation.name == BRANCH else None
     if entry is not None and (why := too_large(entry, after.architecture)):

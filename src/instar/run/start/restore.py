@@ -20,6 +20,7 @@ from instar.checkpoint.manifest import CheckpointError, encode_json
 from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
 from instar.config.budget import Counters
 from instar.config.fields import LANGUAGE
+from instar.config.origins import SCHEDULE
 from instar.config.sections import Operation
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import full_tensor
@@ -78,11 +79,19 @@ def restore(
     _check_architecture(parts, checkpoint, history, allow)
     _check_data(parts, checkpoint, allow)
     try:
-        return _restore(state, parts, checkpoint, history)
+        state, warnings = _restore(state, parts, checkpoint, history)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # intact by its checksums, and still not a state that a run saves
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{checkpoint.path}: not the state of a run: {what}") from error
+    if override is not None and SCHEDULE in override.value and state.cancelled:
+        numbers = ", ".join(str(entry.number) for entry in state.cancelled)
+        warnings.append(
+            f"the schedule is another from now on: that people cancelled entry {numbers} of the one before no "
+            "longer counts"
+        )
+        state = state.under_another_schedule()
+    return state, warnings
 
 
 def saved_counters(checkpoint: Checkpoint) -> Counters:

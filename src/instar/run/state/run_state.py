@@ -185,6 +185,14 @@ class RunState:
         numbers = {entry.number for entry in self.cancelled}
         return [e for e in remaining(entries, self.history) if e.number not in numbers]
 
+    def under_another_schedule(self) -> RunState:
+        """Return the state without what people gave up of the schedule, whose numbers mean other entries now.
+
+        The requests stay answered.
+        """
+        answered = (entry.id for entry in self.cancelled)
+        return replace(self, cancelled=(), closed=(*self.closed, *answered))
+
     @property
     def request_ids(self) -> set[str]:
         """The requests of people that this state has taken in, carried out or not."""
