@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.store import load_checkpoint
 from instar.config.load import Loaded
 from instar.config.sections import Operation as Change
-from instar.record.events import Eval, OperationEvent, Train, read_events
+from instar.record.control import send_post
+from instar.record.events import Asked, Eval, OperationEvent, Train, read_events
 from instar.run.offline import grow_checkpoint
 
 SCHEDULE = [
@@ -148,3 +150,51 @@ def test_a_live_run_and_its_checkpoint_grow_into_the_same(
         assert live.keys() == grown.keys()
         assert all(torch.equal(live[name], grown[name]) for name in live)
     run_ranks(1, tmp_path, "resume", tmp_path / "offline", "--until", "8it")
+
+
+STRATEGIES = {
+    "ddp": (5, ("parallel.strategy=ddp",)),
+    "fsdp": (5, ("parallel.strategy=fsdp",)),
+    # which listens where a round ends
+    "diloco": (6, ("parallel.strategy=diloco", "parallel.diloco.sync_every=2")),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_people_ask_two_ranks_for_is_as_if_the_schedule_had_said_it(
+    config: Callable[..., Loaded], tmp_path: Path, strategy: str
+) -> None:
+    step, keys = STRATEGIES[strategy]
+    common = ["train.ema=0.9", "learning_rate.lr_decay_iters=10", "optimizer.name=adamw", *keys]
+    asked_for = [{"name": "insert_layers", "value": 1}, {"name": "freeze", "value": "blocks.0.*"}]
+    ids = set()
+    for kind in ("asked", "scheduled"):
+        rows = [{**row, "when": {"at_step": step}} for row in asked_for if kind == "scheduled"]
+        path, run = tmp_path / f"{kind}.yaml", tmp_path / kind
+        path.write_text(config(*common, f"schedule={json.dumps(rows)}").to_yaml(origin=False))
+        run_ranks(2, tmp_path, "train", path, "--set", f"record.run_dir={run}", "--until", "4it")
+        if kind == "asked":
+            for row in (asked_for[0], {"name": "widen_mlp", "value": 3}, asked_for[1]):
+                ids.add(send_post(run / "control", "apply", row).id)
+                time.sleep(0.02)  # they are taken in as they came, by a clock that ticks so often
+        run_ranks(2, tmp_path, "resume", run, "--until", "10it")
+        log = (run / "logs" / "rank_1.log").read_text(encoding="utf-8")
+        assert len(re.findall("=== SCALING OPERATION TRIGGERED", log)) == len(asked_for)
+    assert "asked for widen_mlp 3: refused" in (
+        tmp_path / "asked" / "logs" / "rank_1.log"
+    ).read_text("utf-8")
+    asked, scheduled = (
+        load_checkpoint(tmp_path / kind / "checkpoints" / "step-10")
+        for kind in ("asked", "scheduled")
+    )
+    changes = [change for change in asked.manifest.history if "id" in change]
+    done = [(change["operation"]["name"], change["step"]) for change in changes]
+    assert done == [(row["name"], step) for row in asked_for]
+    (refused,) = (
+        e for e in read_events(tmp_path / "asked" / "events.jsonl") if isinstance(e, Asked)
+    )
+    assert ids == {refused.id, *(change["id"] for change in changes)}
+    for component in ("model", "optimizer", "ema"):
+        ours, theirs = asked.tensors(component), scheduled.tensors(component)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)

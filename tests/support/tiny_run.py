@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
 from forks import INSTAR, Child, Forks, children_as_ranks
+
+from instar.checkpoint.store import load_checkpoint
 
 STEPS = 24
 TEXT = "".join(f"{n} squared is {n * n}, and {n} cubed is {n**3}.\n" for n in range(300))
@@ -77,6 +81,34 @@ def events(run_dir: Path, kind: str = "") -> list[dict[str, Any]]:
     path = run_dir / "events.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [event for event in map(json.loads, lines) if kind in ("", event["kind"])]
+
+
+def course(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind without those that a resume from an earlier step has undone."""
+    found: list[dict[str, Any]] = []
+    for event in events(run_dir):
+        if event["kind"] == "run_started":
+            found = [earlier for earlier in found if earlier["step"] <= event["step"]]
+        elif event["kind"] == kind:
+            found.append(event)
+    return found
+
+
+def fingerprint(run_dir: Path, steps: int) -> str:
+    """Of all that a run leaves which must not depend on the number of ranks, nor on kills."""
+    digest = xxhash.xxh3_128()
+    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{steps}")
+    for component in ("model", "optimizer", "ema"):
+        for name, tensor in sorted(checkpoint.tensors(component).items()):
+            digest.update(f"{component}/{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    train = [
+        (event["step"], event["loss"], event["grad_norm"]) for event in course(run_dir, "train")
+    ]
+    assert [step for step, *_ in train] == list(range(1, steps + 1))
+    held_out = {event["step"]: event["loss"] for event in course(run_dir, "eval")}
+    digest.update(json.dumps([train, sorted(held_out.items())]).encode())
+    return digest.hexdigest()
 
 
 def acknowledged(run_dir: Path) -> int:

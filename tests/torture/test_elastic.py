@@ -3,22 +3,16 @@ that change between them. `fixed`: whole models and shards are the same run up t
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import figures
 import pytest
-import torch
-import xxhash
 from failures import FAILING_STEP
 from forks import INSTAR
-from tiny_run import Place, codes, events, said
-
-from instar.checkpoint.store import load_checkpoint
+from tiny_run import Place, codes, events, fingerprint, said
 
 STEPS = 36
 RANKS = (1, 2, 4)
@@ -181,21 +175,6 @@ def changing(
         if code == {0}:
             break
         stops += 1
-    found = fingerprint(run_dir)
+    found = fingerprint(run_dir, STEPS)
     shutil.rmtree(run_dir)
     return found, stops
-
-
-def fingerprint(run_dir: Path, steps: int = STEPS) -> str:
-    """Of all that a run leaves which must not depend on the number of ranks."""
-    digest = xxhash.xxh3_128()
-    checkpoint = load_checkpoint(run_dir / "checkpoints" / f"step-{steps}")
-    for component in ("model", "optimizer", "ema"):
-        for name, tensor in sorted(checkpoint.tensors(component).items()):
-            digest.update(f"{component}/{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    train, held_out = events(run_dir, "train"), events(run_dir, "eval")
-    assert [event["step"] for event in train] == list(range(1, steps + 1))
-    curve = [[event["loss"], event["grad_norm"]] for event in train]
-    digest.update(json.dumps([curve, [event["loss"] for event in held_out]]).encode())
-    return digest.hexdigest()

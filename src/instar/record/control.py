@@ -162,6 +162,13 @@ def put_request(path: Path, content: bytes = b"") -> None:
         os.close(descriptor)
 
 
+def _written(path: Path) -> int:
+    """Return when a file was written, for the order of posts; 0 if it is gone."""
+    with suppress(OSError):
+        return path.lstat().st_mtime_ns
+    return 0
+
+
 class Inbox:
     """The requests to this run. Files that cannot be read or removed are logged, not raised."""
 
@@ -195,7 +202,7 @@ class Inbox:
                 ]
                 self._posts = [
                     Post(match[1], command, path)
-                    for path in paths
+                    for path in sorted(paths, key=_written)
                     if (match := _POST.fullmatch(path.name))
                     for command in get_args(PostCommand)
                     if command == match[2]
