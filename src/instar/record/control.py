@@ -174,6 +174,7 @@ class Inbox:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._folder_name = str(folder)
         self._seen_ns = -1
         self._requests: list[Request] = []
         self._posts: list[Post] = []
@@ -186,7 +187,7 @@ class Inbox:
     def requests(self) -> list[Request]:
         """Return the pending requests; costs one `lstat` if the folder has not changed."""
         try:
-            status = self.folder.lstat()
+            status = os.lstat(self._folder_name)  # twice as fast as that of a `Path`: at every step
             if stat.S_ISLNK(status.st_mode):  # it could lead to other files
                 raise OSError(errno.ELOOP, "a symbolic link, which is not followed", self.folder)
             changed_ns = status.st_mtime_ns
