@@ -226,12 +226,7 @@ def carry_out(
         failures=(*FAILURES, PeerError, CheckpointError),
     )
     if candidate is None:
-        what = _failure_text(change, change.skipped)
-        parts.logger.warn(f"{what}; skipped, the run is unchanged", step)
-        if post is not None:
-            asking = Asking(post.id, post.by, operation.name, operation.value)
-            log(state, parts, asking, "refused", change.skipped)
-        return state.with_change(change, before)
+        return _skip(state, parts, change)
     growth = candidate.growth
     if growth is not None:
         state = _put_in_use(state, parts, operation.name, growth)
@@ -253,6 +248,16 @@ def carry_out(
             )
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
+
+
+def _skip(state: RunState, parts: Components, change: Change) -> RunState:
+    """Log that an operation failed and is skipped, and add it to the history."""
+    what, operation = _failure_text(change, change.skipped), change.operation
+    parts.logger.warn(f"{what}; skipped, the run is unchanged", state.step)
+    if change.id:
+        asking = Asking(change.id, change.by, operation.name, operation.value)
+        log(state, parts, asking, "refused", change.skipped)
+    return state.with_change(change, state.in_force)
 
 
 class _Carried(NamedTuple):
