@@ -63,6 +63,15 @@ def rename(path: Path, to: Path) -> None:
     path.rename(to)
 
 
+def rename_in(folder: int, name: str, to: str) -> None:
+    """Rename a file within an open folder, whatever its path leads to by now.
+
+    Args:
+        folder: its descriptor.
+    """
+    os.rename(name, to, src_dir_fd=folder, dst_dir_fd=folder)
+
+
 def remove_tree(path: Path) -> None:
     """Delete a file, or a folder and its content, ignoring errors.
 

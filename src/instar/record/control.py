@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from instar.config.files import TooDeep, of_bounded_depth, open_inside
+from instar.record.atomic import rename_in
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +156,11 @@ def put_request(path: Path, content: bytes = b"") -> None:
         with os.fdopen(os.open(name, flags, 0o644, dir_fd=descriptor), "wb") as file:
             file.write(content)
             if content:
+                file.flush()
                 os.fchmod(file.fileno(), 0o644)  # whatever the umask: others must not write it
+                os.fsync(file.fileno())
         if content:
-            os.rename(name, path.name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+            rename_in(descriptor, name, path.name)
     finally:
         os.close(descriptor)
 
