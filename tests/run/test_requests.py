@@ -414,3 +414,28 @@ def test_a_branch_begins_with_nothing_that_waits_in_its_trunk(trainer: Make) -> 
     first = load_checkpoint(latest_checkpoint(root.with_name(f"{root.name}.small")))
     assert not first.state.keys() & {"posted", "cancelled", "closed"}
     assert [change["id"] for change in first.manifest.history if "id" in change] == [done.id]
+
+
+def test_a_branch_is_asked_for_and_takes_along_what_was_carried_out(trainer: Make) -> None:
+    run = trainer()
+    train(
+        run,
+        {
+            1: {"name": "change_lr", "value": 0.5},
+            2: {"name": "widen_mlp", "value": "x2", "when": {"at_step": 100}},
+            3: {"name": "branch", "value": "side", "iters": 2},
+        },
+    )
+    trunk = run.parts.saver.root
+    first = load_checkpoint(latest_checkpoint(trunk.with_name(f"{trunk.name}.side")))
+    names = [
+        (change["operation"]["name"], bool(change.get("id"))) for change in first.manifest.history
+    ]
+    assert names == [("change_lr", True), ("override", False), ("branched", False)]
+    assert "posted" not in first.state
+    again = [e for e in events(run, Asked) if e.outcome == "refused"]
+    assert again == []
+    second = trainer(name="second")
+    train(second, {2: {"name": "branch", "value": "a b", "iters": 2}})
+    (refused,) = events(second, Asked)
+    assert "must be the branch's name" in refused.reason
