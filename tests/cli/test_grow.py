@@ -15,7 +15,7 @@ from forks import Forks
 from tiny_run import TEXT
 
 from instar.checkpoint.manifest import read_manifest
-from instar.cli.growth import operation_of
+from instar.schedule.typed import typed_operation
 from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.sections import Operation
@@ -177,13 +177,13 @@ def test_an_imported_model_grows_before_its_first_step(instar: Instar, place: Pa
     ],
 )  # fmt: skip
 def test_operations_are_read(text: str, operation: Operation) -> None:
-    assert operation_of(text) == operation
+    assert typed_operation(text) == operation
 
 
 @pytest.mark.parametrize("text", ["", "=3", "a b", "x=1 x=2", "x=[1"])
 def test_what_is_no_operation(text: str) -> None:
     with pytest.raises(ConfigError, match="--op"):
-        operation_of(text)
+        typed_operation(text)
 
 
 def analyzed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

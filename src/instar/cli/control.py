@@ -40,9 +40,9 @@ def control(
             "apply change_lr=0.5" if command != "cancel" else "cancel entry=3, or id=ID as in list"
         )
         message = f"{command} takes nothing after it" if words else f"{command} of what?"
-        raise ConfigError.of(message, f"instar control {command}", f"write e.g. {example}")
+        raise ConfigError.of(message, f"control {command}", f"write e.g. {example}")
     if dry_run and command != "apply":
-        raise ConfigError.of("--dry-run is for apply", f"instar control {command}")
+        raise ConfigError.of("--dry-run is for apply", f"control {command}")
     match command:
         case "status":
             _print_status(_status(run_dir), as_json)

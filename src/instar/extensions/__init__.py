@@ -163,10 +163,11 @@ def built_in() -> Mapping[str, Extension]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import large modules without the garbage collector, and keep it from what they hold.
+    """Import large modules without the garbage collector.
 
     Modules live as long as the process. The collector would search them again and again while they come
-    in, for a tenth of a command's start.
+    in, for a tenth of a command's start. They are not frozen (`gc.freeze`): with them would be what a
+    caller has made by then, a model that grows later among it, and it would never be freed.
     """
     if not gc.isenabled():  # a caller is importing, or wants no collector
         yield
@@ -175,7 +176,6 @@ def importing() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 
