@@ -20,6 +20,7 @@ from written_runs import written
 from instar.cli.main import main
 from instar.extensions import built_in
 from instar.record.events import (
+    Asked,
     Failed,
     OperationEvent,
     RunStarted,
@@ -76,6 +77,8 @@ def test_what_would_act_on_a_terminal_is_shown_as_text(tmp_path: Path) -> None:
         record.write(
             OperationEvent(name=ESCAPES, verb="GROW", change=ESCAPES, reason=ESCAPES, **place)
         )
+        asked = {"id": ESCAPES, "by": ESCAPES, "operation": ESCAPES, "reason": ESCAPES}
+        record.write(Asked(outcome="refused", value=ESCAPES, **asked, **place))
         record.write(Failed(message=ESCAPES, rank=0, step=21))
     run.log(0).write_text(f"[RANK 0] 2026-01-01 00:00:00 ERROR: {ESCAPES}\n")
     escaped = ESCAPES.encode().decode("latin-1").encode("unicode_escape").decode()

@@ -13,6 +13,7 @@ from instar.logs.text.format_event import EventFormatter
 from instar.record.events import (
     Alert,
     AnalysisEvent,
+    Asked,
     Failed,
     Layers,
     NewGradients,
@@ -117,6 +118,8 @@ def test_every_kind_has_a_line(tmp_path: Path) -> None:
     at = place(7)
     events = [
         Alert(name="stall", message="no step for 5 min", **at),
+        Asked(id="3f", by="ann", outcome="waits", operation="freeze", reason="at step 9", **at),
+        Asked(id="4f", by="ann", outcome="cancelled", operation="change_lr", value=0.5, **at),
         Skip(**at),
         SampleText(prompt="a", text="b\nc", **at),
         AnalysisEvent(findings={}, suggestions=("more width",), **at),
@@ -131,6 +134,8 @@ def test_every_kind_has_a_line(tmp_path: Path) -> None:
     said = [line for event in events for line in teller.every(event)]
     assert said == [
         "      7  alert: stall: no step for 5 min",
+        "      7 ann asked for freeze: waits: at step 9 (3f)",
+        "      7 ann change_lr 0.5: cancelled (4f)",
         "      7  update skipped: non-finite gradient",
         "      7  wrote: ab⏎c",
         "      7  more width",

@@ -14,6 +14,7 @@ from instar.logs.read.reader_cache import cached_summary
 from instar.logs.read.record import AXES, RunRecord, read_record
 from instar.record.events import (
     Alert,
+    Asked,
     Eval,
     Failed,
     Layers,
@@ -45,6 +46,7 @@ OTHER = [
     ),
     Layers(step=4, grad_norm={"head": 1.0}, update_ratio={"head": float("nan")}),
     OperationEvent(step=4, name="widen_mlp", value=[3, {"a": None}], architecture={"n_layer": 2}),
+    Asked(step=4, id="3f", by="ann", outcome="refused", operation="widen_mlp", value=[3, {"a": 1}]),
     Saved(step=4, path="runs/r/checkpoints/step-4", reason="every 4 steps", size_bytes=10**9),
     Skip(step=5),
     Warn(message="slow → disk", step=5),

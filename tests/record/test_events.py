@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from needed import delta_events
 
 from instar.record.events import (
+    Asked,
     Eval,
     Event,
     OperationEvent,
@@ -35,6 +36,8 @@ ONE_OF_EACH = [
     Train(step=10, tokens=5120, loss=3.9, lr=3e-4, grad_norm=0.8, extra={"loss_scale": 1024.0}),
     Eval(step=10, split="val", loss=3.41, eval_tokens=65536, standard_error=0.003, best=True),
     OperationEvent(step=10, name="widen_mlp", value=3072, proof={"max_logit_diff": 2e-6}),
+    OperationEvent(step=11, name="change_lr", value=0.5, id="3f0c00000000", by="ann"),
+    Asked(step=11, id="3f0c00000000", by="ann", outcome="waits", operation="widen", value={"a": 2}),
     Saved(step=10, path="checkpoints/step-10", size_bytes=10**12),
     *delta_events(
         step=10, number=3, anchor=False, size_bytes=9, seconds=0.1, stall_s=0, density=0.01

@@ -13,8 +13,9 @@ from records import make_run
 from shown_runs import START, place, started, steps, told_run, write
 
 from instar.extensions.board.curves import SIGNIFICANT_FIGURES, _round_values, chart_data
+from instar.extensions.board.sections import page_sections
 from instar.logs.read.record import AXES, read_record
-from instar.record.events import OperationEvent, Train
+from instar.record.events import Asked, OperationEvent, Train
 
 
 def test_a_run_is_json_without_words_for_numbers(tmp_path: Path) -> None:
@@ -69,6 +70,25 @@ def test_marks_say_what_happened_where(tmp_path: Path) -> None:
     ]
     assert grown["x"]["tokens"] == 128 * 20
     assert [mark["kind"] for mark in marks if mark["superseded"]] == ["alert"]
+
+
+def test_what_was_asked_for_says_by_whom_and_what_became_of_it(tmp_path: Path) -> None:
+    asked = Asked(
+        id="3f",
+        by="ann",
+        outcome="refused",
+        operation="freeze",
+        reason="no such tensor",
+        **place(3),
+    )
+    record = read_record(write(tmp_path / "asked", [(started(), 1), *steps(1, 3), (asked, 1)]))
+    (mark,) = chart_data(record)["marks"]
+    assert (mark["kind"], mark["sign"], mark["name"]) == ("asked", "asked", "")
+    assert (mark["title"], mark["text"]) == ("freeze refused", "asked for by ann\nno such tensor")
+    (table,) = [s for s in page_sections("stages", record) if s["title"] == "Asked for"]
+    assert table["rows"] == [
+        ["3", {"strong": "freeze", "text": ""}, "ann", "refused", "no such tensor"]
+    ]
 
 
 def test_a_resume_stands_at_its_step_and_at_its_own_time(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from instar.logs.read.record import RecordedEvent, RunRecord
 from instar.logs.text.summary import family_rows
 from instar.record.events import (
     Alert,
+    Asked,
     Failed,
     OperationEvent,
     Placed,
@@ -153,8 +154,9 @@ def _warnings(record: RunRecord) -> Iterator[tuple[str, int | None, str]]:
 
 
 def stage_sections(record: RunRecord, rows: int) -> Iterator[Section]:
-    """Yield operations, the stages between them, and the architecture of each stage."""
+    """Yield operations, what was asked for, the stages, and the architecture of each stage."""
     yield _operations(record.of(OperationEvent), rows)
+    yield _asked(record.of(Asked), rows)
     run_stages = stages(record)
     unit = summarize(record).unit
     cost_heads = (f"{unit}s>", "FLOPs>", "training>", "last loss>", "val loss>")
@@ -204,6 +206,17 @@ def _operations(operations: Sequence[RecordedEvent[OperationEvent]], rows: int) 
         )
     heads = ("step>", "operation", "reason", "parameters", "function", "max |Δlogit|>", "Δloss>")
     return table_section("Operations", (*heads, "duration>"), lines, rows, operations)
+
+
+def _asked(entries: Sequence[RecordedEvent[Asked]], rows: int) -> Section:
+    lines = list[list[Cell]]()
+    for event in (entry.event for entry in entries[-rows:]):
+        value = "" if event.value is None else str(event.value)
+        what: Cell = {"strong": shorten_text(event.operation), "text": shorten_text(value, 60)}
+        texts = (shorten_text(text) for text in (event.by, event.outcome, event.reason))
+        lines.append([f"{event.step:,}", what, *texts])
+    heads = ("step>", "operation", "asked for by", "outcome", "reason")
+    return table_section("Asked for", heads, lines, rows, entries)
 
 
 def _stage_row(stage: RunStage) -> list[Cell]:

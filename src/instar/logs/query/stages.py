@@ -14,6 +14,7 @@ from instar.config.errors import shorten_text
 from instar.logs.read.record import AXES, RecordedEvent, RunRecord, Series
 from instar.record.events import (
     Alert,
+    Asked,
     Event,
     Failed,
     OperationEvent,
@@ -211,6 +212,9 @@ def _mark(event: Event) -> tuple[str, str, str, list[str]] | None:
             title = operation_text(event)
             name = title.removeprefix("change_")
             return "operation", name, title, [*lines, proof_text(event), took]
+        case Asked():
+            lines = [f"asked for by {event.by}" if event.by else "", event.reason]
+            return "asked", "", f"{event.operation} {event.outcome}".strip(), lines
         case Saved():
             size = "" if event.size_bytes is None else bytes_text(event.size_bytes)
             return "checkpoint", "", f"checkpoint at step {event.step:,}", [event.reason, size]

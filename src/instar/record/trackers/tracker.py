@@ -23,6 +23,7 @@ from instar.record.events import (
     AXES,
     Alert,
     AnalysisEvent,
+    Asked,
     Event,
     Failed,
     ImageEvent,
@@ -38,7 +39,7 @@ from instar.record.events import (
     Warn,
     metrics,
 )
-from instar.record.format import operation_lines, saved_line
+from instar.record.format import asked_text, operation_lines, saved_line
 from instar.record.trackers import TRACKERS
 
 Outcome = Literal["finished", "stopped", "crashed"]
@@ -201,6 +202,8 @@ def event_note(event: Event) -> Note | None:
         case OperationEvent(step=step, verb=verb, name=name):
             text = "\n".join(line.strip() for line in operation_lines(event))
             return Note("operation", step, f"{verb} {name}", text)
+        case Asked(step=step, operation=operation):
+            return Note("asked", step, operation, asked_text(event).strip())
         case Saved(step=step):
             return Note("checkpoint", step, "checkpoint", saved_line(event).strip())
         case Alert(step=step, name=name, message=message):

@@ -7,7 +7,7 @@
   const CROWD = 40;
   const ROWS = 3;
   const ROW_PX = 14;
-  const RANK = { failed: 0, alert: 1, operation: 2, resume: 3, stop: 4, checkpoint: 5 };
+  const RANK = { failed: 0, alert: 1, operation: 2, resume: 3, stop: 4, asked: 5, checkpoint: 6 };
 
   const LOUD = { failed: true, alert: true };
 
@@ -174,6 +174,7 @@
     alert: ["alert", "alert"],
     failed: ["failed", "failure"],
     stop: ["stop", "end"],
+    asked: ["asked", "asked for: waits, refused or cancelled"],
     checkpoint: ["checkpoint", "checkpoint"],
   };
 

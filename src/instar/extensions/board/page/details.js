@@ -12,7 +12,7 @@ const EMPTY = {
 };
 
 const SIGNS = {
-  operation: "◆", checkpoint: "▪", run_started: "▸", alert: "▲", failed: "▲", stop: "■",
+  operation: "◆", asked: "?", checkpoint: "▪", run_started: "▸", alert: "▲", failed: "▲", stop: "■",
   warning: "!", skip: "∅", run_finished: "●", new_gradients: "∇", analysis: "◇",
 };
 
