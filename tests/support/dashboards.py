@@ -45,11 +45,11 @@ def asking(address: str) -> httpx.Client:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, *, read_only: bool = True) -> Iterator[str]:
     """The address of one in a thread of this process, which looks at the runs more often."""
     ending = Ending()
     address = bind("127.0.0.1", 0, None)
-    config = server_config(folder, address, ending, FleetCatalog)
+    config = server_config(folder, address, ending, FleetCatalog, read_only=read_only)
     server = uvicorn.Server(config)
     with pytest.MonkeyPatch.context() as patch, socket(fileno=address.descriptor) as bound:
         patch.setattr(catalog, "FRESH_S", 0.1)

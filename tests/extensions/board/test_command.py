@@ -29,7 +29,7 @@ def test_the_page_is_opened_in_a_browser_if_asked(
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setattr(
-        serve, "serve_dashboard", lambda _, address, __: os.close(address.descriptor)
+        serve, "serve_dashboard", lambda _, address, __, **___: os.close(address.descriptor)
     )
     result = CliRunner().invoke(dashboard, [str(tmp_path / "later"), "--port", "0", "-e"])
     assert result.exit_code == 0

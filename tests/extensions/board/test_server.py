@@ -290,7 +290,8 @@ def test_it_ends_quietly_also_with_a_page_open(folder: Path, number: signal.Sign
             os.kill(process.pid, number)
             assert process.wait(10) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == f"Shows {folder}, read-only. Ctrl-C ends it.\n"
+        how = "; its running runs can be asked for operations"
+        assert process.stderr.read() == f"Shows {folder}{how}. Ctrl-C ends it.\n"
 
 
 def test_a_stream_begins_where_the_page_is_and_tells_of_each_line_once(

@@ -1,4 +1,4 @@
-"""The dashboard's routes and responses. All are GET; nothing is ever written."""
+"""The dashboard's routes and responses. All are GET, and write nothing, but those of `operations.py`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from instar.extensions.board import PLACES
 from instar.extensions.board.catalog import Catalog, MakeFleets
 from instar.extensions.board.comparison import comparison
 from instar.extensions.board.curves import POINTS, chart_groups, curves_of_run
+from instar.extensions.board.operations import COMMANDS, answer_post, waiting_of
 from instar.extensions.board.sections import PARTS, page_sections
 from instar.extensions.board.stream import MAX_RUNS, EventStream, log_after, page_stream
 from instar.logs.query.runs import branch_start
@@ -47,19 +48,25 @@ def dashboard_app(
     folder: Path,
     is_ending: Callable[[], bool] = lambda: False,
     make_fleets: MakeFleets | None = None,
+    *,
+    read_only: bool = True,
 ) -> Starlette:
     """Return the app for a folder of runs or one run; `is_ending` ends open streams.
 
-    `make_fleets`: returns the fleets of these runs; None: fleets are not shown.
+    Args:
+        make_fleets: returns the fleets of these runs; None: fleets are not shown.
+        read_only: without the routes that ask running runs for operations.
     """
-    site = Site(folder, is_ending, make_fleets)
+    site = Site(folder, is_ending, make_fleets, read_only=read_only)
     per_run = {
         "summary": site.summary,
         **dict.fromkeys(PARTS, site.sections),
         "events": site.events,
         "logs": site.logs,
         "logs/{rank}": site.log,
+        "waiting": site.waiting,
     }
+    posted = () if read_only else COMMANDS
     routes = [
         Route("/", site.page),
         Route("/page/{name}", site.page),
@@ -70,6 +77,7 @@ def dashboard_app(
         Route("/api/groups", site.groups),
         Route("/api/stream", site.stream),
         *(Route(f"{_ONE}/{name}", answer) for name, answer in per_run.items()),
+        *(Route(f"{_ONE}/{name}", site.post, methods=["POST"]) for name in posted),
     ]
     handlers: dict[Any, Any] = {InstarError: _error, OSError: _error, HTTPException: _missing}
     return Starlette(routes=routes, exception_handlers=handlers)
@@ -79,9 +87,15 @@ class Site:
     """The responses; those that read files run in threads."""
 
     def __init__(
-        self, folder: Path, is_ending: Callable[[], bool], make_fleets: MakeFleets | None = None
+        self,
+        folder: Path,
+        is_ending: Callable[[], bool],
+        make_fleets: MakeFleets | None = None,
+        *,
+        read_only: bool = True,
     ) -> None:
         self._folder = folder
+        self._read_only = read_only
         self._is_ending = is_ending
         self._catalog = Catalog(folder, catalog_row, unread_row)
         self._fleets = make_fleets(folder, self._catalog.runs) if make_fleets else None
@@ -170,6 +184,14 @@ class Site:
         if answer is None:
             raise HTTPException(404)
         return _json(answer)
+
+    def waiting(self, request: Request) -> Response:
+        return _json(waiting_of(self._run(request), read_only=self._read_only))
+
+    async def post(self, request: Request) -> Response:
+        run = await asyncio.to_thread(self._run, request)
+        command = request.url.path.rpartition("/")[2]
+        return _json(await answer_post(request, run, command))
 
     def _run(self, request: Request) -> RunDir:
         run = self._catalog.find(request.path_params["key"])

@@ -64,16 +64,28 @@ def report(runs: tuple[str, ...], output: Path | None, open_it: bool, as_json: b
 @click.option("--port", type=click.IntRange(0, 65535), help="0: any free one.  [default: 8787]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--token", help="Access token of the page.  [default: random]")
+@click.option(
+    "--read-only/--no-read-only",
+    default=None,
+    help="Whether the page cannot ask running runs for operations.  [default: only if --host is not this machine's loopback]",
+)
 @click.option("-e", "--open", "opens", is_flag=True, help="Open the page in a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
 def dashboard(
-    folder: Path, port: int | None, host: str, token: str | None, opens: bool, as_json: bool
+    folder: Path,
+    port: int | None,
+    host: str,
+    token: str | None,
+    read_only: bool | None,
+    opens: bool,
+    as_json: bool,
 ) -> None:
     """Show runs live in a browser: the runs in DIR (default: runs), or one run; and the fleets in the
     folder `fleets` beside DIR.
 
-    The page is read-only. It is reachable only from this machine, unless --host is set, and only
-    with the printed address, which contains a token. Ctrl-C ends it.
+    It is reachable only from this machine, unless --host is set, and only with the printed address, which
+    contains a token. Whoever has it may ask the running runs of its user for operations, unless it is
+    read-only; nothing else can be changed there. Ctrl-C ends it.
     """
     try:
         from instar.extensions.board.server import bind, serve_dashboard
@@ -90,7 +102,10 @@ def dashboard(
     if not folder.exists():
         click.echo(f"{folder} does not exist yet; its runs will be shown as they appear", err=True)
     click.echo(as_text({"url": address.url}) if as_json else address.url)
-    click.echo(f"Shows {folder}, read-only. Ctrl-C ends it.", err=True)
+    if read_only is None:
+        read_only = not address.is_loopback
+    how = ", read-only" if read_only else "; its running runs can be asked for operations"
+    click.echo(f"Shows {folder}{how}. Ctrl-C ends it.", err=True)
     if opens:
         webbrowser.open(address.url_once)
-    serve_dashboard(folder, address, catalog("fleets"))
+    serve_dashboard(folder, address, catalog("fleets"), read_only=read_only)

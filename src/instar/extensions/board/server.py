@@ -54,11 +54,12 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Guard:
-    """ASGI middleware that checks the Host header and the token, and sets security headers.
+    """ASGI middleware that checks the Host header, the token and the origin, and sets security headers.
 
     Only addresses and this machine's own names are accepted as Host, against DNS rebinding. A request
     carries the token as a cookie or as `Authorization: Bearer`. `/?token=` exchanges it for the cookie
-    and forwards to an address without it. A ticket is a token that can be exchanged once.
+    and forwards to an address without it. A ticket is a token that can be exchanged once. A request that may
+    change something must not come from the page of another site or port.
     """
 
     app: ASGIApp
@@ -95,6 +96,8 @@ class Guard:
         elif not self._has_token(headers):
             text = "token required: open the address that instar dashboard printed\n"
             app = PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
+        elif scope["method"] not in ("GET", "HEAD") and not _is_of_own_page(headers):
+            app = PlainTextResponse("only the dashboard's own page may ask for that\n", 403)
         await app(scope, receive, send_with_headers)
 
     def _is_served(self, host: str) -> bool:
@@ -128,6 +131,17 @@ class Guard:
 
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
+
+
+def _is_of_own_page(headers: Headers) -> bool:
+    """Return whether a request comes from a page of this server, or from no page.
+
+    Browsers say where a POST comes from. A cookie does not: those with SameSite=Strict are also sent for pages of
+    other ports of this host, which other users may serve.
+    """
+    origin = headers.get("origin")
+    is_own = origin is None or origin.partition("://")[2] == headers.get("host")
+    return is_own and headers.get("sec-fetch-site", "same-origin") == "same-origin"
 
 
 def host_name(host: str) -> str:
@@ -218,6 +232,14 @@ class Address:
         return f"{self._base}?token={self.ticket}"
 
     @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it; False for names but `localhost`."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
     def _base(self) -> str:
         name = self.host
         if name in ("0.0.0.0", "::"):
@@ -255,21 +277,31 @@ def bind(host: str, port: int | None, token: str | None) -> Address:
     return Address(descriptor, host, free_port, token)
 
 
-def serve_dashboard(folder: Path, address: Address, make_fleets: MakeFleets | None = None) -> None:
+def serve_dashboard(
+    folder: Path,
+    address: Address,
+    make_fleets: MakeFleets | None = None,
+    *,
+    read_only: bool = True,
+) -> None:
     """Serve `folder` until SIGINT or SIGTERM; open streams are ended, not waited for."""
     ending = Ending()
     with socket.socket(fileno=address.descriptor) as server_socket:
-        Server(server_config(folder, address, ending, make_fleets), ending).run(
-            sockets=[server_socket]
-        )
+        config = server_config(folder, address, ending, make_fleets, read_only=read_only)
+        Server(config, ending).run(sockets=[server_socket])
 
 
 def server_config(
-    folder: Path, address: Address, ending: Ending, make_fleets: MakeFleets | None = None
+    folder: Path,
+    address: Address,
+    ending: Ending,
+    make_fleets: MakeFleets | None = None,
+    *,
+    read_only: bool = True,
 ) -> uvicorn.Config:
     """Return uvicorn's config for the guarded app."""
     app = Guard(
-        dashboard_app(folder, ending, make_fleets),
+        dashboard_app(folder, ending, make_fleets, read_only=read_only),
         own_names(address.host),
         address.token,
         f"instar-{address.port}",

@@ -1,7 +1,7 @@
 /* The page over a server: what is chosen is shown, and what comes by the stream is added. */
 "use strict";
 
-const VIEWS = { curves: CurvesView, overview: OverviewView, events: EventsView, system: SystemView, logs: LogsView };
+const VIEWS = { curves: CurvesView, overview: OverviewView, stages: StagesView, events: EventsView, system: SystemView, logs: LogsView };
 const LINKS = { waiting: "connecting", live: "live", lost: "no connection" };
 const SETTLE_MS = 400;
 const MOST_CHOSEN = 11;

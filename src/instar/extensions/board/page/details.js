@@ -84,6 +84,17 @@ class SectionsView extends Detail {
   }
 }
 
+/** Operations and stages; of a running run, what its user asks it for. */
+class StagesView extends SectionsView {
+  async load() {
+    const running = this.app.runs.rows.get(this.key)?.state === "running";
+    if (!running) this.panel?.root.remove();
+    this.panel = running ? this.panel || new OperationsPanel(this.key) : null;
+    if (this.panel && !this.panel.root.isConnected) this.body.before(this.panel.root);
+    await Promise.all([this.panel?.load(), super.load()]);
+  }
+}
+
 /** One run's key figures, or several runs side by side. */
 class OverviewView extends SectionsView {
   async load() {

@@ -70,7 +70,14 @@ function emptyState(text, ...commands) {
 async function ask(path, parameters = []) {
   if (embedded) return embedded.answers[path];
   const query = new URLSearchParams(parameters).toString();
-  const answer = await fetch(query ? `${path}?${query}` : path, { credentials: "same-origin" });
+  return read(await fetch(query ? `${path}?${query}` : path, { credentials: "same-origin" }));
+}
+
+/** The server's answer to what is sent to it as JSON. */
+const send = async (path, content) =>
+  read(await fetch(path, { method: "POST", credentials: "same-origin", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content) }));
+
+async function read(answer) {
   if (answer.ok) return answer.json();
   let words = answer.statusText;
   try {
