@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from playwright.sync_api import expect
 from recorded import make_run
 from tiny_run import codes, events, said
 
-from instar.extensions.board import server
+from instar.extensions.board import operations, server
 from instar.extensions.board.cli import dashboard
 from instar.record.control import MOST_BYTES
 from instar.record.rundir import RunDir, hold
@@ -130,6 +131,21 @@ def test_a_cookie_does_not_serve_another_port_of_this_host(run: RunDir) -> None:
         other = {"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"}
         asked = [client.post(f"{url}/apply", json=json.loads(GOOD), headers=h) for h in (other, {})]
         assert [answer.status_code for answer in asked] == [403, 200]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(
+    site: httpx.Client, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "BODY_S", 0.1)
+
+    def halves() -> Iterator[bytes]:
+        yield GOOD[:5]
+        time.sleep(1)
+        yield GOOD[5:]
+
+    headers = {"Content-Type": "application/json"}
+    assert site.post(f"{URL}/apply", content=halves(), headers=headers).status_code == 408
+    assert posted(run) == {}
 
 
 @pytest.mark.parametrize("content", ["{}", '{"id": "a", "entry": 0}', '{"entry": "0"}', "[0]"])

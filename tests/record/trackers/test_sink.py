@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from instar.config.errors import redacted_error
 from instar.record.events import (
+    Asked,
     Event,
     Placed,
     RecordError,
@@ -29,7 +30,15 @@ from instar.record.events import (
 from instar.record.recorder import Recorder
 from instar.record.rundir import RunDir
 from instar.record.trackers.sink import TrackerSink
-from instar.record.trackers.tracker import Ids, Outcome, TrackedRun, flat_config, outcome
+from instar.record.trackers.tracker import (
+    Ids,
+    Note,
+    Outcome,
+    TrackedRun,
+    event_note,
+    flat_config,
+    outcome,
+)
 
 START = RunStarted(run_id="ab3cd")
 WAIT_S = 10.0
@@ -332,6 +341,12 @@ def test_ids_are_kept_in_the_run_s_folder_for_the_place_they_are_of(tmp_path: Pa
     assert Ids(path).get("wandb", "me/instar") is None
     Ids(None).keep("wandb", "me/instar", "x2")
     assert Ids(None).get("wandb", "me/instar") is None
+
+
+def test_a_note_says_who_asked_for_what() -> None:
+    asked = Asked(step=7, id="3f", by="ann", outcome="refused", operation="freeze", reason="none")
+    text = "7 ann asked for freeze: refused: none (3f)"
+    assert event_note(asked) == Note("asked", 7, "freeze", text)
 
 
 def test_a_config_is_flat_and_says_nothing_of_folders_and_addresses() -> None:
