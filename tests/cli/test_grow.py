@@ -15,10 +15,10 @@ from forks import Forks
 from tiny_run import TEXT
 
 from instar.checkpoint.manifest import read_manifest
-from instar.schedule.typed import typed_operation
 from instar.cli.main import main
 from instar.config.errors import ConfigError
 from instar.config.sections import Operation
+from instar.schedule.typed import typed_operation
 
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 

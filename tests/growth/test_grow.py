@@ -302,7 +302,7 @@ def test_a_comparison_leaves_generators_and_gpus_of_others_alone(
 ) -> None:
     """torch would initialize every GPU of the machine in every process, and say so."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    model = model_of("llama")
+    model = fresh("llama")
     torch.manual_seed(3)
     state = torch.get_rng_state()
     grow(model, EXACT["widen_mlp"])

@@ -28,9 +28,9 @@ KEYS = (
     # a line of the log adds the losses of all ranks, which is one message more
     "record.log_interval=16",
 )
-FLAGS = 5
-"""float64 numbers of a rank: how many ranks stop, how many failed, a save request, a cancelled wait, and the weight of
-its samples"""
+FLAGS = 6
+"""float64 numbers of a rank: how many ranks stop, how many failed, a save request, a cancelled wait, whether
+people ask for operations, and the weight of its samples"""
 KINDS = ("all_gather", "all_reduce")
 _SIZES = {"float": 4, "double": 8, "unsigned char": 1, "c10::BFloat16": 2}
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -49,11 +49,11 @@ class Cluster:
 
     def kill_worker(self, rng: random.Random) -> bool:
         """Kill the actor of a host; False: there is none yet."""
-        found = [
-            each
-            for each in psutil.Process(self.process.pid).children(recursive=True)
-            if each.name().startswith("ray::NodeProcess")
-        ]
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # Ray's own helpers come and go
+                if each.name().startswith("ray::NodeProcess"):
+                    found.append(each)
         if found:
             rng.choice(found).kill()
         return bool(found)

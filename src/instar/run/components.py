@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from instar.checkpoint.manifest import RunStart
@@ -55,8 +55,8 @@ class Components:
     """starts of the run that led to this process, the current one last"""
     validation: Source = field(init=False)
     loader: Prefetcher | None = None
-    waiting_written: Mapping[str, object] | None = None
-    """what waits, as it was written last; on rank 0"""
+    waiting_written: object = None
+    """of which state what waits was written last, on rank 0"""
 
     @property
     def task(self) -> Task:

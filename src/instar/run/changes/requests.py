@@ -162,6 +162,7 @@ class Asking:
 
 def log(state: RunState, parts: Components, asking: Asking, outcome: Any, reason: str) -> None:
     """Log what became of something that somebody asked for."""
+    write_waiting(state, parts)  # before the event: whoever reads that may list what waits
     event = Asked(
         step=state.step,
         id=asking.id,
@@ -228,10 +229,11 @@ def skip_cancelled(state: RunState, parts: Components) -> RunState:
 
 
 def write_waiting(state: RunState, parts: Components) -> None:
-    """Write what waits, on rank 0, if it is not what was written last."""
-    inbox = parts.sync.inbox
-    if inbox is None:
+    """Write what waits, on rank 0, if something has changed since it was written last."""
+    inbox, version = parts.sync.inbox, (len(state.history), state.posted, state.cancelled)
+    if inbox is None or version == parts.waiting_written:
         return
+    parts.waiting_written = version
     rest = state.ahead(parts.entries)
     content = {
         "schedule": [_row(entry) | {"entry": entry.number} for entry in rest],
@@ -241,9 +243,8 @@ def write_waiting(state: RunState, parts: Components) -> None:
         ],
     }
     path = inbox.folder / WAITING
-    if content == parts.waiting_written or not (rest or state.posted or path.exists()):
+    if not (rest or state.posted or path.exists()):
         return
-    parts.waiting_written = content
     try:
         path.parent.mkdir(exist_ok=True)
         replace_file(path, json.dumps(content, indent=1).encode())

@@ -66,8 +66,9 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
     if mask is not None and state.step >= mask.end:
         state = carry_out(state, parts, FOLD, reason=f"open since step {mask.end:,}")
     state = lower_lr_if_due(state, parts)
-    loss, is_new_loss, earlier_ids = state.loss, False, state.request_ids
-    if parts.sync.posts_waiting:
+    loss, is_new_loss, has_posts = state.loss, False, parts.sync.posts_waiting
+    earlier_ids = state.request_ids if has_posts else set[str]()
+    if has_posts:
         state = take_in(state, parts)
     while due_now := _next_due(state := skip_cancelled(state, parts), parts, loss):
         entry, reason, post = due_now
@@ -79,8 +80,9 @@ def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
         if entry.reevaluate:
             state = evaluate_validation(state, parts, counts=False)
             loss, is_new_loss = state.loss, True
-    log_waiting(state, parts, state.request_ids - earlier_ids)
     write_waiting(state, parts)
+    if has_posts:
+        log_waiting(state, parts, state.request_ids - earlier_ids)
     return state, is_new_loss
 
 
@@ -237,6 +239,9 @@ def carry_out(
     if growth is not None:
         parts.logger.flush_interval(state.progress, has_grown=True)
     proof, seconds = growth.proof if growth else None, time.perf_counter() - start
+    write_waiting(
+        state, parts
+    )  # before the event: whoever reads that it is done may list what waits
     outcome = ChangeOutcome(change, before, after, seconds, proof, candidate.folder)
     parts.logger.log_operation(state.progress, outcome, loss)
     if growth is not None:
