@@ -349,6 +349,16 @@ def test_what_was_given_up_or_refused_changes_no_weights_of_a_later_growth(train
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_what_is_refused_restarts_no_wait(trainer: Make) -> None:
+    run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"waited": 4}}))
+    run.step()
+    for when in ({"at_step": 2}, {"at_step": 4}):
+        post(run, {"name": "widen_mlp", "value": 192, "when": when})
+    train(run, {})
+    assert [change.step for change in run.state.history] == [2, 4, 6]
+    assert [bool(change.skipped) for change in run.state.history] == [False, True, False]
+
+
 def test_what_never_fired_is_said_once_at_the_end(trainer: Make) -> None:
     run = trainer()
     waits = {"name": "change_lr", "value": 0.5, "when": {"at_step": 100}}

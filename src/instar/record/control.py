@@ -214,12 +214,12 @@ class Inbox:
                 # a later request within the resolution of the clock would not change the time
                 self._seen_ns = changed_ns if time.time_ns() - changed_ns > 1e9 else -1
         except FileNotFoundError:
-            return []
+            self._requests, self._posts = [], []
         except OSError as error:
+            self._requests, self._posts = [], []
             if self.folder not in self._unremovable:
                 self._unremovable.add(self.folder)
                 logger.warning("requests cannot be read: %s", error)
-            return []
         return self._requests
 
     def posts(self) -> list[Post]:

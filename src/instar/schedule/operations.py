@@ -68,9 +68,10 @@ class Change:
         return self.entry is not None or bool(self.id)
 
     @property
-    def is_cancelled(self) -> bool:
-        """Whether a person gave up this entry of the schedule."""
-        return self.entry is not None and bool(self.id)
+    def is_given_up(self) -> bool:
+        """Whether a person asked for the operation and the run refused it, or gave up its entry of the schedule: the
+        run goes on as if it had never been."""
+        return bool(self.id and self.skipped)
 
 
 History = tuple[Change, ...]
@@ -205,8 +206,7 @@ def number_of(history: History) -> int:
     run resumed with a later end grows exactly as one that had this end from the beginning, a
     trunk as one without branches, and a run that was asked for what it refused or gave up as one that was not."""
     return sum(
-        change.operation.name not in (OVERRIDE, BRANCH, BRANCHED)
-        and not (change.skipped and change.id)
+        change.operation.name not in (OVERRIDE, BRANCH, BRANCHED) and not change.is_given_up
         for change in history
     )
 

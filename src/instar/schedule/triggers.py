@@ -446,7 +446,7 @@ def last_step(history: History) -> int | None:
 
 def _counts(change: Change) -> bool:
     name = change.operation.name
-    return name == BRANCHED or (change.is_wanted and not change.is_cancelled and name != BRANCH)
+    return name == BRANCHED or (change.is_wanted and not change.is_given_up and name != BRANCH)
 
 
 def due(entry: Entry, moment: Moment, state: State) -> str | None:

@@ -162,9 +162,7 @@ class RunState:
     def with_change(self, change: Change, in_force: State) -> RunState:
         """Return the state after a change of the run, carried out or skipped."""
         # losses before an operation of the schedule must not count for a plateau after it
-        keeps_losses = (
-            not change.is_wanted or change.is_cancelled or change.operation.name == BRANCH
-        )
+        keeps_losses = not change.is_wanted or change.is_given_up or change.operation.name == BRANCH
         losses = self.losses if keeps_losses else ()
         was = self.in_force
         same = (was.settings.context, was.architecture) == (
