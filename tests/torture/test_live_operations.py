@@ -24,7 +24,7 @@ from instar.checkpoint.store import Checkpoint, load_checkpoint
 from instar.record.control import Post, send_post
 
 ASKED = figures.times(6, 200)
-STEPS = 30
+STEPS = 32
 LAST = STEPS - 6
 """after it nobody asks any more"""
 IN_TIME = STEPS - 4
@@ -48,8 +48,8 @@ SETTINGS = (
     f"parallel.timeout_s={WAIT_S}",
 )
 WAYS = ((1, ()), (2, ()), (2, ("parallel.strategy=fsdp",)))
-LAUNCHED = 6
-"""every so many runs has a launcher, which is killed"""
+LAUNCHED = 5
+"""every so many runs has a launcher, which is killed, unless it has one rank"""
 
 Content = Mapping[str, Any]
 GROWTH: list[Content] = [
@@ -135,7 +135,7 @@ def live_run(
 ) -> tuple[list[Sent], int, list[Child]]:
     """What was asked for of a run, how often it was killed, and the ranks that bring it to its end."""
     size, strategy = WAYS[number % len(WAYS)]
-    is_launched = number % LAUNCHED == LAUNCHED - 1
+    is_launched = number % LAUNCHED == LAUNCHED - 1 and size > 1
     launcher = ("--nproc", size) if is_launched else ()
     sets = (word for text in (*SETTINGS, *strategy) for word in ("--set", text))
     where = ("--set", f"record.run_dir={run_dir}", "--set", f"schedule={json.dumps(SCHEDULE)}")
@@ -144,7 +144,7 @@ def live_run(
     ranks[0].wait_until(lambda: acknowledged(run_dir))
     sent, kills = list[Sent](), 0
     for part in range(deaths := chance.choice((1, 1, 2)), -1, -1):
-        for _ in range(chance.randint(1, 2)):
+        for _ in range(chance.randint(2, 3)):
             sent += ask(ranks[0], run_dir, sent, chance)
         if part:
             kills += kill(ranks, chance, limit_s=ALONE_S)
@@ -157,7 +157,7 @@ def live_run(
 def ask(rank: Child, run_dir: Path, earlier: Sequence[Sent], chance: random.Random) -> list[Sent]:
     """Ask for one thing, or two people at once for one each, at a moment of one of the next steps."""
     now = step_of(rank)
-    if now >= LAST or not rank.wait_for(rf"^ *{min(LAST, now + chance.randint(1, 4))} .*loss"):
+    if now >= LAST or not rank.wait_for(rf"^ *{min(LAST, now + chance.randint(1, 3))} .*loss"):
         return []
     contents = [content_of(step_of(rank), earlier, chance) for _ in range(chance.choice((1, 1, 2)))]
     rank.ended_within(chance.uniform(0.0, 0.03))
@@ -171,10 +171,10 @@ def content_of(step: int, earlier: Sequence[Sent], chance: random.Random) -> Con
     kind = chance.random()
     if kind < 0.12:
         return chance.choice(WRONG)
-    if kind < 0.22:
+    if kind < 0.25:
         waiting = [sent.post.id for sent in earlier if sent.waits]
         return {"id": chance.choice(waiting)} if waiting else {"entry": chance.randint(0, 1)}
-    content = chance.choice(GROWTH if kind < 0.5 else DIALS)
+    content = chance.choice(GROWTH if kind < 0.55 else DIALS)
     if chance.random() < 0.3:
         when = {"at_step": step + chance.randint(1, 8)} if chance.random() < 0.7 else {"waited": 3}
         return {**content, "when": when}
@@ -207,7 +207,7 @@ def resume(place: Place, run_dir: Path, size: int) -> list[Child]:
         if ranks[0].wait_until(lambda before=started: len(events(run_dir, "run_started")) > before):
             return ranks
         told = "".join(rank.output() for rank in ranks if rank.finish(ALONE_S))
-        if "training in" not in told:  # it was complete
+        if "is training there" not in told:  # it was complete
             return ranks
 
 
