@@ -364,17 +364,12 @@ def test_what_never_fired_is_said_once_at_the_end(trainer: Make) -> None:
     waits = {"name": "change_lr", "value": 0.5, "when": {"at_step": 100}}
     late = {"name": "change_lr", "value": 0.1}
     first, last = train(run, {2: waits, 7: late})
-    texts = [event.message for event in events(run, Warn)]
-    by = run.state.posted[0].by
-    assert (
-        texts.count(
-            f"change_lr ({first.id}) asked for by {by} never fired, at step 100; "
-            "a resume with a later end goes on with it"
-        )
-        == 1
-    )
-    (told,) = (text for text in texts if last.id in text)
-    assert "a resume with a later end goes on with it" in told
+    texts = [event.message for event in events(run, Warn) if "never fired" in event.message]
+    by, later = run.state.posted[0].by, "a resume with a later end goes on with it"
+    assert texts == [
+        f"change_lr ({first.id}) asked for by {by} never fired, at step 100; {later}",
+        f"change_lr ({last.id}) asked for by {by} never fired; {later}",
+    ]
 
 
 def test_another_schedule_at_a_resume_has_none_of_its_entries_cancelled(trainer: Make) -> None:

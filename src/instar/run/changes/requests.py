@@ -196,8 +196,9 @@ def end_waiting(state: RunState, parts: Components) -> RunState:
         write_waiting(state, parts)
     later = "a resume with a later end goes on with it"
     for post in state.posted:
-        text = f"{post.entry.operation.name} ({post.id}) asked for by {post.by} never fired"
-        parts.logger.warn(f"{text}, {words(post.entry.trigger)}; {later}", state.step)
+        why = "" if post.is_immediate else f", {words(post.entry.trigger)}"
+        text = f"{post.entry.operation.name} ({post.id}) asked for by {post.by} never fired{why}"
+        parts.logger.warn(f"{text}; {later}", state.step)
     if (inbox := parts.sync.inbox) is not None:
         inbox.requests()  # which looks
         for unread in inbox.posts():
