@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -268,6 +269,20 @@ def test_one_that_waits_is_cancelled_and_its_file_goes_with_the_next_checkpoint(
     assert run.state.posted == ()
     assert not sent.path.exists()
     assert [event.outcome for event in events(run, Asked)] == ["waits", "cancelled"]
+
+
+def test_what_is_cancelled_at_once_is_cancelled_once(trainer: Make) -> None:
+    """As after a kill, when the files of both are there again; and two people cancel the same."""
+    run = trainer(entries({"name": "change_lr", "value": 0.5, "when": {"at_step": 4}}))
+    run.step()
+    sent = post(run, {"name": "change_lr", "value": 0.1, "when": {"at_step": 6}})
+    time.sleep(0.02)  # they are taken in as they came, by a clock that ticks so often
+    for content in ({"id": sent.id}, {"id": sent.id}, {"entry": 0}, {"entry": 0}):
+        post(run, content, "cancel")
+    train(run, {})
+    assert [change for change in run.state.history if not change.skipped] == []
+    outcomes = [event.outcome for event in events(run, Asked)]
+    assert sorted(outcomes) == ["cancelled", "cancelled", "refused", "refused"]
 
 
 def test_a_post_stays_until_a_checkpoint_has_it_and_is_carried_out_once(trainer: Make) -> None:

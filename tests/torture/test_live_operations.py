@@ -244,7 +244,12 @@ def not_once(run_dir: Path, checkpoint: Checkpoint, sent: Sequence[Sent]) -> lis
     for one in sent:
         number = one.post.id
         change = next((change for change in history if change.get("id") == number), None)
+        cancels = {other.post.id for other in sent if other.content == {"id": number}}
         outcomes = {event["outcome"] for event in answers if event["id"] == number}
+        if number in checkpoint.state.get("closed", ()):
+            outcomes |= {event["outcome"] for event in answers if event["id"] in cancels} & {
+                "cancelled"
+            }
         waiting = {post["id"] for post in checkpoint.state.get("posted", ())}
         what = f"{one}: {outcomes}, {change}, begun {begun[number]} times"
         if one.post.path.exists():

@@ -37,7 +37,8 @@ def take_in(state: RunState, parts: Components) -> RunState:
         if parts.world.is_main:
             answers = _answers(state, parts)
     for answer in cast("list[Answer]", agree(parts.world, answers)):
-        state = _with_answer(state, parts, answer)
+        _log_answer(state, parts, answer)
+        state = _after(state, answer)
     return state
 
 
@@ -52,6 +53,7 @@ def _answers(state: RunState, parts: Components) -> list[Answer]:
             continue
         answers.append(_answer(state, parts, post))
         inbox.accept(post)
+        state = _after(state, answers[-1])  # what the next one may cancel
     return answers
 
 
@@ -112,42 +114,40 @@ def _check_waits(state: RunState, parts: Components, content: Any) -> None:
         raise ValueError(f"no entry {content['entry']!r} of the schedule waits; {which}")
 
 
-def _with_answer(state: RunState, parts: Components, answer: Answer) -> RunState:
+def _after(state: RunState, answer: Answer) -> RunState:
+    """Return the state after an answer."""
+    content = answer["content"]
+    if answer["refusal"]:
+        return state
+    if answer["command"] == "apply":
+        post = Posted(answer["id"], answer["by"], state.step, content)
+        return replace(state, posted=(*state.posted, post))
+    if "id" in content:
+        left = tuple(post for post in state.posted if post.id != content["id"])
+        # a checkpoint must know that both were answered, or their files would be read again
+        return replace(state, posted=left, closed=(*state.closed, content["id"], answer["id"]))
+    entry = Cancelled(int(content["entry"]), answer["id"], answer["by"])
+    return replace(state, cancelled=(*state.cancelled, entry))
+
+
+def _log_answer(state: RunState, parts: Components, answer: Answer) -> None:
+    """Log an answer to a request, but for one that waits or is carried out; `state`: before it."""
     content, by = answer["content"], answer["by"]
     if answer["refusal"]:
         name = "cancel" if answer["command"] == "cancel" else str(content.get("name", ""))
-        log(
-            state,
-            parts,
-            Asking(answer["id"], by, name, content.get("value")),
-            "refused",
-            answer["refusal"],
-        )
+        asking = Asking(answer["id"], by, name, content.get("value"))
+        log(state, parts, asking, "refused", answer["refusal"])
         if parts.sync.inbox is not None:  # the record has the answer
             parts.sync.inbox.settle([answer["id"]])
-        return state
-    if answer["command"] == "apply":
-        post = Posted(answer["id"], by, state.step, content)
-        return replace(state, posted=(*state.posted, post))
-    if "id" in content:
-        cancelled = next(post for post in state.posted if post.id == content["id"])
-        operation = cancelled.entry.operation
-        left = tuple(post for post in state.posted if post is not cancelled)
-        # a checkpoint must know that both were answered, or their files would be read again
-        state = replace(state, posted=left, closed=(*state.closed, cancelled.id, answer["id"]))
-    else:
-        number = int(content["entry"])
-        operation = next(e.operation for e in parts.entries if e.number == number)
-        entry = Cancelled(number, answer["id"], by)
-        state = replace(state, cancelled=(*state.cancelled, entry))
-    log(
-        state,
-        parts,
-        Asking(answer["id"], by, operation.name, operation.value),
-        "cancelled",
-        f"by {by}",
-    )
-    return state
+    elif answer["command"] == "cancel":
+        entries = (
+            [post.entry for post in state.posted if post.id == content["id"]]
+            if "id" in content
+            else [entry for entry in parts.entries if entry.number == content["entry"]]
+        )
+        operation = entries[0].operation
+        asking = Asking(answer["id"], by, operation.name, operation.value)
+        log(state, parts, asking, "cancelled", f"by {by}")
 
 
 @dataclass(frozen=True)
