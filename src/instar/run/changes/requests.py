@@ -37,8 +37,8 @@ def take_in(state: RunState, parts: Components) -> RunState:
         if parts.world.is_main:
             answers = _answers(state, parts)
     for answer in cast("list[Answer]", agree(parts.world, answers)):
-        _log_answer(state, parts, answer)
-        state = _after(state, answer)
+        before, state = state, _after(state, answer)
+        _log_answer(before, state, parts, answer)
     return state
 
 
@@ -130,8 +130,8 @@ def _after(state: RunState, answer: Answer) -> RunState:
     return replace(state, cancelled=(*state.cancelled, entry))
 
 
-def _log_answer(state: RunState, parts: Components, answer: Answer) -> None:
-    """Log an answer to a request, but for one that waits or is carried out; `state`: before it."""
+def _log_answer(before: RunState, state: RunState, parts: Components, answer: Answer) -> None:
+    """Log an answer to a request, but for one that waits or is carried out; `state`: after it."""
     content, by = answer["content"], answer["by"]
     if answer["refusal"]:
         name = "cancel" if answer["command"] == "cancel" else str(content.get("name", ""))
@@ -141,7 +141,7 @@ def _log_answer(state: RunState, parts: Components, answer: Answer) -> None:
             parts.sync.inbox.settle([answer["id"]])
     elif answer["command"] == "cancel":
         entries = (
-            [post.entry for post in state.posted if post.id == content["id"]]
+            [post.entry for post in before.posted if post.id == content["id"]]
             if "id" in content
             else [entry for entry in parts.entries if entry.number == content["entry"]]
         )
