@@ -143,14 +143,13 @@ def live_run(
     ranks = place.instar(*words, ranks=1 if is_launched else size)
     ranks[0].wait_until(lambda: acknowledged(run_dir))
     sent, kills = list[Sent](), 0
-    for part in range(deaths := chance.choice((1, 1, 2)), -1, -1):
+    for deaths_left in range(chance.choice((1, 1, 2)), -1, -1):
         for _ in range(chance.randint(2, 3)):
             sent += ask(ranks[0], run_dir, sent, chance)
-        if part:
+        if deaths_left:
             kills += kill(ranks, chance, limit_s=ALONE_S)
             sent = [replace(one, is_disturbed=True) for one in sent]
             ranks = resume(place, run_dir, size)
-    assert kills <= deaths
     return sent, kills, ranks
 
 
