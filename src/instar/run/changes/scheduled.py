@@ -229,13 +229,11 @@ def carry_out(
     )
     if candidate is None:
         return _skip(state, parts, change)
-    growth = candidate.growth
+    growth, after = candidate.growth, candidate.after
     if growth is not None:
         state = _put_in_use(state, parts, operation.name, growth)
-    after = candidate.after
-    state = _apply_settings(
-        state.with_change(change, after), parts, before, has_grown=growth is not None
-    )
+    changed_state, has_grown = state.with_change(change, after), growth is not None
+    state = _apply_settings(changed_state, parts, before, has_grown=has_grown)
     if growth is not None:
         parts.logger.flush_interval(state.progress, has_grown=True)
     proof, seconds = growth.proof if growth else None, time.perf_counter() - start
