@@ -52,6 +52,11 @@ from instar.schedule.posted import Posted
 from instar.schedule.settings import is_frozen, patterns_of
 from instar.schedule.triggers import Entry, Moment, due, last_step, too_large
 
+_STAYS_EQUAL = (
+    "have the optimizer state of their sources, or none, and will stay equal to them but for dropout: choose "
+    "moments: asymmetric after the first step"
+)
+
 
 def change_if_due(state: RunState, parts: Components) -> tuple[RunState, bool]:
     """Carry out all operations that are due between two steps, in order. A collective.
@@ -244,11 +249,7 @@ def carry_out(
     parts.logger.log_operation(state.progress, outcome, loss)
     if growth is not None:
         if growth.candidate.stays_equal:
-            parts.logger.warn(
-                f"the copies that {operation.name} made have the optimizer state of their sources, or none, and will "
-                "stay equal to them but for dropout: choose moments: asymmetric after the first step",
-                step,
-            )
+            parts.logger.warn(f"the copies that {operation.name} made {_STAYS_EQUAL}", step)
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
 
