@@ -135,13 +135,18 @@ def test_a_frozen_rank_ends_with_the_others_when_its_launcher_is_killed(
         assert ends(room.pid(0))
 
 
-def test_a_rank_that_fell_silent_just_before_the_store_was_lost_is_named(tmp_path: Path) -> None:
-    """As where the ranks of another host have found it, and left with their launcher and its store."""
+@pytest.mark.parametrize("share", [0.8, 0.0])
+def test_a_rank_that_fell_silent_just_before_the_store_was_lost_is_named(
+    tmp_path: Path, share: float
+) -> None:
+    """As where the ranks of another host have found it, and left with their launcher and its store; or at that
+    moment: then the state of its process tells."""
     room = Room(tmp_path, silence_s=2.0, timeout_s=60.0)
     with room.launch() as ranks:
         ranks.wait_for("stepping-0", "stepping-1")
+        let_pass(room.silence_s / 2)  # until each has heard the other
         os.kill(room.pid(0), signal.SIGSTOP)
-        let_pass(0.8 * room.silence_s)
+        let_pass(share * room.silence_s)
         ranks.processes[0].kill()
         assert ranks.seconds_since(time.time(), [1]) <= 2 * room.silence_s + 3
         assert ends(room.pid(0))

@@ -51,7 +51,7 @@ from instar.distributed.heartbeat import (
     wait_after_stop,
 )
 from instar.distributed.signals import exit_now, stop_requested
-from instar.processes.child import GONE, process_state
+from instar.processes.child import GONE, STATUS_STOPPED, process_state
 from instar.processes.identity import kill_stopped_sibling
 
 logger = logging.getLogger(__name__)
@@ -313,8 +313,10 @@ class Watchdog:
     def _without_news(self, last: LastHeartbeat) -> LastHeartbeat:
         if last.beat is None:
             return last
-        still_s = max(last.beat.still_s, self._stalled_s)
-        return replace(last, beat=replace(last.beat, still_s=still_s))
+        still_s, silent_s = max(last.beat.still_s, self._stalled_s), last.silent_s
+        if last.beat.host == self._host and process_state(last.beat.pid) == STATUS_STOPPED:
+            silent_s = max(silent_s, self._stalled_s)  # seen here, though nothing is heard
+        return LastHeartbeat(replace(last.beat, still_s=still_s), silent_s)
 
     def _diagnose_store(self, beat: Heartbeat) -> Diagnosis | None:
         probe_s = min(PROBE_S, self._limits.silence_s / 2)
