@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from cases import shortened
 from forks import forks
 
 import instar
-from instar.extensions import BUILT_IN, WordKind, built_in, load_target
+from instar.extensions import BUILT_IN, WordKind, built_in
 
 SOURCE = Path(instar.__file__).parent
 GONE = {"fleet": ["fleet"]}
@@ -503,25 +502,3 @@ census = "census_tools.extension:EXTENSION"
 [tool.setuptools]
 packages = ["census_tools"]
 """
-
-
-def test_the_collector_waits_for_what_a_target_brings_and_for_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "watched_target.py").write_text("import gc\nIS_ON = gc.isenabled()\n")
-    (tmp_path / "broken_target.py").write_text("raise RuntimeError('broken')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    frozen = gc.get_freeze_count()
-    assert load_target("watched_target:IS_ON") is False
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen  # else what a caller has made could never be freed
-    with pytest.raises(RuntimeError, match="broken"):
-        load_target("broken_target:IS_ON")
-    assert gc.isenabled()
-    gc.disable()
-    try:  # a program that wants no collector keeps its choice
-        monkeypatch.delitem(sys.modules, "watched_target")
-        load_target("watched_target:IS_ON")
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

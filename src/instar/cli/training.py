@@ -24,7 +24,7 @@ from instar.distributed.launch import launch_ranks, print_stderr, torchrun_line
 from instar.distributed.placement import DEVICES_VARIABLE, RankCount, placement, resolve_ranks
 from instar.distributed.rank_log import running_rank
 from instar.distributed.signals import StopSignal
-from instar.extensions import forecast_notes, importing, values_of_notes
+from instar.extensions import forecast_notes, values_of_notes
 from instar.record.atomic import abandon
 from instar.record.format import bytes_text
 from instar.record.rundir import find_run
@@ -153,8 +153,7 @@ def _one_rank(loaded_config: Loaded, resume: Resume | None, options: _TrainOptio
     # before importing torch
     with StopSignal(last=True, before_start=leave) as signal, running_rank() as rank:
         signal.resumable = resume is not None or loaded_config.config.resume == "auto"
-        with importing():
-            from instar.run.worker import run
+        from instar.run.worker import run
 
         test, profiled = options.only_test, options.profile
         run(loaded_config, rank.log, signal, resume, only_test=test, profiled_steps=profiled)

@@ -8,7 +8,6 @@ is the one word that it owns: its command, and nothing of the package is importe
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -16,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -161,31 +160,10 @@ def built_in() -> Mapping[str, Extension]:
     return extensions
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Import large modules without the garbage collector.
-
-    Modules live as long as the process. The collector would search them again and again while they come
-    in, for a tenth of a command's start. They are not frozen (`gc.freeze`): with them would be what a
-    caller has made by then, a model that grows later among it, and it would never be freed.
-    """
-    if not gc.isenabled():  # a caller is importing, or wants no collector
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def load_target(target: str) -> Any:
     """Import what a target names."""
     module, _, attribute = target.partition(":")
-    if (loaded := sys.modules.get(module)) is None:
-        with importing():
-            loaded = importlib.import_module(module)
-    return getattr(loaded, attribute)
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _specs_of(kind: str) -> dict[str, Any]:
