@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 import torch
 from live import restore
 
+from instar.api import control
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.store import load_checkpoint
-from instar.record.control import MOST_BYTES, Post, send_post
+from instar.record.control import MOST_BYTES, WAITING, Post, send_post
 from instar.record.events import Asked, OperationEvent, Train, Warn, read_events
+from instar.record.rundir import RunDir
 from instar.run.changes.requests import take_in
 from instar.run.start import restore as restoring
 from instar.run.trainer import Trainer
@@ -315,7 +318,35 @@ def test_a_post_stays_until_a_checkpoint_has_it_and_is_carried_out_once(trainer:
         run.save("end")
         run.parts.saver.finish()
         assert [change.id for change in run.state.history] == [sent.id] * times
-        assert list(target.iterdir()) == []
+        assert [path.name for path in target.iterdir() if path.name != WAITING] == []
+
+
+@pytest.mark.parametrize("takes_in", [True, False])
+def test_who_asked_is_told_whether_a_late_request_was_taken_in(
+    trainer: Make, monkeypatch: pytest.MonkeyPatch, takes_in: bool
+) -> None:
+    run = trainer()
+    run.step()
+    folder = RunDir(run.parts.saver.root)
+    monkeypatch.setattr(control, "lock_owner", lambda _: os.getpid())  # it trains in this process
+    monkeypatch.setattr(control, "check_operation_for", lambda *_: None)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(
+            control.change_run, folder, {"name": "change_lr", "value": 0.5}, timeout_s=0.5
+        )
+        while not (sent := list(folder.control.glob("*.apply"))):
+            assert not answer.done(), answer.result()
+            time.sleep(0.01)
+        if takes_in:  # and then changes the model for minutes
+            run.step()
+            run.state = take_in(run.state, run.parts)
+        error = answer.exception()
+    assert isinstance(error, control.NotRunning)
+    assert sent[0].exists() == takes_in
+    assert ("has taken" in str(error), "is withdrawn" in str(error)) == (takes_in, not takes_in)
+    run.train()
+    run.parts.saver.finish()
+    assert len(run.state.history) == takes_in
 
 
 def test_what_waits_is_part_of_a_checkpoint(trainer: Make) -> None:

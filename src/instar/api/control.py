@@ -37,6 +37,8 @@ from instar.schedule.posted import normalize
 from instar.schedule.triggers import entry_of
 
 _POLL_S = 0.05
+_TAKE_IN_S = 1.0
+"""how long a withdrawn request may still be one that the run had just read"""
 
 
 class NotRunning(InstarError):  # noqa: N818
@@ -179,14 +181,15 @@ def change_run(
 
     Raises:
         Refused: the run cannot carry it out; says why.
-        NotRunning: nothing trains in the folder, or it has not answered in time: then the request is withdrawn.
+        NotRunning: nothing trains in the folder, or it has not answered in time: then the request is withdrawn,
+            unless the run has taken it in, and is still carrying it out.
         ConfigError: see `post_operation`.
     """
     offset = run.events.stat().st_size if run.events.exists() else 0
     if command == "apply":
         check_operation_for(run, content)
     post = _post(run, command, content)
-    deadline = time.monotonic() + timeout_s
+    deadline, withdrawn = time.monotonic() + timeout_s, False
     for event in _answers(run, offset, post.id):
         if event is not None:
             if isinstance(event, OperationEvent):
@@ -198,10 +201,16 @@ def change_run(
             post.path.unlink(missing_ok=True)
             raise NotRunning(f"{run.path} ended before it answered; see {run.logs}")
         if time.monotonic() > deadline:
+            late = f"{run.path} did not answer within {timeout_s:g} s"
+            if any(entry.id == post.id for entry in read_waiting(run).asked):
+                raise NotRunning(
+                    f"{late}, but has taken {post.id} in, and carries it out as soon as it can; see "
+                    f"instar control {run.shell_word} list"
+                )
+            if withdrawn:
+                raise NotRunning(f"{late}; the request is withdrawn; set a longer --timeout")
             post.path.unlink(missing_ok=True)
-            raise NotRunning(
-                f"{run.path} did not answer within {timeout_s:g} s; the request is withdrawn; set a longer --timeout"
-            )
+            deadline, withdrawn = deadline + _TAKE_IN_S, True
         time.sleep(_POLL_S)
     raise AssertionError("the answers do not end")
 

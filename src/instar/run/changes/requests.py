@@ -39,6 +39,7 @@ def take_in(state: RunState, parts: Components) -> RunState:
     for answer in cast("list[Answer]", agree(parts.world, answers)):
         before, state = state, _after(state, answer)
         _log_answer(before, state, parts, answer)
+    write_waiting(state, parts)  # before a long change: who asked can see that it is taken in
     return state
 
 
@@ -193,7 +194,6 @@ def end_waiting(state: RunState, parts: Components) -> RunState:
     if parts.sync.posts_waiting:
         state = take_in(state, parts)
         log_waiting(state, parts, state.request_ids - earlier_ids)
-        write_waiting(state, parts)
     later = "a resume with a later end goes on with it"
     for post in state.posted:
         why = "" if post.is_immediate else f", {words(post.entry.trigger)}"
