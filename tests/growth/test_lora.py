@@ -255,6 +255,57 @@ def test_merging_changes_nothing_and_begins_anew(base: Architecture, target: str
     assert not torch.equal(twice.get_parameter(first), new.get_parameter(first))
 
 
+@STYLES
+@pytest.mark.parametrize("size", [1, 2, 5, 0])
+def test_a_rank_is_set_anew_after_merging_and_changes_nothing(
+    base: Architecture, size: int
+) -> None:
+    """Also a smaller one, which else loses what the adapters have learned, and the same."""
+    model = adapted(base, Lora("attn", 2, 3.0), Lora("embedding", 2, 1.0))
+    for target in ("attn", "embedding"):
+        new, made = grown(model, operation("set_lora_rank", rank(target, size), merge=True))
+        assert made.label == "exact"
+        assert proof(model, new, made).holds
+        assert moved(model, new) < 1e-5
+        weight = "token_embedding" if target == "embedding" else "blocks.1.attn.query"
+        merged = model.get_parameter(f"{weight}.weight") + product(model, weight)
+        assert torch.allclose(new.get_parameter(f"{weight}.weight"), merged, rtol=1e-12)
+        entry = adapter_of(new.arch.lora, weight)
+        assert (entry.rank if entry else 0) == size
+        if entry:
+            assert entry.scale == pytest.approx(3.0 / 2 if target == "attn" else 1.0 / 2)
+            assert not product(new, weight).any()
+    alone, _ = grown(model, operation("set_lora_rank", rank("attn", 4), merge=True, alpha=8.0))
+    entry = adapter_of(alone.arch.lora, "blocks.0.attn.query")
+    assert entry is not None
+    assert entry.alpha == 8.0
+
+
+def test_a_factor_of_the_rank_with_merging_is_exact_both_ways() -> None:
+    model = adapted(LLAMA, Lora("attn", 4, 3.0))
+    for factor, size in ((0.5, 2), ("x2", 8), (1, 4)):
+        value = {"target": "attn", "factor": factor}
+        new, made = grown(model, operation("change_lora_rank", value, merge=True))
+        assert proof(model, new, made).holds
+        assert made.label == "exact"
+        assert {entry.rank for entry in new.arch.lora} == {size}
+    lossy, made = grown(model, operation("change_lora_rank", {"target": "attn", "factor": 0.5}))
+    assert made.label == "lossy"
+    assert moved(model, lossy) > 1e-4
+
+
+def test_a_factor_of_alpha_is_one_of_the_scale() -> None:
+    model = adapted(LLAMA, Lora("attn", 2, 3.0), Lora("embedding", 2, 1.0))
+    every, made = grown(model, operation("change_lora_alpha", "x2"))
+    assert made.label == "lossy"
+    for name in ("blocks.0.attn.query", "token_embedding"):
+        assert torch.allclose(product(every, name), 2 * product(model, name))
+    value = {"target": "embedding", "factor": 0.5}
+    one, _ = grown(model, operation("change_lora_alpha", value))
+    assert torch.allclose(product(one, "token_embedding"), product(model, "token_embedding") / 2)
+    assert torch.equal(product(one, "blocks.0.attn.query"), product(model, "blocks.0.attn.query"))
+
+
 def test_an_untied_table_is_merged_apart_from_the_head() -> None:
     model = adapted(LLAMA, Lora("embedding", 2, 3.0))
     new, _ = grown(model, operation("merge_lora"))

@@ -334,7 +334,7 @@ def test_who_asked_is_told_whether_a_late_request_was_taken_in(
         answer = threads.submit(
             control.change_run, folder, {"name": "change_lr", "value": 0.5}, timeout_s=0.5
         )
-        while not (sent := list(folder.control.glob("*.apply"))):
+        while not (sent := list(folder.control.glob("[!.]*.apply"))):
             assert not answer.done(), answer.result()
             time.sleep(0.01)
         if takes_in:  # and then changes the model for minutes

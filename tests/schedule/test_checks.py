@@ -49,7 +49,7 @@ BROKEN = [
         "one of stop, skip",
         "did you mean 'skip'?",
     ),
-    ("- {name: change_lr, value: 2, max_wait_iters: 0}\n", "1:47", "greater than 0 or null, got 0", ""),
+    ("- {name: change_lr, value: 2, max_wait_iters: -1}\n", "1:47", "of at least 0 or null, got -1", ""),
     ("- {name: change_lr, value: 2, max_wait_iters: 5e4}\n", "1:47", "must be a whole number", "write 50000"),
     ("- {name: change_lr, value: 2, trigger_loss: low}\n", "1:45", 'a number or null, got "low"', ""),
     ("- {name: change_lr, value: 2, trigger_loss: .inf}\n", "1:45", "must be a finite number", ""),
@@ -73,7 +73,7 @@ BROKEN = [
     ("- {name: change_lr, value: 2, how: zero, max_wait_iters: 3}\n", "1:36", "schedule[0].how is not an option of change_lr", ""),
     ("- {name: set_context, value: 64, lr: sqrt, max_wait_iters: 3}\n", "1:38", "schedule[0].lr is not an option of set_context, whose option is tokens", ""),
     ("- {name: set_context, value: 64, tokens: kept, max_wait_iters: 3}\n", "1:42", "schedule[0].tokens must be change or keep", ""),
-    ("- {name: set_batch_size, value: 64, lr: root, max_wait_iters: 3}\n", "1:41", "schedule[0].lr must be keep, sqrt or linear", ""),
+    ("- {name: set_batch_size, value: 64, lr: root, max_wait_iters: 3}\n", "1:41", "schedule[0].lr must be keep, sqrt, linear or {exponent: 0.6}", ""),
     ("- {name: change_lr, value: 2, when: {noise_scale: {above: 0}}}\n", "1:59", "greater than 0", ""),
     ("- {name: change_lr, value: 2, repeat: 2, when: {at_step: 3}}\n", "1:39", "schedule[0].repeat is of no use", "add min_steps"),
     ("- {name: widen_mlp, value: 64, lr: warm, max_wait_iters: 3}\n", "1:36", "schedule[0].lr must be keep, reset", ""),
@@ -143,7 +143,7 @@ def test_all_mistakes_of_schedule_config_and_options_come_at_once(tmp_path: Path
         "run.yaml:3:3: unknown key 'n_hed' in model; did you mean 'n_head'?\n"
         "  3 |   n_hed: 4\n"
         "    |   ^\n"
-        "grow.yaml:3:19: schedule[0].max_wait_iters must be a whole number greater than 0 or null, "
+        "grow.yaml:3:19: schedule[0].max_wait_iters must be a whole number of at least 0 or null, "
         'got "none"; write null\n'
         "  3 |   max_wait_iters: none\n"
         "    |                   ^\n"

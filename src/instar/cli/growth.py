@@ -138,7 +138,7 @@ def check(
     epochs are unknown.
     """
     from instar.run.load_config import load_run_config
-    from instar.schedule.checks import without_effect
+    from instar.schedule.checks import remarks
     from instar.schedule.forecast import checked_forecast
     from instar.schedule.render import render
     from instar.tasks.task import spec_class
@@ -151,7 +151,7 @@ def check(
     )
     forecast = checked_forecast(loaded_config, spec, nproc)
     notes = forecast_notes(forecast, loaded_config, cfg, {"pilot": pilot_file})
-    for text in without_effect(loaded_config.config):
+    for text in (*loaded_config.notes, *remarks(loaded_config.config)):
         click.echo(f"warning: {text}", err=True)
     if as_json:
         print_json({**forecast.to_dict(), **values_of_notes(notes)})

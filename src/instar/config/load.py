@@ -74,6 +74,8 @@ START = "`instar init gpt` writes a config to start from"
 
 Root = type[RunConfig]
 Check = Callable[[RunConfig], Iterable[ConfigProblem]]
+Translation = Callable[[Sequence[Any]], tuple[list[Any], tuple[str, ...]]]
+"""The entries of a schedule → as many in the schema's words, and what to say of it."""
 Brought = tuple[Mapping[str, Any], str, Sequence[ConfigProblem]]
 """Values of dotted keys that come with weights, their origin, and conflicts with given values."""
 
@@ -89,6 +91,8 @@ class Loaded:
     """The nested data of all layers, from which the config was made."""
     places: Mapping[str, SourceLocation] = field(repr=False)
     """The position of each given value; a list item's key is "train.until[0]"."""
+    notes: tuple[str, ...] = ()
+    """How a schedule of another form was read."""
 
     def problem(self, key: str, message: str, hint: str = "") -> ConfigProblem:
         """Return a problem at the origin of the value of `key` (also "train.until[0]")."""
@@ -102,7 +106,7 @@ class Loaded:
     def to_json(self) -> str:
         """Serialize to JSON text, for `loaded_from_json` in another process."""
         places = {key: [p.source, p.line, p.column, p.text] for key, p in self.places.items()}
-        return json.dumps([self.config.task, self.data, dict(self.origins), places])
+        return json.dumps([self.config.task, self.data, dict(self.origins), places, self.notes])
 
 
 def from_launcher() -> Loaded | None:
@@ -116,10 +120,10 @@ def from_launcher() -> Loaded | None:
 
 def loaded_from_json(text: str) -> Loaded:
     """Deserialize `Loaded.to_json`; nothing is read, merged or checked again."""
-    task, values, origins, places = json.loads(text)
+    task, values, origins, places, notes = json.loads(text)
     location_of = {key: SourceLocation(*place) for key, place in places.items()}
     config = task_config_class(task, values).model_validate(values)
-    return Loaded(config, origins, values, location_of)
+    return Loaded(config, origins, values, location_of, tuple(notes))
 
 
 def load_config(
@@ -129,6 +133,7 @@ def load_config(
     *,
     import_task: bool = True,
     weights: Callable[[Mapping[str, Any]], Brought] | None = None,
+    translate: Translation | None = None,
 ) -> Loaded:
     """Load a config file (None: none) with `--set` texts such as "model.n_head=8" applied.
 
@@ -141,6 +146,7 @@ def load_config(
             code; False keeps its sections as plain data. Pass False to only read a run.
         weights: returns what comes with `model.from`, for the given values by dotted key; None: the
             config is only read, or its run has weights already.
+        translate: reads schedules of other forms; None: none is translated.
 
     Raises:
         ConfigError: with all problems of all layers.
@@ -168,6 +174,7 @@ def load_config(
         if weight_values and weights_layer:
             layer |= _entries(root, weights_layer, findings, origin)
     schedule_is_open = _open_schedule(root, layer, findings)
+    notes = () if translate is None else _translate_schedule(layer, translate)
     config = _validate_layer(root, layer, findings)
     if config is not None and (path is None or file is not None):
         config, refusals = _grown(root, config, layer, findings, schedule_is_open=schedule_is_open)
@@ -178,7 +185,7 @@ def load_config(
     origins = {key: _emptied_by(emptied_keys, key) for key in values(config)}
     origins |= {dotted_key(entry.path): entry.origin for entry in layer.values()}
     origins |= operation_places(layer)
-    return Loaded(config, origins, _tree(root, layer), value_places(layer))
+    return Loaded(config, origins, _tree(root, layer), value_places(layer), notes)
 
 
 def _typed_entries(
@@ -392,6 +399,18 @@ def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Fin
         layer |= _entries(root, document, findings, "")
     layer[SCHEDULE,] = replace(entry, value=data, document=document, inside=inside)
     return bool(inside)
+
+
+def _translate_schedule(
+    layer: dict[KeyPath, ConfigEntry], translate: Translation
+) -> tuple[str, ...]:
+    """Translate the entries of the schedule, whose positions stay; return what to say of it."""
+    entry = layer.get((SCHEDULE,))
+    if entry is None or not isinstance(entry.value, list):
+        return ()
+    entries, notes = translate(entry.value)
+    layer[SCHEDULE,] = replace(entry, value=entries)
+    return notes
 
 
 def _grown(

@@ -236,10 +236,12 @@ class ScheduledOperation(Sparse):
     trigger_loss: Score | None = Field(
         None, description="fires when the validation loss is less than this …"
     )
-    max_wait_iters: PositiveInt | None = Field(
-        None, description="… or when this many steps have passed since the last operation"
+    max_wait_iters: NonNegativeInt | None = Field(
+        None,
+        description="… or when this many steps have passed since the last operation; 0: at once",
     )
     when: When | None = Field(None, description="a trigger, instead of these two")
+    desc: str | None = Field(None, description="a comment, which changes nothing")
     min_steps: PositiveInt | None = Field(
         None, description="fires only when this many steps have passed since the last operation"
     )

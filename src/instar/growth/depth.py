@@ -19,7 +19,7 @@ from instar.growth.plan import (
     Stacked,
     TensorPlan,
 )
-from instar.growth.values import format_list, grown_size
+from instar.growth.values import format_list, grown_size, without_x
 from instar.models.architecture import EXPERTS_PER_TOKEN, ROUTER_STD, Architecture
 from instar.models.hf.families import JOINED
 from instar.models.hf.pretrained import LoraShape, PretrainedShape
@@ -61,7 +61,7 @@ def stack_layers(
     on each side of a seam (SOLAR, arXiv 2312.15166; default: a quarter), ``interpolate`` puts means of neighbours
     between them.
     """
-    layers = _layers(arch)
+    layers, value = _layers(arch), without_x(value)
     if not layers:
         raise GrowthError(_NO_LAYER.format("use insert_layers with from: normal"))
     # before the blocks are listed

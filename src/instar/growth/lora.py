@@ -3,7 +3,8 @@
 Growing an adapter adds random rows to A and zero columns to B and keeps the scale α / r, so the
 product B A and the function stay the same. Shrinking keeps the best approximation of the product
 (Eckart and Young), which changes the function unless the rank was not used. Ranks that do not
-contribute to that product get random rows of A and zero columns of B.
+contribute to that product get random rows of A and zero columns of B. With `merge` adapters are added to their
+weights first, and begin anew at the other rank, which is exact (ReLoRA, arXiv 2307.05695).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from instar.growth.plan import (
     TensorPlan,
     Truncated,
 )
+from instar.growth.values import without_x
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained import LoraShape
 from instar.models.lora import POSSIBLE, Lora, adapter_of, cover_weights, matches
@@ -43,19 +45,19 @@ def set_lora_rank(
     """Give all weights of a target adapters of this rank; 0 removes them.
 
     `hold` (default: true) keeps the scale of existing adapters; `alpha` (default: twice the rank)
-    and `rank_stabilized` (default: false) apply to new ones.
+    and `rank_stabilized` (default: false) apply to new ones, which with `merge` all are.
 
     Raises:
         ArchitectureError: a weight cannot have that rank.
         GrowthError: nothing would change.
     """
     target, rank = value["target"], value["rank"]
-    old = _adapters(arch)
+    old, merges = _adapters(arch), options.get("merge", False)
     if rank == 0:
-        return _change(arch, target, dict.fromkeys(_target_adapters(old, target)))
+        return _change(arch, target, dict.fromkeys(_target_adapters(old, target)), merges=merges)
     names = _target_weights(old, target)
     of_new = [option for option in ("alpha", "rank_stabilized") if option in options]
-    if of_new and all(old[name] for name in names):
+    if of_new and not merges and all(old[name] for name in names):
         raise GrowthError(
             f"{of_new[0]} applies to new adapters, and all weights of {target!r} have one already; "
             "set_lora_alpha changes their scale"
@@ -63,22 +65,25 @@ def set_lora_rank(
     alpha = float(options.get("alpha", 2 * rank))
     new = Lora(target, rank, alpha, options.get("rank_stabilized", False))
     hold = options.get("hold", True)
-    return _change(arch, target, {name: _with_rank(old[name], rank, hold) or new for name in names})
+    new_adapters = {
+        name: new if merges and of_new else _with_rank(old[name], rank, hold) or new
+        for name in names
+    }
+    return _change(arch, target, new_adapters, merges=merges)
 
 
 def change_lora_rank(
     arch: Adaptable, value: Mapping[str, Any], options: Mapping[str, Any], _step: int
 ) -> tuple[Adaptable, GrowthPlan]:
     """Multiply the ranks of a target's adapters by a factor; rounded, at least 1."""
+    factor = without_x(value["factor"])
     new_adapters = {
         name: _with_rank(
-            adapter,
-            max(1, math.floor(adapter.rank * value["factor"] + 0.5)),
-            options.get("hold", True),
+            adapter, max(1, math.floor(adapter.rank * factor + 0.5)), options.get("hold", True)
         )
         for name, adapter in _target_adapters(_adapters(arch), value["target"]).items()
     }
-    return _change(arch, value["target"], new_adapters)
+    return _change(arch, value["target"], new_adapters, merges=options.get("merge", False))
 
 
 def set_lora_alpha(
@@ -89,6 +94,20 @@ def set_lora_alpha(
     alpha = float(value["alpha"])
     new_adapters = {name: replace(adapter, alpha=alpha) for name, adapter in present.items()}
     return _change(arch, value["target"], new_adapters)
+
+
+def change_lora_alpha(
+    arch: Adaptable, value: Mapping[str, Any] | float, _options: Mapping[str, Any], _step: int
+) -> tuple[Adaptable, GrowthPlan]:
+    """Multiply α of a target's adapters, or with a number alone of all, by a factor."""
+    target, factor = (
+        (value["target"], value["factor"]) if isinstance(value, Mapping) else ("all", value)
+    )
+    new_adapters = {
+        name: replace(adapter, alpha=adapter.alpha * without_x(factor))
+        for name, adapter in _target_adapters(_adapters(arch), target).items()
+    }
+    return _change(arch, target, new_adapters)
 
 
 def merge_lora(
@@ -106,7 +125,7 @@ def merge_lora(
         if adapter is None or part == "bias":
             tensors[name] = Grown(name)
         elif part == "weight":
-            tensors[name] = Merged(name, f"{weight}.lora_a", f"{weight}.lora_b", adapter.scale)
+            tensors[name] = _merged(weight, adapter)
         else:
             tensors[name] = _fresh_factor(entry)
     return arch, GrowthPlan(tensors, "exact", notes=(f"{len(adapters)} adapters merged",))
@@ -160,10 +179,17 @@ def _same_adapter(adapter: Lora | None, other: Lora | None) -> bool:
     return replace(adapter, target="") == replace(other, target="")
 
 
-def _change(arch: Adaptable, target: str, new_adapters: Adapters) -> tuple[Adaptable, GrowthPlan]:
-    """Return the architecture and plan for new adapters of some of the weights of `target`."""
+def _change(
+    arch: Adaptable, target: str, new_adapters: Adapters, *, merges: bool = False
+) -> tuple[Adaptable, GrowthPlan]:
+    """Return the architecture and plan for new adapters of some of the weights of `target`.
+
+    Args:
+        merges: whether present ones are added to their weights, and begin anew.
+    """
     old = _adapters(arch)
-    if all(_same_adapter(old[name], adapter) for name, adapter in new_adapters.items()):
+    merged = {name: old[name] for name in new_adapters if merges and old[name]}
+    if not merged and all(_same_adapter(old[name], a) for name, a in new_adapters.items()):
         raise GrowthError(f"the adapters of {target!r} already are as requested")
     all_adapters = {**old, **new_adapters}
     targets = (target, *(entry.target for entry in arch.lora))
@@ -171,16 +197,24 @@ def _change(arch: Adaptable, target: str, new_adapters: Adapters) -> tuple[Adapt
     tensors: dict[str, TensorPlan] = {}
     for name, entry in new_arch.parameters().items():
         weight, _, part = name.rpartition(".")
+        before = merged.get(weight)
         if part in ("lora_a", "lora_b"):
-            tensors[name] = _factor_plan(name, entry, old[weight], all_adapters[weight])
+            tensors[name] = _factor_plan(
+                name, entry, None if before else old[weight], all_adapters[weight]
+            )
+        elif before and part == "weight":
+            tensors[name] = _merged(weight, before)
         else:
             tensors[name] = Grown(name)
+    kept = {name: a for name, a in new_adapters.items() if name not in merged}
     label: Label = (
-        "exact"
-        if all(map(_keeps_product, map(old.get, new_adapters), new_adapters.values()))
-        else "lossy"
+        "exact" if all(map(_keeps_product, map(old.get, kept), kept.values())) else "lossy"
     )
-    return new_arch, GrowthPlan(tensors, label, notes=tuple(_notes(old, new_adapters)))
+    return new_arch, GrowthPlan(tensors, label, notes=tuple(_notes(old, new_adapters, merged)))
+
+
+def _merged(weight: str, adapter: Lora) -> Merged:
+    return Merged(f"{weight}.weight", f"{weight}.lora_a", f"{weight}.lora_b", adapter.scale)
 
 
 def _factor_plan(name: str, entry: Parameter, old: Lora | None, new: Lora | None) -> TensorPlan:
@@ -206,15 +240,17 @@ def _keeps_product(old: Lora | None, new: Lora | None) -> bool:
     return new.rank >= old.rank and math.isclose(new.scale, old.scale)
 
 
-def _notes(old: Adapters, new_adapters: Adapters) -> Iterator[str]:
+def _notes(old: Adapters, new_adapters: Adapters, merged: Adapters) -> Iterator[str]:
     """Yield a note for each kind of change."""
+    if merged:
+        yield f"{len(merged)} adapters merged"
     counts = Counter(
         (_adapter_text(before), _adapter_text(after))
         for before, after in ((old[name], adapter) for name, adapter in new_adapters.items())
     )
     for (before, after), number in counts.items():
         yield f"{number} × {before} → {after}"
-    if None in new_adapters.values():
+    if None in new_adapters.values() and not merged:
         yield "to keep what the adapters have learned, use merge_lora first"
 
 

@@ -21,6 +21,7 @@ from instar.growth.axes import fold_masks, refuse_if_masked
 from instar.growth.depth import insert_layers, stack_layers, upcycle
 from instar.growth.lora import (
     Adaptable,
+    change_lora_alpha,
     change_lora_rank,
     merge_lora,
     set_lora_alpha,
@@ -183,10 +184,11 @@ _COMMON_OPTIONS: Mapping[str, Check] = {
 
 _MASK: Mapping[str, Check] = {"mask": values.is_count}
 
+_RANK: Mapping[str, Check] = {"hold": values.is_flag, "merge": values.is_flag}
 _ADAPTER: Mapping[str, Check] = {
     "alpha": values.is_positive,
     "rank_stabilized": values.is_flag,
-    "hold": values.is_flag,
+    **_RANK,
 }
 
 OPERATORS: Mapping[str, Operator] = {
@@ -245,13 +247,18 @@ OPERATORS: Mapping[str, Operator] = {
     ),
     "change_lora_rank": Operator(
         change_lora_rank,
-        values.has(target=values.is_text, factor=values.is_positive),
-        {"hold": values.is_flag},
+        values.has(target=values.is_text, factor=values.is_factor),
+        _RANK,
         models="adaptable",
     ),
     "set_lora_alpha": Operator(
         set_lora_alpha,
         values.has(target=values.is_text, alpha=values.is_positive),
+        models="adaptable",
+    ),
+    "change_lora_alpha": Operator(
+        change_lora_alpha,
+        values.either(values.is_factor, values.has(target=values.is_text, factor=values.is_factor)),
         models="adaptable",
     ),
     "merge_lora": Operator(merge_lora, values.is_text_or_nothing, models="adaptable"),

@@ -27,10 +27,18 @@ def make_check(valid: Callable[[Any], bool], description: str) -> Check:
     return check
 
 
-def _factor(value: Any) -> Fraction | None:
+def factor_of(value: Any) -> Fraction | None:
     """2 for `x2`, 3/2 for `x1.5`; None for anything else."""
     match = re.fullmatch(r"x(\d+(?:\.\d+)?)", value) if isinstance(value, str) else None
     return Fraction(match[1]) if match else None
+
+
+def without_x(value: Any) -> Any:
+    """Return the number of a factor such as `x2`, whole if it is; anything else as it is."""
+    factor = factor_of(value)
+    if factor is None:
+        return value
+    return factor.numerator if factor.denominator == 1 else float(factor)
 
 
 def _is_count(value: Any, minimum: int = 1) -> bool:
@@ -39,7 +47,7 @@ def _is_count(value: Any, minimum: int = 1) -> bool:
 
 def is_size(value: Any) -> None:
     """A whole number above 0, or a factor above 1 such as `x2`."""
-    factor = _factor(value)
+    factor = factor_of(value)
     if factor is None and not _is_count(value):
         raise GrowthError(f"needs a whole number above 0 or a factor such as 'x2', not {value!r}")
     if factor is not None and factor <= 1:
@@ -84,7 +92,9 @@ def is_lr(value: Any) -> None:
 
 
 is_count = make_check(_is_count, "needs a whole number above 0")
-is_multiple = make_check(lambda value: _is_count(value, 2), "needs a whole factor of at least 2")
+is_multiple = make_check(
+    lambda value: _is_count(without_x(value), 2), "needs a whole factor of at least 2"
+)
 are_experts = make_check(
     lambda value: _is_count(value, 2), "needs a whole number of experts, at least 2"
 )
@@ -101,6 +111,10 @@ is_flag = make_check(lambda value: type(value) is bool, "must be true or false")
 is_positive = make_check(
     lambda value: type(value) in (int, float) and 0 < value < math.inf, "must be a number above 0"
 )
+is_factor = make_check(
+    lambda value: type(number := without_x(value)) in (int, float) and 0 < number < math.inf,
+    "must be a factor above 0",
+)
 is_not_negative = make_check(
     lambda value: type(value) in (int, float) and 0 <= value < math.inf,
     "must be a number from 0 on",
@@ -115,6 +129,15 @@ is_nothing = make_check(lambda value: value is None, "takes no value")
 def one_of(*words: str) -> Check:
     """Return a check for one of these words."""
     return make_check(lambda value: value in words, f"must be {' or '.join(words)}")
+
+
+def either(number: Check, mapping: Check) -> Check:
+    """Return a check of a mapping, or of the one number that stands for it."""
+
+    def check(value: Any) -> None:
+        (mapping if isinstance(value, Mapping) else number)(value)
+
+    return check
 
 
 def has(**keys: Check) -> Check:
@@ -142,7 +165,7 @@ def check_each(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
 def grown_size(value: Any, now: int, axis: str) -> int:
     """Return the size that `value` requests for an axis of size `now`; halves are rounded up."""
     is_size(value)
-    factor = _factor(value)
+    factor = factor_of(value)
     size: int = value if factor is None else math.floor(now * factor + Fraction(1, 2))
     if size <= now:
         raise GrowthError(f"{axis} is {now:,} already and only grows; choose more, or 'x2'")

@@ -31,7 +31,7 @@ from instar.growth.plan import (
     Reindexed,
     VocabularyMap,
 )
-from instar.growth.values import format_list, grown_size
+from instar.growth.values import format_list, grown_size, without_x
 from instar.models.architecture import Norm
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import Growable, MaskedAxis, TransformerShape, buffers_of
@@ -224,7 +224,7 @@ def split_kv_heads(
     underestimates their mean square by a factor of about 2 (measured with four copies in a GPT of
     3 layers of width 64).
     """
-    now = arch.sizes()["kv_heads"]
+    now, value = arch.sizes()["kv_heads"], without_x(value)
     per_group = arch.sizes()["heads"] // now
     if per_group % value:
         possible = [factor for factor in range(2, per_group + 1) if per_group % factor == 0]

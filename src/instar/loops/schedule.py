@@ -23,6 +23,7 @@ from instar.growth.operators import OPERATORS, is_growth
 from instar.growth.peers import Peers, peers_of
 from instar.growth.plan import GrowthError
 from instar.models.shape import Growable
+from instar.schedule.aliases import translate
 from instar.schedule.checks import mistakes
 from instar.schedule.driver import attempt_change, next_due
 from instar.schedule.operations import (
@@ -92,7 +93,12 @@ class GrowthSchedule:
             else json.dumps([*map(dict, schedule)])
         )
         budget = [] if steps is None else [f"train.until=[{steps}it]"]
-        self._config = load_config(None, [f"schedule={text}", *budget], (mistakes,)).config
+        loaded_config = load_config(
+            None, [f"schedule={text}", *budget], (mistakes,), translate=translate
+        )
+        for note in loaded_config.notes:
+            logger.warning("%s", note)
+        self._config = loaded_config.config
         self.entries = schedule_entries(self._config)
         self.steps, self.tokens_per_step, self.seed = steps, tokens_per_step, seed
         self._check()

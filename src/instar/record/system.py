@@ -121,6 +121,54 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def peak_bytes(device: str, *, reset: bool = False) -> int:
+    """Return the peak memory of this process on a device since the last reset, in bytes: of a CPU what is resident.
+
+    Args:
+        reset: afterwards, the peak begins anew.
+    """
+    if not device.startswith("cuda"):
+        return _peak_resident_bytes(reset=reset)
+    import torch
+
+    peak = int(torch.cuda.max_memory_reserved(device))
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def usable_bytes(device: str) -> int:
+    """Return the memory of a device that this process may use in all, in bytes: what it has and what is
+    available, within the limit of its control group."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    free = [int(psutil.virtual_memory().available)]
+    with suppress(OSError, ValueError, IndexError):
+        group = PROCESS.joinpath("cgroup").read_text().split("0::/")[1].split()
+        folder = CONTROL_GROUPS.joinpath(*group)
+        # a limit of "max" is not a number: there is none
+        limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
+        cached_bytes = int(
+            (folder / "memory.stat").read_text().split("inactive_file ")[1].split()[0]
+        )
+        free.append(limit - used + cached_bytes)
+    return resident_bytes() + min(free)
+
+
+def _peak_resident_bytes(*, reset: bool = False) -> int:
+    """Return the peak resident memory since the last reset; where the kernel does not tell, the present one."""
+    peak = 0
+    with suppress(OSError, ValueError, IndexError):
+        status = PROCESS.joinpath("status").read_text()
+        peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+    if reset:
+        with suppress(OSError):
+            PROCESS.joinpath("clear_refs").write_text("5")
+    return peak or resident_bytes()
+
+
 def memory_bytes(device: str = "cpu") -> int:
     """Return the peak memory allocated on a CUDA device, else the resident memory, in bytes."""
     if device.startswith("cuda"):

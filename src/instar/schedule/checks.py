@@ -15,6 +15,7 @@ from instar.config.load import Brought, Loaded, load_config
 from instar.config.origins import SCHEDULE
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation, ScheduledOperation, When
+from instar.schedule.aliases import translate
 from instar.schedule.branches import BRANCH, Finding, branch_conflicts, branch_problems, read_branch
 from instar.schedule.operations import (
     OperationError,
@@ -22,6 +23,7 @@ from instar.schedule.operations import (
     hint_for_unknown,
     is_operation,
 )
+from instar.schedule.settings import ADJUST_BATCH
 from instar.schedule.triggers import operation, stays_due, tokens, trigger
 
 
@@ -32,13 +34,15 @@ def load_checked(
     import_task: bool = True,
     weights: Callable[[Mapping[str, Any]], Brought] | None = None,
 ) -> Loaded:
-    """Load a config with `config.load.load` and also check its schedule.
+    """Load a config with `config.load.load` and also check its schedule, which may be of another form.
 
     Raises:
         ConfigError: with all problems of both.
     """
     checks = (cross_checks, mistakes)
-    return load_config(path, overrides, checks, import_task=import_task, weights=weights)
+    return load_config(
+        path, overrides, checks, import_task=import_task, weights=weights, translate=translate
+    )
 
 
 def mistakes(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -83,8 +87,8 @@ def _operation(entry: ScheduledOperation) -> Iterator[Finding]:
             yield reason
 
 
-def without_effect(config: RunConfig) -> Iterator[str]:
-    """Yield the operations of a schedule that change nothing, whenever they fire."""
+def remarks(config: RunConfig) -> Iterator[str]:
+    """Yield the operations of a schedule that change nothing, whenever they fire, and those that no forecast knows."""
     names_before: set[str] = set()
     for number, entry in enumerate(config.schedule):
         what = f"{SCHEDULE}[{number}] {entry.name} has no effect"
@@ -93,6 +97,10 @@ def without_effect(config: RunConfig) -> Iterator[str]:
         unset = config.eval.eval_iters is None and "set_eval_iters" not in names_before
         if entry.name == "change_eval_iters" and unset:
             yield f"{what}: eval.eval_iters is not set, and the whole validation set is evaluated"
+        if entry.name == ADJUST_BATCH:
+            assumed = (entry.model_extra or {}).get("batch_size")
+            size = "the present batch" if assumed is None else f"a batch of {assumed}"
+            yield f"{SCHEDULE}[{number}] {entry.name} measures the batch when it fires; the forecast assumes {size}"
         names_before.add(entry.name)
 
 

@@ -319,7 +319,7 @@ def _branch_legs(
     assert leg.entry is not None
     changes = branch.changes(step)
     state = carried_out(leg.state, override(changes, {}), step)
-    _check_data(state, leg.entry, spec, world_size)
+    check_data(state, leg.entry, spec, world_size)
     return legs_of(schedule_entries(with_values(config, changes)), state, spec, world_size)
 
 
@@ -350,23 +350,24 @@ def _own_totals(
 
 
 def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
-    after, plan = _after(before, entry)
-    skip_reason = _skip_reason(after, entry)
-    if skip_reason:
-        return Leg(entry, before, _pace(before, spec), skip_reason=skip_reason)
-    _check_data(after, entry, spec, world_size)
-    return Leg(entry, after, _pace(after, spec), plan)
-
-
-def _after(state: State, entry: Entry) -> tuple[State, GrowthPlan | None]:
-    """Return the state after an entry, and the growth plan if the model grows."""
-    state = when_due(state, entry.operation)
+    """Return the leg that begins with an entry: as a run carries it out, or skips it if it may."""
+    state = when_due(before, entry.operation)
+    plan: GrowthPlan | None = None
     try:
         after, plan = plan_operation(state, entry.operation, 0)
+        reason = _skip_reason(after, entry)
+        if not reason:
+            check_data(after, entry, spec, world_size)
     except ValueError as error:
-        part = _faulty(state, entry.operation)
-        raise _schedule_error(entry, part, f"is not possible here: {error}") from None
-    return after, plan
+        if entry.on_failure == "stop":
+            if isinstance(error, ScheduleError):
+                raise
+            part = _faulty(state, entry.operation)
+            raise _schedule_error(entry, part, f"is not possible here: {error}") from None
+        reason = str(error)
+    if reason:
+        return Leg(entry, before, _pace(before, spec), skip_reason=reason)
+    return Leg(entry, after, _pace(after, spec), plan)
 
 
 def _faulty(state: State, operation: Operation) -> str:
@@ -390,8 +391,8 @@ def _skip_reason(larger: State, entry: Entry) -> str:
     return reason
 
 
-def _check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> None:
-    """Raise ScheduleError if a rank would have no samples."""
+def check_data(state: State, entry: Entry, spec: TaskSpec, world_size: int) -> None:
+    """Raise ScheduleError if a rank would have no samples after an entry."""
     settings = state.settings
     if settings.global_batch < world_size:
         raise _schedule_error(
@@ -463,6 +464,7 @@ def forecast_change(
     Raises:
         ScheduleError: it is not possible.
     """
+    entry = replace(entry, on_failure="stop")
     legs, stages = legs_of((entry,), state, spec, world_size), list[Stage]()
     for number, leg in enumerate(legs):
         frozen = frozen_parameters(legs, number, range(number))

@@ -15,9 +15,12 @@ from instar.config.schema import RunConfig
 from instar.config.sections import LARGEST, Operation
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
+from instar.growth.values import without_x
 from instar.models.shape import Facts, Growable, ModuleFacts, mask_of, no_facts
+from instar.schedule.aliases import remedy
 from instar.schedule.branches import BRANCH, BRANCHED, Branch, branch_problems
 from instar.schedule.settings import (
+    ADJUST_BATCH,
     CONTEXT,
     THAWED,
     NewParamWarmup,
@@ -277,8 +280,13 @@ def _effective(
     check_operation(operation)
     if growth.is_growth(operation.name):
         return config, _after_growth(settings, operation, step)
-    after = SETTINGS[operation.name](settings, operation.value, step)
+    after = SETTINGS[operation.name](settings, _number_of(operation), step)
     return config, with_options(settings, after, operation.options)
+
+
+def _number_of(operation: Operation) -> Any:
+    """Return an operation's value; the factor `x2` means the number 2."""
+    return without_x(operation.value) if operation.name.startswith("change_") else operation.value
 
 
 def carried_out(state: State, operation: Operation, step: int) -> State:
@@ -347,6 +355,8 @@ def is_operation(name: str) -> bool:
 
 def hint_for_unknown(name: str) -> str:
     """Return what may have been meant by an operation that is not there."""
+    if instead := remedy(name):
+        return instead
     package, dot, _ = name.partition(".")
     if dot:
         return f"no package with the operation is installed, an extension {package!r}"
@@ -380,22 +390,27 @@ def check_operation(operation: Operation) -> None:
                 "must be a pattern of parameter names, such as 'blocks.0.*', or a list of them, "
                 f"got {value_text(value)}",
             )
+    elif name == ADJUST_BATCH:
+        if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1):
+            text = f"must be a share of the device's memory, such as 0.85, got {value_text(value)}"
+            raise OperationError(name, "value", text)
     else:
-        _check_number(name, value)
+        _check_number(name, _number_of(operation), value)
 
 
 def _is_pattern(text: Any) -> bool:
     return isinstance(text, str) and bool(text) and not text.startswith(THAWED)
 
 
-def _check_number(name: str, value: Any) -> None:
+def _check_number(name: str, number: Any, value: Any) -> None:
+    """Raise OperationError for a wrong number; `value`: as it was written."""
     kind = "whole number" if name.startswith("set_") and name != "set_lr" else "number"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and value > 0):
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not (is_number and number > 0):
         raise OperationError(name, "value", f"must be a positive {kind}, got {value_text(value)}")
-    if not value <= LARGEST:
+    if not number <= LARGEST:
         raise OperationError(name, "value", f"must be at most {LARGEST:g}, got {value_text(value)}")
-    if kind == "whole number" and value != int(value):
+    if kind == "whole number" and number != int(number):
         raise OperationError(name, "value", f"must be a whole number, got {value_text(value)}")
 
 
@@ -403,7 +418,7 @@ def _check_result(operation: Operation, settings: Settings, architecture: Growab
     """Raise ValueError if settings after `operation` are invalid, or invalid for this model."""
     if not 0 < settings.lr < math.inf or max(settings.counts()) > LARGEST:
         raise ValueError(
-            f"{operation.name} {operation.value:g}: the result is out of range (0 < x ≤ {LARGEST:g})"
+            f"{operation.name} {value_text(operation.value)}: the result is out of range (0 < x ≤ {LARGEST:g})"
         )
     longest = architecture.sizes().get("context", 1)
     if settings.context > longest:
@@ -616,6 +631,7 @@ SETTINGS: Mapping[str, Effect] = {
     "set_context": _set_count("context"),
     "freeze": _freeze,
     "unfreeze": _unfreeze,
+    ADJUST_BATCH: lambda s, _share, _step: s,
     BRANCH: lambda s, _value, _step: s,
 }
 """Effects of all operations on settings. `change_*` multiplies, `set_*` is absolute. Products of

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from instar.config.errors import value_text
 from instar.config.schema import RunConfig
+from instar.config.sections import LARGEST
 from instar.growth.axes import factors_of
 from instar.models.lora import is_adapter
 from instar.models.shape import Growable, Parameter, axis_size, streams_of
@@ -31,7 +32,12 @@ THAWED = "!"
 CONTEXT = frozenset({"set_context", "change_context"})
 """Operations that change the length of samples: a stream restarts from its beginning."""
 
-_BATCH = frozenset({"set_batch_size", "change_batch_size", "set_grad_accum", "change_grad_accum"})
+ADJUST_BATCH = "adjust_batch_size"
+"""The operation whose batch is measured when it is carried out; its option `batch_size` says what was."""
+
+_BATCH = frozenset(
+    {"set_batch_size", "change_batch_size", "set_grad_accum", "change_grad_accum", ADJUST_BATCH}
+)
 
 LR_RULES: Mapping[str, Callable[[float], float]] = {
     "keep": lambda _: 1.0,
@@ -232,17 +238,41 @@ def refused_options(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str
     """Yield each option that an operation on settings does not have, or whose value is invalid, with
     the message."""
     choices: dict[str, tuple[str, ...]] = {}
+    counts: tuple[str, ...] = ()
     if name in CONTEXT:
         choices = {"tokens": ("change", "keep")}
     elif name in _BATCH:
         choices = {"lr": tuple(LR_RULES)}
+        counts = ("max", "batch_size") if name == ADJUST_BATCH else ()
     for option, value in options.items():
-        if option not in choices:
-            has = f"whose option is {', '.join(choices)}" if choices else "which has none"
-            yield option, f"is not an option of {name}, {has}"
+        if option in counts:
+            if type(value) is not int or not 0 < value <= LARGEST:
+                yield option, f"must be a positive whole number, got {value_text(value)}"
+        elif option not in choices:
+            allowed = ", ".join((*choices, *counts))
+            has = f"whose options are {allowed}" if counts else f"whose option is {allowed}"
+            yield option, f"is not an option of {name}, {has if allowed else 'which has none'}"
+        elif option == "lr" and (exponent := _exponent(value)) is not None:
+            if not 0 <= exponent <= 2:
+                yield option, f"must have an exponent from 0 to 2, got {value_text(exponent)}"
         elif not (isinstance(value, str) and value in choices[option]):
-            *allowed_before, last = choices[option]
-            yield option, f"must be {', '.join(allowed_before)} or {last}, got {value_text(value)}"
+            *words, last = [*choices[option], *(["{exponent: 0.6}"] if option == "lr" else [])]
+            yield option, f"must be {', '.join(words)} or {last}, got {value_text(value)}"
+
+
+def _exponent(rule: Any) -> float | None:
+    """Return the exponent of `{exponent: 0.6}`; None for other rules."""
+    if not isinstance(rule, Mapping) or [*rule] != ["exponent"]:
+        return None
+    exponent = rule["exponent"]
+    is_number = isinstance(exponent, int | float) and not isinstance(exponent, bool)
+    return float(exponent) if is_number else None
+
+
+def _lr_factor(rule: Any, ratio: float) -> float:
+    """Return the factor of the learning rate for a factor of the global batch."""
+    exponent = _exponent(rule)
+    return LR_RULES[rule](ratio) if exponent is None else math.pow(ratio, exponent)
 
 
 def with_options(before: Settings, after: Settings, options: Mapping[str, Any]) -> Settings:
@@ -253,8 +283,11 @@ def with_options(before: Settings, after: Settings, options: Mapping[str, Any]) 
     """
     if options.get("tokens") == "keep":
         after = _same_tokens(before, after)
+    if {"batch_size", "max"} & options.keys():
+        fitting = options.get("batch_size", after.batch_size)
+        after = replace(after, batch_size=min(fitting, options.get("max", fitting)))
     ratio = after.global_batch / before.global_batch
-    factor = LR_RULES[options["lr"]](ratio) if "lr" in options else 1.0
+    factor = _lr_factor(options["lr"], ratio) if "lr" in options else 1.0
     return after if factor == 1.0 else dataclasses.replace(after, lr=after.lr * factor)
 
 

@@ -194,6 +194,8 @@ def stays_due(trigger: Trigger) -> bool:
             return any(map(stays_due, triggers))
         case AllOf(triggers):
             return all(map(stays_due, triggers))
+        case Waited(steps):
+            return steps == 0
     return isinstance(trigger, LossBelow | AtStep | AtTokens | AtFraction)
 
 

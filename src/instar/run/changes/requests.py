@@ -90,6 +90,7 @@ def _answer(state: RunState, parts: Components, post: Post) -> Answer:
 def check_possible(state: RunState, parts: Components, entry: Entry) -> None:
     """Raise ValueError if the operation is not possible now, or if what is left of the schedule would not be."""
     rest, spec, size = state.ahead(parts.entries), parts.task.spec, parts.world.size
+    entry = replace(entry, on_failure="stop")  # it is refused now rather than skipped later
     legs_of((entry,), state.in_force, spec, size)
     try:
         legs_of(rest, state.in_force, spec, size)

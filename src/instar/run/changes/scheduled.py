@@ -19,6 +19,7 @@ from instar.distributed.failure import PeerError, RunFailed
 from instar.growth.engine import ProvedGrowth, prepare_candidate
 from instar.models.shape import mask_of
 from instar.record.rundir import RunDir
+from instar.run.changes.batch_fit import fit_batch
 from instar.run.changes.branching import publish_branch
 from instar.run.changes.live_growth import Candidate, grow_run
 from instar.run.changes.requests import (
@@ -39,6 +40,7 @@ from instar.run.step.stepper import freeze_parameters
 from instar.run.validation import evaluate_validation, is_comparable
 from instar.schedule.branches import BRANCH
 from instar.schedule.driver import FAILURES, attempt_change, next_due
+from instar.schedule.forecast import check_data
 from instar.schedule.operations import (
     FOLD,
     Change,
@@ -49,7 +51,7 @@ from instar.schedule.operations import (
     when_due,
 )
 from instar.schedule.posted import Posted
-from instar.schedule.settings import is_frozen, patterns_of
+from instar.schedule.settings import ADJUST_BATCH, is_frozen, patterns_of
 from instar.schedule.triggers import Entry, Moment, due, last_step, too_large
 
 _STAYS_EQUAL = (
@@ -142,6 +144,8 @@ def stages_ahead(state: RunState, parts: Components) -> Iterator[State]:
             folded_stage = when_due(stage, entry.operation)
             after = carried_out(folded_stage, entry.operation, state.step)
         except ValueError as error:
+            if entry.on_failure == "skip":
+                continue
             raise ConfigError.of(str(error), where=entry.place) from error
         if folded_stage is not stage:
             yield folded_stage
@@ -234,6 +238,9 @@ def carry_out(
     )
     if candidate is None:
         return _skip(state, parts, change)
+    if candidate.measured is not None:
+        operation, how = candidate.measured
+        change = replace(change, operation=operation, reason=f"{reason}; {how}")
     growth, after = candidate.growth, candidate.after
     if growth is not None:
         state = _put_in_use(state, parts, operation.name, growth)
@@ -271,18 +278,26 @@ class _Carried(NamedTuple):
     growth: ProvedGrowth[Candidate] | None = None
     folder: Path | None = None
     """of a branch"""
+    measured: tuple[Operation, str] | None = None
+    """the operation with what was measured, and how"""
 
 
 def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:
     operation = change.operation
     if entry is not None and entry.number is None:
         check_possible(state, parts, entry)  # others may have changed the run since it was taken in
+    measured = None
+    if operation.name == ADJUST_BATCH:
+        measured = fit_batch(state, parts, operation)
+        operation = measured[0]
     after, plan = plan_operation(state.in_force, operation, change.step)
     folder = publish_branch(state, parts, change) if operation.name == BRANCH else None
-    if entry is not None and (why := too_large(entry, after.architecture)):
-        raise ValueError(why)
+    if entry is not None:
+        if why := too_large(entry, after.architecture):
+            raise ValueError(why)
+        check_data(after, entry, parts.task.spec, parts.world.size)
     if plan is None:
-        return _Carried(after, folder=folder)
+        return _Carried(after, folder=folder, measured=measured)
     parts.saver.free()  # two models need memory now, and the next copy has another layout
     allow_inexact = entry is not None and entry.allow_inexact
     subject = grow_run(state, parts, operation, after, plan)

@@ -29,7 +29,7 @@ from instar.record.system import host_bytes
 from instar.record.trackers.tracker import missing_libraries
 from instar.schedule.branches import BRANCH, branch_folder, read_branch
 from instar.schedule.branches import branch_problems as schedule_problems
-from instar.schedule.checks import has_end, without_effect
+from instar.schedule.checks import has_end, remarks
 from instar.schedule.forecast import Forecast, checked_forecast, decay_end
 from instar.schedule.memory import in_force
 from instar.schedule.settings import CONTEXT
@@ -47,11 +47,13 @@ class Prepared:
     forecast: Forecast
     derived_values: Mapping[str, object]
     """derived values by dotted key"""
+    notes: tuple[str, ...] = ()
+    """how the config was read"""
 
     @property
     def warnings(self) -> list[str]:
         """What the run does other than its config or the task's code suggests."""
-        config, texts = self.config, list(self.spec.warnings)
+        config, texts = self.config, [*self.notes, *self.spec.warnings]
         schedule, until = config.learning_rate, ", ".join(config.train.until)
         if schedule.has_end and schedule.lr_decay_iters is None:
             texts.append(
@@ -64,7 +66,7 @@ class Prepared:
                 f"{changes[0]} changes held-out samples too: losses before and after it cannot be "
                 "compared; eval.context sets one length for all evaluations"
             )
-        return [*texts, *without_effect(config), *self._short_run()]
+        return [*texts, *remarks(config), *self._short_run()]
 
     def _short_run(self) -> Iterator[str]:
         """Yield what does not happen because the run, or its data, are short."""
@@ -158,7 +160,7 @@ def preflight(
     forecast = checked_forecast(loaded_config, spec, world_size)
     if not assumptions:
         _check_last_step(loaded_config, forecast)
-    return _resolve(config, spec, forecast)
+    return dataclasses.replace(_resolve(config, spec, forecast), notes=loaded_config.notes)
 
 
 def _open_spec(

@@ -273,6 +273,19 @@ class Stepper:
         factor = batch.weight / sums["weight"] if sums["weight"] else math.nan
         return PartNorm(round(sums["samples"]), norm * factor)
 
+    def try_micro_batch(self, batch: Batch, samples: int) -> None:
+        """Run forward and backward passes as in training, which change no bit of the run. A collective."""
+        buffers = copy_buffers(self.unwrapped_model)
+        try:
+            with recording(None), generators_kept(self.world.device):
+                with self.autocast(), weighted(samples):
+                    loss = self.task.loss_sum(self.unwrapped_model, batch)
+                self._backward(loss)
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            load_buffers(self.unwrapped_model, buffers)
+
     def _forward(
         self,
         step: int,

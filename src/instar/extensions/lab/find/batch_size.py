@@ -6,11 +6,9 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from instar.config.errors import ConfigError
@@ -18,7 +16,7 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.distributed.world import World, join_group
 from instar.extensions.lab.find.training import open_trainer, prepared_alone
-from instar.record.system import CONTROL_GROUPS, PROCESS, resident_bytes
+from instar.record.system import peak_bytes, usable_bytes
 from instar.run.start.preflight import Prepared
 
 MARGIN = 0.9
@@ -89,7 +87,7 @@ def find_batch_size(
     samples = prepared_run.spec.samples(config.context)
     largest_size = min(size for size in (max_size, samples, 2**20) if size is not None)
     with join_group(config.parallel, config.device) as world:
-        limit = int(MARGIN * _usable_bytes(world.device))
+        limit = int(MARGIN * usable_bytes(str(world.device)))
         trials: dict[int, BatchTried] = {}
 
         def fits(size: int) -> bool:
@@ -194,7 +192,7 @@ def _try(prepared_run: Prepared, world: World, size: int, limit: int) -> BatchTr
     config = prepared_run.config.model_copy(update={"train": train})
     try:
         gc.collect()
-        _peak_bytes(world.device, reset=True)
+        peak_bytes(str(world.device), reset=True)
         with open_trainer(prepared_run, config, world) as trainer:
             for _ in range(2):  # the first ones also allocate, compile and choose kernels
                 trainer.step()
@@ -206,7 +204,7 @@ def _try(prepared_run: Prepared, world: World, size: int, limit: int) -> BatchTr
                 if seconds > _TIMED_S or steps == _MOST_STEPS:
                     break
             weight = trainer.state.progress.tokens - before.tokens
-            memory = _peak_bytes(world.device)
+            memory = peak_bytes(str(world.device))
         return BatchTried(size, weight / seconds, memory, fits=memory <= limit)
     except torch.OutOfMemoryError:
         return BatchTried(size, 0.0, limit, fits=False)
@@ -214,47 +212,3 @@ def _try(prepared_run: Prepared, world: World, size: int, limit: int) -> BatchTr
         if world.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-
-
-def _peak_bytes(device: torch.device, *, reset: bool = False) -> int:
-    if device.type == "cpu":
-        return _peak_resident_bytes(reset=reset)
-    peak = int(torch.cuda.max_memory_reserved(device))
-    if reset:
-        torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
-def _usable_bytes(device: torch.device) -> int:
-    """Return the memory that this process may use in all, in bytes: what it has and what is
-    available, within the limit of its control group."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    free = [int(psutil.virtual_memory().available)]
-    with suppress(OSError, ValueError, IndexError):
-        group = PROCESS.joinpath("cgroup").read_text().split("0::/")[1].split()
-        folder = CONTROL_GROUPS.joinpath(*group)
-        # a limit of "max" is not a number: there is none
-        limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
-        cached_bytes = int(
-            (folder / "memory.stat").read_text().split("inactive_file ")[1].split()[0]
-        )
-        free.append(limit - used + cached_bytes)
-    return resident_bytes() + min(free)
-
-
-def _peak_resident_bytes(*, reset: bool = False) -> int:
-    """Return the peak resident memory of this process since the last reset, in bytes; where the
-    kernel does not tell, the present one.
-
-    Args:
-        reset: afterwards, the peak begins anew.
-    """
-    peak = 0
-    with suppress(OSError, ValueError, IndexError):
-        status = PROCESS.joinpath("status").read_text()
-        peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
-    if reset:
-        with suppress(OSError):
-            PROCESS.joinpath("clear_refs").write_text("5")
-    return peak or resident_bytes()
