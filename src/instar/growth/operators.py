@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar
@@ -27,7 +27,7 @@ from instar.growth.lora import (
     set_lora_alpha,
     set_lora_rank,
 )
-from instar.growth.plan import GrowthError, GrowthPlan
+from instar.growth.plan import Grown, GrowthError, GrowthPlan
 from instar.growth.values import Check
 from instar.growth.width import (
     add_heads,
@@ -157,6 +157,27 @@ def _widen(
     return plan(arch, Operation(_OPERATION_OF_AXIS[axis], value["size"], options), step=step)
 
 
+def _set_dropout(
+    arch: Architecture, value: float, _options: Mapping[str, Any], _step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """Set the dropout probability; no tensor changes, and without dropout, as in evaluations, nothing does."""
+    if value == arch.dropout:
+        raise GrowthError(f"the dropout is {value:g} already")
+    changed = replace(arch, dropout=float(value))
+    return changed, GrowthPlan({name: Grown(name) for name in arch.parameters()}, "exact")
+
+
+def _change_dropout(
+    arch: Architecture, value: Any, options: Mapping[str, Any], step: int
+) -> tuple[Architecture, GrowthPlan]:
+    dropout = arch.dropout * values.without_x(value)
+    if not 0 < dropout < 1:
+        raise GrowthError(
+            f"the result would be {dropout:g}, which is not between 0 and 1; set_dropout"
+        )
+    return _set_dropout(arch, dropout, options, step)
+
+
 _KINDS: Mapping[str, type | UnionType] = {
     "transformers": TransformerShape,
     "adaptable": Adaptable,
@@ -262,6 +283,8 @@ OPERATORS: Mapping[str, Operator] = {
         models="adaptable",
     ),
     "merge_lora": Operator(merge_lora, values.is_text_or_nothing, models="adaptable"),
+    "set_dropout": Operator(_set_dropout, values.is_probability, models="gpt"),
+    "change_dropout": Operator(_change_dropout, values.is_factor, models="gpt"),
     "widen": Operator(
         _widen,
         values.has(axis=values.is_text, size=values.is_size),

@@ -107,6 +107,10 @@ is_positions = make_check(
 is_share = make_check(
     lambda value: type(value) is float and 0 < value < 1, "must be a number between 0 and 1"
 )
+is_probability = make_check(
+    lambda value: type(value) in (int, float) and 0 <= value < 1,
+    "must be a number from 0 to less than 1",
+)
 is_flag = make_check(lambda value: type(value) is bool, "must be true or false")
 is_positive = make_check(
     lambda value: type(value) in (int, float) and 0 < value < math.inf, "must be a number above 0"

@@ -19,6 +19,7 @@ from instar.growth.values import without_x
 from instar.models.shape import Facts, Growable, ModuleFacts, mask_of, no_facts
 from instar.schedule.aliases import remedy
 from instar.schedule.branches import BRANCH, BRANCHED, Branch, branch_problems
+from instar.schedule.config_operations import CONFIG_OPERATIONS, check_value, with_operation
 from instar.schedule.settings import (
     ADJUST_BATCH,
     CONTEXT,
@@ -280,6 +281,11 @@ def _effective(
     check_operation(operation)
     if growth.is_growth(operation.name):
         return config, _after_growth(settings, operation, step)
+    if (of_config := CONFIG_OPERATIONS.get(operation.name)) is not None:
+        try:
+            return with_operation(of_config, operation.value, config), settings
+        except ValueError as error:
+            raise ValueError(f"{operation.name}: {error}") from None
     after = SETTINGS[operation.name](settings, _number_of(operation), step)
     return config, with_options(settings, after, operation.options)
 
@@ -327,8 +333,9 @@ def plan_operation(
         warmups = _warmups(settings.new_param_warmups, plan, operation, step)
         settings = dataclasses.replace(settings, frozen=frozen, new_param_warmups=warmups)
         return with_config(settings=settings, architecture=architecture), plan
-    _check_result(operation, settings, state.architecture)
-    return dataclasses.replace(state, settings=settings), None
+    if operation.name in SETTINGS:
+        _check_result(operation, settings, state.architecture)
+    return with_config(settings=settings), None
 
 
 class OperationError(ValueError):
@@ -345,12 +352,12 @@ class OperationError(ValueError):
 
 def operation_names() -> list[str]:
     """Return the names of all operations."""
-    return sorted([*SETTINGS, *growth.OPERATORS])
+    return sorted([*SETTINGS, *CONFIG_OPERATIONS, *growth.OPERATORS])
 
 
 def is_operation(name: str) -> bool:
     """Return whether there is an operation of this name, in an extension of another package too."""
-    return name in SETTINGS or growth.is_growth(name)
+    return name in SETTINGS or name in CONFIG_OPERATIONS or growth.is_growth(name)
 
 
 def hint_for_unknown(name: str) -> str:
@@ -369,7 +376,7 @@ def check_operation(operation: Operation) -> None:
     if growth.is_growth(name):
         growth.check_growth(operation)
         return
-    if name not in SETTINGS:
+    if not is_operation(name):
         raise ValueError(f"unknown operation {name!r}; {hint_for_unknown(name)}")
     if name == BRANCH:
         for part, message, _ in branch_problems(operation):
@@ -377,7 +384,10 @@ def check_operation(operation: Operation) -> None:
         return
     for option, message in refused_options(name, operation.options):
         raise OperationError(name, option, message)
-    if name == "reset_lr_schedule":
+    if (of_config := CONFIG_OPERATIONS.get(name)) is not None:
+        if message := check_value(of_config, value):
+            raise OperationError(name, "value", message)
+    elif name == "reset_lr_schedule":
         # schedules in which every operation has a value also give one here; it has no effect
         if value is not None and not isinstance(value, int | float):
             raise OperationError(name, "value", f"must be left out, got {value_text(value)}")

@@ -13,8 +13,9 @@ from typing import NamedTuple, NoReturn
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.budget import fraction_used
 from instar.config.errors import ConfigError
+from instar.config.fields import with_values
 from instar.config.sections import Operation
-from instar.distributed.agree import agree
+from instar.distributed.agree import agree, raise_on_all_ranks
 from instar.distributed.failure import PeerError, RunFailed
 from instar.growth.engine import ProvedGrowth, prepare_candidate
 from instar.models.shape import mask_of
@@ -39,6 +40,7 @@ from instar.run.state.run_state import RunState
 from instar.run.step.stepper import freeze_parameters
 from instar.run.validation import evaluate_validation, is_comparable
 from instar.schedule.branches import BRANCH
+from instar.schedule.config_operations import CONFIG_OPERATIONS, changed_config
 from instar.schedule.driver import FAILURES, attempt_change, next_due
 from instar.schedule.forecast import check_data
 from instar.schedule.operations import (
@@ -286,6 +288,8 @@ def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry 
     operation = change.operation
     if entry is not None and entry.number is None:
         check_possible(state, parts, entry)  # others may have changed the run since it was taken in
+    if operation.name in CONFIG_OPERATIONS:
+        _check_optimizers(parts, operation)
     measured = None
     if operation.name == ADJUST_BATCH:
         measured = fit_batch(state, parts, operation)
@@ -303,6 +307,17 @@ def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry 
     subject = grow_run(state, parts, operation, after, plan)
     growth = prepare_candidate(subject, plan, subject.peers, allow_inexact=allow_inexact)
     return _Carried(after, growth)
+
+
+def _check_optimizers(parts: Components, operation: Operation) -> None:
+    """Raise ValueError if an operation sets what the task's own optimizers do not read."""
+    keys = CONFIG_OPERATIONS[operation.name].keys
+    if not any(key.startswith("optimizer.") for key in keys):
+        return
+    with raise_on_all_ranks(parts.world, "asking for the task's optimizers"):
+        own = parts.task.optimizer(parts.stepper.unwrapped_model)
+    if own is not None:
+        raise ValueError(f"{operation.name}: optimizer() of the task gives its own optimizers")
 
 
 def _put_in_use(
@@ -334,6 +349,11 @@ def _apply_settings(
     """Update the components that store a setting; the others read the settings at every step."""
     was, after = before.settings, state.in_force
     now = after.settings
+    if changes := changed_config(before.config, after.config):
+        with raise_on_all_ranks(parts.world, "changing the optimizers"):
+            parts.config = with_values(parts.config, changes)
+            of_optimizers = any(key.startswith("optimizer.") for key in changes)
+            parts.stepper.set_config(parts.config, after, optimizers=of_optimizers)
     if now.context != was.context:
         parts.stepper.task = parts.task.at(after.architecture, now.context)
         cursor = state.progress.samples

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from instar.config.fields import values as config_values
 from instar.growth.apply import moments_mode
 from instar.growth.proof import Proof
 from instar.models.architecture import AXES
@@ -16,6 +17,7 @@ from instar.models.lora import Lora
 from instar.models.shape import Growable, count_parameters, streams_of
 from instar.record.events import OperationEvent
 from instar.record.format import si
+from instar.schedule.config_operations import changed_config
 from instar.schedule.operations import Change, State
 
 Differences = Mapping[str, tuple[Any, Any]]
@@ -63,6 +65,8 @@ def differences(before: State, after: State) -> Differences:
         for name in {**was, **now}:
             if name not in _BOOKKEEPING and was.get(name) != now.get(name):
                 values[name] = was.get(name), now.get(name)
+    for key, value in changed_config(before.config, after.config).items():
+        values[key.rpartition(".")[2]] = config_values(before.config)[key], value
     return values
 
 

@@ -151,6 +151,20 @@ class Stepper:
                 if name.endswith(suffix)
             }
 
+    def set_config(self, config: RunConfig, state: State, *, optimizers: bool) -> None:
+        """Use other values of a config's keys for clipping, the moving average and, if `optimizers`, the optimizers,
+        which keep their states.
+
+        Args:
+            state: settings and shapes in force.
+        """
+        self.clip, self.ema_decay = config.train.clip, config.train.ema
+        if not optimizers:
+            return
+        states = self.states()
+        self.optimizers = optimizers_of(config, self.task, self.strategy, state)
+        self.load_states(states)
+
     def share_buffers(self) -> None:
         """Broadcast rank 0's persistent buffers, as DDP does. A collective."""
         share_buffers(self.world, self.unwrapped_model)
@@ -430,6 +444,13 @@ def stepper_of(
     config: RunConfig, world: World, task: Task, strategy: Strategy, state: State
 ) -> Stepper:
     """Build a stepper of a model that is prepared for all ranks, with optimizers without state."""
+    return Stepper(config, world, task, strategy, optimizers_of(config, task, strategy, state))
+
+
+def optimizers_of(
+    config: RunConfig, task: Task, strategy: Strategy, state: State
+) -> list[torch.optim.Optimizer]:
+    """Build the optimizers of a model that is prepared for all ranks, without state."""
     elastic = config.reproducible == "elastic"
     optimizers = task_optimizers(
         task, strategy.bare, config.optimizer, elastic=elastic, precision=config.precision
@@ -443,7 +464,7 @@ def stepper_of(
 
     if warmups or width is not None:
         split_groups(optimizers, strategy.parameters, warmups, factors)
-    return Stepper(config, world, task, strategy, optimizers)
+    return optimizers
 
 
 def freeze_parameters(stepper: Stepper, frozen: Sequence[str]) -> None:

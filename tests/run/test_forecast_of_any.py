@@ -1,0 +1,234 @@
+"""Random schedules of all operations: run and forecast agree on every step, setting, shape, sample, token and FLOP.
+
+`INSTAR_TORTURE=full` tries 500.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+from live import restore
+
+from instar.checkpoint.listing import latest_checkpoint
+from instar.checkpoint.manifest import CheckpointError
+from instar.checkpoint.store import load_checkpoint
+from instar.config.errors import ConfigError
+from instar.record.events import Train, read_events
+from instar.run.start.preflight import Prepared
+from instar.run.trainer import Trainer
+from instar.schedule.forecast import Stage
+from instar.schedule.operations import FOLD, State, operation_names, states
+from instar.schedule.settings import learning_rate
+
+Entry = dict[str, Any]
+FACTORS = [0.5, 1.5, 2, "x2", 3]
+SIZES = ["x2", "x1.5", 40, 48, 64, 96]
+TARGETS = ["attn", "mlp", "embedding", "all", "blocks.0.*"]
+OF_BATCH = [{}, {"lr": "sqrt"}, {"lr": {"exponent": 0.6}}]
+CHOICES: Mapping[str, list[tuple[Any, list[Entry]]]] = {
+    "set_lr": [(value, [{}]) for value in (1e-4, 3e-3)],
+    "set_batch_size": [(value, OF_BATCH) for value in (1, 2, 3, 6)],
+    "change_batch_size": [(value, OF_BATCH) for value in FACTORS],
+    "adjust_batch_size": [(0.9, [{"max": 3, "batch_size": 3}, {"max": 2, "batch_size": 2}])],
+    "set_grad_accum": [(value, OF_BATCH) for value in (1, 3)],
+    "set_warmup_iters": [(value, [{}]) for value in (1, 3, 5)],
+    "set_eval_iters": [(value, [{}]) for value in (1, 2)],
+    "set_eval_interval": [(value, [{}]) for value in (1, 2, 4)],
+    "set_context": [(value, [{}, {"tokens": "keep"}]) for value in (4, 8, 16, 32)],
+    "change_context": [(value, [{}, {"tokens": "keep"}]) for value in (0.5, 2)],
+    "reset_lr_schedule": [(None, [{}])],
+    "freeze": [(value, [{}]) for value in ("blocks.0.*", "token*", ["*norm*", "blocks.*.mlp.*"])],
+    "unfreeze": [(value, [{}]) for value in ("blocks.0.*", "*")],
+    "branch": [("side", [{"iters": 2}])],
+    "stack_layers": [(2, [{}, {"how": "interleave"}]), ([0, 0, 1], [{}]), ("x2", [{}])],
+    "insert_layers": [(1, [{}, {"where": "even"}, {"mask": 2}, {"from": "copy"}])],
+    "split_kv_heads": [(2, [{}])],
+    "add_heads": [(value, [{}, {"mask": 3}]) for value in (1, 2)],
+    "grow_head_dim": [(value, [{}]) for value in ("x2", 24)],
+    "upcycle": [(2, [{"num_experts_per_tok": 1}])],
+    "extend_context": [(value, [{}]) for value in (32, "x2")],
+    "set_lora_rank": [
+        ({"target": target, "rank": rank}, [{}, {"merge": True}])
+        for target in TARGETS
+        for rank in (0, 2, 3)
+    ],
+    "change_lora_rank": [
+        ({"target": target, "factor": factor}, [{}, {"merge": True}])
+        for target in TARGETS
+        for factor in FACTORS
+    ],
+    "set_lora_alpha": [({"target": target, "alpha": 3}, [{}]) for target in TARGETS],
+    "change_lora_alpha": [({"target": "all", "factor": 0.5}, [{}]), ("x2", [{}])],
+    "merge_lora": [(target, [{}]) for target in (None, "attn")],
+    "widen": [({"axis": axis, "size": "x1.5"}, [{}]) for axis in ("mlp", "embed", "vocab")],
+}
+"""Values and options of operations; of others factors or sizes."""
+GROWTH_OPTIONS = [{}, {}, {"lr": "reset"}, {"lr": {"rewarm": 3}}, {"lr": {"rewarm_new": 2}}]
+
+
+def operation(draw: random.Random) -> Entry:
+    name = draw.choice([name for name in operation_names() if name != "fold_masks"])
+    others = [(value, [{}]) for value in (FACTORS if name.startswith("change_") else SIZES)]
+    value, options = draw.choice(CHOICES.get(name, others))
+    more = draw.choice(GROWTH_OPTIONS) if name in GROWN else {}
+    return {"name": name, "value": value, **draw.choice(options), **more}
+
+
+GROWN = (
+    *("stack_layers", "insert_layers", "widen_mlp", "widen_hidden", "add_heads", "split_kv_heads"),
+    *("grow_head_dim", "upcycle", "resize_vocab", "extend_context", "widen"),
+)
+
+
+def trigger(draw: random.Random) -> Entry:
+    """Bounds of losses that all evaluations are below: then a forecast's earliest steps are those of the run."""
+    return draw.choice(
+        [
+            {"when": {"at_step": draw.randint(0, 11)}},
+            {"when": {"waited": draw.randint(1, 4)}},
+            {"when": {"at_tokens": draw.randint(1, 1200)}},
+            {"when": {"at_fraction": round(draw.random(), 2)}},
+            {"when": {"all": [{"waited": 1}, {"at_step": draw.randint(0, 9)}]}},
+            {"when": {"any": [{"loss_below": 99.0}, {"waited": 5}]}},
+            {"trigger_loss": 99.0, "max_wait_iters": draw.randint(0, 6)},
+            {"trigger_loss": 99.0, "max_wait_iters": 3, "reevaluate": True},
+            {"max_wait_iters": draw.randint(0, 3)},
+        ]
+    )
+
+
+def keys(draw: random.Random) -> list[str]:
+    schedule = []
+    for _ in range(draw.randint(1, 5)):
+        entry = operation(draw) | trigger(draw)
+        entry |= {"on_failure": "skip"} if draw.random() < 0.25 else {}
+        entry |= {"min_steps": draw.randint(1, 3)} if draw.random() < 0.2 else {}
+        schedule.append(entry)
+    options = [
+        f"schedule={json.dumps(schedule)}",
+        f"train.until=[{draw.choice(['12it', '1300tok', '90samples', '9it'])}]",
+        f"eval.eval_interval={draw.choice([2, 3, 5])}",
+        "eval.eval_iters=2",
+        f"learning_rate.shape={draw.choice(['cosine', 'linear', 'wsd', 'constant'])}",
+        f"train.batch_size={draw.choice([2, 4])}",
+        "checkpoint.every_minutes=null",
+        "checkpoint.every_steps=3",
+        "record.sample_tokens=0",
+        "model.n_head=4",
+    ]
+    shapes = (["preset=gpt2"], ["preset=llama", "model.n_kv_head=2"])
+    return [*options, *draw.choice(shapes)]
+
+
+@pytest.mark.repeated
+@pytest.mark.timeout(7200)
+def test_a_run_is_what_its_forecast_says(
+    trainer: Callable[..., Trainer], prepared: Callable[..., Prepared], tmp_path: Path
+) -> None:
+    """Every third is killed after a random step, and goes on from its last checkpoint."""
+    tried, wrong, seed = 0, list[str](), 0
+    # a text of whole windows at every length: how long the last one is, a forecast does not know
+    data = ("data.max_bytes=13903", f"data.path={tmp_path / 'whole'}")
+    counts: Counter[str] = Counter()
+    while tried < figures.times(12, 500):
+        seed += 1
+        options = [*keys(random.Random(seed)), *data]
+        try:
+            ready = prepared(*options)
+        except ConfigError:
+            continue  # not possible, which the check says; others are
+        tried += 1
+        run = trainer(*options, name=f"run-{seed}")
+        if seed % 3 == 0:
+            run = resumed(run, trainer, options, seed)
+        run.train()
+        run.parts.saver.finish()
+        counts.update(c.operation.name for c in run.state.history if not c.skipped)
+        events = tmp_path / f"{run.parts.saver.root.name}.jsonl"
+        wrong += [f"seed {seed}: {text}" for text in differences(ready, run, events)]
+        run.close()
+        shutil.rmtree(run.parts.saver.root, ignore_errors=True)
+    missing = {*operation_names(), "fold_masks"} - counts.keys() if figures.FULL else set[str]()
+    figures.write(
+        "forecast",
+        [
+            figures.none_of(tried, "random schedules, runs other than their forecasts", wrong),
+            figures.none_of(len(counts), "operations, never carried out", sorted(missing)),
+        ],
+    )
+
+
+def resumed(
+    run: Trainer, trainer: Callable[..., Trainer], options: Sequence[str], seed: int
+) -> Trainer:
+    """A run that goes on from the last checkpoint of one that was killed."""
+    killed_at = random.Random(-seed).randint(1, 9)
+
+    @contextmanager
+    def killing() -> Iterator[None]:
+        if run.state.step == killed_at:
+            raise KeyboardInterrupt
+        yield
+
+    run.around_step = killing
+    with suppress(KeyboardInterrupt):
+        run.train()
+    run.parts.saver.finish()
+    after = trainer(*options, name=f"run-{seed}-resumed")
+    with suppress(CheckpointError):  # it was killed before the first
+        restore(after, load_checkpoint(latest_checkpoint(run.parts.saver.root)))
+    return after
+
+
+def differences(ready: Prepared, run: Trainer, events: Path) -> list[str]:
+    """In what a run that has ended is other than its forecast."""
+    found: list[str] = []
+    history = [c for c in run.state.history if c.operation != FOLD]
+    stages = [stage for stage in ready.forecast.stages[1:] if stage.first_step is not None]
+    told = [(s.operation.split(" ")[0].rstrip(","), s.first_step, s.skipped) for s in stages]
+    done = [(c.operation.name, c.step, c.skipped) for c in history]
+    if told != done:
+        return [f"operations: forecast {told}, run {done}"]
+    after = {id(change): state for change, state in states(run.parts.initial, run.state.history)}
+    for stage, change in zip(stages, history, strict=True):
+        if not change.skipped:
+            found += of_stage(stage, after[id(change)])
+    progress, totals = run.state.progress, ready.forecast.early
+    assert totals is not None
+    for name in ("step", "samples", "tokens", "flops"):
+        counted = getattr(totals, "steps" if name == "step" else name)
+        if getattr(progress, name) != counted:
+            found.append(f"{name}: forecast {counted}, run {getattr(progress, name)}")
+    rates = {e.step: e.lr for e in read_events(events) if isinstance(e, Train)}
+    state, rest = (
+        run.parts.initial,
+        [(c.step, after[id(c)]) for c in run.state.history if not c.skipped],
+    )
+    for step, rate in rates.items():
+        while rest and rest[0][0] < step:
+            state = rest.pop(0)[1]
+        if rate != pytest.approx(learning_rate(state.settings, step - 1), rel=1e-9):
+            found.append(f"rate of step {step}: {rate}")
+    return found
+
+
+def of_stage(stage: Stage, state: State) -> list[str]:
+    """Settings, but for when a rate schedule or a warm-up began, which a forecast does not know; and the shape."""
+    began = {"lr_start": 0, "rewarm_start": 0, "new_param_warmups": ()}
+    pairs = (replace(stage.settings, **began), replace(state.settings, **began))
+    found = (
+        [f"{stage.operation}: forecast {pairs[0]}, run {pairs[1]}"] if pairs[0] != pairs[1] else []
+    )
+    if stage.architecture.parameters() != state.architecture.parameters():
+        found.append(f"{stage.operation}: another shape")
+    return found
