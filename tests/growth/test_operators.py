@@ -68,6 +68,8 @@ def operations(arch: Architecture) -> Iterator[Operation]:
         yield operation("split_kv_heads", groups)
     if not arch.qk_norm:
         yield operation("grow_head_dim", arch.head_dim + 2)
+    if arch.tied:
+        yield operation("untie_embeddings", True)
 
 
 def told(op: Operation) -> str:

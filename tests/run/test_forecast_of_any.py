@@ -50,6 +50,16 @@ CHOICES: Mapping[str, list[tuple[Any, list[Entry]]]] = {
     "freeze": [(value, [{}]) for value in ("blocks.0.*", "token*", ["*norm*", "blocks.*.mlp.*"])],
     "unfreeze": [(value, [{}]) for value in ("blocks.0.*", "*")],
     "branch": [("side", [{"iters": 2}])],
+    "set_weight_decay": [(value, [{}]) for value in (0, 0.3)],
+    "set_clip": [(value, [{}]) for value in (0.5, None)],
+    "set_betas": [([0.8, 0.9], [{}])],
+    "set_momentum": [(0.5, [{}])],
+    "change_momentum": [(0.5, [{}])],
+    "set_ema_decay": [(0.5, [{}])],
+    "change_ema_decay": [(0.5, [{}])],
+    "set_dropout": [(0.1, [{}])],
+    "change_dropout": [(value, [{}]) for value in (0.5, "x2")],
+    "untie_embeddings": [(True, [{}])],
     "stack_layers": [(2, [{}, {"how": "interleave"}]), ([0, 0, 1], [{}]), ("x2", [{}])],
     "insert_layers": [(1, [{}, {"where": "even"}, {"mask": 2}, {"from": "copy"}])],
     "split_kv_heads": [(2, [{}])],
@@ -74,6 +84,16 @@ CHOICES: Mapping[str, list[tuple[Any, list[Entry]]]] = {
 }
 """Values and options of operations; of others factors or sizes."""
 GROWTH_OPTIONS = [{}, {}, {"lr": "reset"}, {"lr": {"rewarm": 3}}, {"lr": {"rewarm_new": 2}}]
+
+
+NEEDS = {
+    **{
+        name: {"name": "set_lora_rank", "value": {"target": "all", "rank": 2}}
+        for name in ("change_lora_rank", "set_lora_alpha", "change_lora_alpha", "merge_lora")
+    },
+    "change_dropout": {"name": "set_dropout", "value": 0.2},
+}
+"""What comes first, or an operation would never be possible."""
 
 
 def operation(draw: random.Random) -> Entry:
@@ -111,6 +131,8 @@ def keys(draw: random.Random) -> list[str]:
     schedule = []
     for _ in range(draw.randint(1, 5)):
         entry = operation(draw) | trigger(draw)
+        if entry["name"] in NEEDS:
+            schedule.append(NEEDS[entry["name"]] | {"when": {"at_step": 0}, "on_failure": "skip"})
         entry |= {"on_failure": "skip"} if draw.random() < 0.25 else {}
         entry |= {"min_steps": draw.randint(1, 3)} if draw.random() < 0.2 else {}
         schedule.append(entry)
@@ -121,6 +143,8 @@ def keys(draw: random.Random) -> list[str]:
         "eval.eval_iters=2",
         f"learning_rate.shape={draw.choice(['cosine', 'linear', 'wsd', 'constant'])}",
         f"train.batch_size={draw.choice([2, 4])}",
+        f"train.ema={draw.choice(['null', '0.9'])}",
+        f"optimizer.name={draw.choice(['adamw', 'muon'])}",
         "checkpoint.every_minutes=null",
         "checkpoint.every_steps=3",
         "record.sample_tokens=0",

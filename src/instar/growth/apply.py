@@ -226,8 +226,11 @@ def apply_one(
         zero = role is Role.FIRST_MOMENT and copies == "asymmetric"
         return _average(tensor_plan, read).mul_(0.0 if zero else 1.0)
     if role is not Role.PARAMETER:
+        if not isinstance(tensor_plan, Merged):
+            return None
         # merging an adapter does not change the gradient of the matrix
-        return read(tensor_plan.source) if isinstance(tensor_plan, Merged) else None
+        moments = read(tensor_plan.source)
+        return moments.clone() if tensor_plan.is_second else moments
     if isinstance(tensor_plan, Merged):
         weight, a, b = read(tensor_plan.source), read(tensor_plan.a), read(tensor_plan.b)
         return torch.addmm(weight, b, a, alpha=tensor_plan.scale)
@@ -317,7 +320,8 @@ class _Growing:
             # what an edit returned is new memory already
             scaled_tensor = tensor.mul_(factor) if tensor_plan.edits else tensor * factor
             return scaled_tensor.add_((factor - 1.0) * offset) if offset else scaled_tensor
-        return tensor.clone() if tensor_plan.is_copy and not tensor_plan.edits else tensor
+        is_other = tensor_plan.is_copy or tensor_plan.is_second
+        return tensor.clone() if is_other and not tensor_plan.edits else tensor
 
     def _factor(self, piece: Old | Grown) -> float:
         if self.role is Role.PARAMETER:
@@ -467,7 +471,8 @@ def grow_state(
     first = source_of(tensor_plan)
     tensor = read(f"{first}/{state}")
     if not tensor.ndim and state not in _MOMENTS:
-        return tensor if plan.source(parameter) else tensor.clone()
+        is_second = isinstance(tensor_plan, Grown | Merged) and tensor_plan.is_second
+        return tensor.clone() if is_second or not plan.source(parameter) else tensor
 
     def of(source: str) -> Tensor:
         return tensor if source == first else read(f"{source}/{state}")

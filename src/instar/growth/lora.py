@@ -52,7 +52,7 @@ def set_lora_rank(
         GrowthError: nothing would change.
     """
     target, rank = value["target"], value["rank"]
-    old, merges = _adapters(arch), options.get("merge", False)
+    old, merges = adapters_in(arch), options.get("merge", False)
     if rank == 0:
         return _change(arch, target, dict.fromkeys(_target_adapters(old, target)), merges=merges)
     names = _target_weights(old, target)
@@ -81,7 +81,7 @@ def change_lora_rank(
         name: _with_rank(
             adapter, max(1, math.floor(adapter.rank * factor + 0.5)), options.get("hold", True)
         )
-        for name, adapter in _target_adapters(_adapters(arch), value["target"]).items()
+        for name, adapter in _target_adapters(adapters_in(arch), value["target"]).items()
     }
     return _change(arch, value["target"], new_adapters, merges=options.get("merge", False))
 
@@ -90,7 +90,7 @@ def set_lora_alpha(
     arch: Adaptable, value: Mapping[str, Any], _options: Mapping[str, Any], _step: int
 ) -> tuple[Adaptable, GrowthPlan]:
     """Set α of a target's adapters, which changes their scale."""
-    present = _target_adapters(_adapters(arch), value["target"])
+    present = _target_adapters(adapters_in(arch), value["target"])
     alpha = float(value["alpha"])
     new_adapters = {name: replace(adapter, alpha=alpha) for name, adapter in present.items()}
     return _change(arch, value["target"], new_adapters)
@@ -105,7 +105,7 @@ def change_lora_alpha(
     )
     new_adapters = {
         name: replace(adapter, alpha=adapter.alpha * without_x(factor))
-        for name, adapter in _target_adapters(_adapters(arch), target).items()
+        for name, adapter in _target_adapters(adapters_in(arch), target).items()
     }
     return _change(arch, target, new_adapters)
 
@@ -117,7 +117,7 @@ def merge_lora(
 
     A tied head stays the same, because it reads the adapted table.
     """
-    adapters = _target_adapters(_adapters(arch), "all" if value is None else value)
+    adapters = _target_adapters(adapters_in(arch), "all" if value is None else value)
     tensors: dict[str, TensorPlan] = {}
     for name, entry in arch.parameters().items():
         weight, _, part = name.rpartition(".")
@@ -135,7 +135,7 @@ def adapters_of_blocks(arch: Adaptable, blocks: Sequence[int | None]) -> tuple[L
     """Return the adapter entries of a model whose block j is made from block ``blocks[j]``, so
     that adapters move with their blocks; a new block (None) has the adapters that all blocks
     share."""
-    old = _adapters(arch)
+    old = adapters_in(arch)
     parts = [name.removeprefix("blocks.0.") for name in old if name.startswith("blocks.0.")]
     outside = {name: adapter for name, adapter in old.items() if not name.startswith("blocks.")}
     for part in parts:
@@ -146,7 +146,8 @@ def adapters_of_blocks(arch: Adaptable, blocks: Sequence[int | None]) -> tuple[L
     return cover_weights(outside, [entry.target for entry in arch.lora])
 
 
-def _adapters(arch: Adaptable) -> Adapters:
+def adapters_in(arch: Adaptable) -> Adapters:
+    """Return the adapter of every adaptable weight."""
     return {name: adapter_of(arch.lora, name) for name in arch.adaptable()}
 
 
@@ -187,7 +188,7 @@ def _change(
     Args:
         merges: whether present ones are added to their weights, and begin anew.
     """
-    old = _adapters(arch)
+    old = adapters_in(arch)
     merged = {name: old[name] for name in new_adapters if merges and old[name]}
     if not merged and all(_same_adapter(old[name], a) for name, a in new_adapters.items()):
         raise GrowthError(f"the adapters of {target!r} already are as requested")

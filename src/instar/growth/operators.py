@@ -28,6 +28,7 @@ from instar.growth.lora import (
     set_lora_rank,
 )
 from instar.growth.plan import Grown, GrowthError, GrowthPlan
+from instar.growth.sharing import untie_embeddings
 from instar.growth.values import Check
 from instar.growth.width import (
     add_heads,
@@ -283,6 +284,7 @@ OPERATORS: Mapping[str, Operator] = {
         models="adaptable",
     ),
     "merge_lora": Operator(merge_lora, values.is_text_or_nothing, models="adaptable"),
+    "untie_embeddings": Operator(untie_embeddings, values.is_true),
     "set_dropout": Operator(_set_dropout, values.is_probability, models="gpt"),
     "change_dropout": Operator(_change_dropout, values.is_factor, models="gpt"),
     "widen": Operator(

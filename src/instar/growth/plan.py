@@ -72,8 +72,9 @@ class Edit:
 class Grown:
     """The old tensor `source` with its dimensions edited in order, times `value`.
 
-    `is_copy` marks a copy of a tensor that is also kept elsewhere, as in a stacked layer. Factors and
-    new values apply to the tensor plus `offset`.
+    `is_copy` marks a copy of a tensor that is also kept elsewhere, as in a stacked layer; `is_second` a tensor that
+    continues its source with all its moments, as another one does too. Factors and new values apply to the tensor plus
+    `offset`.
     """
 
     source: str
@@ -82,6 +83,7 @@ class Grown:
     gradient: float = 1.0
     is_copy: bool = False
     offset: float = 0.0
+    is_second: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,13 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Merged:
-    """`source` + `scale` · `b` @ `a`: an adapter merged into its matrix."""
+    """`source` + `scale` · `b` @ `a`: an adapter merged into its matrix; `is_second`: see `Grown`."""
 
     source: str
     a: str
     b: str
     scale: float
+    is_second: bool = False
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ is_probability = make_check(
     lambda value: type(value) in (int, float) and 0 <= value < 1,
     "must be a number from 0 to less than 1",
 )
+is_true = make_check(lambda value: value is True, "must be true")
 is_flag = make_check(lambda value: type(value) is bool, "must be true or false")
 is_positive = make_check(
     lambda value: type(value) in (int, float) and 0 < value < math.inf, "must be a number above 0"
