@@ -50,6 +50,7 @@ CHOICES: Mapping[str, list[tuple[Any, list[Entry]]]] = {
     "freeze": [(value, [{}]) for value in ("blocks.0.*", "token*", ["*norm*", "blocks.*.mlp.*"])],
     "unfreeze": [(value, [{}]) for value in ("blocks.0.*", "*")],
     "branch": [("side", [{"iters": 2}])],
+    "set_mixture": [({"a": 1, "b": 2}, [{}])],
     "set_weight_decay": [(value, [{}]) for value in (0, 0.3)],
     "set_clip": [(value, [{}]) for value in (0.5, None)],
     "set_betas": [([0.8, 0.9], [{}])],

@@ -113,6 +113,9 @@ class MixturePart(Section):
         description="share of the samples that are drawn from it, relative to the other weights; "
         "all parts have one, or none: then each sample comes once an epoch",
     )
+    name: str | None = Field(
+        None, description="name in set_mixture and in logs; default: the source"
+    )
     text_field: str | None = Field(None, description="default: data.text_field")
     tokens_field: str | None = Field(None, description="default: data.tokens_field")
 

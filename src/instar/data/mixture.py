@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import xxhash
@@ -14,7 +17,9 @@ from instar.data.order import Int64Array, Order, check_positions, key_bytes, per
 from instar.data.source import Source, check_indices
 
 PERIOD = 1024
-"""The number of positions over which the shares of a mixture are exact."""
+"""The number of positions over which the shares of a shuffled mixture are exact."""
+LONGEST_PERIOD = 1 << 16
+"""of even turns; weights without a shorter one are rounded to so many parts"""
 
 
 class Concatenated:
@@ -84,45 +89,149 @@ class PartOrder:
 
 
 @dataclass(frozen=True)
+class MixtureStage:
+    """A stage of a run with a mixture: what its parts weigh, and how many samples of each were drawn before."""
+
+    weights: tuple[float, ...]
+    drawn: tuple[int, ...]
+
+    def counts(self, position: int) -> tuple[int, ...]:
+        """Return how many samples of each part were drawn before a position of the stage."""
+        shares = exact_shares(self.weights)
+        return _counts(shares, even_turns(tuple(shares)), self.drawn, position)
+
+
+@dataclass(frozen=True)
 class Mixed:
     """Interleaves the parts of a mixture; each part has its own order and its own epochs.
 
-    The interleaving repeats in periods, each shuffled differently, in which every part has exactly its share. An
+    The turns of the parts repeat in periods, in which every part has exactly its share. They are shuffled, differently
+    in each period; or *even*: at every position the samples of each part are within one of its share. An
     epoch is as long as those of all parts together, and the next one continues where it ends: a part whose share
     exceeds its size starts its second epoch before others end their first.
     """
 
     parts: tuple[PartOrder, ...]
     seed: int
+    is_even: bool = False
+    drawn: tuple[int, ...] = ()
+    """samples of each part before the first position; empty: none"""
 
     @property
     def samples_per_epoch(self) -> int:
         return sum(part.order.samples_per_epoch for part in self.parts)
 
+    def at_stage(self, stage: MixtureStage) -> Mixed:
+        """Return the order from the beginning of a stage on, with even turns; each part goes on where it was."""
+        shares = exact_shares(stage.weights)
+        parts = tuple(
+            replace(part, share=share) for part, share in zip(self.parts, shares, strict=True)
+        )
+        return replace(self, parts=parts, is_even=True, drawn=stage.drawn)
+
+    def counts(self, position: int) -> tuple[int, ...]:
+        """Return how many samples of each part come before a position, those before the first one included."""
+        shares = self._shares()
+        period, offset = divmod(position, sum(shares))
+        turns = self._turns(period, offset)
+        return _counts(shares, turns, self.drawn or (0,) * len(shares), position)
+
     def indices(self, epoch: int, start: int, stop: int) -> Int64Array:
         check_positions(self, epoch, start, stop)
-        count = stop - start
-        shares = [part.share for part in self.parts]
-        period, offset = divmod(epoch * self.samples_per_epoch + start, sum(shares))
-        turns = self._turns(period, offset + count)
-        earlier = np.bincount(turns[:offset], minlength=len(shares)).tolist()
-        turns = turns[offset:]
+        count, position = stop - start, epoch * self.samples_per_epoch + start
+        period, offset = divmod(position, sum(self._shares()))
+        turns = self._turns(period, offset + count)[offset:]
+        earlier = self.counts(position)
         samples = np.empty(count, dtype=np.int64)
         for number, part in enumerate(self.parts):
             rows = np.flatnonzero(turns == number)
-            start_draw = period * part.share + earlier[number]
-            samples[rows] = part.first + _draws(part.order, start_draw, rows.size)
+            samples[rows] = part.first + _draws(part.order, earlier[number], rows.size)
         return samples
+
+    def _shares(self) -> list[int]:
+        return [part.share for part in self.parts]
 
     def _turns(self, period: int, count: int) -> NDArray[np.intp]:
         """Return the part numbers at the `count` positions from the start of a period on."""
-        shares = [part.share for part in self.parts]
+        shares = self._shares()
+        turns: NDArray[np.intp]
+        if self.is_even:
+            turns = np.resize(even_turns(tuple(shares)), count)
+            return turns
         pattern = np.repeat(np.arange(len(shares)), shares)
         periods, offsets = np.divmod(np.arange(count, dtype=np.uint64), np.uint64(pattern.size))
         key = np.frombuffer(key_bytes("turns", self.seed, 0, 8), dtype="<u8")[0]
         places = permuted_apart(offsets, pattern.size, periods + np.uint64(period), key)
-        turns: NDArray[np.intp] = pattern[places]
+        turns = pattern[places]
         return turns
+
+
+def _counts(
+    shares: Sequence[int], turns: NDArray[np.intp], drawn: Sequence[int], position: int
+) -> tuple[int, ...]:
+    """Return the samples of each part before a position.
+
+    Args:
+        turns: of the period that the position is in.
+        drawn: before the first position.
+    """
+    periods, offset = divmod(position, sum(shares))
+    within = np.bincount(turns[:offset], minlength=len(shares)).tolist()
+    return tuple(
+        before + periods * share + count
+        for before, share, count in zip(drawn, shares, within, strict=True)
+    )
+
+
+def exact_shares(weights: Sequence[float]) -> list[int]:
+    """Return each part's positions in the shortest period in which the shares are exact, of at most `LONGEST_PERIOD`
+    positions, to which other weights are rounded by the largest remainder method; 0 for a weight of 0.
+
+    Raises:
+        ValueError: a weight is negative, or none is above 0.
+    """
+    if not weights or min(weights) < 0 or not max(weights) > 0:
+        raise ValueError(f"needs weights of at least 0, one of them above it, got {[*weights]}")
+    fractions = [Fraction(repr(float(weight))) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    wholes = [int(fraction * scale) for fraction in fractions]
+    divisor = math.gcd(*wholes)
+    shares = [whole // divisor for whole in wholes]
+    if sum(shares) <= LONGEST_PERIOD:
+        return shares
+    total = sum(fractions)
+    quotas = [fraction / total * LONGEST_PERIOD for fraction in fractions]
+    counts = [max(int(quota), 1) if quota else 0 for quota in quotas]
+    while sum(counts) != LONGEST_PERIOD:
+        step = 1 if sum(counts) < LONGEST_PERIOD else -1
+        gaps = [
+            step * (quota - count) if count > (step < 0) else -LONGEST_PERIOD
+            for quota, count in zip(quotas, counts, strict=True)
+        ]
+        counts[gaps.index(max(gaps))] += step
+    return counts
+
+
+@lru_cache(maxsize=8)
+def even_turns(shares: tuple[int, ...]) -> NDArray[np.intp]:
+    """Return the turns of a period: after t of them, each of k parts has had t times its share of them, within
+    1 - 1 / (2 k - 2) (Tijdeman, "The chairman assignment problem", 1980)."""
+    total, used = sum(shares), [number for number, share in enumerate(shares) if share]
+    turns = np.full(total, used[0], dtype=np.intp)
+    if len(used) == 1:
+        return turns
+    slack = 2 * len(used) - 2
+    counts = dict.fromkeys(used, 0)
+    for turn in range(total):
+        # lags in units of 1 / total; whoever lags by 1 / slack may have the turn, and who must have it soonest does
+        lags = {number: (turn + 1) * shares[number] - counts[number] * total for number in used}
+        number = min(
+            (number for number in used if slack * lags[number] >= total),
+            key=lambda number: ((slack - 1) * total - slack * lags[number]) / shares[number],
+        )
+        counts[number] += 1
+        turns[turn] = number
+    return turns
 
 
 def mixture_order(

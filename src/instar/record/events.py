@@ -168,6 +168,8 @@ class Eval(Placed, tag="eval", frozen=True, kw_only=True):
     """The other metrics, by name."""
     errors: dict[str, float] = {}
     """Known standard errors of the other metrics."""
+    drawn: dict[str, int] = {}
+    """Training samples of each part of a mixture so far, of this length."""
 
 
 class BeginsAnew(Placed, tag="begins_anew", frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from instar.run.components import Components
 from instar.run.state.run_state import Interval, RunState
 from instar.run.step.evaluate import EvaluationOptions, evaluate_source
 from instar.run.step.stepper import set_model_step
+from instar.schedule.settings import mixture_names
 from instar.schedule.triggers import losses_needed
 from instar.tasks.basis import basis_of, incomparable
 
@@ -90,6 +91,10 @@ def evaluate_validation(
     if counts:
         metrics = parts.tracker.update(state.metrics, result.values(), state.step, only_best=at_end)
         state = replace(state, metrics=metrics, judged_at=state.step)
-    parts.logger.log_eval(state.progress, result, best=best_is_now(state, parts) if counts else ())
+    best = best_is_now(state, parts) if counts else ()
+    drawn = dict(
+        zip(mixture_names(config), state.phase.drawn(state.progress.samples), strict=False)
+    )
+    parts.logger.log_eval(state.progress, result, best=best, drawn=drawn)
     parts.hooks.call("on_evaluate_end", state, stepper, metrics=result.values())
     return state

@@ -433,6 +433,7 @@ def _pace(state: State, spec: TaskSpec) -> Pace:
         spec.flops(state.architecture, context),
         state.config.data.drop_last,
         _basis(state, spec),
+        (float(context), *state.settings.mixture),
     )
 
 

@@ -23,6 +23,7 @@ from instar.schedule.config_operations import CONFIG_OPERATIONS, check_value, wi
 from instar.schedule.settings import (
     ADJUST_BATCH,
     CONTEXT,
+    SET_MIXTURE,
     THAWED,
     NewParamWarmup,
     Settings,
@@ -30,6 +31,7 @@ from instar.schedule.settings import (
     is_frozen,
     patterns_of,
     refused_options,
+    with_mixture,
     with_options,
 )
 
@@ -286,6 +288,8 @@ def _effective(
             return with_operation(of_config, operation.value, config), settings
         except ValueError as error:
             raise ValueError(f"{operation.name}: {error}") from None
+    if operation.name == SET_MIXTURE:
+        return config, with_mixture(settings, config, operation.value)
     after = SETTINGS[operation.name](settings, _number_of(operation), step)
     return config, with_options(settings, after, operation.options)
 
@@ -400,12 +404,22 @@ def check_operation(operation: Operation) -> None:
                 "must be a pattern of parameter names, such as 'blocks.0.*', or a list of them, "
                 f"got {value_text(value)}",
             )
+    elif name == SET_MIXTURE:
+        if not (isinstance(value, Mapping) and value and all(map(_is_weight, value.values()))):
+            text = f"must be weights by the names of parts, {{books: 2, code: 1}}, got {value_text(value)}"
+            raise OperationError(name, "value", text)
+        if not any(value.values()):
+            raise OperationError(name, "value", "leaves out every part")
     elif name == ADJUST_BATCH:
         if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1):
             text = f"must be a share of the device's memory, such as 0.85, got {value_text(value)}"
             raise OperationError(name, "value", text)
     else:
         _check_number(name, _number_of(operation), value)
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 def _is_pattern(text: Any) -> bool:
@@ -642,6 +656,7 @@ SETTINGS: Mapping[str, Effect] = {
     "freeze": _freeze,
     "unfreeze": _unfreeze,
     ADJUST_BATCH: lambda s, _share, _step: s,
+    SET_MIXTURE: lambda s, _weights, _step: s,
     BRANCH: lambda s, _value, _step: s,
 }
 """Effects of all operations on settings. `change_*` multiplies, `set_*` is absolute. Products of

@@ -32,6 +32,8 @@ THAWED = "!"
 CONTEXT = frozenset({"set_context", "change_context"})
 """Operations that change the length of samples: a stream restarts from its beginning."""
 
+SET_MIXTURE = "set_mixture"
+
 ADJUST_BATCH = "adjust_batch_size"
 """The operation whose batch is measured when it is carried out; its option `batch_size` says what was."""
 
@@ -112,6 +114,8 @@ class Settings:
     """Step at which the last decay of a branch begins."""
     decay_iters: int = 0
     """Length of that decay in steps; 0: none."""
+    mixture: tuple[float, ...] = ()
+    """Weights of the parts of `data.mixture`, in its order; empty: they have none."""
 
     @property
     def global_batch(self) -> int:
@@ -153,7 +157,42 @@ def initial_settings(config: RunConfig) -> Settings:
         eval_interval=config.eval.eval_interval,
         eval_iters=config.eval.eval_iters,
         context=config.context,
+        mixture=_weights(config),
     )
+
+
+def mixture_names(config: RunConfig) -> list[str]:
+    """Return the names of the parts of a mixture whose parts have weights; empty without one."""
+    parts = getattr(config.data, "mixture", ())
+    return [part.name or part.source for part in parts] if _weights(config) else []
+
+
+def with_mixture(settings: Settings, config: RunConfig, value: Mapping[str, float]) -> Settings:
+    """Return the settings with other weights of the parts of the mixture.
+
+    Raises:
+        ValueError: there is no such mixture, or its parts have other names.
+    """
+    names = mixture_names(config)
+    if not names:
+        raise ValueError("data.mixture has no parts with weights")
+    if len(set(names)) < len(names):
+        raise ValueError("parts of data.mixture have the same name: give each a name")
+    if value.keys() != set(names):
+        unknown = [name for name in value if name not in names]
+        problem = (
+            f"no part is called {unknown[0]!r}"
+            if unknown
+            else "every part needs a weight, 0 to leave it out"
+        )
+        raise ValueError(f"{problem}; the parts of data.mixture are {', '.join(names)}")
+    return replace(settings, mixture=tuple(float(value[name]) for name in names))
+
+
+def _weights(config: RunConfig) -> tuple[float, ...]:
+    """Return the weights of the parts of a config's mixture; empty if there is none, or they have none."""
+    weights = [part.weight for part in getattr(config.data, "mixture", ())]
+    return () if None in weights else tuple(weights)
 
 
 def is_frozen(patterns: Sequence[str], name: str) -> bool:

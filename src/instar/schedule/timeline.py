@@ -43,6 +43,8 @@ class Pace:
     """Whether the rest of an epoch is left out that is less than a global batch."""
     basis: tuple[int | None, ...] = ()
     """What an evaluation depends on beside the weights: losses on two bases are not compared."""
+    order: tuple[float, ...] = ()
+    """Of what the order of the samples depends: where it changes, another order begins."""
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -302,7 +304,7 @@ def timeline(
         if step is None or (end is not None and step >= end):
             break
         clock = clock.after(before.pace, step - clock.step)
-        if leg.pace.weight != before.pace.weight:
+        if leg.pace.order != before.pace.order:
             clock = clock.new_order(before.pace)
         is_comparable = ending.is_evaluated(step) and before.pace.basis == leg.pace.basis
         is_evaluated = is_comparable or leg.entry.reevaluate

@@ -21,6 +21,7 @@ from instar.logs.read.record import RunRecord, Series
 from instar.record.events import (
     Alert,
     BeginsAnew,
+    Eval,
     Event,
     OperationEvent,
     Placed,
@@ -91,6 +92,8 @@ class Summary:
     """of metrics that have a direction (lower or higher is better)"""
     best_metric: str
     """the metric that `checkpoints/best` follows"""
+    drawn: dict[str, int]
+    """training samples of each part of a mixture at the last evaluation"""
     anew: tuple[str, ...]
     """since when evaluations are comparable with the last one, and what changed before each time"""
     operations: tuple[OperationEvent, ...]
@@ -154,6 +157,9 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         last=_last_values(curves, ends),
         best=_best_values(curves),
         best_metric=f"val/{current.best_metric if current else 'loss'}",
+        drawn=next(
+            (e.drawn for e in reversed(current_events) if isinstance(e, Eval) and e.drawn), {}
+        ),
         anew=tuple(_messages(current_events, BeginsAnew)),
         operations=operations,
         skipped_steps=sum(isinstance(event, Skip) for event in current_events),

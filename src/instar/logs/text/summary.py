@@ -153,6 +153,9 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
     pace = [] if rate is None else [f"{si(rate)} {unit}/s"]
     times = [f"{duration(summary.active_s)} active", f"{duration(summary.wall_s)} wall"]
     yield "time", [*times, *pace]
+    if total := sum(summary.drawn.values()):
+        shares = ((name, count / total) for name, count in summary.drawn.items())
+        yield "drawn", [f"{name} {share:.1%}" for name, share in shares]
     if summary.memory_peak_bytes is not None:
         yield "peak memory", [bytes_text(summary.memory_peak_bytes)]
     if summary.anew:

@@ -35,6 +35,7 @@ from instar.run.changes.requests import (
 from instar.run.checkpointing import best_is_now, save_checkpoint
 from instar.run.components import Components
 from instar.run.output.operation_text import ChangeOutcome
+from instar.run.state.data_phase import begins_phase
 from instar.run.state.gradient_stats import GradientWatch
 from instar.run.state.run_state import RunState
 from instar.run.step.stepper import freeze_parameters
@@ -356,8 +357,9 @@ def _apply_settings(
             parts.stepper.set_config(parts.config, after, optimizers=of_optimizers)
     if now.context != was.context:
         parts.stepper.task = parts.task.at(after.architecture, now.context)
+    if begins_phase(was, now):
         cursor = state.progress.samples
-        phase = parts.loaders.next(state.phase, parts.task, now.context, cursor)
+        phase = parts.loaders.next(state.phase, parts.task, now, cursor)
         parts.read(phase)
         state = replace(state, phase=phase)
     # a grown model is built with its parameters frozen

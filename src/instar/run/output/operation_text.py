@@ -19,6 +19,7 @@ from instar.record.events import OperationEvent
 from instar.record.format import si
 from instar.schedule.config_operations import changed_config
 from instar.schedule.operations import Change, State
+from instar.schedule.settings import mixture_names
 
 Differences = Mapping[str, tuple[Any, Any]]
 
@@ -65,6 +66,11 @@ def differences(before: State, after: State) -> Differences:
         for name in {**was, **now}:
             if name not in _BOOKKEEPING and was.get(name) != now.get(name):
                 values[name] = was.get(name), now.get(name)
+    if values.pop("mixture", None) is not None:
+        mixtures = (before.settings.mixture, after.settings.mixture)
+        for part, weight, new_weight in zip(mixture_names(after.config), *mixtures, strict=True):
+            if weight != new_weight:
+                values[f"mixture: {part}"] = weight, new_weight
     for key, value in changed_config(before.config, after.config).items():
         values[key.rpartition(".")[2]] = config_values(before.config)[key], value
     return values

@@ -279,7 +279,13 @@ class RunLogger:
             )
 
     def log_eval(
-        self, progress: Counters, result: Evaluation, *, best: Sequence[str], split: str = "val"
+        self,
+        progress: Counters,
+        result: Evaluation,
+        *,
+        best: Sequence[str],
+        split: str = "val",
+        drawn: Mapping[str, int] | None = None,
     ) -> None:
         event = Eval(
             step=progress.step,
@@ -299,6 +305,7 @@ class RunLogger:
                 for name, m in result.metrics.items()
                 if name != "loss" and m.standard_error is not None
             },
+            drawn=dict(drawn or {}),
         )
         self.console.show_eval(self._write(progress, event))
         self._media(progress, split, result.images, result.tables)

@@ -93,7 +93,7 @@ def build_trainer(
     parts = _connect(config, world, outputs, stepper, initial, hooks)
     for warning in warnings:
         parts.logger.warn(warning, 0)
-    phase = parts.loaders.first(task, initial.settings.context)
+    phase = parts.loaders.first(task, initial.settings)
     parts.read(phase)
     return Trainer(parts, RunState(initial, phase))
 

@@ -35,6 +35,7 @@ from instar.run.components import Components
 from instar.run.init_weights import Weights
 from instar.run.optimizer import copy_tensors, parameter_of
 from instar.run.parallel.choose import build_meta_model
+from instar.run.state.data_phase import begins_phase
 from instar.run.state.generators import restore_generators, seed_generators
 from instar.run.state.gradient_stats import dead_ranks
 from instar.run.state.run_state import RunState
@@ -47,6 +48,7 @@ from instar.schedule.operations import (
     history_from_json,
     states,
 )
+from instar.schedule.settings import Settings
 from instar.tasks.task import Task
 
 _POSITIONS = "position_embedding.weight"
@@ -118,7 +120,10 @@ def restore_state(
         LookupError, TypeError, ValueError: `saved_state` is not the contents of a state.json.
     """
     state = replay_history(state, parts, history, has_course="course" in saved_state)
+    replayed = state.phase
     state = RunState.from_json(saved_state, state.in_force, state.phase, history)
+    if state.phase.mixture != replayed.mixture:
+        parts.read(state.phase)
     parts.logger.epochs = state.phase.epochs
     # empty if the run was not fp16 until now: then the scaler starts with its defaults
     if scaler := saved_state["scaler"]:
@@ -138,21 +143,21 @@ def replay_history(
             last phase are opened.
     """
     before, now, task, phase = parts.initial, parts.initial, parts.task, state.phase
-    phases = list[tuple[int, int, Task]]()
-    """context, cursor and task of each phase after the first"""
+    phases = list[tuple[Settings, int, Task]]()
+    """settings, cursor and task of each phase after the first"""
     for change, after in states(parts.initial, history):
         context = after.settings.context
         # keep the same task object: the loader factory reuses the data opened for it
         if (context, after.architecture) != (now.settings.context, now.architecture):
             task = task.at(after.architecture, context)
-        if context != now.settings.context:
-            phases.append((context, change.cursor, task))
+        if begins_phase(now.settings, after.settings):
+            phases.append((after.settings, change.cursor, task))
         now = after
-    for number, (context, cursor, phase_task) in enumerate(phases, start=1):
+    for number, (settings, cursor, phase_task) in enumerate(phases, start=1):
         if has_course and number < len(phases):
-            phase = parts.loaders.passed(phase, context, cursor)
+            phase = parts.loaders.passed(phase, settings, cursor)
         else:
-            phase = parts.loaders.next(phase, phase_task, context, cursor)
+            phase = parts.loaders.next(phase, phase_task, settings, cursor)
     # fresh adapters of merge_lora warm up in a model of the same shape
     if now.architecture != before.architecture or now.settings.new_param_warmups:
         with raise_on_all_ranks(parts.world, "building the model"):

@@ -1,14 +1,15 @@
-"""Data phases: training samples and their order, when the sample length changes.
+"""Data phases: training samples and their order, when the sample length or the weights of a mixture change.
 
 Samples are windows of a number of tokens. When that length changes, the samples and their order
-change too; a *phase* is the part of a run with one length.
+change too; when the parts of a mixture get other weights, each part goes on in its own order. A *phase* is the part
+of a run with one length and one mixture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -19,11 +20,13 @@ from instar.config.schema import RunConfig
 from instar.data.broadcast import BroadcastReceiver, BroadcastSender
 from instar.data.columns import Columns, Ragged, map_columns
 from instar.data.loader import LocalReader, Prefetcher, Reader
+from instar.data.mixture import Mixed, MixtureStage
 from instar.data.order import UNKNOWN, Laned, Order
 from instar.data.source import Source, close
 from instar.distributed.agree import P2PChannel, agree, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.record.system import keep_freed_memory
+from instar.schedule.settings import Settings
 from instar.tasks.task import Task
 
 
@@ -40,6 +43,10 @@ class DataPhase:
     """cursor at the start of the phase, in samples of the run"""
     epochs_before: float = 0.0
     """passes over the data in earlier phases"""
+    course: int = 0
+    """changes of the length so far: each has an order of its own"""
+    mixture: MixtureStage | None = None
+    """None: without weights, or of a run that began before turns were even"""
 
     def epochs(self, cursor: int) -> float:
         """Passes over the data since step 0."""
@@ -48,6 +55,10 @@ class DataPhase:
     def place(self, cursor: int) -> int:
         """Return the number of samples consumed since the phase began."""
         return cursor - self.since
+
+    def drawn(self, cursor: int) -> tuple[int, ...]:
+        """Return the samples of each part of a mixture with samples of this length; empty where that is not known."""
+        return () if self.mixture is None else self.mixture.counts(self.place(cursor))
 
     def whole_epochs(self, cursor: int) -> int:
         """Return the number of complete epochs of this phase at a cursor of the run."""
@@ -59,7 +70,13 @@ class DataPhase:
 
     def state(self) -> dict[str, Any]:
         """Return as JSON what does not follow from config and history."""
-        return {"samples_per_epoch": self.samples_per_epoch, "epochs_before": self.epochs_before}
+        values: dict[str, Any] = {
+            "samples_per_epoch": self.samples_per_epoch,
+            "epochs_before": self.epochs_before,
+        }
+        if self.mixture is not None:
+            values["mixture"] = asdict(self.mixture)
+        return values
 
     def restore(self, state: Mapping[str, Any]) -> DataPhase:
         """Return the phase with the values of `state()`."""
@@ -67,6 +84,7 @@ class DataPhase:
             self,
             samples_per_epoch=msgspec.convert(state["samples_per_epoch"], int),
             epochs_before=msgspec.convert(state["epochs_before"], float),
+            mixture=msgspec.convert(state.get("mixture"), MixtureStage | None),
         )
 
 
@@ -107,25 +125,45 @@ class LoaderFactory:
         """Whether this rank reads samples itself."""
         return self._parcels is None or self._world.is_main
 
-    def first(self, task: Task, context: int) -> DataPhase:
+    def first(self, task: Task, settings: Settings) -> DataPhase:
         """Return the first phase of a run. A collective."""
-        return DataPhase(context, self._per_epoch(task, 0))
+        per_epoch = self._per_epoch(task, 0)
+        return DataPhase(settings.context, per_epoch, mixture=_first_stage(settings))
 
-    def next(self, phase: DataPhase, task: Task, context: int, cursor: int) -> DataPhase:
+    def next(self, phase: DataPhase, task: Task, settings: Settings, cursor: int) -> DataPhase:
         """Return the phase after `phase`, which starts at `cursor`. A collective.
 
         Args:
             task: has samples of the new phase.
+            settings: in force from then on.
         """
-        number = phase.number + 1
-        return DataPhase(
-            context, self._per_epoch(task, number), number, cursor, phase.epochs(cursor)
-        )
+        number, epochs = phase.number + 1, phase.epochs(cursor)
+        if settings.context != phase.context:
+            course = phase.course + 1
+            per_epoch = self._per_epoch(task, course)
+            stage = _first_stage(settings)
+            return DataPhase(settings.context, per_epoch, number, cursor, epochs, course, stage)
+        stage = MixtureStage(settings.mixture, self._drawn(phase, task, cursor))
+        return replace(phase, number=number, since=cursor, epochs_before=epochs, mixture=stage)
 
-    def passed(self, phase: DataPhase, context: int, cursor: int) -> DataPhase:
+    def passed(self, phase: DataPhase, settings: Settings, cursor: int) -> DataPhase:
         """Return the phase after `phase` without opening its data, for a phase that is over; the
         length of its epochs is UNKNOWN."""
-        return DataPhase(context, UNKNOWN, phase.number + 1, cursor)
+        course = phase.course + (settings.context != phase.context)
+        return DataPhase(settings.context, UNKNOWN, phase.number + 1, cursor, course=course)
+
+    def _drawn(self, phase: DataPhase, task: Task, cursor: int) -> tuple[int, ...]:
+        """Return how many samples of each part of the mixture were drawn before a cursor. A collective."""
+        if phase.mixture is not None:
+            return phase.mixture.counts(phase.place(cursor))
+        drawn: tuple[int, ...] = ()
+        with raise_on_all_ranks(self._world, "counting what was drawn of the mixture"):
+            if self.reads:
+                source, order = self._samples(task, phase)
+                assert isinstance(order, Mixed)
+                drawn = order.counts(phase.place(cursor))
+                self._opened = task, phase.course, source, order
+        return tuple(cast("list[int]", agree(self._world, list(drawn))))
 
     def open(self, task: Task, phase: DataPhase) -> Prefetcher:
         """Open this rank's loader of the phase's training samples; the caller must close it."""
@@ -172,12 +210,14 @@ class LoaderFactory:
             )
 
     def _samples(self, task: Task, phase: DataPhase) -> tuple[Source, Order]:
-        if self._opened is not None and self._opened[:2] == (task, phase.number):
+        if self._opened is not None and self._opened[:2] == (task, phase.course):
             _, _, source, order = self._opened
         else:
             self._forget()
-            source, order = task.train_samples(phase.number)
+            source, order = task.train_samples(phase.course)
         self._opened = None
+        if phase.mixture is not None and isinstance(order, Mixed):
+            order = order.at_stage(phase.mixture)
         return source, order
 
     def _forget(self) -> None:
@@ -185,6 +225,16 @@ class LoaderFactory:
         if self._opened is not None:
             close(self._opened[2])
             self._opened = None
+
+
+def begins_phase(before: Settings, after: Settings) -> bool:
+    """Return whether an operation begins another phase."""
+    return (before.context, before.mixture) != (after.context, after.mixture)
+
+
+def _first_stage(settings: Settings) -> MixtureStage | None:
+    count = len(settings.mixture)
+    return MixtureStage(settings.mixture, (0,) * count) if count else None
 
 
 def slices(config: RunConfig, world_size: int) -> Sequence[range]:
