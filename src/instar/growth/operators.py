@@ -28,7 +28,7 @@ from instar.growth.lora import (
     set_lora_rank,
 )
 from instar.growth.plan import Grown, GrowthError, GrowthPlan
-from instar.growth.sharing import untie_embeddings
+from instar.growth.sharing import loop_layers, unloop, untie_embeddings
 from instar.growth.values import Check
 from instar.growth.width import (
     add_heads,
@@ -86,6 +86,8 @@ def plan(arch: G, operation: Operation, *, step: int = 0) -> tuple[G, GrowthPlan
             raise GrowthError("only a GPT supports masks: leave mask out")
         if isinstance(arch, Architecture) and operator.plan is not fold_masks:
             refuse_if_masked(arch)
+            if arch.loop is not None and operator.plan in _CHANGE_DEPTH:
+                raise GrowthError("layers are looped: unloop first")
         larger, growth_plan = operator.plan(arch, operation.value, operation.options, step)
     return larger, growth_plan
 
@@ -178,6 +180,8 @@ def _change_dropout(
         )
     return _set_dropout(arch, dropout, options, step)
 
+
+_CHANGE_DEPTH = (stack_layers, insert_layers)
 
 _KINDS: Mapping[str, type | UnionType] = {
     "transformers": TransformerShape,
@@ -285,6 +289,12 @@ OPERATORS: Mapping[str, Operator] = {
     ),
     "merge_lora": Operator(merge_lora, values.is_text_or_nothing, models="adaptable"),
     "untie_embeddings": Operator(untie_embeddings, values.is_true),
+    "loop_layers": Operator(
+        loop_layers,
+        values.has(**{"from": values.is_index, "to": values.is_index, "times": values.is_multiple}),
+        models="gpt",
+    ),
+    "unloop": Operator(unloop, values.is_true, models="gpt"),
     "set_dropout": Operator(_set_dropout, values.is_probability, models="gpt"),
     "change_dropout": Operator(_change_dropout, values.is_factor, models="gpt"),
     "widen": Operator(

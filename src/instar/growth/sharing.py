@@ -1,4 +1,5 @@
-"""Operations on weights that a model uses twice: the table of tokens, which is the head too."""
+"""Operations on weights that a model uses several times: the table of tokens, which is the head too, and blocks that
+run several times."""
 
 from __future__ import annotations
 
@@ -6,12 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from instar.growth.lora import adapters_in
+from instar.growth.lora import adapters_in, adapters_of_blocks
 from instar.growth.plan import Grown, GrowthError, GrowthPlan, Merged, TensorPlan
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.lora import adapter_of, cover_weights
-from instar.models.shape import Growable, TransformerShape
+from instar.models.shape import (
+    Growable,
+    Loop,
+    TransformerShape,
+    in_block,
+    layer_of,
+    passes_of,
+)
 
 T = TypeVar("T", bound=TransformerShape)
 
@@ -37,6 +45,38 @@ def untie_embeddings(
         a, b = (f"{weight}.lora_{part}" for part in "ab")
         tensors[head] = Merged(table, a, b, adapter.scale, is_second=True)
     return untied, GrowthPlan(tensors, "exact", notes=(f"{head} from {table}",))
+
+
+def loop_layers(
+    arch: Architecture, value: Mapping[str, Any], _options: Mapping[str, Any], _step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """Run a range of blocks several times, one after the other and then again, with the same weights; lossy."""
+    if arch.loop is not None:
+        loop = arch.loop
+        raise GrowthError(f"layers {loop.first} to {loop.last} are looped already: unloop first")
+    looped = replace(arch, loop=Loop(value["from"], value["to"], value["times"]))
+    return looped, GrowthPlan({name: Grown(name) for name in arch.parameters()}, "lossy")
+
+
+def unloop(
+    arch: Architecture, _value: Any, _options: Mapping[str, Any], _step: int
+) -> tuple[Architecture, GrowthPlan]:
+    """Make every pass through a looped block a block of its own, with the weights and the optimizer states of that;
+    exact."""
+    if arch.loop is None:
+        raise GrowthError("no layers are looped")
+    sources = passes_of(arch)
+    lora = adapters_of_blocks(arch, sources)
+    deeper = replace(arch, n_layer=len(sources), loop=None, lora=lora)
+    tensors: dict[str, TensorPlan] = {}
+    for name in deeper.parameters():
+        layer = layer_of(name)
+        if layer is None:
+            tensors[name] = Grown(name)
+        else:
+            source = sources[layer]
+            tensors[name] = Grown(in_block(name, source), is_second=source in sources[:layer])
+    return deeper, GrowthPlan(tensors, "exact", blocks=sources)
 
 
 def _untied(arch: Any) -> Any:

@@ -91,6 +91,7 @@ def is_lr(value: Any) -> None:
     check_each(value, {"rewarm": is_count, "rewarm_new": is_count})
 
 
+is_index = make_check(lambda value: _is_count(value, 0), "needs the number of a layer, from 0 on")
 is_count = make_check(_is_count, "needs a whole number above 0")
 is_multiple = make_check(
     lambda value: _is_count(without_x(value), 2), "needs a whole factor of at least 2"

@@ -31,6 +31,7 @@ from instar.models.lora import Lora
 from instar.models.shape import (
     ArchitectureError,
     Kind,
+    Loop,
     Mask,
     Parameter,
     axis_size,
@@ -123,6 +124,8 @@ class Architecture:
     """tokens that the short convolution before each MLP sees, the last one included; None: there is none"""
     embedding_multiplier: float = 1.0
     """factor of the token embeddings, but not of a tied head"""
+    loop: Loop | None = None
+    """blocks that run several times; None: each runs once"""
 
     def __post_init__(self) -> None:
         sizes = [AXES[axis] for axis in self.sizes()]
@@ -165,6 +168,8 @@ class Architecture:
             problems = [
                 problem("mask", message, hint) for message, hint in self.mask.problems(self.sizes())
             ]
+        if self.loop and not problems and (message := self.loop.problem(self.n_layer)):
+            problems = [problem("loop", message)]
         if problems:
             raise ArchitectureError(*problems)
 
@@ -240,7 +245,11 @@ class Architecture:
         check_fields(cls, values, optional)
         problems = []
         read = dict(values)
-        for name, from_json in (("lora", adapters.from_json), ("mask", Mask.from_json)):
+        for name, from_json in (
+            ("lora", adapters.from_json),
+            ("mask", Mask.from_json),
+            ("loop", lambda values: Loop(**values)),
+        ):
             try:
                 if read.get(name) is not None:
                     read[name] = from_json(read[name])

@@ -10,7 +10,13 @@ from typing import Literal
 from instar.config.schema import OptimizerName
 from instar.models import lora as adapters
 from instar.models.architecture import Architecture
-from instar.models.shape import Parameter, TransformerShape, count_parameters
+from instar.models.shape import (
+    Parameter,
+    TransformerShape,
+    count_parameters,
+    layer_of,
+    passes_of,
+)
 
 _WIDE = 4
 """Bytes of a float32: weights, gradients, moments, the residual stream, log-softmax."""
@@ -178,9 +184,10 @@ def _activation_bytes(
         )
     masks = 2 * low * arch.n_embd if arch.dropout else 0
     block = 2 * norm + conv_bytes + attention + mlp + masks
-    blocks = arch.n_layer * block
-    if checkpointing and arch.n_layer:
-        blocks = arch.n_layer * stream + block
+    passes = len(passes_of(arch))
+    blocks = passes * block
+    if checkpointing and passes:
+        blocks = passes * stream + block
     targets_and_inputs = 2 * 8
     return tokens * (blocks + norm + targets_and_inputs)
 
@@ -212,16 +219,18 @@ def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
 
     6 N_matmul + 12 layers · context · (heads · head_dim) (PaLM, arXiv 2204.02311, appendix B),
     for samples of `context` tokens (default: the architecture's). Of the experts, N_matmul counts those that a token
-    uses. Attention is not halved for causality, and the recomputation of gradient checkpointing is not counted.
+    uses, and of a loop the blocks of every pass. Attention is not halved for causality, and the recomputation of gradient checkpointing is not counted.
     """
-    sizes = arch.sizes()
+    sizes, passes = arch.sizes(), passes_of(arch)
     length = sizes["context"] if context is None else context
-    attention = 12 * sizes["layers"] * length * sizes["heads"] * sizes["head_dim"]
+    attention = 12 * len(passes) * length * sizes["heads"] * sizes["head_dim"]
     experts, used = sizes.get("experts"), getattr(arch, "num_experts_per_tok", None)
-    idle_parameters = 0
-    if experts is not None and used is not None:
-        expert_parameters = sum(
-            math.prod(p.shape[1:]) for p in arch.parameters().values() if p.kind == "experts"
-        )
-        idle_parameters = (experts - used) * expert_parameters
-    return 6 * (count_parameters(arch).matmul - idle_parameters) + attention
+    share = 1.0 if experts is None or used is None else used / experts
+    in_use = count_parameters(arch).matmul
+    for name, entry in arch.parameters().items():
+        if entry.kind not in ("matrix", "transposed", "experts"):
+            continue
+        layer, size = layer_of(name), math.prod(entry.shape)
+        repeats = 1 if layer is None else passes.count(layer)
+        in_use += round(repeats * size * (share if entry.kind == "experts" else 1.0)) - size
+    return 6 * in_use + attention

@@ -37,7 +37,7 @@ from instar.models.layers import (
 )
 from instar.models.lora import adapter_of
 from instar.models.loss import each_cross_entropy, head_cross_entropy
-from instar.models.shape import ArchitectureError, Parameter
+from instar.models.shape import ArchitectureError, Parameter, passes_of
 
 
 class GPT(nn.Module):
@@ -105,7 +105,10 @@ class GPT(nn.Module):
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         router_logits: list[Tensor] = []
-        for block in self.blocks:
+        for number, layer in enumerate(passes_of(self.arch)):
+            block = self.blocks[layer]
+            if cache is not None:
+                cache.number = number
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x_BTD, logits_BTE = checkpoint(
                     block,
@@ -149,12 +152,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield queries (B, T, H, C) and keys (B, T, K, C) of each layer, for analysis."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        """Yield queries (B, T, H, C) and keys (B, T, K, C) of each layer, of a loop its last pass, for analysis."""
+        pairs: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
         def record(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
             assert isinstance(attention, _Attention)
-            pairs.append(attention.heads(inputs[0], inputs[1])[:2])
+            pairs[attention] = attention.heads(inputs[0], inputs[1])[:2]
 
         hooks = [
             block.get_submodule("attn").register_forward_pre_hook(record) for block in self.blocks
@@ -164,7 +167,7 @@ class GPT(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        yield from pairs
+        yield from pairs.values()
 
     def new_cache(self) -> KVCache:
         return KVCache()
@@ -193,30 +196,32 @@ class GPT(nn.Module):
 
 
 class KVCache:
-    """Keys and values (B, K, T, C) of the tokens that a model has seen, for each layer, and the inputs of its
-    short convolutions (B, K − 1, D) that the next token needs."""
+    """Keys and values (B, K, T, C) of the tokens that a model has seen, for each pass through a layer, and the inputs of
+    its short convolutions (B, K − 1, D) that the next token needs."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._inputs: dict[ShortConv, Tensor] = {}
+        self.number = 0
+        """of the present pass"""
+        self._inputs: dict[int, Tensor] = {}
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         """Return the number of tokens T, also of a model without layers."""
         return self.tokens
 
-    def extend(self, layer: int, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of further tokens to a layer; return those of all."""
-        if (past := self._layers.get(layer)) is not None:
+    def extend(self, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of further tokens to those of the present pass; return those of all."""
+        if (past := self._layers.get(self.number)) is not None:
             k_BKTC, v_BKTC = torch.cat((past[0], k_BKTC), 2), torch.cat((past[1], v_BKTC), 2)
-        self._layers[layer] = k_BKTC, v_BKTC
+        self._layers[self.number] = k_BKTC, v_BKTC
         return k_BKTC, v_BKTC
 
     def convolve(self, conv: ShortConv, x_BTD: Tensor) -> Tensor:
         """Return what a convolution makes of further tokens (B, T, D)."""
-        before_BSD = self._inputs.get(conv)
+        before_BSD = self._inputs.get(self.number)
         all_BSD = x_BTD if before_BSD is None else torch.cat((before_BSD, x_BTD), 1)
-        self._inputs[conv] = all_BSD[:, -conv.lags :]
+        self._inputs[self.number] = all_BSD[:, -conv.lags :]
         y_BSD: Tensor = conv(all_BSD)
         return y_BSD[:, -x_BTD.shape[1] :]
 
@@ -296,7 +301,7 @@ class _Attention(nn.Module):
         k_BKTC = k_BTKC.to(v_BTKC.dtype).transpose(1, 2)
         v_BKTC = v_BTKC.transpose(1, 2)
         if cache is not None:
-            k_BKTC, v_BKTC = cache.extend(self.layer, k_BKTC, v_BKTC)
+            k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC)
         y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, self.dropout if self.training else 0.0)
         if self.masked and openings_H is not None:
             y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)

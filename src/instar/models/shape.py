@@ -299,6 +299,36 @@ class ParameterCount:
     matmul: int
 
 
+@dataclass(frozen=True)
+class Loop:
+    """Blocks first … last that run `times` times, one after the other and then again, with the same weights."""
+
+    first: int
+    last: int
+    times: int
+
+    def passes(self, layers: int) -> tuple[int, ...]:
+        """Return the block of each pass of a model of so many layers."""
+        looped = range(self.first, self.last + 1)
+        return (
+            *range(self.first),
+            *(layer for _ in range(self.times) for layer in looped),
+            *range(self.last + 1, layers),
+        )
+
+    def problem(self, layers: int) -> str:
+        """Return why a model of so many layers cannot have it; empty: it can."""
+        if not 0 <= self.first <= self.last < layers:
+            return f"there are no layers {self.first} to {self.last}: layers are 0 to {layers - 1}"
+        return "" if self.times > 1 else f"times must be at least 2, not {self.times}"
+
+
+def passes_of(arch: Growable) -> tuple[int, ...]:
+    """Return the block of each pass through the model, in order: each once, but for those of a loop."""
+    layers, loop = arch.sizes().get("layers", 0), getattr(arch, "loop", None)
+    return tuple(range(layers)) if loop is None else loop.passes(layers)
+
+
 def count_parameters(arch: Growable) -> ParameterCount:
     """Count the parameters of a shape; if it is `tied`, the token table counts as the head too."""
     by_kind: dict[str, int] = {}

@@ -48,6 +48,8 @@ class LanguageSpec(TextSpec):
                 f"new {mask.axis} of this model are still masked: start from a checkpoint of step "
                 f"{mask.end:,} or later"
             )
+        if shape.loop is not None:
+            raise ValueError("layers of this model are looped: unloop them first")
         return section_of(replace(shape, lora=())).model_dump(mode="json")
 
     @classmethod
@@ -100,6 +102,8 @@ class LanguageSpec(TextSpec):
             style.append(f"embeddings times {arch.embedding_multiplier:g}")
         if arch.conv_size is not None:
             style.append(f"a convolution over {arch.conv_size} tokens")
+        if (loop := arch.loop) is not None:
+            style.append(f"layers {loop.first} to {loop.last} {loop.times} times")
         style += ["tied head" if arch.tied else "untied head"]
         style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
         shape = [

@@ -142,6 +142,7 @@ def style_of(arch: Architecture) -> Style:
     must(not arch.qk_norm, "qk_norm", "does not normalise queries and keys")
     must(arch.embedding_multiplier == 1, "embedding_multiplier", "does not scale embeddings")
     must(arch.conv_size is None, "conv_size", "has no convolutions")
+    must(arch.loop is None, "loop", "runs each layer once: unloop makes layers of the passes")
     if style == "llama":
         must(arch.norm == "rmsnorm", "norm", "has rmsnorm")
         must(arch.activation == "swiglu", "activation", "has swiglu")
