@@ -1,4 +1,4 @@
-"""Instar: training runs that grow while they train. docs/python.md describes its use from Python."""
+"""Instar: training runs that are changed safely while they train. docs/python.md describes its use from Python."""
 
 import importlib
 from typing import Any

@@ -85,7 +85,7 @@ def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> 
 @click.command()
 @set_option
 def demo(overrides: tuple[str, ...]) -> None:
-    """Train a small GPT that grows while it learns, and let it write.
+    """Train a small GPT that two operations change while it trains, and let it write.
 
     It learns from the Python standard library's source code, in about a minute on two cores, and
     needs no download. The run is kept in the folder `runs`, its data in `data`.
@@ -93,7 +93,10 @@ def demo(overrides: tuple[str, ...]) -> None:
     from instar.api.training import train
     from instar.cli.train import sample
 
-    click.echo("training a GPT that grows twice, on Python's standard library:", err=True)
+    click.echo(
+        "training a GPT on Python's standard library; a schedule changes it twice while it trains, each time proved:",
+        err=True,
+    )
     run = train(STARTERS / "demo.yaml", overrides)
     prompt = "def "
     command = f'instar sample {shlex.quote(str(run))} --prompt "{prompt}"'
