@@ -35,6 +35,7 @@ STYLES = {
     "llama with adapters": replace(LLAMA, lora=(*ADAPTERS, Lora("head", 1, 1.0))),
     "gpt2 with experts": replace(GPT2, **EXPERTS),
     "llama with experts": replace(LLAMA, **EXPERTS, conv_size=4),
+    "windows": replace(LLAMA, windows=(3, None), lora=ADAPTERS),
 }
 
 
@@ -70,6 +71,9 @@ def operations(arch: Architecture) -> Iterator[Operation]:
         yield operation("grow_head_dim", arch.head_dim + 2)
     if arch.tied:
         yield operation("untie_embeddings", True)
+    yield operation("set_window", None if arch.windows else 2)
+    if arch.windows:
+        yield operation("change_window", 0.5)
 
 
 def told(op: Operation) -> str:

@@ -58,6 +58,17 @@ def test_activations_are_those_that_autograd_keeps(arch: Architecture, bf16: boo
     assert estimate["activations"] == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize("window", [4, 64, 100])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_windows_keep_what_autograd_keeps(window: int, bf16: bool) -> None:
+    for plain in (GPT2, LLAMA):
+        arch = replace(plain, context=224, windows=(window, None, window))
+        setup = TrainingSetup(batch_size=8, precision="bf16" if bf16 else "fp32")
+        normalised_logits = 4 * 8 * arch.context * arch.vocab_size
+        measured = kept_bytes(arch, 8, bf16=bf16) - normalised_logits
+        assert memory_estimate(arch, setup)["activations"] == pytest.approx(measured, rel=0.1)
+
+
 def test_adapters_keep_what_autograd_keeps() -> None:
     for plain in (GPT2, LLAMA):
         arch = replace(plain, lora=(Lora("all", 16, 32.0),))

@@ -62,6 +62,8 @@ CHOICES: Mapping[str, list[tuple[Any, list[Entry]]]] = {
     "untie_embeddings": [(True, [{}])],
     "loop_layers": [({"from": first, "to": 1, "times": 2}, [{}]) for first in (0, 1)],
     "unloop": [(True, [{}])],
+    "set_window": [(value, [{}]) for value in (5, {"layers": [0], "size": 3}, None)],
+    "change_window": [(value, [{}]) for value in (0.5, "x2")],
     "stack_layers": [(2, [{}, {"how": "interleave"}]), ([0, 0, 1], [{}]), ("x2", [{}])],
     "insert_layers": [(1, [{}, {"where": "even"}, {"mask": 2}, {"from": "copy"}])],
     "split_kv_heads": [(2, [{}])],
@@ -95,6 +97,7 @@ NEEDS = {
     },
     "change_dropout": {"name": "set_dropout", "value": 0.2},
     "unloop": {"name": "loop_layers", "value": {"from": 0, "to": 0, "times": 3}},
+    "change_window": {"name": "set_window", "value": 7},
 }
 """What comes first, or an operation would never be possible."""
 

@@ -14,6 +14,7 @@ from instar.checkpoint.compare import Difference, Verification
 from instar.checkpoint.layout import TensorEntry, files_of
 from instar.checkpoint.manifest import Manifest
 from instar.cli.output import print_named, print_table
+from instar.models.architecture import windows_text
 from instar.models.hf.pretrained import LoraShape
 from instar.models.shape import ArchitectureError, count_parameters
 from instar.record.format import bytes_text, duration, loss, si
@@ -141,6 +142,7 @@ def _architecture(fields: Mapping[str, Any]) -> list[str]:
             else []
         ),
         *([f"a convolution over {a['conv_size']} tokens"] if a.get("conv_size") else []),
+        *([f"windows of {windows_text(a['windows'])}"] if a.get("windows") else []),
         *([f"dropout {a['dropout']:g}"] if a.get("dropout") else []),
         *(
             [f"{a['num_experts']} experts, {a.get('num_experts_per_tok')} per token"]

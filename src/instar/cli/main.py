@@ -29,7 +29,10 @@ from instar.record.progress import Display, Screen, showing
 
 COMMANDS = {
     "init": ("instar.cli.config:init", "Write a commented config to start from."),
-    "demo": ("instar.cli.config:demo", "Train a small GPT that changes while it trains, and let it write."),
+    "demo": (
+        "instar.cli.config:demo",
+        "Train a small GPT that changes while it trains, and let it write.",
+    ),
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),
     "test": ("instar.cli.train:test", "Test a run's best checkpoint on the test split."),

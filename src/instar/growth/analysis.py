@@ -206,8 +206,8 @@ def effective_ranks(squares: Tensor, energies: Sequence[float]) -> tuple[int, ..
 class CausalAttention(Protocol):
     """A model with causal attention that exposes its queries and keys, such as `GPT`."""
 
-    def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield queries (B, T, H, C) and keys (B, T, K, C) of each layer."""
+    def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor, int | None]]:
+        """Yield queries (B, T, H, C), keys (B, T, K, C) and the window of each layer, if it has one."""
         ...
 
 
@@ -217,23 +217,25 @@ def attention_entropy(model: CausalAttention, tokens_BT: Tensor) -> tuple[HeadEn
     The first position is excluded: it can only attend to itself.
     """
     heads: list[HeadEntropy] = []
-    for layer, (q_BTHC, k_BTKC) in enumerate(model.queries_and_keys(tokens_BT)):
-        nats_H, share_H = _entropies(q_BTHC, k_BTKC)
+    for layer, (q_BTHC, k_BTKC, window) in enumerate(model.queries_and_keys(tokens_BT)):
+        nats_H, share_H = _entropies(q_BTHC, k_BTKC, window)
         pairs = zip(nats_H.tolist(), share_H.tolist(), strict=True)
         heads.extend(HeadEntropy(layer, head, *pair) for head, pair in enumerate(pairs))
     return tuple(heads)
 
 
-def _entropies(q_BTHC: Tensor, k_BTKC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean entropy per head, in nats and as a fraction of log(position)."""
+def _entropies(q_BTHC: Tensor, k_BTKC: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the mean entropy per head, in nats and as a fraction of log(tokens that a position attends to)."""
     T, H, C = q_BTHC.shape[1:]
     k_BTHC = k_BTKC.repeat_interleave(H // k_BTKC.shape[2], 2)
     scores_BHTT = torch.einsum("bthc,bshc->bhts", q_BTHC.float(), k_BTHC.float()) / math.sqrt(C)
-    future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BTHC.device).triu(1)
-    shares_BHTT = scores_BHTT.masked_fill(future_TT, -torch.inf).softmax(-1)
+    seen_TT = (
+        torch.ones(T, T, dtype=torch.bool, device=q_BTHC.device).tril().triu(1 - (window or T))
+    )
+    shares_BHTT = scores_BHTT.masked_fill(~seen_TT, -torch.inf).softmax(-1)
     nats_BHT = torch.special.entr(shares_BHTT).sum(-1)[..., 1:]
-    most_T = torch.arange(2, T + 1, device=nats_BHT.device).log()
-    return nats_BHT.mean((0, 2)), (nats_BHT / most_T).mean((0, 2))
+    most_T = seen_TT.sum(-1)[1:].log()
+    return nats_BHT.mean((0, 2)), (nats_BHT / most_T).nan_to_num(0.0).mean((0, 2))
 
 
 def relative_changes(

@@ -40,6 +40,7 @@ from instar.growth.width import (
     widen_hidden,
     widen_mlp,
 )
+from instar.growth.windows import change_window, is_window, set_window
 from instar.models.architecture import Architecture
 from instar.models.shape import ArchitectureError, Growable, TransformerShape
 
@@ -297,6 +298,8 @@ OPERATORS: Mapping[str, Operator] = {
     "unloop": Operator(unloop, values.is_true, models="gpt"),
     "set_dropout": Operator(_set_dropout, values.is_probability, models="gpt"),
     "change_dropout": Operator(_change_dropout, values.is_factor, models="gpt"),
+    "set_window": Operator(set_window, is_window, models="gpt"),
+    "change_window": Operator(change_window, values.is_factor, models="gpt"),
     "widen": Operator(
         _widen,
         values.has(axis=values.is_text, size=values.is_size),

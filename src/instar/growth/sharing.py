@@ -67,7 +67,7 @@ def unloop(
         raise GrowthError("no layers are looped")
     sources = passes_of(arch)
     lora = adapters_of_blocks(arch, sources)
-    deeper = replace(arch, n_layer=len(sources), loop=None, lora=lora)
+    deeper = replace(arch.deeper(sources), loop=None, lora=lora)
     tensors: dict[str, TensorPlan] = {}
     for name in deeper.parameters():
         layer = layer_of(name)

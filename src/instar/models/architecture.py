@@ -16,7 +16,7 @@ The factors of an adapter (see `lora`) have the kind of their weight and share a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
@@ -126,6 +126,8 @@ class Architecture:
     """factor of the token embeddings, but not of a tied head"""
     loop: Loop | None = None
     """blocks that run several times; None: each runs once"""
+    windows: tuple[int | None, ...] = ()
+    """of each layer, the tokens that a token attends to, itself included; None: all. Empty: no layer has a window"""
 
     def __post_init__(self) -> None:
         sizes = [AXES[axis] for axis in self.sizes()]
@@ -158,6 +160,8 @@ class Architecture:
                     "make n_embd / n_head even, or use positions: learned",
                 )
             )
+        if not problems:
+            problems += _window_problems(self)
         if self.lora and not problems:
             weights = replace(self, lora=()).adaptable()
             problems = [
@@ -213,8 +217,12 @@ class Architecture:
         )
 
     def deeper(self, sources: Sequence[int | None]) -> Self:
-        """Return a copy with as many blocks; all are alike."""
-        return self.resized(layers=len(sources))
+        """Return a copy in which windows move with their blocks; a drawn block has that of the one below."""
+        layers: list[int] = []
+        for source in sources:
+            layers.append(source if source is not None else layers[-1] if layers else 0)
+        windows = tuple(self.windows[layer] for layer in layers) if self.windows else ()
+        return replace(self, n_layer=len(sources), windows=windows)
 
     def parameters(self) -> dict[str, Parameter]:
         """Return every parameter by name, in the order of the forward pass."""
@@ -233,7 +241,7 @@ class Architecture:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values, without those that are None or empty."""
         values = asdict(self)
-        values["lora"] = list(values["lora"])
+        values |= {name: list(values[name]) for name in ("lora", "windows")}
         if self.mask is not None:
             values["mask"]["new"] = [list(part) for part in self.mask.new]
         return {name: value for name, value in values.items() if value not in ([], None)}
@@ -245,11 +253,13 @@ class Architecture:
         check_fields(cls, values, optional)
         problems = []
         read = dict(values)
-        for name, from_json in (
-            ("lora", adapters.from_json),
-            ("mask", Mask.from_json),
-            ("loop", lambda values: Loop(**values)),
-        ):
+        readers: Mapping[str, Callable[[Any], Any]] = {
+            "lora": adapters.from_json,
+            "mask": Mask.from_json,
+            "windows": tuple,
+            "loop": lambda values: Loop(**values),
+        }
+        for name, from_json in readers.items():
             try:
                 if read.get(name) is not None:
                     read[name] = from_json(read[name])
@@ -315,8 +325,16 @@ def section_of(arch: Architecture) -> ModelConfig:
     """Return the config section from which `resolve_architecture` makes an architecture without adapters and masks.
 
     Raises:
-        ArchitectureError: no run could have this shape.
+        ArchitectureError: no run could have this shape, or begin with it.
     """
+    if arch.windows:
+        raise ArchitectureError(
+            problem(
+                "windows",
+                "a run cannot begin with windows: only the operation set_window sets them",
+                "take them away by set_window: null, and schedule set_window in the new run",
+            )
+        )
     values = {field: v for field, v in arch.to_dict().items() if field in ModelConfig.model_fields}
     if arch.head_dim * arch.n_head == arch.n_embd:
         del values["head_dim"]
@@ -332,6 +350,15 @@ def section_of(arch: Architecture) -> ModelConfig:
             field = str(detail["loc"][0])
             problems.append(problem(field, message.removeprefix(f"model.{field} "), hint))
         raise ArchitectureError(*problems) from None
+
+
+def windows_text(windows: Sequence[int | None]) -> str:
+    """Return `16 in layers 0, 2; 32 in layers 1`; empty without windows."""
+    layers: dict[int, list[str]] = {}
+    for layer, window in enumerate(windows):
+        if window is not None:
+            layers.setdefault(window, []).append(str(layer))
+    return "; ".join(f"{window} in layers {', '.join(layers[window])}" for window in layers)
 
 
 class _Table:
@@ -455,3 +482,19 @@ def _option_problems(size: object, factor: object) -> Iterator[ConfigProblem]:
             "embedding_multiplier",
             f"must be a number above 0, at most {sections.LARGEST:,}, not {factor!r}",
         )
+
+
+def _window_problems(arch: Architecture) -> Iterator[ConfigProblem]:
+    """Yield the problems of the windows of layers."""
+    if arch.windows and len(arch.windows) != arch.n_layer:
+        yield problem("windows", f"has {len(arch.windows)} entries for {arch.n_layer} layers")
+    elif arch.windows and all(window is None for window in arch.windows):
+        yield problem("windows", "names no window", "leave it out")
+    for layer, window in enumerate(arch.windows):
+        if window is not None and not (type(window) is int and 0 < window < arch.context):
+            yield problem(
+                "windows",
+                f"that of layer {layer} must be a whole number from 1 to less than the context of "
+                f"{arch.context:,}, not {window!r}",
+                "null is no window: it sees all tokens",
+            )

@@ -26,6 +26,9 @@ MATERIALIZED_UP_TO = 512
 of torch's fused kernel is slower there (8.0 against 1.1 ms at 12 × 4 heads × 64 tokens, 94 against
 80 ms at 512)."""
 
+_SMALLEST_BLOCK = 64
+"""Fewest queries of a block of windowed attention: smaller ones leave kernels idle."""
+
 _BF16_FROM = 2**23
 """Multiplications of the activations with a width × width matrix. Steps in both precisions took the same time at
 3 to 4 million on a CPU with AMX, for widths of 32, 64 and 128 (docs/benchmarks.md)."""
@@ -68,6 +71,21 @@ def chunk_rows(
 def materializes_scores(context: int, low_precision: bool, device: str) -> bool:
     """Return whether attention materializes a context × context matrix of scores per head."""
     return low_precision and device == "cpu" and context <= MATERIALIZED_UP_TO
+
+
+def window_block(window: int, context: int) -> int:
+    """Return the number of queries in a block of windowed attention."""
+    return min(context, max(window, _SMALLEST_BLOCK))
+
+
+def attended_pairs(window: int | None, context: int) -> int:
+    """Return the pairs of tokens of a sample that attention is counted for, as if it were not causal: those at most
+    `window` − 1 apart.
+
+    Without a window they are context². Those really attended to are half of them, and half of the diagonal.
+    """
+    apart = max(0, context - (context if window is None else window))
+    return context**2 - apart * (apart + 1)
 
 
 def bf16_pays(width: int, tokens: int) -> bool:
@@ -150,12 +168,7 @@ def memory_estimate(
     return {
         **state_bytes(arch.parameters(), frozen, optimizer=setup.optimizer, ema=setup.ema),
         "activations": _activation_bytes(
-            arch,
-            tokens,
-            low,
-            setup.gradient_checkpointing,
-            context if materializes_scores(context, low < _WIDE, device) else 0,
-            repeats_keys(low < _WIDE, device),
+            arch, setup.batch_size, context, low, device, checkpointing=setup.gradient_checkpointing
         )
         + _adapter_bytes(arch, tokens, low, setup.gradient_checkpointing)
         + (low * count.matmul if low < _WIDE else 0),
@@ -164,18 +177,13 @@ def memory_estimate(
 
 
 def _activation_bytes(
-    arch: Architecture, tokens: int, low: int, checkpointing: bool, scores: int, is_repeated: bool
+    arch: Architecture, samples: int, context: int, low: int, device: str, *, checkpointing: bool
 ) -> int:
-    """Return the bytes saved for the backward pass, without logits; `scores` is the number of
-    materialized scores per token and head, `is_repeated` whether keys are, see `repeats_keys`."""
+    """Return the bytes saved for the backward pass, without logits."""
+    tokens = samples * context
     stream = _WIDE * arch.n_embd
     norm = stream + low * arch.n_embd
     conv_bytes = 0 if arch.conv_size is None else low * arch.n_embd
-    queries, keys = arch.n_head * arch.head_dim, arch.n_kv_head * arch.head_dim
-    attention = low * (2 * queries + 2 * (queries if scores or is_repeated else keys))
-    attention += arch.n_head * (low * scores if scores else _WIDE)
-    if arch.qk_norm:
-        attention += _WIDE * (queries + keys)
     mlp = low * arch.n_mlp * (4 if arch.activation == "swiglu" else 2)
     if arch.num_experts is not None and arch.num_experts_per_tok is not None:
         # rows are copied for each expert, and their outputs kept for the gates
@@ -183,13 +191,42 @@ def _activation_bytes(
             arch.num_experts_per_tok * (mlp + 2 * low * arch.n_embd) + 4 * _WIDE * arch.num_experts
         )
     masks = 2 * low * arch.n_embd if arch.dropout else 0
-    block = 2 * norm + conv_bytes + attention + mlp + masks
-    passes = len(passes_of(arch))
-    blocks = passes * block
-    if checkpointing and passes:
-        blocks = passes * stream + block
+    block = tokens * (2 * norm + conv_bytes + mlp + masks)
+    attention = [
+        _attention_bytes(arch, samples, context, low, device, window)
+        for window in _windows_of_passes(arch)
+    ]
+    blocks = len(attention) * block + sum(attention)
+    if checkpointing and attention:
+        blocks = len(attention) * tokens * stream + block + max(attention)
     targets_and_inputs = 2 * 8
-    return tokens * (blocks + norm + targets_and_inputs)
+    return blocks + tokens * (norm + targets_and_inputs)
+
+
+def _attention_bytes(
+    arch: Architecture, samples: int, context: int, low: int, device: str, window: int | None
+) -> int:
+    """Return the bytes that the attention of a layer saves for the backward pass.
+
+    Blocks of windowed attention are copies, of keys and values twice, and their outputs are joined.
+    """
+    is_windowed = window is not None and window < context
+    length = window_block(window, context) if is_windowed and window is not None else context
+    first, blocks = samples * length, samples * length * -(-(context - length) // length)
+    materializes = materializes_scores(length, low < _WIDE, device)
+    is_repeated = repeats_keys(low < _WIDE, device) or (is_windowed and device != "cpu")
+    queries = arch.n_head * arch.head_dim
+    keys = queries if materializes or is_repeated else arch.n_kv_head * arch.head_dim
+    attention = low * (2 * queries + 2 * keys) * samples * context
+    attention += blocks * low * (queries + 4 * keys)
+    attention += low * queries * samples * context if blocks else 0
+    scores = length * first + 2 * length * blocks
+    attention += arch.n_head * (low * scores if materializes else _WIDE * (first + blocks))
+    if is_windowed and not materializes:
+        attention += low * length * (length + (2 * length if blocks else 0))
+    if arch.qk_norm:
+        attention += _WIDE * (queries + arch.n_kv_head * arch.head_dim) * samples * context
+    return attention
 
 
 def _adapter_bytes(arch: Architecture, tokens: int, low: int, checkpointing: bool) -> int:
@@ -219,11 +256,13 @@ def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
 
     6 N_matmul + 12 layers · context · (heads · head_dim) (PaLM, arXiv 2204.02311, appendix B),
     for samples of `context` tokens (default: the architecture's). Of the experts, N_matmul counts those that a token
-    uses, and of a loop the blocks of every pass. Attention is not halved for causality, and the recomputation of gradient checkpointing is not counted.
+    uses, and of a loop the blocks of every pass. Attention is not halved for causality, also where layers have windows,
+    see `attended_pairs`, and the recomputation of gradient checkpointing is not counted.
     """
     sizes, passes = arch.sizes(), passes_of(arch)
     length = sizes["context"] if context is None else context
-    attention = 12 * len(passes) * length * sizes["heads"] * sizes["head_dim"]
+    pairs = sum(attended_pairs(window, length) for window in _windows_of_passes(arch))
+    attention = 12 * pairs * sizes["heads"] * sizes["head_dim"] // max(length, 1)
     experts, used = sizes.get("experts"), getattr(arch, "num_experts_per_tok", None)
     share = 1.0 if experts is None or used is None else used / experts
     in_use = count_parameters(arch).matmul
@@ -234,3 +273,9 @@ def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:
         repeats = 1 if layer is None else passes.count(layer)
         in_use += round(repeats * size * (share if entry.kind == "experts" else 1.0)) - size
     return 6 * in_use + attention
+
+
+def _windows_of_passes(arch: TransformerShape) -> list[int | None]:
+    """Return the window of each pass through the model, None: it has none."""
+    windows = getattr(arch, "windows", ())
+    return [windows[layer] if windows else None for layer in passes_of(arch)]

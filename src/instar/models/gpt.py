@@ -24,7 +24,7 @@ from instar.checkpoint.layout import check_shapes
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import check_finite, load_checkpoint
 from instar.models.architecture import Architecture
-from instar.models.cost import materializes_scores, repeats_keys
+from instar.models.cost import materializes_scores, repeats_keys, window_block
 from instar.models.experts import ExpertMLP, load_balancing_loss
 from instar.models.layers import (
     HeadNorm,
@@ -151,13 +151,15 @@ class GPT(nn.Module):
         return x_BTD, (self.rope_cos[begin:end], self.rope_sin[begin:end])
 
     @torch.no_grad()
-    def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield queries (B, T, H, C) and keys (B, T, K, C) of each layer, of a loop its last pass, for analysis."""
-        pairs: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor, int | None]]:
+        """Yield queries (B, T, H, C), keys (B, T, K, C) and the window of each layer, of a loop those of its last pass,
+        for analysis."""
+        layers: dict[nn.Module, tuple[Tensor, Tensor, int | None]] = {}
 
         def record(attention: nn.Module, inputs: tuple[Any, ...]) -> None:
             assert isinstance(attention, _Attention)
-            pairs[attention] = attention.heads(inputs[0], inputs[1])[:2]
+            q_BTHC, k_BTKC, _ = attention.heads(inputs[0], inputs[1])
+            layers[attention] = q_BTHC, k_BTKC, attention.window
 
         hooks = [
             block.get_submodule("attn").register_forward_pre_hook(record) for block in self.blocks
@@ -167,7 +169,7 @@ class GPT(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        yield from pairs.values()
+        yield from layers.values()
 
     def new_cache(self) -> KVCache:
         return KVCache()
@@ -210,11 +212,15 @@ class KVCache:
         """Return the number of tokens T, also of a model without layers."""
         return self.tokens
 
-    def extend(self, k_BKTC: Tensor, v_BKTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of further tokens to those of the present pass; return those of all."""
+    def extend(self, k_BKTC: Tensor, v_BKTC: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of further tokens to those of the present pass; return those of all.
+
+        Of a layer with a window it holds no more than the next token attends to.
+        """
         if (past := self._layers.get(self.number)) is not None:
             k_BKTC, v_BKTC = torch.cat((past[0], k_BKTC), 2), torch.cat((past[1], v_BKTC), 2)
-        self._layers[self.number] = k_BKTC, v_BKTC
+        begin = 0 if window is None else max(0, k_BKTC.shape[2] + 1 - window)
+        self._layers[self.number] = k_BKTC[:, :, begin:], v_BKTC[:, :, begin:]
         return k_BKTC, v_BKTC
 
     def convolve(self, conv: ShortConv, x_BTD: Tensor) -> Tensor:
@@ -267,6 +273,7 @@ class _Attention(nn.Module):
         super().__init__()
         name = f"blocks.{layer}.attn"
         self.layer = layer
+        self.window = arch.windows[layer] if arch.windows else None
         self.head_dim, self.dropout = arch.head_dim, arch.dropout
         self.query = make_linear(arch, table, f"{name}.query")
         self.key = make_linear(arch, table, f"{name}.key")
@@ -301,42 +308,105 @@ class _Attention(nn.Module):
         k_BKTC = k_BTKC.to(v_BTKC.dtype).transpose(1, 2)
         v_BKTC = v_BTKC.transpose(1, 2)
         if cache is not None:
-            k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC)
-        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, self.dropout if self.training else 0.0)
+            k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC, self.window)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, dropout, self.window)
         if self.masked and openings_H is not None:
             y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
         return out
 
 
-def causal_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: float) -> Tensor:
+def causal_attention(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: float, window: int | None = None
+) -> Tensor:
     """softmax(q kᵀ / √C + causal mask) v, (B, H, T, C); K divides H (arXiv 2305.13245).
 
     A single query, with any number of keys, is that of the last token.
+
+    Args:
+        window: tokens that a token attends to, itself included, as in Mistral (arXiv 2310.06825); None: all. A
+            single query attends to all keys.
     """
     is_grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
     if q_BHTC.shape[2] == 1:
         return F.scaled_dot_product_attention(
             q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, enable_gqa=is_grouped
         )
+    if window is not None and window < q_BHTC.shape[2]:
+        return _windowed_attention(q_BHTC, k_BKTC, v_BKTC, dropout, window)
     low = q_BHTC.dtype == torch.bfloat16
     device = q_BHTC.device.type
     scores_held = materializes_scores(q_BHTC.shape[-2], low, device)
     use_fused = not scores_held or torch.compiler.is_compiling()
     if is_grouped and (not use_fused or repeats_keys(q_BHTC.dtype.itemsize < 4, device)):
-        times = q_BHTC.shape[1] // k_BKTC.shape[1]
-        k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
+        k_BKTC, v_BKTC = _repeated(q_BHTC, k_BKTC, v_BKTC)
         is_grouped = False
     if use_fused:
         return F.scaled_dot_product_attention(
             q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped
         )
-    q_NTC, k_NTC, v_NTC = (x.flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
-    T, C = q_NTC.shape[-2:]
-    mask_TT = torch.full((T, T), -torch.inf, dtype=q_NTC.dtype).triu(1)
-    scores_NTT = torch.baddbmm(mask_TT, q_NTC, k_NTC.mT, alpha=C**-0.5)
-    shares_NTT = F.dropout(scores_NTT.softmax(-1), dropout) if dropout else scores_NTT.softmax(-1)
-    return torch.bmm(shares_NTT, v_NTC).view(q_BHTC.shape)
+    T = q_BHTC.shape[2]
+    mask_TT = torch.full((T, T), -torch.inf, dtype=q_BHTC.dtype).triu(1)
+    return _materialized_attention(q_BHTC, k_BKTC, v_BKTC, dropout, mask_TT)
+
+
+def _windowed_attention(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: float, window: int
+) -> Tensor:
+    """`causal_attention` in blocks of at least `window` queries, each of which attends to keys of its own block and
+    of the one before, so that the work grows with T · window rather than T²."""
+    T = q_BHTC.shape[2]
+    S = window_block(window, T)
+    first_BHSC = _masked_attention(
+        *(x[:, :, :S] for x in (q_BHTC, k_BKTC, v_BKTC)), dropout, window
+    )
+    if S == T:
+        return first_BHSC
+    B, padding = q_BHTC.shape[0], -T % S
+    q_BHNSC = F.pad(q_BHTC[:, :, S:], (0, 0, 0, padding)).unflatten(2, (-1, S))
+    pairs = (F.pad(x, (0, 0, 0, padding)).unfold(2, 2 * S, S).mT for x in (k_BKTC, v_BKTC))
+    blocks = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHNSC, *pairs))
+    y_NHSC = _masked_attention(*blocks, dropout, window)
+    y_BHTC = y_NHSC.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat((first_BHSC, y_BHTC[:, :, : T - S]), 2)
+
+
+def _masked_attention(
+    q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dropout: float, window: int
+) -> Tensor:
+    """Attention of each query to `window` keys, of the last query to the last of them."""
+    T, S = q_BHTC.shape[2], k_BKSC.shape[2]
+    low, device = q_BHTC.dtype == torch.bfloat16, q_BHTC.device
+    seen_TS = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T).triu(S - T - window + 1)
+    use_fused = not materializes_scores(T, low, device.type) or torch.compiler.is_compiling()
+    is_grouped = k_BKSC.shape[1] < q_BHTC.shape[1]
+    # on a GPU the kernel that takes a mask reads no groups
+    if is_grouped and not (use_fused and device.type == "cpu"):
+        k_BKSC, v_BKSC = _repeated(q_BHTC, k_BKSC, v_BKSC)
+        is_grouped = False
+    if use_fused:
+        return F.scaled_dot_product_attention(
+            q_BHTC, k_BKSC, v_BKSC, seen_TS, dropout_p=dropout, enable_gqa=is_grouped
+        )
+    mask_TS = torch.zeros(T, S, dtype=q_BHTC.dtype).masked_fill(~seen_TS, -torch.inf)
+    return _materialized_attention(q_BHTC, k_BKSC, v_BKSC, dropout, mask_TS)
+
+
+def _repeated(q_BHTC: Tensor, *pair_BKTC: Tensor) -> tuple[Tensor, ...]:
+    """Return keys and values (B, H, T, C), one for each query head."""
+    times = q_BHTC.shape[1] // pair_BKTC[0].shape[1]
+    return tuple(x.repeat_interleave(times, 1) for x in pair_BKTC)
+
+
+def _materialized_attention(
+    q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, dropout: float, mask_TS: Tensor
+) -> Tensor:
+    """softmax(q kᵀ / √C + mask) v, by a matrix of scores per head."""
+    q_NTC, k_NSC, v_NSC = (x.flatten(0, 1) for x in (q_BHTC, k_BHSC, v_BHSC))
+    scores_NTS = torch.baddbmm(mask_TS, q_NTC, k_NSC.mT, alpha=q_NTC.shape[-1] ** -0.5)
+    shares_NTS = F.dropout(scores_NTS.softmax(-1), dropout) if dropout else scores_NTS.softmax(-1)
+    return torch.bmm(shares_NTS, v_NSC).view(q_BHTC.shape)
 
 
 def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from instar.config.language import CausalLMConfig, LanguageConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
-from instar.models.architecture import Architecture, resolve_architecture, section_of
+from instar.models.architecture import Architecture, resolve_architecture, section_of, windows_text
 from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
 from instar.models.hf.pretrained import LoraShape
 from instar.models.shape import ArchitectureError
@@ -104,6 +104,8 @@ class LanguageSpec(TextSpec):
             style.append(f"a convolution over {arch.conv_size} tokens")
         if (loop := arch.loop) is not None:
             style.append(f"layers {loop.first} to {loop.last} {loop.times} times")
+        if arch.windows:
+            style.append(f"windows of {windows_text(arch.windows)}")
         style += ["tied head" if arch.tied else "untied head"]
         style += [f"dropout {arch.dropout:g}"] * (arch.dropout > 0)
         shape = [

@@ -146,8 +146,9 @@ def shape_of_stage(measurement: MeasuredConfig, stage: int) -> Architecture:
     begin, end = (measurement.forecast.stages[n].architecture for n in (0, stage))
     assert isinstance(begin, Architecture)
     assert isinstance(end, Architecture)
-    if end.lora or end.mask:
-        raise refusal(measurement.loaded_config, "schedule", "ends with adapters or a mask")
+    if end.lora or end.mask or end.windows:
+        text = "ends with adapters, a mask or windows"
+        raise refusal(measurement.loaded_config, "schedule", text)
     # widening and longer contexts adjust these of a trained model, not of a new one
     return end.changed(norm_eps=begin.norm_eps, rope_base=begin.rope_base)
 

@@ -143,6 +143,7 @@ def style_of(arch: Architecture) -> Style:
     must(arch.embedding_multiplier == 1, "embedding_multiplier", "does not scale embeddings")
     must(arch.conv_size is None, "conv_size", "has no convolutions")
     must(arch.loop is None, "loop", "runs each layer once: unloop makes layers of the passes")
+    must(not arch.windows, "windows", "has none: set_window: null takes them away")
     if style == "llama":
         must(arch.norm == "rmsnorm", "norm", "has rmsnorm")
         must(arch.activation == "swiglu", "activation", "has swiglu")
