@@ -47,6 +47,7 @@ STYLES: dict[str, Architecture] = {
         llama(**SIZES), num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.01
     ),
     "convolutions": replace(gpt2(**SIZES), conv_size=3),
+    "windows": replace(llama(**SIZES), windows=(None, 3, 2)),
 }
 LOOP = {"from": 1, "to": 2, "times": 3}
 PASSES = (0, 1, 2, 1, 2, 1, 2)

@@ -66,6 +66,7 @@ class GPT(nn.Module):
         else:
             self.register_buffer("rope_cos", torch.empty(arch.context, 1, arch.head_dim), False)
             self.register_buffer("rope_sin", torch.empty(arch.context, 1, arch.head_dim), False)
+        self.passes = passes_of(arch)
         self.blocks = nn.ModuleList(_Block(arch, table, layer) for layer in range(arch.n_layer))
         self.final_norm = Norm(arch, table, "final_norm")
         if not arch.tied:
@@ -105,21 +106,10 @@ class GPT(nn.Module):
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         router_logits: list[Tensor] = []
-        for number, layer in enumerate(passes_of(self.arch)):
-            block = self.blocks[layer]
+        for number, layer in enumerate(self.passes):
             if cache is not None:
                 cache.number = number
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                x_BTD, logits_BTE = checkpoint(
-                    block,
-                    x_BTD,
-                    rotation,
-                    openings,
-                    use_reentrant=False,
-                    preserve_rng_state=self.arch.dropout > 0,
-                )
-            else:
-                x_BTD, logits_BTE = block(x_BTD, rotation, openings, cache)
+            x_BTD, logits_BTE = self._run_block(layer, x_BTD, rotation, openings, cache)
             if balance:
                 router_logits.append(logits_BTE)
         if cache is not None:
@@ -137,6 +127,23 @@ class GPT(nn.Module):
         assert self.arch.num_experts_per_tok is not None
         stacked_LBTE = torch.stack(router_logits)
         return loss, load_balancing_loss(stacked_LBTE, targets_BT, self.arch.num_experts_per_tok)
+
+    def _run_block(
+        self,
+        layer: int,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        openings: Tensor | None,
+        cache: KVCache | None,
+    ) -> Any:
+        """Return what a block does, recomputed in the backward pass if the model says so."""
+        block = self.blocks[layer]
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return block(x_BTD, rotation, openings, cache)
+        keeps_random = self.arch.dropout > 0
+        return checkpoint(
+            block, x_BTD, rotation, openings, use_reentrant=False, preserve_rng_state=keeps_random
+        )
 
     def _embed(self, inputs_BT: Tensor, begin: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the stream of tokens from position `begin` on, and the rotation of their positions, if any."""
