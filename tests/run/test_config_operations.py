@@ -24,6 +24,7 @@ from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
 from instar.schedule.checks import load_checked
 from instar.schedule.operations import override
+from instar.schedule.render import render, render_change
 
 Make = Callable[..., Trainer]
 LONG = ("train.until=[8it]", "learning_rate.lr_decay_iters=8", "checkpoint.every_steps=4")
@@ -229,3 +230,31 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_values(
         steps = 11 if exact else 8
         close = pytest.approx(curves["one"][:steps], rel=0 if exact else 1e-4, abs=0)
         assert curves[name][:steps] == close
+
+
+def test_a_forecast_says_which_keys_change_and_what_changes_nothing(
+    prepared: Callable[..., Prepared],
+) -> None:
+    schedule = [
+        {"name": "set_clip", "value": 0.5, "when": {"at_step": 1}},
+        {"name": "set_clip", "value": 0.5, "when": {"at_step": 2}},
+        {"name": "set_lr", "value": 0.001, "when": {"at_step": 3}},
+        {"name": "reset_lr_schedule", "when": {"at_step": 4}},
+        {"name": "set_betas", "value": [0.9, 0.99], "when": {"at_step": 5}},
+    ]
+    ready = prepared(f"schedule={json.dumps(schedule)}")
+    idle = [stage.is_idle for stage in ready.forecast.stages]
+    assert idle == [False, False, True, True, False, False]
+    text = render(ready.forecast)
+    assert "train.clip 1.0 → 0.5" in text
+    assert "optimizer.beta2 0.95 → 0.99" in text
+    assert text.count("changes     nothing") == 2
+    said = [warning for warning in ready.warnings if "changes nothing" in warning]
+    assert said == [
+        "schedule[1] set_clip 0.5 changes nothing: it is so already",
+        "schedule[2] set_lr 0.001 changes nothing: it is so already",
+    ]
+    before, after = ready.forecast.stages[:2]
+    shown = render_change(before, after, "token", 1)
+    assert "train.clip 1.0 → 0.5" in shown
+    assert "nothing changes" not in shown

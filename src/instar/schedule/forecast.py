@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from instar.config.budget import Budget, parse_budget
 from instar.config.errors import ConfigError, ConfigProblem
-from instar.config.fields import with_values
+from instar.config.fields import values, with_values
 from instar.config.load import Loaded
 from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
@@ -19,6 +19,7 @@ from instar.models.cost import FrozenParameters
 from instar.models.shape import Growable, ParameterCount, count_parameters
 from instar.schedule.branches import BRANCH, Branch, read_branch
 from instar.schedule.checks import mistakes
+from instar.schedule.config_operations import changed_config
 from instar.schedule.memory import (
     RankMemory,
     RankPlan,
@@ -29,6 +30,7 @@ from instar.schedule.memory import (
     share_of,
 )
 from instar.schedule.operations import (
+    RESTART_LR,
     State,
     carried_out,
     initial_state,
@@ -36,7 +38,7 @@ from instar.schedule.operations import (
     plan_operation,
     when_due,
 )
-from instar.schedule.settings import Settings
+from instar.schedule.settings import ADJUST_BATCH, Settings
 from instar.schedule.timeline import (
     Clock,
     Leg,
@@ -49,6 +51,9 @@ from instar.schedule.timeline import (
 )
 from instar.schedule.triggers import Entry, evaluates_at_start, schedule_entries, too_large, words
 from instar.tasks.task import TaskSpec
+
+_UNSEEN = (BRANCH, ADJUST_BATCH, RESTART_LR.name)
+"""Operations that do something, although a forecast's settings stay the same."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,10 @@ class Stage:
     steps_per_epoch: int | None
     left_out: int
     """Samples that every epoch leaves out, see `data.drop_last`."""
+    config_changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Keys of the config that the operation changes, with their values before and after."""
+    is_idle: bool = False
+    """Whether the operation changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +376,12 @@ def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
         reason = str(error)
     if reason:
         return Leg(entry, before, _pace(before, spec), skip_reason=reason)
-    return Leg(entry, after, _pace(after, spec), plan)
+    changes = {
+        key: (values(state.config)[key], value)
+        for key, value in changed_config(state.config, after.config).items()
+    }
+    is_idle = plan is None and after == state and entry.operation.name not in _UNSEEN
+    return Leg(entry, after, _pace(after, spec), plan, config_changes=changes, is_idle=is_idle)
 
 
 def _faulty(state: State, operation: Operation) -> str:
@@ -520,6 +534,8 @@ def _stage(
         batch_size=share.batch_size,
         steps_per_epoch=leg.pace.steps_per_epoch,
         left_out=leg.pace.left_out,
+        config_changes=leg.config_changes,
+        is_idle=leg.is_idle,
     )
 
 

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 
+from instar.config.origins import in_yaml
 from instar.record.format import bytes_text, scientific, si, sizes_text
 from instar.schedule.forecast import BranchForecast, Forecast, Stage, Totals
 from instar.schedule.settings import Settings
@@ -48,6 +49,7 @@ def render_change(before: Stage, after: Stage, unit: str, world_size: int) -> st
         ("operation", [f"{after.operation}{f' ({after.label})' if after.label else ''}"]),
         ("skipped", [after.skipped] if after.skipped else []),
         ("settings", [", ".join(changes)] if changes else []),
+        ("config", _config_texts(after)),
     ]
     rows_before = _rows(before, unit, world_size)
     rows += [row for row in _rows(after, unit, world_size) if row not in rows_before]
@@ -69,8 +71,18 @@ def _stage_header(number: int, stage: Stage, forecast: Forecast) -> list[Row]:
         ("trigger", [stage.when]),
         ("begins", [_steps(stage, forecast)]),
         ("skipped", [stage.skipped]),
+        ("changes", ["nothing" if stage.is_idle else ""]),
+        ("config", _config_texts(stage)),
     ]
-    return [row for row in rows if row[1] != [""]]
+    return [row for row in rows if any(row[1])]
+
+
+def _config_texts(stage: Stage) -> list[str]:
+    """Describe the keys of the config that an operation changes."""
+    return [
+        f"{key} {in_yaml(before)} → {in_yaml(after)}"
+        for key, (before, after) in stage.config_changes.items()
+    ]
 
 
 def _steps(stage: Stage, forecast: Forecast) -> str:
@@ -93,6 +105,7 @@ _WORDS = {
     "eval_interval": "eval_interval",
     "eval_iters": "eval_iters",
     "context": "context",
+    "mixture": "weights of the mixture",
     "frozen": "frozen",
 }
 

@@ -9,11 +9,12 @@ stays due, so its first step is found by bisection.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from instar.config.budget import Budget, Counters, fraction_used
 from instar.growth.plan import GrowthPlan, source_of
@@ -154,6 +155,10 @@ class Leg:
     """The growth of the model at its beginning, if any."""
     skip_reason: str = ""
     """The reason for skipping the operation."""
+    config_changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Keys of the config that the operation changes, with their values before and after."""
+    is_idle: bool = False
+    """Whether the operation changes nothing."""
 
     @property
     def label(self) -> str:

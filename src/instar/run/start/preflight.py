@@ -82,6 +82,9 @@ class Prepared:
                 f"learning_rate.warmup_iters ({warmup:,}) is more than the {steps:,} steps of the run: the rate "
                 f"rises to {steps / warmup:.0%} of optimizer.lr"
             )
+        for number, stage in enumerate(forecast.stages):
+            if stage.is_idle:
+                yield f"schedule[{number - 1}] {stage.operation} changes nothing: it is so already"
         for stage in forecast.stages:
             samples, batch = forecast.samples_per_epoch, stage.settings.global_batch
             if samples is not None and samples < batch:
