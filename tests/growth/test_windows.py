@@ -115,10 +115,20 @@ def test_what_is_not_possible_is_refused(
         plan(arch, operation(name, value))
 
 
-def test_export_refuses_windows_by_name() -> None:
-    for style in (gpt2, llama):
-        with pytest.raises(CheckpointError, match=r"model.windows: \(4, None\), but .* has none"):
-            to_config(replace(style(), windows=(4, None)))
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        (replace(gpt2(), windows=(4, 4)), r"model.windows: \(4, 4\), but GPT-2 has none"),
+        (replace(llama(), windows=(4, 5)), r"model.windows: \(4, 5\), but Llama has none, and Mis"),
+        (
+            replace(llama(), windows=(4, None), bias=True),
+            "model.bias: true, but Llama with windows",
+        ),
+    ],
+)
+def test_export_refuses_other_windows_by_name(arch: Architecture, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        to_config(arch)
 
 
 def test_a_run_is_checked_before_it_starts(prepared: Callable[..., Prepared]) -> None:
@@ -155,7 +165,7 @@ def test_the_forecast_counts_what_the_run_counts(
     assert ready.forecast.early is not None
     assert run.state.progress.flops == ready.forecast.early.flops
     assert flops_per_token(shapes[1], 16) < flops_per_token(shapes[0], 16)
-    memory = [stage.memory["ddp"].parts["activations"] for stage in ready.forecast.stages[:2]]
+    memory = [stage.memory["ddp"].step["activations"] for stage in ready.forecast.stages[:2]]
     assert memory[0] != memory[1]
 
 

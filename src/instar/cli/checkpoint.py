@@ -275,13 +275,13 @@ def export_checkpoint(
 ) -> None:
     """Write the model into the new folder FOLDER, in the format of transformers.
 
-    A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM, and a model
-    of transformers what it was; the run's tokenizer is included. One tensor at a time is in memory.
+    A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM (with windows of
+    one size a MistralForCausalLM or MinistralForCausalLM), and a model of transformers what it was; the run's tokenizer is included. One tensor at a time is in memory.
     """
     path = checkpoint_at(where)
 
     from instar.models.architecture import Architecture
-    from instar.models.hf.config import CLASSES, style_of
+    from instar.models.hf.config import to_config
     from instar.models.hf.folder import export_folder
     from instar.models.hf.module import class_name
 
@@ -289,7 +289,8 @@ def export_checkpoint(
         checkpoint = load_checkpoint(path)
     with _checkpoint_errors():
         arch = export_folder(checkpoint, folder, averaged=ema, max_shard_bytes=max_shard_size)
-    name = CLASSES[style_of(arch)] if isinstance(arch, Architecture) else class_name(arch)
+    is_gpt = isinstance(arch, Architecture)
+    name = to_config(arch)["architectures"][0] if is_gpt else class_name(arch)
     if as_json:
         print_json({"path": str(folder), "class": name})
     else:

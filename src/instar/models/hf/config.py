@@ -15,7 +15,7 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +118,7 @@ _SHARED = (
 def style_of(arch: Architecture) -> Style:
     """Return the model family that computes the same function as `arch`.
 
-    Adapters are ignored: `to_tensors` merges them.
+    Adapters are ignored: `to_tensors` merges them. A Llama with windows has another name, and the same tensors.
 
     Raises:
         CheckpointError: neither does; lists every setting that differs.
@@ -143,17 +143,20 @@ def style_of(arch: Architecture) -> Style:
     must(arch.embedding_multiplier == 1, "embedding_multiplier", "does not scale embeddings")
     must(arch.conv_size is None, "conv_size", "has no convolutions")
     must(arch.loop is None, "loop", "runs each layer once: unloop makes layers of the passes")
-    must(not arch.windows, "windows", "has none: set_window: null takes them away")
     if style == "llama":
         must(arch.norm == "rmsnorm", "norm", "has rmsnorm")
         must(arch.activation == "swiglu", "activation", "has swiglu")
         must(arch.positions == "rope", "positions", "has rope")
         must(arch.n_embd % arch.n_head == 0, "n_head", f"must divide n_embd, {arch.n_embd}")
+        sizes = {window for window in arch.windows if window is not None}
+        must(len(sizes) <= 1, "windows", "has none, and Mistral and Ministral have one size")
+        must(not (arch.windows and arch.bias), "bias", "with windows (Mistral, Ministral) has none")
     else:
         must(arch.norm == "layernorm", "norm", "has layernorm")
         must(arch.activation in _ACTIVATIONS, "activation", f"has {', '.join(_ACTIVATIONS)}")
         must(arch.positions == "learned", "positions", "has learned ones")
         must(arch.n_kv_head == arch.n_head, "n_kv_head", f"has as many as n_head, {arch.n_head}")
+        must(not arch.windows, "windows", "has none: set_window: null takes them away")
         head_dim = arch.n_embd // arch.n_head
         must(
             arch.head_dim * arch.n_head == arch.n_embd,
@@ -192,7 +195,7 @@ def to_config(arch: Architecture, *, end_id: int | None = None) -> dict[str, Any
             "activation_function": _ACTIVATIONS[arch.activation],
             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), arch.dropout),
         }
-    return config | {
+    config |= {
         "num_key_value_heads": arch.n_kv_head,
         "head_dim": arch.head_dim,
         "hidden_act": "silu",
@@ -200,6 +203,24 @@ def to_config(arch: Architecture, *, end_id: int | None = None) -> dict[str, Any
         "rope_parameters": {"rope_type": "default", "rope_theta": arch.rope_base},
         "rope_theta": arch.rope_base,  # for transformers 4 and other readers
     }
+    if arch.windows:
+        del config["attention_bias"], config["mlp_bias"]
+        config |= _windows_config(arch.windows)
+    return config
+
+
+def _windows_config(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Return what says that a Llama has windows: a Mistral if all layers do, else a Ministral, which names them."""
+    family = "ministral" if None in windows else "mistral"
+    config: dict[str, Any] = {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "sliding_window": max(window for window in windows if window is not None),
+    }
+    if None in windows:
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        config |= {"layer_types": kinds}
+    return config
 
 
 def is_bounded(value: object) -> bool:
