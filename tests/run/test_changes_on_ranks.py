@@ -118,6 +118,7 @@ def test_a_run_goes_on_with_other_ranks_after_it_grew(
 
 GROWTH = [
     ("insert_layers", 1, {}),
+    ("set_window", 8, {}),
     ("widen_mlp", 192, {"how": "split"}),
     ("widen_hidden", 48, {}),
     ("set_lora_rank", {"target": "attn", "rank": 2}, {}),

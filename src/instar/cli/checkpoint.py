@@ -289,8 +289,10 @@ def export_checkpoint(
         checkpoint = load_checkpoint(path)
     with _checkpoint_errors():
         arch = export_folder(checkpoint, folder, averaged=ema, max_shard_bytes=max_shard_size)
-    is_gpt = isinstance(arch, Architecture)
-    name = to_config(arch)["architectures"][0] if is_gpt else class_name(arch)
+    if isinstance(arch, Architecture):
+        name = to_config(arch)["architectures"][0]
+    else:
+        name = class_name(arch)
     if as_json:
         print_json({"path": str(folder), "class": name})
     else:

@@ -5,7 +5,7 @@ values, and loading from a checkpoint. Shapes are in `instar.models.architecture
 in `instar.models.layers`.
 
 Suffixes of tensor names are their dimensions: B samples, T tokens, D embed, M mlp, V vocab, H query
-heads, K key and value heads, C channels of a head, N flattened leading dimensions.
+heads, K key and value heads, C channels of a head, S tokens of a block, N flattened leading dimensions.
 """
 
 from __future__ import annotations
@@ -365,17 +365,16 @@ def _windowed_attention(
     of the one before, so that the work grows with T · window rather than T²."""
     T = q_BHTC.shape[2]
     S = window_block(window, T)
-    first_BHSC = _masked_attention(
-        *(x[:, :, :S] for x in (q_BHTC, k_BKTC, v_BKTC)), dropout, window
-    )
+    q_BHSC, k_BKSC, v_BKSC = (x[:, :, :S] for x in (q_BHTC, k_BKTC, v_BKTC))
+    first_BHSC = _masked_attention(q_BHSC, k_BKSC, v_BKSC, dropout, window)
     if S == T:
         return first_BHSC
     B, padding = q_BHTC.shape[0], -T % S
-    q_BHNSC = F.pad(q_BHTC[:, :, S:], (0, 0, 0, padding)).unflatten(2, (-1, S))
-    pairs = (F.pad(x, (0, 0, 0, padding)).unfold(2, 2 * S, S).mT for x in (k_BKTC, v_BKTC))
-    blocks = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHNSC, *pairs))
-    y_NHSC = _masked_attention(*blocks, dropout, window)
-    y_BHTC = y_NHSC.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)
+    q_BHTC, k_BKTC, v_BKTC = (F.pad(x, (0, 0, 0, padding)) for x in (q_BHTC, k_BKTC, v_BKTC))
+    blocks = (q_BHTC[:, :, S:].unfold(2, S, S), *(x.unfold(2, 2 * S, S) for x in (k_BKTC, v_BKTC)))
+    q_NHSC, k_NKSC, v_NKSC = (x.mT.transpose(1, 2).flatten(0, 1) for x in blocks)
+    y_NHSC = _masked_attention(q_NHSC, k_NKSC, v_NKSC, dropout, window)
+    y_BHTC = y_NHSC.view(B, -1, *y_NHSC.shape[1:]).transpose(1, 2).flatten(2, 3)
     return torch.cat((first_BHSC, y_BHTC[:, :, : T - S]), 2)
 
 
