@@ -99,7 +99,10 @@ COMPLETED = (
         f"logs {name}"
         for name in ["tag", "note", "summary", "plot", "compare", "tail", "events", "export"]
     ),
-    *(f"checkpoint {name}" for name in ["list", "inspect", "verify", "diff", "analyze", "export"]),
+    *(
+        f"checkpoint {name}"
+        for name in ["list", "inspect", "verify", "diff", "analyze", "export", "average"]
+    ),
 )
 """commands that complete the names of runs"""
 

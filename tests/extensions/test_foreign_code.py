@@ -58,6 +58,7 @@ READING = {
     "checkpoint diff": ["a", "b"],
     "checkpoint analyze": ["a"],
     "checkpoint export": ["a", "hf", "--to", "hf"],
+    "checkpoint average": ["a", "--last", "1", "--out", "mean"],
     "checkpoint import": ["a", "--to", "imported"],
     "config show": ["a/run.yaml", "--origin"],
     "config validate": ["a/run.yaml"],

@@ -49,6 +49,7 @@ CHOICES: Mapping[str, list[tuple[Any, list[Entry]]]] = {
     "reset_lr_schedule": [(None, [{}])],
     "freeze": [(value, [{}]) for value in ("blocks.0.*", "token*", ["*norm*", "blocks.*.mlp.*"])],
     "unfreeze": [(value, [{}]) for value in ("blocks.0.*", "*")],
+    "average_checkpoints": [(1, [{}])],
     "branch": [("side", [{"iters": 2}])],
     "set_weight_decay": [(value, [{}]) for value in (0, 0.3)],
     "set_clip": [(value, [{}]) for value in (0.5, None)],
@@ -120,6 +121,9 @@ GROWN = (
 )
 
 
+OTHER_TRIGGERS = ("trigger_loss", "max_wait_iters", "reevaluate")
+
+
 def trigger(draw: random.Random) -> Entry:
     """Bounds of losses that all evaluations are below: then a forecast's earliest steps are those of the run."""
     return draw.choice(
@@ -141,6 +145,9 @@ def keys(draw: random.Random) -> list[str]:
     schedule = []
     for _ in range(draw.randint(1, 5)):
         entry = operation(draw) | trigger(draw)
+        if entry["name"] == "average_checkpoints":  # not before the first is saved
+            entry |= {"when": {"at_step": draw.randint(3, 11)}}
+            entry = {key: part for key, part in entry.items() if key not in OTHER_TRIGGERS}
         if entry["name"] in NEEDS:
             schedule.append(NEEDS[entry["name"]] | {"when": {"at_step": 0}, "on_failure": "skip"})
         entry |= {"on_failure": "skip"} if draw.random() < 0.25 else {}
@@ -219,6 +226,9 @@ def resumed(
         run.train()
     run.parts.saver.finish()
     after = trainer(*options, name=f"run-{seed}-resumed")
+    checkpoints = run.parts.saver.root / "checkpoints"
+    if checkpoints.exists():
+        shutil.copytree(checkpoints, after.parts.saver.root / "checkpoints")
     with suppress(CheckpointError):  # it was killed before the first
         restore(after, load_checkpoint(latest_checkpoint(run.parts.saver.root)))
     return after

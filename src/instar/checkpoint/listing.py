@@ -50,6 +50,13 @@ def list_checkpoints(root: Path) -> list[Path]:
     return [path for *_, path in sorted(saves, key=lambda save: (times[save[2]], *save))]
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    match = _NUMBERED.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
 def latest_intact(root: Path, *, check: bool = True) -> tuple[Checkpoint, list[CheckpointError]]:
     """Return the latest intact checkpoint on the run's line, and the errors of later ones.
 

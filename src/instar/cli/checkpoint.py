@@ -1,4 +1,4 @@
-"""`instar checkpoint`: inspect, verify, compare, export and import checkpoints."""
+"""`instar checkpoint`: inspect, verify, compare, average, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ EXPECTED = (
 
 @click.group(cls=CommandGroup)
 def checkpoint() -> None:
-    """Inspect, verify, compare, export and import checkpoints."""
+    """Inspect, verify, compare, average, export and import checkpoints."""
 
 
 @checkpoint.command("list")
@@ -298,6 +298,49 @@ def export_checkpoint(
     else:
         click.echo(str(folder))
     click.echo(f"next: {name}.from_pretrained({str(folder)!r})", err=True)
+
+
+def _steps(_context: click.Context, _option: click.Parameter, text: str | None) -> list[int] | None:
+    """Return steps such as 100,200,300."""
+    if text is None:
+        return None
+    steps = [part.strip() for part in text.split(",")]
+    if not all(step.isascii() and step.isdigit() for step in steps) or len(steps) > len({*steps}):
+        raise click.BadParameter(f"{text!r} is no list of different steps; write e.g. 100,200,300")
+    return [int(step) for step in steps]
+
+
+@checkpoint.command("average")
+@click.argument("run", shell_complete=completion.run_names)
+@click.option("--last", type=click.IntRange(1), metavar="N", help="The last N checkpoints (3).")
+@click.option("--steps", callback=_steps, metavar="A,B,C", help="Those of these steps.")
+@click.option("--out", type=NewFolder(), help="The new run's folder; default: RUN.average.")
+@json_option
+def average(
+    run: str, last: int | None, steps: list[int] | None, out: Path | None, as_json: bool
+) -> None:
+    """Create a run whose one checkpoint has the mean of the weights of several checkpoints of RUN.
+
+    All else is that of the last of them, but for the moving average of the weights, which it does not have. One
+    tensor of each is in memory at a time.
+    """
+    if last is not None and steps is not None:
+        raise click.UsageError("--last and --steps exclude each other")
+    root = _root(run)
+
+    from instar.run.offline import average_checkpoints
+
+    folder = out or (place := root.resolve()).with_name(f"{place.name}.average")
+    with _checkpoint_errors():
+        path = average_checkpoints(root, steps or last or 3, folder)
+    manifest = read_manifest(path)
+    if as_json:
+        print_json(
+            {"path": str(path), "averaged_steps": manifest.history[-1]["operation"]["value"]}
+        )
+    else:
+        click.echo(str(path))
+    click.echo(f"{manifest.reason}; next: instar sample {shlex.quote(str(folder))}", err=True)
 
 
 @checkpoint.command("import")

@@ -137,6 +137,15 @@ def save_checkpoint_if_due(state: RunState, parts: Components) -> RunState:
         extension.after_step(state.progress, parts.stepper.unwrapped_model)
     if state.save_checked_at == state.step:
         return state
+    if reasons := reasons_to_save(state, parts):
+        # a person is waiting for the save
+        wait = parts.sync.save_requested is SaveRequest.PERSON
+        save_checkpoint(state, parts, ", ".join(reasons), wait=wait)
+    return replace(state, save_checked_at=state.step)
+
+
+def reasons_to_save(state: RunState, parts: Components) -> list[str]:
+    """Return why a checkpoint of this step is due; the same on all ranks."""
     config, request = parts.config.checkpoint, parts.sync.save_requested
     reasons = [text for every, text in intervals(config) if state.due(every)]
     if config.on_growth and state.grown_at == state.step:
@@ -147,10 +156,7 @@ def save_checkpoint_if_due(state: RunState, parts: Components) -> RunState:
         reasons.append(REQUESTED)
     elif request is SaveRequest.CLOCK:
         reasons.append(f"every {config.every_minutes:g} min")
-    if reasons:
-        # a person is waiting for the save
-        save_checkpoint(state, parts, ", ".join(reasons), wait=request is SaveRequest.PERSON)
-    return replace(state, save_checked_at=state.step)
+    return reasons
 
 
 def finish_extensions(state: RunState, parts: Components) -> None:

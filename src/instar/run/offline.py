@@ -1,6 +1,6 @@
-"""Offline growth of a checkpoint on disk, of any task.
+"""Offline growth of a checkpoint on disk, and the mean of several, of any task.
 
-It creates a new run folder with one checkpoint, the same as the operations would have produced in
+They create a new run folder with one checkpoint. A grown one is the same as the operations would have produced in
 the live run.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from instar.checkpoint.layout import check_shapes, open_reader
+from instar.checkpoint.listing import step_of
 from instar.checkpoint.manifest import (
     COMPONENTS,
     STATE,
@@ -27,6 +28,7 @@ from instar.checkpoint.manifest import (
     Manifest,
     Pattern,
     encode_json,
+    line_of,
 )
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load_checkpoint
 from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
@@ -68,6 +70,7 @@ from instar.record.atomic import atomic_dir, check_new
 from instar.record.progress import folder_bytes, progress
 from instar.record.rundir import RunDir
 from instar.record.start_folder import begun_in, note_start, read_start
+from instar.run.changes.average import check_same_model, choose_checkpoints, mean_tensor
 from instar.run.changes.live_growth import probe, probe_samples
 from instar.run.optimizer import check_states, copy_tensors
 from instar.run.resume import began_with
@@ -84,9 +87,10 @@ from instar.schedule.operations import (
     number_of,
     plan_operation,
 )
+from instar.schedule.settings import AVERAGE
 from instar.tasks.task import SavedModel, Task, spec_class
 
-REASON = "instar grow"
+REASON, MEAN_REASON = "instar grow", "instar checkpoint average"
 PROBE_SAMPLES, PROBE_TOKENS = 4, 128
 """shape [samples, tokens] of the random tokens on which a proof compares logits"""
 
@@ -164,6 +168,67 @@ def grow_checkpoint(
     seconds = time.perf_counter() - start
     checked_on = growth.checked_on if proof else ""
     return OfflineGrowth(path, before, plan.stages, proof, seconds, dead, checked_on)
+
+
+def average_checkpoints(root: Path, value: int | Sequence[int], out: Path) -> Path:
+    """Create the run `out`, with one checkpoint: the last of those averaged, with the mean of their weights, and without a
+    moving average, which would be used in their place.
+
+    Args:
+        root: of the run.
+        value: how many of its last checkpoints, or their steps.
+
+    Raises:
+        CheckpointError: one is missing, damaged or of another model.
+        WriteError: `out` cannot be written or is not empty.
+    """
+    check_new(out)
+    paths = choose_checkpoints(root.absolute(), value, line_of(root))
+    checkpoints = [load_checkpoint(path) for path in paths]
+    source = checkpoints[-1]
+    run, step, names = _run_of(source), source.manifest.step, ", ".join(p.name for p in paths)
+    try:
+        history = history_from_json(source.manifest.history)
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from error
+    shapes = {name: entry.shape for name, entry in source.layout("model").entries.items()}
+    check_same_model(checkpoints, history, shapes)
+    operation = Operation(AVERAGE, [step_of(path) for path in paths])
+    cursor, reason = int(source.manifest.progress.get("samples", 0)), f"{MEAN_REASON}: {names}"
+    change = Change(operation, step, cursor, reason=f"{reason} of {run.path.name}")
+    with atomic_dir(out) as temporary:
+        new_run = RunDir(temporary)
+        _begin_run(new_run, run, begun_in(run, ())[1])
+        writer = CheckpointWriter(new_run.path, step)
+        with writer.removed_on_error():
+            writer.open()
+            for component in source.components:
+                if component == "model":
+                    _write_mean(checkpoints, writer.temporary)
+                elif component != "ema":
+                    _write_component(component, source, writer.temporary, (), {})
+            architecture, buffers = source.manifest.architecture, source.manifest.buffers
+            new_history = (*history, change)
+            path = _publish(
+                writer, source, architecture, new_history, buffers, change.reason, exact=False
+            )
+    return RunDir(out).checkpoints / path.name
+
+
+def _write_mean(checkpoints: Sequence[Checkpoint], temporary: Path) -> None:
+    """Write the mean of the weights; buffers and integers are those of the last checkpoint."""
+    last = checkpoints[-1]
+    shapes = outlines(last.layout("model"))
+    with ExitStack() as stack:
+        reads = {c.path: stack.enter_context(c.reading("model")) for c in checkpoints}
+
+        def read(name: str) -> torch.Tensor:
+            dtype = shapes[name].dtype
+            if name in last.manifest.buffers or not (dtype.is_floating_point or dtype.is_complex):
+                return reads[last.path](name)
+            return mean_tensor(reads, name).to(dtype)
+
+        write_tensors(temporary / COMPONENTS["model"].file(), shapes, read)
 
 
 def _run_of(source: Checkpoint) -> RunDir:
@@ -246,6 +311,8 @@ def _plan_checkpoint(
     stages: list[GrowthStage] = []
     shapes: list[Growable] = []
     for operation in operations:
+        if operation.name == AVERAGE:
+            raise ConfigError.of(f"{AVERAGE} is a command offline: {MEAN_REASON} RUN", where="--op")
         with as_config_error():
             state, plan = plan_operation(state, operation, step)
         if plan is not None:
@@ -260,36 +327,52 @@ def _plan_checkpoint(
 
 def _write(source: Checkpoint, run: RunDir, plan: _PlannedCheckpoint, build: Build) -> Written:
     """Write the grown checkpoint; return its folder, and its model's persistent buffers."""
-    manifest = source.manifest
     exact = all(stage.label in (None, "exact") for stage in plan.stages)
-    writer = CheckpointWriter(run.path, manifest.step)
+    writer = CheckpointWriter(run.path, source.manifest.step)
     with writer.removed_on_error():
         writer.open()
         buffers = _grown_buffers(source, plan, build)
         for component in source.components:
             _write_component(component, source, writer.temporary, plan.steps, buffers)
-        atomic.write_synced(writer.temporary / STATE, encode_json(_state(source.state, exact)))
-        writer.add_files(path for path in writer.temporary.rglob("*") if path.is_file())
         names = ", ".join(stage.operation.name for stage in plan.stages)
-        facts = Facts(
-            data=manifest.data,
-            tokenizer=manifest.tokenizer,
-            progress=manifest.progress,
-            loss=manifest.loss if exact else None,
-            metrics=manifest.metrics if exact else {},
-            better=manifest.better,
-            reason=f"{REASON}: {names}",
-            left_out=manifest.left_out,
-            config=manifest.config,
-            buffers=sorted(buffers),
-        )
-        path = writer.publish(
-            architecture=plan.state.architecture.to_dict(),
-            history=history_to_json(plan.history),
-            facts=facts,
-            world_size=manifest.world_size,
-        )
+        architecture = dict(plan.state.architecture.to_dict())
+        reason = f"{REASON}: {names}"
+        path = _publish(writer, source, architecture, plan.history, buffers, reason, exact=exact)
         return path, buffers
+
+
+def _publish(
+    writer: CheckpointWriter,
+    source: Checkpoint,
+    architecture: dict[str, Any],
+    history: History,
+    buffers: Iterable[str],
+    reason: str,
+    *,
+    exact: bool,
+) -> Path:
+    """Publish a checkpoint made from another, whose tensors are written; unless exactly, without its evaluation."""
+    manifest = source.manifest
+    atomic.write_synced(writer.temporary / STATE, encode_json(_state(source.state, exact)))
+    writer.add_files(path for path in writer.temporary.rglob("*") if path.is_file())
+    facts = Facts(
+        data=manifest.data,
+        tokenizer=manifest.tokenizer,
+        progress=manifest.progress,
+        loss=manifest.loss if exact else None,
+        metrics=manifest.metrics if exact else {},
+        better=manifest.better,
+        reason=reason,
+        left_out=manifest.left_out,
+        config=manifest.config,
+        buffers=sorted(buffers),
+    )
+    return writer.publish(
+        architecture=architecture,
+        history=history_to_json(history),
+        facts=facts,
+        world_size=manifest.world_size,
+    )
 
 
 def _write_component(

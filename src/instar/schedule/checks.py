@@ -23,7 +23,7 @@ from instar.schedule.operations import (
     hint_for_unknown,
     is_operation,
 )
-from instar.schedule.settings import ADJUST_BATCH
+from instar.schedule.settings import ADJUST_BATCH, AVERAGE
 from instar.schedule.triggers import operation, stays_due, tokens, trigger
 
 
@@ -101,6 +101,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
             assumed = (entry.model_extra or {}).get("batch_size")
             size = "the present batch" if assumed is None else f"a batch of {assumed}"
             yield f"{SCHEDULE}[{number}] {entry.name} measures the batch when it fires; the forecast assumes {size}"
+        if entry.name == AVERAGE and config.train.ema is not None:
+            yield f"{SCHEDULE}[{number}] {entry.name} leaves the moving average as it is, which evaluations use (train.ema)"
         names_before.add(entry.name)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from instar.config.errors import nearest_hint, value_text
 from instar.config.fields import with_values
-from instar.config.schema import RunConfig
+from instar.config.schema import CheckpointConfig, RunConfig
 from instar.config.sections import LARGEST, Operation
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
@@ -22,6 +22,7 @@ from instar.schedule.branches import BRANCH, BRANCHED, Branch, branch_problems
 from instar.schedule.config_operations import CONFIG_OPERATIONS, check_value, with_operation
 from instar.schedule.settings import (
     ADJUST_BATCH,
+    AVERAGE,
     CONTEXT,
     SET_MIXTURE,
     THAWED,
@@ -337,6 +338,8 @@ def plan_operation(
         warmups = _warmups(settings.new_param_warmups, plan, operation, step)
         settings = dataclasses.replace(settings, frozen=frozen, new_param_warmups=warmups)
         return with_config(settings=settings, architecture=architecture), plan
+    if operation.name == AVERAGE:
+        _check_retention(operation.value, config.checkpoint)
     if operation.name in SETTINGS:
         _check_result(operation, settings, state.architecture)
     return with_config(settings=settings), None
@@ -414,6 +417,10 @@ def check_operation(operation: Operation) -> None:
         if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1):
             text = f"must be a share of the device's memory, such as 0.85, got {value_text(value)}"
             raise OperationError(name, "value", text)
+    elif name == AVERAGE:
+        if not _selects_checkpoints(value):
+            text = "must be a number of checkpoints, such as 3, or a list of their steps, such as [100, 200]"
+            raise OperationError(name, "value", f"{text}, got {value_text(value)}")
     else:
         _check_number(name, _number_of(operation), value)
 
@@ -424,6 +431,22 @@ def _is_weight(value: Any) -> bool:
 
 def _is_pattern(text: Any) -> bool:
     return isinstance(text, str) and bool(text) and not text.startswith(THAWED)
+
+
+def _selects_checkpoints(value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return type(value) is int and value > 0
+    steps = [step for step in value if type(step) is int and step >= 0]
+    return 0 < len(value) == len(set(steps))
+
+
+def _check_retention(value: Any, checkpoint: CheckpointConfig) -> None:
+    """Raise ValueError if a run deletes some of the last checkpoints that are to be averaged."""
+    last = checkpoint.keep_last
+    if isinstance(value, int) and checkpoint.keep_every is None and value > last:
+        raise ValueError(
+            f"{AVERAGE} {value}: the run keeps its last {last} checkpoints only: set checkpoint.keep_last to {value}"
+        )
 
 
 def _check_number(name: str, number: Any, value: Any) -> None:
@@ -657,6 +680,7 @@ SETTINGS: Mapping[str, Effect] = {
     "unfreeze": _unfreeze,
     ADJUST_BATCH: lambda s, _share, _step: s,
     SET_MIXTURE: lambda s, _weights, _step: s,
+    AVERAGE: lambda s, _value, _step: s,
     BRANCH: lambda s, _value, _step: s,
 }
 """Effects of all operations on settings. `change_*` multiplies, `set_*` is absolute. Products of

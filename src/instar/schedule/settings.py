@@ -35,6 +35,7 @@ CONTEXT = frozenset({"set_context", "change_context"})
 SET_MIXTURE = "set_mixture"
 
 ADJUST_BATCH = "adjust_batch_size"
+AVERAGE = "average_checkpoints"
 """The operation whose batch is measured when it is carried out; its option `batch_size` says what was."""
 
 _BATCH = frozenset(

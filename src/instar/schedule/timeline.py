@@ -22,7 +22,7 @@ from instar.models.cost import FrozenParameters
 from instar.models.shape import mask_of
 from instar.schedule.branches import BRANCH
 from instar.schedule.operations import State, when_due
-from instar.schedule.settings import is_frozen
+from instar.schedule.settings import AVERAGE, is_frozen
 from instar.schedule.triggers import Entry, Moment, due, losses_needed
 
 FAR = 1 << 62
@@ -162,7 +162,9 @@ class Leg:
 
     @property
     def label(self) -> str:
-        """exact, bounded or lossy if the model grows, otherwise empty"""
+        """exact, bounded or lossy if the weights change, otherwise empty"""
+        if self.entry is not None and self.entry.operation.name == AVERAGE and not self.skip_reason:
+            return "lossy"
         return "" if self.plan is None else self.plan.label
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.budget import fraction_used
@@ -20,9 +20,10 @@ from instar.distributed.failure import PeerError, RunFailed
 from instar.growth.engine import ProvedGrowth, prepare_candidate
 from instar.models.shape import mask_of
 from instar.record.rundir import RunDir
+from instar.run.changes.average import average_weights
 from instar.run.changes.batch_fit import fit_batch
 from instar.run.changes.branching import publish_branch
-from instar.run.changes.live_growth import Candidate, grow_run
+from instar.run.changes.live_growth import grow_run
 from instar.run.changes.requests import (
     Asking,
     check_possible,
@@ -54,7 +55,7 @@ from instar.schedule.operations import (
     when_due,
 )
 from instar.schedule.posted import Posted
-from instar.schedule.settings import ADJUST_BATCH, is_frozen, patterns_of
+from instar.schedule.settings import ADJUST_BATCH, AVERAGE, is_frozen, patterns_of
 from instar.schedule.triggers import Entry, Moment, due, last_step, too_large
 
 _STAYS_EQUAL = (
@@ -258,7 +259,7 @@ def carry_out(
     outcome = ChangeOutcome(change, before, after, seconds, proof, candidate.folder)
     parts.logger.log_operation(state.progress, outcome, loss)
     if growth is not None:
-        if growth.candidate.stays_equal:
+        if candidate.stays_equal:
             parts.logger.warn(f"the copies that {operation.name} made {_STAYS_EQUAL}", step)
         parts.hooks.call("on_growth_end", state, parts.stepper, operation=operation.name)
     return state
@@ -278,11 +279,13 @@ class _Carried(NamedTuple):
     """An operation as far as it leaves the run unchanged."""
 
     after: State
-    growth: ProvedGrowth[Candidate] | None = None
+    growth: ProvedGrowth[Any] | None = None
     folder: Path | None = None
     """of a branch"""
     measured: tuple[Operation, str] | None = None
     """the operation with what was measured, and how"""
+    stays_equal: bool = False
+    """whether copies in the model never become different"""
 
 
 def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry | None) -> _Carried:
@@ -301,13 +304,16 @@ def _carry_out(state: RunState, parts: Components, change: Change, entry: Entry 
         if why := too_large(entry, after.architecture):
             raise ValueError(why)
         check_data(after, entry, parts.task.spec, parts.world.size)
+    if operation.name == AVERAGE:
+        averaging, measured = average_weights(state, parts, operation)
+        return _Carried(after, averaging, measured=measured)
     if plan is None:
         return _Carried(after, folder=folder, measured=measured)
     parts.saver.free()  # two models need memory now, and the next copy has another layout
     allow_inexact = entry is not None and entry.allow_inexact
     subject = grow_run(state, parts, operation, after, plan)
     growth = prepare_candidate(subject, plan, subject.peers, allow_inexact=allow_inexact)
-    return _Carried(after, growth)
+    return _Carried(after, growth, stays_equal=growth.candidate.stays_equal)
 
 
 def _check_optimizers(parts: Components, operation: Operation) -> None:
@@ -322,9 +328,9 @@ def _check_optimizers(parts: Components, operation: Operation) -> None:
 
 
 def _put_in_use(
-    state: RunState, parts: Components, operation: str, growth: ProvedGrowth[Candidate]
+    state: RunState, parts: Components, operation: str, growth: ProvedGrowth[Any]
 ) -> RunState:
-    """Make the grown model that of the run."""
+    """Make the grown model, or the averaged weights, those of the run."""
     plan = growth.plan
     if plan.label != "exact":
         state = _discard_evaluation(state, parts)

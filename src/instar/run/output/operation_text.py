@@ -11,6 +11,7 @@ from typing import Any
 
 from instar.config.fields import values as config_values
 from instar.growth.apply import moments_mode
+from instar.growth.operators import is_growth
 from instar.growth.proof import Proof
 from instar.models.architecture import AXES
 from instar.models.lora import Lora
@@ -114,11 +115,14 @@ def operation_event(outcome: ChangeOutcome) -> OperationEvent:
     change, proof, folder = outcome.change, outcome.proof, outcome.folder
     operation, changes = change.operation, outcome.differences
     notes, proof_values = list[str](), dict[str, float]()
+    grows = is_growth(operation.name)
     if proof is not None:
         sizes = [
             count_parameters(state.architecture).total for state in (outcome.before, outcome.after)
         ]
         notes = ["→".join(map(si, sizes)), _MEMORY[moments_mode(operation)]]
+        if not grows:
+            notes = ["optimizer and moving average as before"]
         proof_values = {
             "max_logit_diff": proof.max_logit_diff,
             "max_logit_diff_relative": proof.max_logit_diff_relative,
@@ -132,14 +136,14 @@ def operation_event(outcome: ChangeOutcome) -> OperationEvent:
         step=change.step,
         name=operation.name,
         value=operation.value,
-        verb="SET" if proof is None else "GROW",
+        verb="GROW" if grows else "SET",
         change=changed_text(changes) if folder is None else str(folder.name),
         reason=change.reason,
         notes=tuple(notes),
         preserves=proof.label if proof else "",
         proof=proof_values,
         seconds=outcome.seconds,
-        architecture=dict(outcome.after.architecture.to_dict()) if proof else {},
+        architecture=dict(outcome.after.architecture.to_dict()) if grows else {},
         id=change.id,
         by=change.by,
     )
