@@ -28,6 +28,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
+from instar.record.control import send_post
 from instar.record.events import OperationEvent, Train, read_events
 from instar.run.start.preflight import Prepared
 from instar.run.trainer import Trainer
@@ -44,9 +45,17 @@ EVERY_2 = (
 )
 
 
-def entry(value: Any, step: int, **options: Any) -> str:
+def entry(value: Any, step: int, *more: Mapping[str, Any], **options: Any) -> str:
     operation = {"name": "average_checkpoints", "value": value, "when": {"at_step": step}}
-    return f"schedule={json.dumps([operation | options])}"
+    return f"schedule={json.dumps([operation | options, *more])}"
+
+
+REFUSED = {
+    "name": "average_checkpoints",
+    "value": [5],
+    "when": {"at_step": 7},
+    "on_failure": "skip",
+}
 
 
 def file_of(root: Path, name: str, component: str = "model") -> dict[str, torch.Tensor]:
@@ -210,6 +219,25 @@ def test_a_schedule_may_skip_it(trainer: Make) -> None:
     assert_same(run.parts.stepper.parameters, plain.parts.stepper.parameters)
 
 
+def test_a_running_run_is_asked_for_it(trainer: Make) -> None:
+    """What it cannot do is refused, and it goes on."""
+    run = trainer(*EVERY_2)
+    for _ in range(4):
+        run.step()
+        run.save("here", wait=True)
+    for value in (2, 9, 10):
+        send_post(
+            run.parts.saver.root / "control",
+            "apply",
+            {"name": "average_checkpoints", "value": value},
+        )
+    run.train()
+    mean, refused = run.state.history
+    before = [step for step in (1, 2, 3, 4, 6, 8) if step <= mean.step]
+    assert (mean.operation.value, mean.skipped) == (before[-2:], "")
+    assert "9 checkpoints are to be averaged, and" in refused.skipped
+
+
 @pytest.mark.parametrize(
     ("value", "keys", "message"),
     [
@@ -234,11 +262,11 @@ def test_what_a_run_cannot_do_is_refused_before_it_starts(
 def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
     config_in: Callable[..., Loaded], tmp_path: Path, reproducible: str
 ) -> None:
-    """With sharded parameters and checkpoints, from which one without goes on."""
+    """With sharded parameters and checkpoints, from which one without goes on. Then all skip an entry alike."""
     loaded = config_in(
         tmp_path,
         *EVERY_2,
-        entry(3, 6),
+        entry(3, 6, REFUSED),
         "train.batch_size=4",
         "optimizer.name=muon",
         f"reproducible={reproducible}",
@@ -249,6 +277,7 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
     for name, ranks, keys in (
         ("one", 1, ()),
         ("two", 2, ()),
+        ("four", 4, ()),
         ("sharded", 2, ("--set", "parallel.strategy=fsdp")),
     ):
         root = tmp_path / name
@@ -261,10 +290,13 @@ def test_any_number_of_ranks_and_any_strategy_have_the_same_mean(
             run_ranks(ranks, tmp_path, "train", path, *place, *keys)
         assert_same(file_of(root, "step-6.1"), mean_of(root, "step-2", "step-4", "step-6"))
         weights[name] = load_checkpoint(latest_checkpoint(root)).tensors("model")
+        history = read_manifest(latest_checkpoint(root)).history
+        skipped = [change["skipped"] for change in history if change["skipped"]]
+        assert ["no checkpoint of step 5 to be averaged" in text for text in skipped] == [True]
         events = read_events(root / "events.jsonl")
         curves[name] = [event.loss for event in events if isinstance(event, Train)]
     assert len(curves["one"]) == 9
-    for name in ("two", "sharded"):
+    for name in ("two", "four", "sharded"):
         if reproducible == "elastic":
             assert_same(weights[name], weights["one"])
         assert curves[name] == pytest.approx(

@@ -35,8 +35,8 @@ CONTEXT = frozenset({"set_context", "change_context"})
 SET_MIXTURE = "set_mixture"
 
 ADJUST_BATCH = "adjust_batch_size"
-AVERAGE = "average_checkpoints"
 """The operation whose batch is measured when it is carried out; its option `batch_size` says what was."""
+AVERAGE = "average_checkpoints"
 
 _BATCH = frozenset(
     {"set_batch_size", "change_batch_size", "set_grad_accum", "change_grad_accum", ADJUST_BATCH}
