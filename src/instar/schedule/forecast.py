@@ -38,7 +38,7 @@ from instar.schedule.operations import (
     plan_operation,
     when_due,
 )
-from instar.schedule.settings import ADJUST_BATCH, Settings
+from instar.schedule.settings import ADJUST_BATCH, AVERAGE, Settings
 from instar.schedule.timeline import (
     Clock,
     Leg,
@@ -52,7 +52,7 @@ from instar.schedule.timeline import (
 from instar.schedule.triggers import Entry, evaluates_at_start, schedule_entries, too_large, words
 from instar.tasks.task import TaskSpec
 
-_UNSEEN = (BRANCH, ADJUST_BATCH, RESTART_LR.name)
+_UNSEEN = (BRANCH, ADJUST_BATCH, AVERAGE, RESTART_LR.name)
 """Operations that do something, although a forecast's settings stay the same."""
 
 
