@@ -175,7 +175,7 @@ EXTENSION = Extension(
 """
 GROWTH = """\
 from instar.growth import values
-from instar.growth.depth import stack_layers
+from instar.growth.planners.depth import stack_layers
 from instar.growth.operators import Operator
 
 def double_layers(shape, value, options, step):

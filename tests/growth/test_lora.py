@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import gpt2, llama
 
-from instar.growth.lora import adapters_of_blocks
 from instar.growth.operators import check_growth, plan
 from instar.growth.plan import GrowthError
+from instar.growth.planners.lora import adapters_of_blocks
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT
 from instar.models.lora import Lora, adapter_of

@@ -18,8 +18,9 @@ from instar.config.sections import Operation
 from instar.extensions import load_target, third_party
 from instar.growth import values
 from instar.growth.axes import fold_masks, refuse_if_masked
-from instar.growth.depth import insert_layers, stack_layers, upcycle
-from instar.growth.lora import (
+from instar.growth.plan import Grown, GrowthError, GrowthPlan
+from instar.growth.planners.depth import insert_layers, stack_layers, upcycle
+from instar.growth.planners.lora import (
     Adaptable,
     change_lora_alpha,
     change_lora_rank,
@@ -27,10 +28,8 @@ from instar.growth.lora import (
     set_lora_alpha,
     set_lora_rank,
 )
-from instar.growth.plan import Grown, GrowthError, GrowthPlan
-from instar.growth.sharing import loop_layers, unloop, untie_embeddings
-from instar.growth.values import Check
-from instar.growth.width import (
+from instar.growth.planners.sharing import loop_layers, unloop, untie_embeddings
+from instar.growth.planners.width import (
     add_heads,
     extend_context,
     grow_head_dim,
@@ -40,7 +39,8 @@ from instar.growth.width import (
     widen_hidden,
     widen_mlp,
 )
-from instar.growth.windows import change_window, is_window, set_window
+from instar.growth.planners.windows import change_window, is_window, set_window
+from instar.growth.values import Check
 from instar.models.architecture import Architecture
 from instar.models.shape import ArchitectureError, Growable, TransformerShape
 

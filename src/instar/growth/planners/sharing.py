@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from instar.growth.lora import adapters_in, adapters_of_blocks
 from instar.growth.plan import Grown, GrowthError, GrowthPlan, Merged, TensorPlan
+from instar.growth.planners.lora import adapters_in, adapters_of_blocks
 from instar.models.architecture import Architecture
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.lora import adapter_of, cover_weights

@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from instar.growth.axes import Use, initial_slices, with_mask
-from instar.growth.lora import adapters_of_blocks
 from instar.growth.plan import (
     Averaged,
     Fresh,
@@ -19,6 +18,7 @@ from instar.growth.plan import (
     Stacked,
     TensorPlan,
 )
+from instar.growth.planners.lora import adapters_of_blocks
 from instar.growth.values import format_list, grown_size, without_x
 from instar.models.architecture import EXPERTS_PER_TOKEN, ROUTER_STD, Architecture
 from instar.models.hf.families import JOINED
