@@ -14,9 +14,8 @@ from instar.checkpoint.compare import Difference, Verification
 from instar.checkpoint.layout import TensorEntry, files_of
 from instar.checkpoint.manifest import Manifest
 from instar.cli.output import print_named, print_table
-from instar.models.architecture import windows_text
 from instar.models.hf.pretrained import LoraShape
-from instar.models.shape import ArchitectureError, count_parameters
+from instar.models.shape import ArchitectureError, count_parameters, windows_text
 from instar.record.format import bytes_text, duration, loss, si
 
 if TYPE_CHECKING:

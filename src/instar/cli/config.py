@@ -85,7 +85,7 @@ def init(kind: str, path: str | None, presets: tuple[str, ...], force: bool) -> 
 @click.command()
 @set_option
 def demo(overrides: tuple[str, ...]) -> None:
-    """Train a small GPT that two operations change while it trains, and let it write.
+    """Train a small GPT, which two operations change while it trains, and let it write.
 
     It learns from the Python standard library's source code, in about a minute on two cores, and
     needs no download. The run is kept in the folder `runs`, its data in `data`.

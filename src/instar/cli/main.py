@@ -31,7 +31,7 @@ COMMANDS = {
     "init": ("instar.cli.config:init", "Write a commented config to start from."),
     "demo": (
         "instar.cli.config:demo",
-        "Train a small GPT that changes while it trains, and let it write.",
+        "Train and change a small GPT, and let it write.",
     ),
     "train": ("instar.cli.train:train", "Train a model, on one process or many."),
     "resume": ("instar.cli.train:resume", "Resume a run that was stopped."),

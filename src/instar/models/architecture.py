@@ -352,15 +352,6 @@ def section_of(arch: Architecture) -> ModelConfig:
         raise ArchitectureError(*problems) from None
 
 
-def windows_text(windows: Sequence[int | None]) -> str:
-    """Return `16 in layers 0, 2; 32 in layers 1`; empty without windows."""
-    layers: dict[int, list[str]] = {}
-    for layer, window in enumerate(windows):
-        if window is not None:
-            layers.setdefault(window, []).append(str(layer))
-    return "; ".join(f"{window} in layers {', '.join(layers[window])}" for window in layers)
-
-
 class _Table:
     """Builds the parameter table with initial standard deviations.
 

@@ -329,6 +329,15 @@ def passes_of(arch: Growable) -> tuple[int, ...]:
     return tuple(range(layers)) if loop is None else loop.passes(layers)
 
 
+def windows_text(windows: Sequence[int | None]) -> str:
+    """Return `16 in layers 0, 2; 32 in layers 1`; empty without windows."""
+    layers: dict[int, list[str]] = {}
+    for layer, window in enumerate(windows):
+        if window is not None:
+            layers.setdefault(window, []).append(str(layer))
+    return "; ".join(f"{window} in layers {', '.join(layers[window])}" for window in layers)
+
+
 def count_parameters(arch: Growable) -> ParameterCount:
     """Count the parameters of a shape; if it is `tied`, the token table counts as the head too."""
     by_kind: dict[str, int] = {}

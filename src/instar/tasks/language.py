@@ -14,10 +14,10 @@ from instar.config.language import CausalLMConfig, LanguageConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
-from instar.models.architecture import Architecture, resolve_architecture, section_of, windows_text
+from instar.models.architecture import Architecture, resolve_architecture, section_of
 from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
 from instar.models.hf.pretrained import LoraShape
-from instar.models.shape import ArchitectureError
+from instar.models.shape import ArchitectureError, windows_text
 from instar.tasks.task import Batch, Module, SavedModel, Tensor
 from instar.tasks.text import TextSpec, TextTask, adapter_lines
 

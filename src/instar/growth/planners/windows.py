@@ -9,7 +9,8 @@ from typing import Any
 
 from instar.growth.plan import Grown, GrowthError, GrowthPlan
 from instar.growth.values import format_list, make_check, without_x
-from instar.models.architecture import Architecture, windows_text
+from instar.models.architecture import Architecture
+from instar.models.shape import windows_text
 
 Windows = tuple[int | None, ...]
 
