@@ -61,7 +61,7 @@ def test_schema_lists_keys_with_type_default_and_meaning(capsys: Captured) -> No
 
 @pytest.mark.parametrize(
     ("section", "rows"),
-    [("parallel.ddp", 6), ("parallel", 25), ("model.n_head", 1), ("schedule", 33)],
+    [("parallel.ddp", 6), ("parallel", 25), ("model.n_head", 1), ("schedule", 34)],
 )
 def test_schema_of_a_section_or_key(section: str, rows: int, capsys: Captured) -> None:
     main(["config", "schema", section])

@@ -19,6 +19,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import re
 import selectors
 import shutil
@@ -275,10 +276,13 @@ def children_as_ranks(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port below those that the kernel gives to connections, and to whoever asks for any: two tests that asked at once
+    have met at the same one."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _bare_environment() -> dict[str, str]:

@@ -57,6 +57,9 @@ GROWTH: list[Content] = [
     {"name": "widen_mlp", "value": "x1.5"},
     {"name": "widen_hidden", "value": 48},
     {"name": "add_heads", "value": 1},
+    {"name": "untie_embeddings", "value": True},
+    {"name": "set_window", "value": 5},
+    {"name": "set_dropout", "value": 0.2},
 ]
 DIALS: list[Content] = [
     {"name": "change_lr", "value": 0.8},
@@ -68,6 +71,11 @@ DIALS: list[Content] = [
     {"name": "set_batch_size", "value": 8},
     {"name": "change_batch_size", "value": 1.25},
     {"name": "set_grad_accum", "value": 2},
+    {"name": "set_weight_decay", "value": 0.2},
+    {"name": "change_clip", "value": 0.5},
+    {"name": "set_betas", "value": [0.8, 0.9]},
+    {"name": "set_momentum", "value": 0.9},
+    {"name": "set_ema_decay", "value": 0.8},
 ]
 WRONG: list[Content] = [
     {"name": "widen_mpl", "value": 2},
