@@ -153,12 +153,19 @@ slurm:
 	    && $(SUDO) apt-get install -qq -y --no-install-recommends slurmctld slurmd slurm-client munge; } \
 	  || { echo "a torture test needs SLURM: apt-get install slurmctld slurmd munge" >&2; exit 1; }
 
-# Most trials wait for ranks that are stopped, killed or cut off: three files at a time on two cores.
+# Most trials wait for ranks that are stopped, killed or cut off: three files at a time on two cores. Their limits are of
+# time, so what fails is run once more, alone, as in `make test`; and what comes after is run whatever failed before.
+TORTURE := INSTAR_TORTURE=full $(PYTEST) --timeout 7200
 torture: $(STAMP) browser hosts slurm
-	INSTAR_TORTURE=full $(PYTEST) -m "$(HERE)" -n 3 --dist loadfile tests/torture --timeout 7200
-	INSTAR_TORTURE=full $(PYTEST) -m "(torture or hypothesis or repeated) and $(HERE)" -n 3 --dist loadfile \
-	  tests --ignore tests/torture --timeout 7200
-	$(BIN)/python benchmarks/summary.py
+	failed=0; \
+	$(TORTURE) -m "$(HERE)" -n 3 --dist loadfile tests/torture \
+	  || { [ $$? = 1 ] && $(TORTURE) -m "$(HERE)" --last-failed --last-failed-no-failures none tests/torture; } \
+	  || failed=1; \
+	$(TORTURE) -m "(torture or hypothesis or repeated) and $(HERE)" -n 3 --dist loadfile tests --ignore tests/torture \
+	  || { [ $$? = 1 ] && $(TORTURE) -m "(torture or hypothesis or repeated) and $(HERE)" --last-failed \
+	    --last-failed-no-failures none tests --ignore tests/torture; } \
+	  || failed=1; \
+	$(BIN)/python benchmarks/summary.py; exit $$failed
 
 docs: $(STAMP) browser
 	$(BIN)/python docs/sphinx/build.py build/site
