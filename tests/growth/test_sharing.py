@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,9 @@ import torch
 from growing import batch, filled, grow_optimizer, grown, operation, proof, random_gpt, values
 from live import change_if_due, restore
 from shapes import gpt2, llama
+from small_models import model_of
 from tiny_trainers import config, config_in, corpus, prepared, trainer
+from transformers import AutoModelForCausalLM
 
 from instar.checkpoint.listing import latest_checkpoint
 from instar.checkpoint.store import load_checkpoint
@@ -150,36 +153,29 @@ def test_a_head_of_its_own_is_not_untied_again() -> None:
         plan(GPT2, operation("untie_embeddings", 1))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "gemma2", "gemma3_text"])
 def test_models_of_transformers_are_untied_and_load_from_their_folder(
-    tmp_path: Path, family: str
+    tmp_path: Path, kind: str
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    if family == "gpt2":
-        config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, **small)
-    else:
-        config = transformers.Qwen3Config(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            intermediate_size=24,
-            tie_word_embeddings=True,
-            **small,
-        )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    inputs = torch.arange(12).reshape(2, 6)
+    model = copy.deepcopy(model_of(kind))
+    inputs = torch.arange(1, 13).reshape(2, 6)
     before = model(inputs).logits
     larger = grow(model, UNTIE)
     assert larger.config.tie_word_embeddings is False
+    table, head = larger.get_input_embeddings().weight, larger.get_output_embeddings().weight
+    assert table.data_ptr() != head.data_ptr()
     assert torch.allclose(larger.eval()(inputs).logits, before, atol=1e-6)
-    assert larger.get_output_embeddings().weight is not larger.get_input_embeddings().weight
     larger.save_pretrained(tmp_path / "untied")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval()
     assert torch.allclose(loaded(inputs).logits, before, atol=1e-6)
+    loaded.get_output_embeddings().weight.data.mul_(2)
+    assert not torch.allclose(loaded(inputs).logits, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "olmo2", "phi3", "mixtral"])
+def test_heads_of_their_own_are_refused_in_models_of_transformers(kind: str) -> None:
+    with pytest.raises(GrowthError, match="the head has a table of its own already"):
+        grow(copy.deepcopy(model_of(kind)), UNTIE)
 
 
 def test_dropout_changes_nothing_but_training() -> None:
