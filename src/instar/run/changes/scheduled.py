@@ -253,9 +253,8 @@ def carry_out(
     if growth is not None:
         parts.logger.flush_interval(state.progress, has_grown=True)
     proof, seconds = growth.proof if growth else None, time.perf_counter() - start
-    write_waiting(
-        state, parts
-    )  # before the event: whoever reads that it is done may list what waits
+    # before the event: whoever reads that it is done may list what waits
+    write_waiting(state, parts)
     outcome = ChangeOutcome(change, before, after, seconds, proof, candidate.folder)
     parts.logger.log_operation(state.progress, outcome, loss)
     if growth is not None:
