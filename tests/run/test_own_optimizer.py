@@ -92,6 +92,12 @@ def test_rates_follow_the_width_only_of_a_model_with_one_and_under_known_optimiz
     )
 
 
+def test_rates_follow_the_depth_only_of_a_model_with_blocks_and_not_under_sgd() -> None:
+    _refused("names no stream or no axis `layers`", "Grouped", "optimizer.lr_base_depth=2")
+    with pytest.raises(ConfigError, match=r"lr_base_depth is for adamw and muon"):
+        load_config(None, ("optimizer.name=sgd", "optimizer.lr_base_depth=2"))
+
+
 def _refused(message: str, task: str, *keys: str) -> None:
     prepared = preflight(load_config(None, settings(task, *keys)), 1)
     with pytest.raises(ConfigError) as caught:

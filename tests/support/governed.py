@@ -93,6 +93,9 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "optimizer.lr_base_width": (
         "run/test_own_optimizer.py::test_rates_follow_the_width_only_of_a_model_with_one_and_under_known_optimizers",
     ),
+    "optimizer.lr_base_depth": (
+        "run/test_own_optimizer.py::test_rates_follow_the_depth_only_of_a_model_with_blocks_and_not_under_sgd",
+    ),
     "learning_rate.plateau.*": (
         "run/test_early_stopping_rule.py::test_the_rate_falls_where_that_of_torch_does",
         "run/test_early_stopping.py::test_the_rate_falls_to_its_floor_and_no_further",

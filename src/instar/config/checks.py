@@ -170,6 +170,12 @@ def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
             "optimizer.nesterov is for SGD with momentum above 0",
             "set optimizer.name: sgd and optimizer.momentum: 0.9, or leave nesterov out",
         )
+    if optimizer.lr_base_depth is not None and optimizer.name == "sgd":
+        yield ConfigProblem(
+            ("optimizer.lr_base_depth", "optimizer.name"),
+            "optimizer.lr_base_depth is for adamw and muon: gradients of SGD depend on the scale of the branches",
+            "leave it out, or set optimizer.name: adamw",
+        )
 
 
 def _schedule(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -21,6 +21,7 @@ from instar.config.sections import (
     Context,
     Epsilon,
     Fraction,
+    Layers,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -154,6 +155,11 @@ class OptimizerConfig(Section):
         description="width of the residual stream for which the rates were found: those of matrices follow "
         "the width from there, also when the model is widened (µP); null: rates do not depend on the width",
     )
+    lr_base_depth: Layers | None = Field(
+        None,
+        description="adamw, muon: number of blocks for which the rates were found: those of what writes the residual "
+        "stream fall as 1 / blocks from there, also when the model is deepened (CompleteP); null: they do not",
+    )
     beta1: Fraction = Field(0.9, description="AdamW's first-moment decay")
     beta2: Fraction = Field(0.95, description="AdamW's second-moment decay")
     eps: Epsilon = Field(1e-8, description="AdamW's ε")
@@ -183,6 +189,11 @@ class OptimizerConfig(Section):
         if isinstance(values, dict) and values.get("name") == "sgd":
             return {"weight_decay": 0.0, "momentum": 0.9, **values}
         return values
+
+    @property
+    def follows_size(self) -> bool:
+        """Whether rates depend on the model's width or depth."""
+        return self.lr_base_width is not None or self.lr_base_depth is not None
 
 
 class Watch(Section):

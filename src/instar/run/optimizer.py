@@ -21,7 +21,8 @@ from instar.growth.plan import GrowthError
 from instar.models.experts import expert_parameters
 from instar.models.lora import is_adapter
 from instar.run.muon import LANES, BatchedMuon, EagerMethods
-from instar.schedule.settings import NewParamWarmup, Update
+from instar.run.rates import Update
+from instar.schedule.settings import NewParamWarmup
 from instar.tasks.task import Task
 
 
@@ -198,10 +199,11 @@ def task_optimizers(
             "optimizer() must return an optimizer of torch, several, or parameter groups, not "
             f"{', '.join(type(optimizer).__name__ for optimizer in optimizers) or 'nothing'}"
         )
-    elif config.lr_base_width is not None:
+    elif config.follows_size:
+        key = "lr_base_depth" if config.lr_base_width is None else "lr_base_width"
         raise ValueError(
-            "optimizer.lr_base_width scales the rates of adamw, sgd and muon, and optimizer() returned an optimizer "
-            "of its own: return parameter groups, or leave lr_base_width out"
+            f"optimizer.{key} scales the rates of adamw, sgd and muon, and optimizer() returned an optimizer "
+            f"of its own: return parameter groups, or leave {key} out"
         )
     check_covered(optimizers, parameters)
     for optimizer in optimizers:

@@ -34,10 +34,10 @@ from instar.models.table import check_table
 from instar.record.device import torch_dtype
 from instar.run.optimizer import check_states, optimizer_tensors, shapes_of, task_optimizers
 from instar.run.parallel.micro_batch_sizes import Comes, sizes_to_come
+from instar.run.rates import rate_factors
 from instar.run.start.preflight import Prepared
 from instar.run.state.generators import generator_states, restore_generators, seed_generators
 from instar.run.step.stepper import set_model_step, to_device
-from instar.schedule.settings import rate_factors
 from instar.schedule.triggers import schedule_entries
 from instar.tasks.logged import Logged, recording
 from instar.tasks.metrics import set_metrics, try_out
@@ -320,10 +320,9 @@ class _Trial:
                 check_table(f"{self.config.task} after growth", architecture, shapes)
 
     def _optimize(self, task: Task, model: Module) -> None:
-        """Check what checkpoints, growth and rates that follow the width require of the task."""
+        """Check what checkpoints, growth and rates that follow the size require of the task."""
         with self._task_errors("optimizer"):
-            if (width := self.config.optimizer.lr_base_width) is not None:
-                rate_factors(task.architecture, task.architecture, width, "adamw")
+            rate_factors(task.architecture, task.architecture, self.config.optimizer, "adamw")
             if task.optimizer(model) is None:
                 return
             optimizers = task_optimizers(task, model, self.config.optimizer)

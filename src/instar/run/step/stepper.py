@@ -35,6 +35,7 @@ from instar.run.optimizer import (
 )
 from instar.run.parallel.choose import parallelize
 from instar.run.parallel.strategy import MicroBatchCalls, RoundEnd, Strategy, share_buffers
+from instar.run.rates import Update, rate_factors
 from instar.run.state.generators import generators_kept, seed_generators
 from instar.run.state.gradient_stats import (
     GradientWatch,
@@ -45,7 +46,6 @@ from instar.run.state.gradient_stats import (
     part_of,
 )
 from instar.schedule.operations import State
-from instar.schedule.settings import Update, rate_factors
 from instar.tasks.logged import recording, weighted
 from instar.tasks.task import Batch, Task
 
@@ -455,14 +455,12 @@ def optimizers_of(
     optimizers = task_optimizers(
         task, strategy.bare, config.optimizer, elastic=elastic, precision=config.precision
     )
-    warmups, width = state.settings.new_param_warmups, config.optimizer.lr_base_width
+    warmups, began = state.settings.new_param_warmups, state.began or state.architecture
 
     def factors(update: Update) -> Mapping[str, float]:
-        if width is None:
-            return {}
-        return rate_factors(state.architecture, state.began or state.architecture, width, update)
+        return rate_factors(state.architecture, began, config.optimizer, update)
 
-    if warmups or width is not None:
+    if warmups or config.optimizer.follows_size:
         split_groups(optimizers, strategy.parameters, warmups, factors)
     return optimizers
 
