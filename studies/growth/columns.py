@@ -1,55 +1,74 @@
-"""What `growth.py` asks, one column of its table each: the final shape, the optimizer, the horizon, and what is tried."""
+"""What `growth.py` asks, one column of its table each: the final shape, the horizon, and the dials that are tuned."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from search import Choice
 from study import Arm, Change, Run, Shape, flops_per_step
 
-SMALLER = (2, 4)
+
+@dataclass(frozen=True)
+class Plan:
+    """How a fraction of the final size's layers becomes all of them."""
+
+    divisor: int
+    """of the layers, for those to begin with"""
+    copied: tuple[tuple[float, int], ...]
+    """shares of the steps, and by what factor copies multiply the layers there"""
+
+    def arm(self, final: Arm) -> Arm:
+        """Into the final size that another arm trains from scratch."""
+        layers = final.shape.layers // self.divisor
+        shape, changes = replace(final.shape, layers=layers), []
+        for share, factor in self.copied:
+            layers *= factor
+            changes.append(Change(share, f"stack_layers {factor}", layers=layers))
+        return replace(final, shape=shape, changes=tuple(changes))
+
+
+RATES = (0.01, 0.015, 0.02, 0.03, 0.04)
+REST = (0.0025, 0.005, 0.01, 0.02, 0.04)
+DECAYS = (0.15, 0.3, 0.5, 0.7, 0.85)
+PLANS = (
+    Plan(2, ((0.6, 2),)),
+    Plan(2, ((0.75, 2),)),
+    Plan(4, ((0.3, 2), (0.6, 2))),
+    Plan(4, ((0.4, 2), (0.7, 2))),
+    Plan(4, ((0.5, 2), (0.8, 2))),
+    Plan(4, ((0.6, 4),)),
+)
+"""Those near each other in the list are near each other in cost. What else was tried for the first edition did not help."""
+SCRATCH, GROWN, FIRST = "scratch", "grown", "first edition"
+FIRST_RATES = {"rate": 0.02, "rest": 0.005, "decay": 0.5}
+"""With which the first edition trained the final size; it tuned rate and decay."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One horizon of one final size under one optimizer."""
+    """One horizon of one final size."""
 
     name: str
-    scratch: tuple[Arm, ...]
-    """ways to train the final size, of which the trial seed's lowest loss decides"""
-    fixed: tuple[Arm, ...]
-    """smaller sizes that do not grow; tried at equal FLOPs"""
-    batches: tuple[Arm, ...]
-    """the final size with others, to see whether ramps have anything to save"""
-    grown: tuple[Arm, ...]
-    """tried at `share` of the FLOPs"""
+    shape: Shape
     tokens_per_parameter: int
     seeds: tuple[int, ...]
-    bar: float
-    """most of the final size's FLOPs that growing may need"""
-    clear: float | None = None
-    """what the whole interval must be below"""
-    ramped: tuple[Arm, ...] = ()
-    """growth with ramps of context and batch, tried at `share` of the FLOPs"""
-    together: tuple[Arm, ...] = ()
-    """growth with both ramps at once"""
-    most_together: float | None = None
-    """that growth and both ramps may need"""
+    goal: float
+    """most of the final size's FLOPs that growing should need"""
+    trials: int
+    """choices that are tried for each way to train"""
+    plans: tuple[Plan, ...] = PLANS
+    start: int = 3
+    """plan to begin with"""
     share: float = 0.7
+    """of the FLOPs, for trials of growth"""
     shorter: float = 0.7
     """share of the FLOPs of a second budget of the final size"""
     budgets: tuple[float, float] = (0.62, 0.8)
     """of grown runs, as shares of the FLOPs of the final size"""
-    trial_seed: int = 100
-
-    @property
-    def bars(self) -> dict[str, tuple[float | None, float | None]]:
-        """Of arms: most, and what the whole interval must be below."""
-        return {"grown": (self.bar, self.clear), "together": (self.most_together, None)}
-
-    @property
-    def shape(self) -> Shape:
-        return self.scratch[0].shape
+    trial_seeds: tuple[int, ...] = (100, 101)
+    """seeds of the trials, used for nothing else"""
 
     @property
     def flops(self) -> float:
@@ -58,125 +77,42 @@ class Column:
         steps = round(tokens / (self.shape.batch * self.shape.context))
         return steps * flops_per_step(self.shape)
 
-    def trials(self) -> dict[str, list[Run]]:
-        """With the trial seed."""
-        tried = {
-            "scratch": (self.scratch, 1.0),
-            "fixed": (self.fixed, 1.0),
-            "batch": (self.batches, 1.0),
-        }
-        growing = {"grown": self.grown, "ramped": self.ramped, "together": self.together}
-        tried |= {part: (arms, self.share) for part, arms in growing.items()}
-        return {
-            part: [Run(arm, self.trial_seed, arm.steps(share * self.flops)) for arm in arms]
-            for part, (arms, share) in tried.items()
-            if arms
-        }
+    def dials(self, way: str) -> tuple[Sequence[Any], ...]:
+        """What is tuned: the rate of matrices, that of the rest, the decay, the depth for which rates are meant, and of
+        growth the plan. Equally many values of each for both ways."""
+        layers = self.shape.layers
+        if way == SCRATCH:
+            return RATES, REST, DECAYS, (2 * layers, None, layers // 2, layers // 4)
+        return RATES, REST, DECAYS, (None, layers, layers // 2, layers // 4), self.plans
+
+    def first_choice(self, way: str) -> Choice:
+        """Where the search begins."""
+        first: Choice = (0.02, 0.01, 0.5, None)
+        return first if way == SCRATCH else (*first, self.plans[self.start])
+
+    def arm(self, choice: Choice) -> Arm:
+        """What a choice trains."""
+        rate, rest, decay, base_depth, *plans = choice
+        values: dict[str, Any] = {"rate": rate, "rest": rest, "decay": decay}
+        arm = Arm(self.shape, **values, base_depth=base_depth)  # type: ignore[arg-type]
+        for plan in plans:
+            assert isinstance(plan, Plan)
+            arm = plan.arm(arm)
+        return arm
+
+    def trial(self, way: str, choice: Choice) -> list[Run]:
+        """The runs that try a choice, one for each seed of the trials."""
+        arm = self.arm(choice)
+        steps = arm.steps((1.0 if way == SCRATCH else self.share) * self.flops)
+        return [Run(arm, seed, steps) for seed in self.trial_seeds]
 
     def runs(self, best: Mapping[str, Arm], seed: int) -> dict[str, list[Run]]:
-        """Of a seed, by the name of their arm: two budgets each of what the trials chose."""
-        arms = {part: arm for part, arm in best.items() if part not in ("fixed", "batch")}
+        """Of a seed, by way: two budgets each of what the trials chose, and of what the first edition compared with."""
+        arms = {**best, FIRST: Arm(self.shape, **FIRST_RATES)}
         return {
-            name: [
+            way: [
                 Run(arm, seed, arm.steps(share * self.flops))
-                for share in ((self.shorter, 1.0) if name == "scratch" else self.budgets)
+                for share in (self.budgets if way == GROWN else (self.shorter, 1.0))
             ]
-            for name, arm in arms.items()
+            for way, arm in arms.items()
         }
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a fraction of the final size's layers becomes all of them."""
-
-    divisor: int
-    """of the layers, for those to begin with"""
-    copied: tuple[tuple[float, int], ...] = ()
-    """shares of the steps, and by what factor copies multiply the layers there"""
-    inserted: float | None = None
-    """share of the steps at which all missing layers are inserted with zeros, as a control"""
-    options: str = ""
-    """of the operations"""
-    context: float | None = None
-    """share of the steps at which the context doubles, in batches of half as many samples"""
-    batch: float | None = None
-    """share of the steps at which the batch doubles"""
-    rate: float | None = None
-    """default: the final size's"""
-    decay: float | None = None
-
-    def arm(self, like: Arm) -> Arm:
-        """Into the final size that another arm trains from scratch."""
-        final = like.shape.layers
-        first = layers = final // self.divisor
-        changes = []
-        for share, factor in self.copied:
-            layers *= factor
-            changes.append(Change(share, f"stack_layers {factor}", self.options, layers=layers))
-        if self.inserted is not None:
-            operation = f"insert_layers {final - layers}"
-            changes.append(Change(self.inserted, operation, "where: even", layers=final))
-        shape = replace(like.shape, layers=first)
-        if self.context is not None:
-            shape = replace(shape, context=shape.context // 2, batch=shape.batch * 2)
-        if self.batch is not None:
-            shape = replace(shape, batch=shape.batch // 2)
-        ramps = [(self.batch, "batch"), (self.context, "context")]
-        context, batch = shape.context, shape.batch
-        for share, what in sorted((share, what) for share, what in ramps if share is not None):
-            if what == "batch":
-                batch *= 2
-                changes.append(Change(share, "change_batch_size 2", batch=batch))
-            else:
-                context, batch = context * 2, batch // 2
-                doubled = {"context": context, "batch": batch}
-                changes.append(Change(share, "change_context 2", "tokens: keep", **doubled))
-        return replace(
-            like,
-            shape=shape,
-            rate=self.rate or like.rate,
-            decay=self.decay or like.decay,
-            changes=tuple(sorted(changes, key=lambda change: change.share)),
-        )
-
-
-def column(
-    name: str,
-    optimizer: str,
-    final: Shape,
-    tokens_per_parameter: int,
-    scratch: Sequence[tuple[float, float]],
-    ways: Sequence[Way],
-    seeds: Sequence[int],
-    bar: float,
-    clear: float | None = None,
-    *,
-    batches: Sequence[int] = (),
-    ramped: Sequence[Way] = (),
-    together: Sequence[Way] = (),
-    most_together: float | None = None,
-    budgets: tuple[float, float] = (0.62, 0.8),
-    smaller: Sequence[int] = SMALLER,
-) -> Column:
-    """One of a final size.
-
-    Args:
-        smaller: what its layers are divided by for sizes that do not grow.
-        scratch: rates and decays to try for it; all other arms have the first ones unless they say otherwise.
-    """
-    arms = [Arm(optimizer, final, rate, decay, read=final.context) for rate, decay in scratch]
-    return Column(
-        name,
-        tuple(arms),
-        tuple(Way(divisor).arm(arms[0]) for divisor in smaller),
-        tuple(replace(arms[0], shape=replace(final, batch=batch)) for batch in batches),
-        tuple(way.arm(arms[0]) for way in ways),
-        tokens_per_parameter,
-        tuple(seeds),
-        bar,
-        clear,
-        ramped=tuple(way.arm(arms[0]) for way in ramped),
-        together=tuple(way.arm(arms[0]) for way in together),
-        most_together=most_together,
-        budgets=budgets,
-    )

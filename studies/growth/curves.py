@@ -67,10 +67,15 @@ def needed(arm: Sequence[Point], reference: Sequence[Point]) -> float:
     return min(MOST, fitted(arm).flops_at(fitted(reference).loss(full)) / full)
 
 
-def interval(ratios: Sequence[float], seed: int = 0) -> Interval:
-    """Geometric mean, and the percentiles 2.5 and 97.5 of `DRAWS` means of drawn ratios."""
+def spread(values: Sequence[float], seed: int = 0) -> Interval:
+    """Mean, and the percentiles 2.5 and 97.5 of `DRAWS` means of drawn values."""
     draw = random.Random(seed)
-    logs = [math.log(ratio) for ratio in ratios]
-    means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(DRAWS))
+    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(DRAWS))
     low, high = means[round(0.025 * DRAWS)], means[round(0.975 * DRAWS) - 1]
-    return Interval(*map(math.exp, (statistics.fmean(logs), low, high)))
+    return Interval(statistics.fmean(values), low, high)
+
+
+def interval(ratios: Sequence[float], seed: int = 0) -> Interval:
+    """Of ratios: `spread` of their logarithms, so that the mean is geometric."""
+    logs = spread([math.log(ratio) for ratio in ratios], seed)
+    return Interval(*map(math.exp, (logs.mean, logs.low, logs.high)))

@@ -1,18 +1,18 @@
-"""Compute that growing saves: grown runs against tuned and fully decayed runs of the final size.
+"""Compute that growing saves: grown runs against runs of the final size, both tuned with equal effort and fully decayed.
 
     python studies/growth/growth.py [--quick] [--work DIR] [--workers N] [--only COLUMN …]
 
-Each column of the study is a final size (GPTs of 8 × 32 and 12 × 32; 512 BPE tokens of Python source, none seen twice), an
-optimizer and a horizon in tokens per parameter. With a seed that is not used again, its trials choose how
-the final size is trained from scratch (rate, length of the decay), the best smaller size that does not grow, and how to
-grow: the whole budget for each. Then the other seeds train what was chosen, from scratch and grown, at two budgets
-each. Every run has a warm-up, a stable rate and a linear decay to zero at its own end; runs with the same beginning
-are branches of one trunk. The line through the grown budgets, loss against the logarithm of FLOPs, gives the FLOPs
-at which growing has the loss of the final size of the same seed.
+Each column of the study is a final size (GPTs of 8 × 32 and 12 × 32; 512 BPE tokens of Python source, none seen twice) and
+a horizon in tokens per parameter, under Muon. With seeds that are not used again, as many trials for each choose how the final
+size is trained from scratch and how to grow: a coordinate descent over the rate of matrices, the rate of what Muon leaves to AdamW,
+the length of the decay, the depth for which rates are meant, and of growth the plan. Then the other seeds train what was
+chosen, from scratch and grown, at two budgets each, and the final size as the first edition of the study did. Every run has a
+warm-up, a stable rate and a linear decay to zero at its own end; runs with the same beginning are branches of one trunk. The line
+through the grown budgets, loss against the logarithm of FLOPs, gives the FLOPs at which growing has the loss of the final size of
+the same seed.
 
-Columns are in the order of their worth, and what is known so far is published after each. With --work a study that was
-broken off goes on; what every run came to, trials included, is kept beside the results, so that a published run is
-not made again.
+What is known so far is published after each column. With --work a study that was broken off goes on; what every run came to,
+trials included, is kept beside the results, so that a published run is not made again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from columns import Column, Way, column
+from columns import GROWN, SCRATCH, Column, Plan
 from instar.config.language import LanguageConfig
 from instar.config.load import load_config
 from instar.data.text.prepare import prepare_dataset
 from instar.data.text.shards import open_dataset
 from report import Case, Options, case, options, publish
+from search import Choice, descend
 from segments import Result, Workshop, place_of, study_parser
 from study import Arm, Run, Shape, segments
-from verdict import Found, cases, table
+from verdict import Outcome, cases, mean_loss, table
 
 SOURCE = f"{sysconfig.get_path('purelib')}/[st][ory]*[hsy]/**/*.py"
 """Python source: torch, sympy, and what else the pattern finds beside Instar."""
@@ -52,116 +53,35 @@ RECIPE = (
 )
 EIGHT = Shape(layers=8, heads=2, width=32, context=64, vocabulary=512, batch=16)
 TWELVE = replace(EIGHT, layers=12)
-TWICE = ((0.4, 2), (0.7, 2))
-WAYS = (
-    Way(4, TWICE),
-    Way(4, TWICE, rate=0.03),
-    Way(4, TWICE, rate=0.04),
-    Way(4, TWICE, options="how: interleave"),
-    Way(4, ((0.25, 2), (0.5, 2))),
-    Way(4, ((0.3, 2), (0.6, 2))),
-    Way(4, ((0.5, 2), (0.8, 2))),
-    Way(4, ((0.35, 2), (0.7, 2)), rate=0.03, decay=0.3),
-    Way(8, ((0.2, 2), (0.45, 2), (0.7, 2))),
-    Way(2, ((0.6, 2),)),
-    Way(2, ((0.7, 2),)),
-    Way(2, ((0.7, 2),), rate=0.03),
-    Way(2, ((0.7, 2),), options="how: interleave"),
-    Way(2, ((0.8, 2),)),
-    Way(2, inserted=0.7),
-    Way(4, ((0.5, 4),)),
-    Way(4, ((0.5, 4),), decay=0.7),
-    Way(4, ((0.6, 4),)),
-    Way(4, ((0.6, 4),), decay=0.4),
-    Way(4, ((0.6, 4),), options="lr: {rewarm_new: 50}", decay=0.7),
-    Way(4, ((0.7, 4),)),
-    Way(4, ((0.75, 4),), decay=0.15),
-)
-"""Tried with Muon at 10 tokens per parameter."""
-MUON = (
-    (0.02, 0.5),
-    (0.03, 0.5),
-    (0.02, 0.15),
-    (0.02, 0.3),
-    (0.02, 0.7),
-    (0.01, 0.15),
-    (0.01, 0.3),
-    (0.04, 0.7),
-)
-ADAMW = ((0.008, 0.3), (0.008, 0.15), (0.008, 0.5), (0.016, 0.5), (0.004, 0.5))
-ADAMW_WAYS = (
-    Way(4, TWICE),
-    Way(4, TWICE, decay=0.5),
-    Way(4, TWICE, rate=0.016, decay=0.5),
-    Way(4, ((0.5, 4),)),
-    Way(4, ((0.5, 4),), decay=0.5),
-    Way(2, ((0.6, 2),), decay=0.5),
-)
-RAMPED = (
-    Way(4, TWICE, context=0.4),
-    Way(4, TWICE, rate=0.03, context=0.4),
-    Way(4, TWICE, batch=0.4),
-)
-LONG, LONG_WAYS = MUON[:1] + MUON[3:4], (Way(4, TWICE), Way(4, TWICE, rate=0.03))
 SEEDS = (1, 2, 3, 4)
 LONGER = (0.7, 0.92)
 """Budgets of growth where it saves less, around the loss of the final size."""
 NEAR = 0.05
 """What the share of seconds may be above that of FLOPs."""
 COLUMNS = (
-    column(
-        "Muon, 8 × 32, 10",
-        "muon",
-        EIGHT,
-        10,
-        MUON,
-        WAYS,
-        SEEDS,
-        0.65,
-        0.8,
-        batches=(8,),
-        ramped=RAMPED,
-    ),
-    column("AdamW, 8 × 32, 10", "adamw", EIGHT, 10, ADAMW, ADAMW_WAYS, SEEDS, 0.75),
-    column(
-        "Muon, 8 × 32, 20",
-        "muon",
-        EIGHT,
-        20,
-        LONG,
-        LONG_WAYS,
-        SEEDS,
-        0.75,
-        batches=(8, 32),
-        ramped=RAMPED[:1],
-        together=(Way(4, TWICE, context=0.4, batch=0.4),),
-        most_together=0.6,
-        budgets=LONGER,
-    ),
-    column("AdamW, 8 × 32, 20", "adamw", EIGHT, 20, ADAMW[:2], ADAMW_WAYS[:1], SEEDS, 0.75),
-    column("Muon, 12 × 32, 10", "muon", TWELVE, 10, LONG, LONG_WAYS, SEEDS, 0.65, 0.8),
-    column("Muon, 12 × 32, 20", "muon", TWELVE, 20, LONG, LONG_WAYS, SEEDS, 0.75, budgets=LONGER),
-    # 2 layers that do not grow would need more text than there is
-    column(
-        "Muon, 8 × 32, 60",
-        "muon",
-        EIGHT,
-        60,
-        LONG,
-        LONG_WAYS,
-        SEEDS,
-        0.75,
-        budgets=LONGER,
-        smaller=(2,),
-    ),
+    Column("Muon, 8 × 32, 10", EIGHT, 10, SEEDS, 0.75, trials=20),
+    Column("Muon, 12 × 32, 10", TWELVE, 10, SEEDS, 0.75, trials=12),
+    Column("Muon, 8 × 32, 20", EIGHT, 20, SEEDS, 0.75, trials=10, budgets=LONGER),
+    Column("Muon, 12 × 32, 20", TWELVE, 20, SEEDS, 0.75, trials=8, budgets=LONGER),
 )
 TINY = Shape(layers=4, heads=2, width=16, context=32, vocabulary=300, batch=2)
 QUICK = (
-    replace(
-        column("Muon, 4 × 16, 1", "muon", TINY, 1, MUON[:1], LONG_WAYS[:1], (1,), 0.65, 0.8),
-        fixed=(),
+    Column(
+        "Muon, 4 × 16, 1",
+        TINY,
+        1,
+        (1,),
+        0.75,
+        trials=2,
+        plans=(Plan(4, ((0.4, 2), (0.7, 2))),),
+        start=0,
+        trial_seeds=(100,),
     ),
 )
+
+
+class UnknownRunError(Exception):
+    """A run has not been made."""
 
 
 def main() -> None:
@@ -176,24 +96,31 @@ def main() -> None:
     )
     parsed = parser.parse_args()
     chosen = options(parsed)
-    asked = [
-        each
-        for each in (QUICK if chosen.quick else COLUMNS)
-        if parsed.only is None or each.name in parsed.only
+    columns = [
+        column
+        for column in (QUICK if chosen.quick else COLUMNS)
+        if parsed.only is None or column.name in parsed.only
     ]
+    if not columns:
+        parser.error(f"--only: columns are {', '.join(repr(column.name) for column in COLUMNS)}")
     with place_of(parsed) as work:
-        base = prepared(work, asked[0].shape.vocabulary, chosen.quick)
-        check_data(asked, work)
+        base = prepared(work, columns[0].shape.vocabulary, chosen.quick)
+        check_data(columns, work)
         workshop = Workshop(work, base, parsed.workers, kept_of(chosen.results, work))
         if parsed.seconds is not None:
-            publish("growth_seconds", seconds(asked[0], workshop, parsed.seconds), chosen)
+            publish("growth_seconds", seconds(columns[0], workshop, parsed.seconds), chosen)
             return
-        for each in () if parsed.known else asked:
-            best = tried(each, workshop)
-            seeds = [each.runs(best, seed).values() for seed in each.seeds]
-            make([run for parts in seeds for runs in parts for run in runs], workshop)
-            publish_known(asked, workshop, chosen)
-        publish_known(asked, workshop, chosen)
+        for column in () if parsed.known else columns:
+            best = {way: best_of(trials_of(column, way, workshop)) for way in (SCRATCH, GROWN)}
+            make([run for seed in column.seeds for run in runs_of(column, best, seed)], workshop)
+            publish_known(columns, workshop, chosen)
+        if parsed.known:
+            publish_known(columns, workshop, chosen)
+
+
+def runs_of(column: Column, best: Mapping[str, Arm], seed: int) -> list[Run]:
+    """All runs of a seed."""
+    return [run for runs in column.runs(best, seed).values() for run in runs]
 
 
 def make(runs: Iterable[Run], workshop: Workshop) -> None:
@@ -201,57 +128,83 @@ def make(runs: Iterable[Run], workshop: Workshop) -> None:
     workshop.results(segments(run for run in runs if workshop.done(run.name) is None))
 
 
-def tried(column: Column, workshop: Workshop) -> dict[str, Arm]:
-    """Train what is missing of the trials of a column, and decide."""
-    make([run for runs in column.trials().values() for run in runs], workshop)
-    return decided(column, workshop)
+def trials_of(
+    column: Column, way: str, workshop: Workshop, *, train: bool = True
+) -> dict[Arm, list[Result]]:
+    """What a search tries, with the result of each seed of the trials.
+
+    Args:
+        train: make the runs that are missing.
+
+    Raises:
+        UnknownRunError: a run is missing, and is not to be made.
+    """
+    tried: dict[Arm, list[Result]] = {}
+
+    def losses_of(choices: Sequence[Choice]) -> list[float]:
+        trials = {column.arm(choice): column.trial(way, choice) for choice in choices}
+        if train:
+            make([run for runs in trials.values() for run in runs], workshop)
+        for arm, runs in trials.items():
+            tried[arm] = [known(run, workshop) for run in runs]
+        return [mean_loss(tried[arm]) for arm in trials]
+
+    descend(column.dials(way), column.first_choice(way), losses_of, column.trials)
+    return tried
 
 
-def decided(column: Column, workshop: Workshop) -> dict[str, Arm]:
-    """The best arm of each part of the trials."""
-    trials = results_of(column.trials(), workshop)
-    return {part: min(runs, key=lambda run: runs[run].loss).arm for part, runs in trials.items()}
+def best_of(trials: Mapping[Arm, Sequence[Result]]) -> Arm:
+    """The arm with the lowest mean loss."""
+    return min(trials, key=lambda arm: mean_loss(trials[arm]))
 
 
-def results_of(
-    wanted: Mapping[str, Sequence[Run]], workshop: Workshop
-) -> dict[str, dict[Run, Result]]:
-    """What is known of runs."""
-    return {
-        name: {run: done for run in runs if (done := workshop.done(run.name)) is not None}
-        for name, runs in wanted.items()
-    }
+def known(run: Run, workshop: Workshop) -> Result:
+    """Return what a run came to.
+
+    Raises:
+        UnknownRunError: it has not been made.
+    """
+    if (result := workshop.done(run.name)) is None:
+        raise UnknownRunError(run.name)
+    return result
 
 
-def publish_known(asked: Sequence[Column], workshop: Workshop, chosen: Options) -> None:
-    """The cases and tables of columns of which the trials and a seed are whole."""
-    made, tables = [], []
-    for each in asked:
-        trials = results_of(each.trials(), workshop)
-        if any(len(trials[part]) < len(runs) for part, runs in each.trials().items()):
+def publish_known(columns: Sequence[Column], workshop: Workshop, chosen: Options) -> None:
+    """The cases and tables of columns all of whose trials and seeds are made."""
+    told, tables = [], []
+    for column in columns:
+        try:
+            trials = {
+                way: trials_of(column, way, workshop, train=False) for way in (SCRATCH, GROWN)
+            }
+            best = {way: best_of(arms) for way, arms in trials.items()}
+            seeds = [
+                {
+                    way: {run: known(run, workshop) for run in runs}
+                    for way, runs in column.runs(best, seed).items()
+                }
+                for seed in column.seeds
+            ]
+        except UnknownRunError:
             continue
-        best = decided(each, workshop)
-        seeds = [results_of(each.runs(best, seed), workshop) for seed in each.seeds]
-        whole = [seed for seed in seeds if all(len(runs) == 2 for runs in seed.values())]
-        if whole:
-            found = Found(each, trials, whole)
-            made += cases(found)
-            tables.append(table(found))
-    if made:
-        publish("growth", made, chosen, runs_at_a_time=workshop.workers)
+        outcome = Outcome(column, trials, seeds)
+        told += cases(outcome)
+        tables.append(table(outcome))
+    if told:
+        publish("growth", told, chosen, runs_at_a_time=workshop.workers)
         print("\n\n".join(tables))
 
 
 def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
     """Whole runs by the clock, from scratch and grown in turn, of what the trials of a column chose; those from scratch
     are seeds' runs once more, and must come to the same loss."""
-    best = tried(column, workshop)
-    took: dict[str, list[float]] = {"scratch": [], "grown": []}
+    best = {way: best_of(trials_of(column, way, workshop)) for way in (SCRATCH, GROWN)}
+    took: dict[str, list[float]] = {SCRATCH: [], GROWN: []}
     spent: dict[str, float] = {}
     apart = [0.0]
     share = sum(column.budgets) / len(column.budgets)
     for seed in column.seeds[:pairs]:
-        for name, of in (("scratch", 1.0), ("grown", share)):
+        for name, of in ((SCRATCH, 1.0), (GROWN, share)):
             run = Run(best[name], seed, best[name].steps(of * column.flops))
             with tempfile.TemporaryDirectory(dir=workshop.folder) as folder:
                 begun = time.perf_counter()
@@ -262,11 +215,11 @@ def seconds(column: Column, workshop: Workshop, pairs: int) -> list[Case]:
             spent[name] = result.flops
             if (before := workshop.done(run.name)) is not None:
                 apart.append(abs(result.loss - before.loss))
-    flops = spent["grown"] / spent["scratch"]
-    clock = [grown / scratch for grown, scratch in zip(took["grown"], took["scratch"], strict=True)]
+    flops = spent[GROWN] / spent[SCRATCH]
+    clock = [grown / scratch for grown, scratch in zip(took[GROWN], took[SCRATCH], strict=True)]
     return [
-        case(f"{column.name}: from scratch", took["scratch"], "s"),
-        case(f"{column.name}: grown", took["grown"], "s"),
+        case(f"{column.name}: from scratch", took[SCRATCH], "s"),
+        case(f"{column.name}: grown", took[GROWN], "s"),
         case(f"{column.name}: FLOPs, grown / scratch", [flops], "ratio"),
         case(
             f"{column.name}: seconds, grown / scratch", clock, "ratio", most=round(flops + NEAR, 3)
@@ -291,14 +244,15 @@ def prepared(work: Path, vocabulary: int, quick: bool) -> tuple[str, ...]:
     return (*RECIPE, *data)
 
 
-def check_data(asked: Sequence[Column], work: Path) -> None:
+def check_data(columns: Sequence[Column], work: Path) -> None:
     """No run may see a token twice."""
     there = len(open_dataset(work / "tokens").split("train"))
-    for each in asked:
-        for arm in (*each.scratch, *each.fixed, *each.grown):
-            used = arm.steps(each.flops) * arm.shape.batch * arm.shape.context
+    for column in columns:
+        for way in (SCRATCH, GROWN):
+            arm = column.arm(column.first_choice(way))
+            used = arm.steps(column.flops) * arm.shape.batch * arm.shape.context
             if used > there:
-                sys.exit(f"{each.name}: {there:,} tokens of text are fewer than {arm} trains on")
+                sys.exit(f"{column.name}: {there:,} tokens of text are fewer than {arm} trains on")
 
 
 def kept_of(folder: Path | None, work: Path) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,16 +15,13 @@ from segments import Segment
 
 WARMUP = 50
 """Steps, of every run."""
-OPTIMIZERS = {
-    "muon": (("optimizer.name=muon", "optimizer.lr=0.005"), "optimizer.muon_lr"),
-    "adamw": (("optimizer.name=adamw",), "optimizer.lr"),
-}
-"""Settings of each, and the key of the rate of its matrices. What Muon leaves to AdamW has a rate of its own."""
+FIRST_REST = 0.005
+"""Rate of what Muon leaves to AdamW in all runs of the first edition."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model and its batches. All sizes of a study differ in their number of layers."""
+    """Of a model and its batches. The sizes of a column differ in their number of layers."""
 
     layers: int
     heads: int
@@ -74,36 +70,22 @@ class Change:
     """of the run's own steps"""
     operation: str
     """its name and value, as in `stack_layers 4`"""
-    options: str = ""
-    """further keys of its entry in a schedule, as in `lr: {rewarm_new: 50}`"""
-    layers: int | None = None
-    context: int | None = None
-    batch: int | None = None
+    layers: int
+    """after it"""
 
     def __str__(self) -> str:
-        words = re.findall(r"[\w.]+", f"{self.operation} {self.options}")
-        return f"{'-'.join(words)}-at-{self.share:g}"
-
-    def after(self, shape: Shape) -> Shape:
-        return replace(
-            shape,
-            layers=self.layers or shape.layers,
-            context=self.context or shape.context,
-            batch=self.batch or shape.batch,
-        )
+        return f"{self.operation.replace(' ', '-')}-at-{self.share:g}"
 
     def entry(self, steps: int) -> str:
         """In the schedule of a run of so many steps."""
         name, value = self.operation.split()
-        given = f", {self.options}" if self.options else ""
-        return f"{{name: {name}, value: {value}{given}, when: {{at_step: {round(self.share * steps)}}}}}"
+        return f"{{name: {name}, value: {value}, when: {{at_step: {round(self.share * steps)}}}}}"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train: a stable rate from a shape to begin with, changes, and a linear decay to zero."""
+    """A way to train under Muon: a stable rate from a shape to begin with, changes, and a linear decay to zero."""
 
-    optimizer: str
     shape: Shape
     """at first"""
     rate: float
@@ -111,16 +93,19 @@ class Arm:
     decay: float
     """share of the steps"""
     changes: tuple[Change, ...] = ()
-    read: int = 64
-    """context that the model can read and is evaluated with"""
+    rest: float = FIRST_REST
+    """rate of what Muon leaves to AdamW"""
+    base_depth: int | None = None
+    """`optimizer.lr_base_depth`"""
 
     def __str__(self) -> str:
+        """Runs of the first edition have the names that they had."""
         shape = self.shape
         return "-".join(
             (
-                f"{self.optimizer}-{shape.layers}x{shape.width}",
-                *([f"c{shape.context}"] if shape.context != self.read else []),
-                f"b{shape.batch}-r{self.rate:g}-d{self.decay:g}",
+                f"muon-{shape.layers}x{shape.width}-b{shape.batch}-r{self.rate:g}-d{self.decay:g}",
+                *([f"a{self.rest:g}"] if self.rest != FIRST_REST else []),
+                *([f"l{self.base_depth}"] if self.base_depth is not None else []),
                 *map(str, self.changes),
             )
         )
@@ -130,7 +115,7 @@ class Arm:
         shape, begun, mean = self.shape, 0.0, 0.0
         for change in self.changes:
             mean += (change.share - begun) * flops_per_step(shape)
-            shape, begun = change.after(shape), change.share
+            shape, begun = replace(shape, layers=change.layers), change.share
         return steps * (mean + (1 - begun) * flops_per_step(shape))
 
     def steps(self, flops: float) -> int:
@@ -164,7 +149,7 @@ class Run:
     def beginning(self) -> tuple[object, ...]:
         """Runs with the same begin alike."""
         arm = self.arm
-        return arm.optimizer, arm.shape, arm.read, arm.rate, self.seed
+        return arm.shape, arm.rate, arm.rest, arm.base_depth, self.seed
 
     def schedule(self) -> list[str]:
         return [change.entry(self.steps) for change in self.arm.changes]
@@ -185,17 +170,15 @@ def segments(runs: Iterable[Run], most: int = 4) -> list[Segment]:
 def _segment(*runs: Run) -> Segment:
     *branches, trunk = runs
     arm = trunk.arm
-    chosen, rate_key = OPTIMIZERS[arm.optimizer]
     schedule = [_branch(run, str(number)) for number, run in enumerate(branches)] + trunk.schedule()
     settings = (
         *arm.shape.settings(),
-        f"model.context={arm.read}",
-        f"data.context={arm.shape.context}",
-        f"eval.context={arm.read}",
         f"model.n_layer={arm.shape.layers}",
         f"seed={trunk.seed}",
-        *chosen,
-        f"{rate_key}={arm.rate}",
+        "optimizer.name=muon",
+        f"optimizer.muon_lr={arm.rate}",
+        f"optimizer.lr={arm.rest}",
+        *([f"optimizer.lr_base_depth={arm.base_depth}"] if arm.base_depth is not None else []),
         "learning_rate.shape=wsd",
         f"learning_rate.warmup_iters={WARMUP}",
         f"learning_rate.lr_decay_iters={trunk.steps}",

@@ -7,108 +7,104 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from columns import Column
+from columns import FIRST, GROWN, SCRATCH, Column
 from curves import Interval, Point, fitted, interval, needed
 from report import Case, case
 from segments import Result
-from study import Run
-
-Results = Mapping[str, Mapping[Run, Result]]
-"""By arm or part of the trials."""
+from study import Arm, Run
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """What is known of a column."""
 
     column: Column
-    trials: Results
-    seeds: Sequence[Results]
+    trials: Mapping[str, Mapping[Arm, Sequence[Result]]]
+    """of each way: what was tried, with one result for each seed of the trials"""
+    seeds: Sequence[Mapping[str, Mapping[Run, Result]]]
+    """of each seed, by way"""
 
-    def points(self, arm: str) -> list[list[Point]]:
+    def points(self, way: str) -> list[list[Point]]:
         """Of each seed, the budgets."""
-        return [[Point(run.flops, run.loss) for run in seed[arm].values()] for seed in self.seeds]
+        return [[Point(run.flops, run.loss) for run in seed[way].values()] for seed in self.seeds]
 
-    def ratios(self, arm: str) -> list[float]:
-        """FLOPs to the loss of the final size, as a share of its own, of each seed."""
-        pairs = zip(self.points(arm), self.points("scratch"), strict=True)
-        return [needed(points, reference) for points, reference in pairs]
+    def ratios(self, way: str, reference: str = SCRATCH) -> list[float]:
+        """FLOPs to the loss of the reference, as a share of its own, of each seed."""
+        pairs = zip(self.points(way), self.points(reference), strict=True)
+        return [needed(points, others) for points, others in pairs]
 
     def chance(self) -> Interval | None:
         """Each seed's final size against the next one's: how much another seed alone seems to save."""
-        reference = self.points("scratch")
+        reference = self.points(SCRATCH)
         if len(reference) < 2:
             return None
-        others = [*reference[1:], reference[0]]
-        return interval([needed(one, other) for one, other in zip(reference, others, strict=True)])
+        shifted = [*reference[1:], reference[0]]
+        return interval(
+            [needed(points, other) for points, other in zip(reference, shifted, strict=True)]
+        )
 
-    def estimate(self, result: Result) -> float:
+    def estimate(self, results: Sequence[Result]) -> float:
         """The ratio of a trial, by one budget and the slope of the final size."""
-        slope = statistics.fmean(fitted(points).slope for points in self.points("scratch"))
-        best = min(self.trials["scratch"].values(), key=lambda each: each.loss)
-        return result.flops / best.flops * math.exp((best.loss - result.loss) / slope)
+        slope = statistics.fmean(fitted(points).slope for points in self.points(SCRATCH))
+        best = min(self.trials[SCRATCH].values(), key=mean_loss)
+        share = results[0].flops / best[0].flops
+        return share * math.exp((mean_loss(best) - mean_loss(results)) / slope)
 
 
-def cases(found: Found) -> list[Case]:
-    """Compute to the target for each arm, as a multiple of the final size's, and how sure it is."""
-    column, name = found.column, found.column.name
+def mean_loss(results: Sequence[Result]) -> float:
+    """Over the seeds of a trial."""
+    return statistics.fmean(result.loss for result in results)
+
+
+def cases(outcome: Outcome) -> list[Case]:
+    """Compute to the target, as a multiple of the final size's, and how sure it is."""
+    column, name = outcome.column, outcome.column.name
     targets = [
-        max(points, key=lambda point: point.flops).loss for points in found.points("scratch")
+        max(points, key=lambda point: point.flops).loss for points in outcome.points(SCRATCH)
     ]
-    made = [case(f"{name}: target", targets, "nats")]
-    if column.fixed:
-        best = min(found.estimate(tried) for tried in found.trials["fixed"].values())
-        made.append(case(f"{name}: best size that does not grow, trial seed", [best], "ratio"))
-    for arm in found.seeds[0]:
-        if arm == "scratch":
-            continue
-        between = interval(found.ratios(arm))
-        bar, clear = column.bars.get(arm, (None, None))
-        made += [
-            case(f"{name}: {arm}, compute", [between.mean], "ratio", most=bar),
-            case(f"{name}: {arm}, at least", [between.low], "ratio"),
-            case(f"{name}: {arm}, at most", [between.high], "ratio", most=clear),
+    grown = interval(outcome.ratios(GROWN))
+    told = [
+        case(f"{name}: target", targets, "nats"),
+        case(f"{name}: grown, compute", [grown.mean], "ratio", most=column.goal),
+        case(f"{name}: grown, at least", [grown.low], "ratio"),
+        case(f"{name}: grown, at most", [grown.high], "ratio"),
+    ]
+    for way, what in ((SCRATCH, "re-tuned final size"), (GROWN, "grown")):
+        against = interval(outcome.ratios(way, FIRST))
+        told += [
+            case(f"{name}: {what} against the first edition's, compute", [against.mean], "ratio"),
+            case(f"{name}: {what} against the first edition's, at least", [against.low], "ratio"),
+            case(f"{name}: {what} against the first edition's, at most", [against.high], "ratio"),
         ]
-    for more, less, what in (
-        ("ramped", "grown", "ramps on top of growth"),
-        ("together", "ramped", "a ramp of the batch on top of one of the context"),
-    ):
-        if more in found.seeds[0]:
-            pairs = zip(found.ratios(more), found.ratios(less), strict=True)
-            worth = interval([both / alone for both, alone in pairs])
-            made += [
-                case(f"{name}: {what}, compute", [worth.mean], "ratio"),
-                case(f"{name}: {what}, at least", [worth.low], "ratio"),
-                case(f"{name}: {what}, at most", [worth.high], "ratio"),
-            ]
-    if chance := found.chance():
-        made += [
+    if chance := outcome.chance():
+        told += [
             case(f"{name}: final size with other seeds, at least", [chance.low], "ratio"),
             case(f"{name}: final size with other seeds, at most", [chance.high], "ratio"),
         ]
-    return made
+    return told
 
 
-def table(found: Found) -> str:
-    """The trials of a column and its arms, in Markdown."""
+def table(outcome: Outcome) -> str:
+    """The ways of a column and its trials, in Markdown."""
     rows = [
-        f"**{found.column.name}**, {len(found.seeds)} seeds",
+        f"**{outcome.column.name}**, {len(outcome.seeds)} seeds",
         "",
-        "| arm | compute to the target | 95 % | each seed |",
+        "| way | compute to the target | 95 % | each seed |",
         "| --- | --- | --- | --- |",
     ]
-    for arm in found.seeds[0]:
-        ratios = found.ratios(arm)
+    for way, reference in ((GROWN, SCRATCH), (SCRATCH, FIRST), (GROWN, FIRST)):
+        ratios = outcome.ratios(way, reference)
         between = interval(ratios)
-        each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+        per_seed = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+        against = f"{way}, to the loss of {reference}"
         rows.append(
-            f"| {arm} | {between.mean:.3f} | {between.low:.3f} to {between.high:.3f} | {each} |"
+            f"| {against} | {between.mean:.3f} | {between.low:.3f} to {between.high:.3f} | {per_seed} |"
         )
     rows += ["", "| trial | FLOPs | loss | compute, estimated |", "| --- | --- | --- | --- |"]
-    for tried in found.trials.values():
-        for run, result in sorted(tried.items(), key=lambda item: item[1].loss):
-            share = result.flops / found.column.flops
+    for trials in outcome.trials.values():
+        for arm, results in sorted(trials.items(), key=lambda item: mean_loss(item[1])):
+            share = results[0].flops / outcome.column.flops
             rows.append(
-                f"| `{run.arm}` | {share:.2f} | {result.loss:.4f} | {found.estimate(result):.2f} |"
+                f"| `{arm}` | {share:.2f} | {mean_loss(results):.4f} | {outcome.estimate(results):.2f} |"
             )
     return "\n".join(rows)

@@ -33,6 +33,11 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return part("search", monkeypatch)
+
+
+@pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return part("study", monkeypatch)
 
@@ -70,8 +75,8 @@ def test_one_seed_has_no_spread(curves: ModuleType) -> None:
 
 def test_runs_of_one_beginning_are_branches_of_the_last_to_leave_it(study: ModuleType) -> None:
     shape = tiny(study)
-    grown = study.Change(0.6, "stack_layers 4", "lr: {rewarm_new: 5}", layers=4)
-    arm = study.Arm("muon", replace(shape, layers=1), 0.02, 0.3, (grown,), 32)
+    grown = study.Change(0.6, "stack_layers 4", 4)
+    arm = study.Arm(replace(shape, layers=1), 0.02, 0.3, (grown,), rest=0.01, base_depth=2)
     early, late = study.Run(arm, 1, 50), study.Run(arm, 1, 100)
     plain = study.Run(replace(arm, changes=()), 1, 60)
     other = study.Run(arm, 2, 50)
@@ -84,13 +89,18 @@ def test_runs_of_one_beginning_are_branches_of_the_last_to_leave_it(study: Modul
     *_, schedule = family.settings
     assert '{name: branch, value: "0", when: {at_step: 30}, iters: 20, decay: 15, ' in schedule
     assert '{name: branch, value: "1", when: {at_step: 42}, iters: 18, decay: 18, ' in schedule
-    operation = "{name: stack_layers, value: 4, lr: {rewarm_new: 5}, when: {at_step: 60}}"
+    operation = "{name: stack_layers, value: 4, when: {at_step: 60}}"
     assert schedule.endswith(f", {operation}]")
-    assert "learning_rate.decay_fraction=0.3" in family.settings
+    assert {
+        "learning_rate.decay_fraction=0.3",
+        "optimizer.muon_lr=0.02",
+        "optimizer.lr=0.01",
+        "optimizer.lr_base_depth=2",
+    } <= {*family.settings}
 
 
 def test_many_runs_of_one_beginning_are_shared_out(study: ModuleType) -> None:
-    arm = study.Arm("adamw", tiny(study), 0.01, 0.5, read=32)
+    arm = study.Arm(tiny(study), 0.01, 0.5)
     runs = [study.Run(arm, 1, steps) for steps in (40, 50, 60)]
     made = study.segments(runs, most=2)
     assert [segment.until for segment in made] == [50, 60]
@@ -98,8 +108,8 @@ def test_many_runs_of_one_beginning_are_shared_out(study: ModuleType) -> None:
 
 
 def test_a_run_leaves_the_others_where_its_rate_falls_or_it_changes(study: ModuleType) -> None:
-    changes = (study.Change(0.6, "stack_layers 4", layers=4),)
-    arm = study.Arm("muon", replace(tiny(study), layers=1), 0.02, 0.3, changes, 32)
+    changes = (study.Change(0.6, "stack_layers 4", 4),)
+    arm = study.Arm(replace(tiny(study), layers=1), 0.02, 0.3, changes)
     assert study.Run(arm, 1, 100).leaves_at == 60
     assert study.Run(replace(arm, decay=0.5), 1, 100).leaves_at == 50
     assert study.Run(replace(arm, changes=()), 1, 100).leaves_at == 70
@@ -112,28 +122,69 @@ def test_equal_compute_is_more_steps_of_a_smaller_size(study: ModuleType) -> Non
     small = study.flops_per_step(half) / study.flops_per_step(shape)
 
     def steps(first: Any, *changes: Any) -> int:
-        steps: int = study.Arm("muon", first, 0.02, 0.3, changes, 32).steps(full)
+        steps: int = study.Arm(first, 0.02, 0.3, changes).steps(full)
         return steps
 
     assert steps(shape) == 1000
     assert steps(half) == round(1000 / small)
-    assert steps(half, study.Change(0.5, "stack_layers 2", layers=4)) == round(2000 / (1 + small))
-    shorter = study.Change(0.5, "change_batch_size 2", batch=4)
-    assert steps(shape, shorter) == round(2000 / 3)
+    assert steps(half, study.Change(0.5, "stack_layers 2", 4)) == round(2000 / (1 + small))
 
 
-def test_a_column_tries_the_whole_budget(columns: ModuleType, study: ModuleType) -> None:
+def test_runs_have_different_names_where_a_dial_differs(study: ModuleType) -> None:
+    """Names are the keys under which results are kept; those of the first edition are as they were."""
+    arm = study.Arm(tiny(study), 0.02, 0.5)
+    assert str(arm) == "muon-4x16-b2-r0.02-d0.5"
+    others = [
+        replace(arm, rate=0.03),
+        replace(arm, rest=0.01),
+        replace(arm, decay=0.3),
+        replace(arm, base_depth=2),
+        replace(arm, changes=(study.Change(0.6, "stack_layers 2", 8),)),
+    ]
+    assert len({str(other) for other in (arm, *others)}) == 6
+
+
+def test_a_column_tries_both_ways_with_equal_effort_and_the_whole_budget(
+    columns: ModuleType, study: ModuleType
+) -> None:
     shape = tiny(study)
-    ways = (columns.Way(4, ((0.4, 2), (0.7, 2))), columns.Way(2, inserted=0.6, decay=0.2))
-    tuned = ((0.02, 0.5), (0.01, 0.3))
-    column = columns.column("here", "muon", shape, 10, tuned, ways, (1, 2), 0.65)
-    trials = column.trials()
+    plans = (columns.Plan(4, ((0.4, 2), (0.7, 2))), columns.Plan(2, ((0.6, 2),)))
+    column = columns.Column("here", shape, 10, (1, 2), 0.75, trials=9, plans=plans, start=0)
     steps = round(10 * shape.parameters / (shape.batch * shape.context))
-    assert {run.steps for run in trials["scratch"]} == {steps}
-    for run in trials["grown"]:
-        assert run.arm.flops(run.steps) == pytest.approx(column.share * column.flops, rel=0.01)
-        assert run.arm.changes[-1].layers == shape.layers
-    assert {run.seed for runs in trials.values() for run in runs}.isdisjoint(column.seeds)
+    for way, share in (("scratch", 1.0), ("grown", column.share)):
+        choice = column.first_choice(way)
+        assert all(value in dial for value, dial in zip(choice, column.dials(way), strict=True))
+        trials = column.trial(way, choice)
+        assert {run.seed for run in trials}.isdisjoint(column.seeds)
+        for run in trials:
+            assert run.arm.flops(run.steps) == pytest.approx(share * column.flops, rel=0.01)
+            final = run.arm.changes[-1].layers if way == "grown" else run.arm.shape.layers
+            assert final == shape.layers
+            assert way == "grown" or run.steps == steps
+
+
+def test_a_descent_finds_the_lowest_loss_of_a_bowl_and_stops_there(search: ModuleType) -> None:
+    dials = (range(6), range(5), range(4))
+    lowest = (4, 1, 3)
+    asked: list[Any] = []
+
+    def losses_of(choices: Any) -> list[float]:
+        asked.extend(choices)
+        pairs = [zip(choice, lowest, strict=True) for choice in choices]
+        return [float(sum((value - best) ** 2 for value, best in pair)) for pair in pairs]
+
+    losses = search.descend(dials, (0, 4, 0), losses_of, most=100)
+    assert min(losses, key=losses.__getitem__) == lowest
+    assert list(losses) == asked
+    assert len(asked) == len(set(asked)) < 50
+
+
+def test_a_descent_tries_no_more_than_it_may(search: ModuleType) -> None:
+    dials = (range(9), range(9))
+    losses = search.descend(dials, (0, 0), lambda choices: [-sum(c) for c in choices], most=6)
+    assert len(losses) == 6
+    with pytest.raises(ValueError, match="9 is none of 0, 1"):
+        search.descend(dials, (9, 0), lambda choices: [-sum(c) for c in choices], most=6)
 
 
 def tiny(study: ModuleType) -> Any:

@@ -1,4 +1,4 @@
-"""Every benchmark and the study that is open run, and what one leaves has the form that readers of results rely on."""
+"""Every benchmark and the studies that are open run, and what one leaves has the form that readers of results rely on."""
 
 import json
 import os
@@ -12,13 +12,14 @@ from forks import Forks
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-STUDY = ROOT / "studies" / "growth" / "growth.py"
-"""the one that is not frozen"""
+STUDIES = ROOT / "studies" / "growth"
+"""those that are not frozen"""
 
 
 def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
     """What `<name>.py --quick` writes."""
-    script = STUDY if name == STUDY.stem else BENCHMARKS / f"{name}.py"
+    study = STUDIES / f"{name}.py"
+    script = study if study.exists() else BENCHMARKS / f"{name}.py"
     done = subprocess.run(
         [python, script, "--quick", "--results", folder],
         capture_output=True,
@@ -55,6 +56,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("finetune", "llama: losses of a step differ by, at most"),
         ("growth", "Muon, 4 × 16, 1: grown, compute"),
+        ("reasoning", "recall: grown less scratch"),
         ("logs", "one log call"),
     ],
     first=7,
