@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch.distributed as dist
 from toy_room import Mishap, Room, ends
 
-from instar.distributed.failure import PeerLost
+from instar.distributed.failure import PeerLost, RankMissing
 from instar.distributed.heartbeat import Heartbeat, _key
 from instar.distributed.watchdog import StoreAddress, WatchdogLimits, this_host, watch_ranks
 
@@ -247,25 +248,32 @@ def test_of_two_gpus_that_fail_the_first_is_the_cause() -> None:
 
 
 class EndingStore:
-    """A store whose launcher ends: from then on it does not answer."""
+    """A store whose launcher ends, or to which the network is cut: from then on it does not answer."""
 
     def __init__(self) -> None:
-        self.store, self.ended = dist.HashStore(), False
+        self.store, self.ended, self.cut = dist.HashStore(), False, False
+        self.over = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
+        if self.cut:
+            self.over.wait()
         if self.ended:
             raise RuntimeError("Connection reset by peer")
         return getattr(self.store, name)
 
 
-def test_the_host_to_which_the_lost_connection_led_is_named_though_the_store_ended_first() -> None:
-    store = EndingStore()
+def seen(store: EndingStore, places: Mapping[int, tuple[str, str]]) -> None:
+    """Heartbeats of other ranks, by their host and address."""
     usual: tuple[Any, ...] = (9, 120, "step 120", 7, 0, "", 0.0, "", False)
-    places = {1: (this_host(), "10.77.0.1"), 2: ("node1 pid:[1]", "10.77.0.2")}
-    places |= {3: ("node1 pid:[1]", "10.77.0.2"), 4: ("node2 pid:[1]", "10.77.0.3")}
     for rank, (host, address) in places.items():
         beat = Heartbeat(*usual, host, os.getpid(), address=address)
         store.store.set(_key(rank), beat.encode())
+
+
+def test_the_host_to_which_the_lost_connection_led_is_named_though_the_store_ended_first() -> None:
+    store = EndingStore()
+    places = {1: (this_host(), "10.77.0.1"), 2: ("node1 pid:[1]", "10.77.0.2")}
+    seen(store, places | {3: ("node1 pid:[1]", "10.77.0.2"), 4: ("node2 pid:[1]", "10.77.0.3")})
 
     def lose_the_connection() -> None:
         with watch_ranks(store, StoreAddress("10.77.0.1:29778", None), 0, 5, LIMITS):
@@ -278,3 +286,47 @@ def test_the_host_to_which_the_lost_connection_led_is_named_though_the_store_end
     names = re.findall(r"rank \d on host \w+", str(caught.value))
     assert names == ["rank 2 on host node1", "rank 3 on host node1"]
     assert "lost the store at 10.77.0.1:29778" in str(caught.value)
+
+
+@contextmanager
+def address_of(*, answers: bool) -> Iterator[str]:
+    """Of a host that refuses connections, which is an answer, or does not say anything to who would connect."""
+    with ExitStack() as sockets:
+        server = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = server.getsockname()
+        if answers:
+            server.close()
+        for _ in range(0 if answers else 4):  # the kernel lets further ones wait
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        yield ":".join(map(str, address))
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_lost_network_is_named_though_a_rank_of_this_host_left_because_of_it(
+    answers: bool,
+) -> None:
+    """Its end breaks a connection within the host. A store whose host answers is not lost to the network."""
+    store = EndingStore()
+    seen(store, dict.fromkeys((0, 1), ("node0 pid:[1]", "10.77.0.1")) | {3: (this_host(), "::1")})
+    limits = WatchdogLimits(silence_s=4.0, wait_s=60.0, interval_s=0.05)
+
+    def lose_a_connection(address: str) -> None:
+        with watch_ranks(store, StoreAddress(address, None), 2, 4, limits):
+            let_pass(0.5)
+            store.cut = True
+            let_pass(2.5)
+            raise RuntimeError("Read error [::1]:13548: Connection reset by peer")
+
+    with address_of(answers=answers) as address:
+        try:
+            with pytest.raises(RankMissing) as caught:
+                lose_a_connection(address)
+        finally:
+            store.over.set()
+    names = re.findall(r"rank \d on host \w+", str(caught.value))
+    assert names == ["rank 0 on host node0", "rank 1 on host node0"]
+    lost = f"the network to rank 0 at {address} is lost: no answer for"
+    assert (lost in str(caught.value)) is not answers
+    assert (f"lost the store at {address}" in str(caught.value)) is answers

@@ -207,11 +207,17 @@ class Watchdog:
         before = {rank: last.beat.count for rank, last in self._beats_seen.items() if last.beat}
         first: dict[int, int] = {}
         final_beat = self._beat(end_reason=str(error), is_lost=True)
+        probe = self._probe
+        if probe is None and self._unanswered_s >= self._limits.silence_s / 2:
+            probe = probe_host(self._store.address, self._search_s)
         while True:
             news = self._ask(final_beat, deadline)
             if news is None:
-                store_is_gone = certain or self._store.rank not in (None, self._rank)
-                return self._store_gone(cause) if store_is_gone else None
+                if not certain and self._store.rank in (None, self._rank):
+                    return None
+                # a rank of this host may have found that the network is lost, and left, just before this one did
+                answers = probe is None or probe.wait(max(0.0, deadline - time.monotonic()))
+                return self._store_gone(cause, network_is_lost=not answers)
             first = first or {rank: beat.count for rank, beat in news.beats.items()}
             if news.verdict:
                 return _missing(news.verdict)
@@ -337,11 +343,12 @@ class Watchdog:
         """The store is on rank 0's host, served by the launcher or by rank 0 itself."""
         beat = self._beats_seen[0].beat if 0 in self._beats_seen else None
         last = f"; {self._name_of(0)} was last seen {beat.place}" if beat else ""
-        return Diagnosis(
-            f"the network to rank 0 at {self._store.address} is lost: no answer "
-            f"for {self._unanswered_s:.0f} s{last}",
-            (0,) if 0 in self._beats_seen else (),
-        )
+        ranks = (0,) if 0 in self._beats_seen else ()
+        return Diagnosis(f"{self._network_text()}{last}", ranks)
+
+    def _network_text(self) -> str:
+        silent = f"no answer for {self._unanswered_s:.0f} s"
+        return f"the network to rank 0 at {self._store.address} is lost: {silent}"
 
     def _server_lost(self) -> Diagnosis:
         server = self._store.rank
@@ -387,11 +394,12 @@ class Watchdog:
             # Instar's launcher has arranged for this signal itself.
             os.kill(self._pid, signal.SIGTERM)
 
-    def _store_gone(self, cause: str) -> RunFailed:
+    def _store_gone(self, cause: str, *, network_is_lost: bool) -> RunFailed:
         if self._store.rank not in (None, self._rank):
             self._store_lost = True
             return PeerLost(f"{cause}; {self._server_lost().message}")
-        message = f"{cause}; lost the store at {self._store.address}"
+        store = f"lost the store at {self._store.address}"
+        message = f"{cause}; {self._network_text() if network_is_lost else store}"
         beats = {rank: last.beat for rank, last in self._beats_seen.items() if last.beat}
         # a launcher serves it on rank 0's host
         host = beats[0].host_name if 0 in beats else self._host_name
