@@ -24,7 +24,7 @@ from instar.config.language import ModelConfig
 from instar.distributed.parallel import unwrap
 from instar.models.architecture import resolve_architecture
 from instar.models.gpt import GPT, load_gpt
-from instar.models.hf.tokenizer import companion_files, with_chat
+from instar.models.hf.tokenizer import as_trained, companion_files
 from instar.models.lora import Lora
 from instar.models.shape import Mask
 
@@ -173,7 +173,7 @@ def test_a_model_of_chats_ends_its_answers_where_it_is_exported_to(
     )
     config = {"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": None}
     files = {"config.json": json.dumps(config).encode(), **companion_files(tmp_path)}
-    found = with_chat(files, tmp_path)
+    found = as_trained(files, tmp_path)
     if kind != "chat":
         assert found == files
         return
@@ -182,7 +182,7 @@ def test_a_model_of_chats_ends_its_answers_where_it_is_exported_to(
         ends = json.loads(found["generation_config.json"])
         assert ends == {"bos_token_id": 5, "eos_token_id": [0, 1]}
         files["generation_config.json"] = json.dumps({"eos_token_id": [0, 1], "top_k": 3}).encode()
-        assert with_chat(files, tmp_path) == files
+        assert as_trained(files, tmp_path) == files
     for name, content in found.items():
         (tmp_path / name).write_bytes(content)
     fast = AutoTokenizer.from_pretrained(tmp_path)

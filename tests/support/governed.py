@@ -57,6 +57,12 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     ),
     "data.text_field": ("data/test_hf.py::test_what_the_rows_do_not_have_is_named",),
     "data.tokens_field": ("data/test_hf.py::test_lists_of_ids_are_read_too",),
+    "data.bos": (
+        "data/test_surroundings.py::test_documents_begin_and_end_with_the_tokens_of_the_config",
+    ),
+    "data.eos": (
+        "data/test_surroundings.py::test_documents_begin_and_end_with_the_tokens_of_the_config",
+    ),
     "data.if_changed": (
         "data/test_changed_sources.py::test_what_was_prepared_is_kept_on_demand_and_said",
     ),

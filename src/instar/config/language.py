@@ -164,6 +164,15 @@ class DataConfig(FeedConfig):
         "byte",
         description="how text becomes tokens: byte, char, bpe (trained), or a tokenizer.json",
     )
+    bos: str | None = Field(
+        None,
+        description="token before each document, sample text and prompt, of a tokenizer.json; '': none; default: the "
+        "one that the file itself adds",
+    )
+    eos: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="token that ends each document, of a tokenizer.json; default: the one that the files beside it name",
+    )
     vocab_size: Vocabulary = Field(4096, description="vocabulary of a trained BPE tokenizer")
     max_bytes: PositiveInt | None = Field(
         None, description="use about this many bytes of the source"
@@ -439,6 +448,11 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
             f"data.chat_template renders conversations, and kind {kind} has none",
             "say data.kind: chat",
         )
+    for key, token in (("data.bos", data.bos), ("data.eos", data.eos)):
+        if token is not None and (reason := _no_token(data)):
+            yield ConfigProblem(
+                (key, "data.tokenizer", "data.kind"), f"{key}: {reason}", "leave it out"
+            )
     if kind == "tokens" and not data.packing:
         yield ConfigProblem(
             ("data.packing", "data.kind"),
@@ -457,6 +471,17 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
             ("data.workers", "data.kind"),
             "an iterable is read by one process: data.workers must be 0 with kind python",
         )
+
+
+def _no_token(data: DataConfig) -> str:
+    """Return why no token of the tokenizer surrounds a document; empty: one may."""
+    if data.tokenizer in ("byte", "char", "bpe"):
+        return f"the tokenizer {data.tokenizer} has no tokens that begin or end a text by name"
+    if data.kind == "chat":
+        return "the chat template says what surrounds a conversation"
+    if data.tokens_field is not None:
+        return "data.tokens_field holds token ids, to which nothing is added"
+    return ""
 
 
 def _mixture(data: DataConfig) -> Iterator[ConfigProblem]:

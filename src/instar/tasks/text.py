@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.language import BITS_PER_BYTE, TextConfig
+from instar.config.language import BITS_PER_BYTE, DataConfig, TextConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.order import Order
@@ -115,7 +115,7 @@ class TextSpec(TaskSpec):
         missing = data.missing(config.data, config.data_seed, say)
         if not missing:
             return cls.open(loaded_config, world_size)
-        tokenizer = named_tokenizer(config.data.tokenizer)
+        tokenizer = named_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
         vocab_size = config.data.vocab_size if config.data.tokenizer == "bpe" else _BYTES
         vocabulary = vocab_size if tokenizer is None else tokenizer.vocab_size
         say(
@@ -153,6 +153,8 @@ class TextSpec(TaskSpec):
         values: dict[str, object] = {}
         if self.dataset is not None and not self.config.data.mixture:  # parts each have a folder
             values["data.path"] = str(self.dataset.path)
+        if self.dataset is not None and folder_of(self.config.data.tokenizer) is not None:
+            values |= _around(self.config.data, load_saved_tokenizer(self.dataset.path))
         # by the longest samples that a ramp of the context leads to
         longest = max(self.config.full_context, self.config.eval.context or 0)
         values["eval.batch_size"] = max(1, EVAL_TOKENS // longest)
@@ -222,6 +224,16 @@ def _asks_for_bytes(config: TextConfig) -> str:
 def adapter_lines(adapters: Iterable[Lora]) -> list[str]:
     """Describe the adapters of a shape."""
     return [f"{a.target} of rank {a.rank}, alpha {a.alpha:g}" for a in adapters]
+
+
+def _around(data: DataConfig, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return the keys that say what surrounds a document, as the tokenizer and the files beside it do."""
+    if data.kind == "chat" or data.tokens_field is not None:
+        return {}
+    tokens = {"data.bos": getattr(tokenizer, "bos", None)}
+    if tokenizer.after.tolist() in ([], [tokenizer.end_id]):
+        tokens["data.eos"] = tokenizer.end_token
+    return {key: token for key, token in tokens.items() if token is not None}
 
 
 def _text(config: RunConfig) -> TextConfig:

@@ -65,7 +65,11 @@ def first_path(data: DataConfig, seed: int) -> str:
     names = [_plain(stem) or "text", _tokenizer_name(data.tokenizer)]
     names += [str(data.vocab_size)] * (data.tokenizer == "bpe")
     names += [str(data.max_bytes)] * (data.max_bytes is not None)
-    identity = msgspec.json.encode(parameters(data, seed), order="sorted")
+    # which the tokenizer's fingerprint holds, and no record needs to repeat
+    around = {
+        key: token for key, token in (("bos", data.bos), ("eos", data.eos)) if token is not None
+    }
+    identity = msgspec.json.encode(parameters(data, seed) | around, order="sorted")
     return f"data/{'-'.join(names)}-{xxhash.xxh3_128_hexdigest(identity)[:8]}"
 
 
@@ -152,7 +156,7 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
             "set these keys under data as it was made, or name another data.path",
         )
     if _is_file(data.tokenizer):
-        tokenizer = named_tokenizer(data.tokenizer)
+        tokenizer = named_tokenizer(data.tokenizer, data.bos, data.eos)
         if tokenizer is not None and tokenizer.fingerprint != dataset.tokenizer_fingerprint:
             raise ConfigError.at(
                 "data.tokenizer",

@@ -90,7 +90,7 @@ def prepare_dataset(
     if data.kind == "chat":
         _prepare_chat(folder, data, seed, say)
         return folder
-    tokenizer = named_tokenizer(data.tokenizer)
+    tokenizer = named_tokenizer(data.tokenizer, data.bos, data.eos)
     sources, files = _survey(data, say)
     plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"), say)
     with atomic_dir(folder, key="data.path", first_wins=True) as temporary:

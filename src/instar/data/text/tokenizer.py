@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -25,6 +26,7 @@ from instar.data.text.foreign.special_tokens import (
     EndToken,
     added_to_text,
     end_token_of,
+    with_around,
 )
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -167,6 +169,47 @@ class BPETokenizer(Tokenizer):
         other._end = end
         return other
 
+    def surrounded(self, bos: str | None, eos: str | None) -> BPETokenizer:
+        """Return this tokenizer with another token before a text, or another that ends a document.
+
+        Where the tokenizer itself ends a text, it does so with `eos`.
+
+        Args:
+            bos: empty: none; None: as it is.
+            eos: None: as it is.
+
+        Raises:
+            ConfigError: there is no such token.
+        """
+        for key, token in (("data.bos", bos), ("data.eos", eos)):
+            if token and token not in self.vocabulary:
+                near = difflib.get_close_matches(token, self.added_tokens, cutoff=0.5)
+                known = ", ".join(near or self.added_tokens[:8]) or "none is added to its words"
+                raise ConfigError.at(
+                    key, f"{token!r} is no token of the tokenizer", f"special tokens: {known}"
+                )
+        before, after = self.before.tolist(), self.after.tolist()
+        if bos is not None:
+            before = [self.vocabulary[bos]] if bos else []
+        if eos is not None and after:
+            after = [self.vocabulary[eos]]
+        other = self
+        if (before, after) != (self.before.tolist(), self.after.tolist()):
+            names = {number: token for token, number in self.vocabulary.items()}
+            content = json.loads(self._text)
+            sides = ({names[number]: number for number in side} for side in (before, after))
+            content["post_processor"] = with_around(content.get("post_processor"), *sides)
+            other = BPETokenizer(json.dumps(content, ensure_ascii=False))
+        return other.with_end(self._end if eos is None else EndToken(eos))
+
+    @property
+    def bos(self) -> str | None:
+        """The token before a text, empty if there is none; None if there are several."""
+        if self.before.size > 1:
+            return None
+        names = {number: token for token, number in self.vocabulary.items()}
+        return names[int(self.before[0])] if self.before.size else ""
+
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         """The id of each token, added tokens included."""
@@ -193,6 +236,11 @@ class BPETokenizer(Tokenizer):
     @property
     def end_id(self) -> int | None:
         return None if self.end_token is None else self.vocabulary[self.end_token]
+
+    @property
+    def needs_end_file(self) -> bool:
+        """Whether its file alone does not say which token ends a document."""
+        return self.end_token is not None and self.added_tokens != (END,)
 
     @property
     def missing_end(self) -> str:
@@ -235,7 +283,7 @@ def separator_of(tokenizer: Tokenizer) -> TokenIds:
         raise ConfigError.at(
             "data.tokenizer",
             f"nothing says which token of the tokenizer ends a document: {tokenizer.missing_end}",
-            f'name it in {TOKENIZER_CONFIG} beside its {TOKENIZER_FILE}: {{"eos_token": "…"}}',
+            f'name it in {TOKENIZER_CONFIG} beside its {TOKENIZER_FILE}: {{"eos_token": "…"}}, or in data.eos',
         )
     return tokenizer.encode_batch([SEPARATOR])[0]
 
@@ -357,22 +405,27 @@ def folder_of(name: str) -> Path | None:
     return None if name in TRAINED else path if path.is_dir() else path.parent
 
 
-def named_tokenizer(name: str) -> Tokenizer | None:
+def named_tokenizer(name: str, bos: str | None = None, eos: str | None = None) -> Tokenizer | None:
     """Return the tokenizer that `data.tokenizer` names, None if it must be trained.
 
-    Raises ConfigError if it names nothing, or a file that is not a tokenizer.
+    Args:
+        bos: `data.bos`, and so `eos`; see `BPETokenizer.surrounded`.
+
+    Raises:
+        ConfigError: it names nothing, or a file that is not a tokenizer, or one without these tokens.
     """
     if name == "byte":
         return ByteTokenizer()
     file = named_file(name)
-    return None if file is None else _read(file)
+    tokenizer = None if file is None else _read(file)
+    return tokenizer.surrounded(bos, eos) if isinstance(tokenizer, BPETokenizer) else tokenizer
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files that `load_tokenizer` reads: the tokenizer's, and one that names its end-of-document token
     if the former does not."""
     files = {TOKENIZER_FILE: tokenizer.to_json()}
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_token not in (None, END):
+    if isinstance(tokenizer, BPETokenizer) and tokenizer.needs_end_file:
         files[END_FILE] = json.dumps({"eos_token": tokenizer.end_token})
     return {name: content.encode() for name, content in files.items()}
 

@@ -43,12 +43,12 @@ from instar.models.hf.pretrained import LoraShape, PretrainedShape
 from instar.models.hf.pretrained_folder import FilePart, file_parts
 from instar.models.hf.tensors import conversions, from_tensors, merged_weight, to_tensors
 from instar.models.hf.tokenizer import (
+    as_trained,
     companion_files,
     exported_companions,
     from_fast,
     imported_companions,
     to_fast,
-    with_chat,
 )
 from instar.models.hf.weights import MAX_SHARD_BYTES, read_weights, write_weights
 from instar.models.shape import ArchitectureError
@@ -168,7 +168,7 @@ class _GPTExport:
             files[TOKENIZER_CONFIG] = encode_json_file(about)
         end = tokenizer.end_id if tokenizer is not None else None
         config = {**to_config(self.arch, end_id=end), **ids}
-        return with_chat({**files, CONFIG: encode_json_file(config)}, self.run)
+        return as_trained({**files, CONFIG: encode_json_file(config)}, self.run)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _PretrainedExport:
             "architectures": [class_name(self.arch)],
             "dtype": "float32",
         }
-        return with_chat({CONFIG: encode_json_file(config), **companion_files(self.run)}, self.run)
+        return as_trained({CONFIG: encode_json_file(config), **companion_files(self.run)}, self.run)
 
     def _slots(self) -> ItemsView[str, FilePart]:
         split = self.arch.family.single_experts is not None

@@ -16,7 +16,7 @@ from instar.config.document import read_document
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.data.text.foreign.chat_template import template_beside
-from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG
+from instar.data.text.foreign.special_tokens import TOKENIZER_CONFIG, end_token_of
 from instar.data.text.tokenizer import (
     TOKENIZER_FILE,
     UNKNOWN,
@@ -33,11 +33,12 @@ CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION = "generation_config.json"
 SPECIAL_IDS = "special_ids.json"
 """In a run of an imported model: ids of special tokens as the config of its folder has them, perhaps among others."""
+_SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 COMPANIONS = (
     TOKENIZER_CONFIG,
     GENERATION,
     "tokenizer.model",
-    "special_tokens_map.json",
+    _SPECIAL_TOKENS_MAP,
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
@@ -124,32 +125,66 @@ def exported_companions(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     return companion_files(run), {key: ids[key] for key in _IDS if key in ids}
 
 
-def with_chat(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
-    """Return the files of an export; of a run that was trained on conversations with the chat template, and
-    with the token that ends an answer among those that end a generation.
+def as_trained(files: Mapping[str, bytes], run: Path) -> dict[str, bytes]:
+    """Return the files of an export, which say what the run has learned to end a text with.
+
+    That is `data.eos`, where the files that came with the model name another token. Of a run that was trained on
+    conversations: with the chat template, and with the token that ends an answer among those that end a generation.
 
     Raises:
         ConfigError: the run's config, tokenizer or template cannot be read.
     """
     export_files = dict(files)
-    if TOKENIZER_FILE not in files or not _trains_chats(run):
+    if TOKENIZER_FILE not in files:
         return export_files
     tokenizer = load_saved_tokenizer(run)
+    if isinstance(tokenizer, BPETokenizer) and not _names_end(run, tokenizer):
+        about = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+        export_files[TOKENIZER_CONFIG] = encode_json_file(
+            {**about, "eos_token": tokenizer.end_token}
+        )
+        if _SPECIAL_TOKENS_MAP in files:
+            about = json.loads(files[_SPECIAL_TOKENS_MAP])
+            export_files[_SPECIAL_TOKENS_MAP] = encode_json_file(
+                {**about, "eos_token": tokenizer.end_token}
+            )
+        export_files |= _ending_with(export_files, tokenizer.end_id)
+    if not _trains_chats(run):
+        return export_files
     template = template_beside(run, tokenizer)
     of_tokenizer = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
     if CHAT_TEMPLATE not in files and not of_tokenizer.get("chat_template"):
         export_files[CHAT_TEMPLATE] = template.text.encode()
     vocabulary = tokenizer.vocabulary if isinstance(tokenizer, BPETokenizer) else {}
-    end = vocabulary.get(template.end.token)
+    return export_files | _ending_with(export_files, vocabulary.get(template.end.token))
+
+
+def _names_end(run: Path, tokenizer: BPETokenizer) -> bool:
+    """Return whether the files that came with a run's model name the end that its documents have."""
+    if not tokenizer.needs_end_file or not any((run / name).is_file() for name in COMPANIONS):
+        return True
+    said = end_token_of(
+        run, tokenizer.vocabulary, tokenizer.added_tokens, follow=False, is_kept=False
+    )
+    # with the model's config, from whose ids the end may be, only these ids are kept
+    ids = (
+        read_json(run / SPECIAL_IDS).get("eos_token_id") if (run / SPECIAL_IDS).is_file() else None
+    )
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    return tokenizer.end_token == said.token or (said.token is None and tokenizer.end_id == first)
+
+
+def _ending_with(files: Mapping[str, bytes], end: int | None) -> dict[str, bytes]:
+    """Return the settings of generation with a token among those that end one; nothing if it is already."""
     config = json.loads(files[CONFIG])
     settings = json.loads(files.get(GENERATION, b"{}")) or {
         key: config[key] for key in _IDS if config.get(key) is not None
     }
     ends = settings.get("eos_token_id", config.get("eos_token_id"))
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if end is not None and end not in end_ids:
-        export_files[GENERATION] = encode_json_file({**settings, "eos_token_id": [*end_ids, end]})
-    return export_files
+    if end is None or end in end_ids:
+        return {}
+    return {GENERATION: encode_json_file({**settings, "eos_token_id": [*end_ids, end]})}
 
 
 def _trains_chats(run: Path) -> bool:

@@ -52,7 +52,12 @@ def special_tokens(folder: Path, *, follow: bool) -> dict[str, str]:
 
 
 def end_token_of(
-    folder: Path, vocabulary: Mapping[str, int], added_tokens: Iterable[str], *, follow: bool
+    folder: Path,
+    vocabulary: Mapping[str, int],
+    added_tokens: Iterable[str],
+    *,
+    follow: bool,
+    is_kept: bool = True,
 ) -> EndToken:
     """Return the end-of-document token: the one that was read before, `eos_token` of the tokenizer's files, or
     else the token of the first `eos_token_id` of generation_config.json or config.json.
@@ -60,11 +65,13 @@ def end_token_of(
     Args:
         vocabulary: the ids of all tokens.
         added_tokens: the tokenizer's added tokens, of which an `eos_token_id` must be one: configs have defaults.
+        is_kept: whether the folder may keep a token that was read before.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    token = read_json_file(folder / END_FILE, follow=follow).get("eos_token")
+    kept = read_json_file(folder / END_FILE, follow=follow) if is_kept else {}
+    token = kept.get("eos_token")
     if not isinstance(token, str):
         token = special_tokens(folder, follow=follow).get("eos_token")
     if token is not None:
@@ -119,6 +126,42 @@ def _around_text(pieces: list[Any], tokens: dict[str, Any]) -> tuple[list[int], 
     if len(sides) != 2:
         raise ValueError("a post_processor that leaves the text out")
     return sides[0], sides[1]
+
+
+def with_around(
+    post_processor: object, before: Mapping[str, int], after: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return a post-processor that puts tokens before and after a text, and does what else the given one does.
+
+    Args:
+        post_processor: of those that `added_to_text` knows.
+        before: ids of tokens by name; so `after`.
+    """
+    single: list[dict[str, Any]] = [{"Sequence": {"id": _TEXT, "type_id": 0}}]
+    pieces = (
+        [{"SpecialToken": {"id": name, "type_id": 0}} for name in side] for side in (before, after)
+    )
+    first, last = pieces
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*first, *single, *last],
+        "pair": [*first, *single, {"Sequence": {"id": "B", "type_id": 1}}, *last],
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]}
+            for name, number in {**before, **after}.items()
+        },
+    }
+    kept = [part for part in _parts(post_processor) if part.get("type") == "ByteLevel"]
+    return {"type": "Sequence", "processors": [*kept, template]} if kept else template
+
+
+def _parts(post_processor: object) -> list[dict[str, Any]]:
+    match post_processor:
+        case {"type": "Sequence", "processors": list(parts)}:
+            return [part for several in parts for part in _parts(several)]
+        case dict():
+            return [post_processor]
+    return []
 
 
 def read_json_file(path: Path, *, follow: bool) -> dict[str, Any]:
