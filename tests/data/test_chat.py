@@ -120,7 +120,7 @@ BROKEN = {
         '{"text": "hello"}',
         "chats.jsonl:41.*a line of kind chat has a list `messages`",
     ),
-    "no JSON": ("{messages", "chats.jsonl:41.*has a list `messages`"),
+    "no JSON": ("{messages", "chats.jsonl:41.*this line is not JSON"),
     "nested too deeply": ('{"messages": ' + "[" * 100_000, "chats.jsonl:41.*this line is not JSON"),
     "no content": ('{"messages": [{"role": "user"}]}', "has a `role` and a `content`, both text"),
     "nothing called": (

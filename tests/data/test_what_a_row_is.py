@@ -127,7 +127,7 @@ def test_conversations_are_read_from_the_same_files(
     monkeypatch.setitem(globals(), "ROWS", [{"messages": turns}] * 7)
     FILES[files](tmp_path)
     (file,) = tmp_path.iterdir()
-    assert len(list(conversations(str(file)))) == 7
+    assert len(list(conversations(str(file), DataConfig(kind="chat")))) == 7
 
 
 BAD: dict[str, tuple[str, bytes]] = {

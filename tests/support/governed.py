@@ -63,6 +63,12 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "data.eos": (
         "data/test_surroundings.py::test_documents_begin_and_end_with_the_tokens_of_the_config",
     ),
+    "data.chat_form": (
+        "data/test_chat_forms.py::test_conversations_of_any_form_become_the_same_samples",
+    ),
+    "data.chat_answers": (
+        "data/test_chat_forms.py::test_only_the_last_answer_is_trained_where_the_config_says_so",
+    ),
     "data.if_changed": (
         "data/test_changed_sources.py::test_what_was_prepared_is_kept_on_demand_and_said",
     ),

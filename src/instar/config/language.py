@@ -187,6 +187,14 @@ class DataConfig(FeedConfig):
         None,
         description="chat: file of a jinja template; default: the model's, or else a plain one",
     )
+    chat_form: Literal["messages", "sharegpt", "alpaca", "prompt_completion"] = Field(
+        "messages",
+        description="chat: what a line is: messages (role, content), sharegpt (from, value), alpaca (instruction, "
+        "input, output), or prompt_completion (two lists of messages, of which the second is learnt)",
+    )
+    chat_answers: Literal["all", "last"] = Field(
+        "all", description="chat: which answers of a conversation are trained"
+    )
     context: Context | None = Field(
         None,
         description="tokens per training sample at the start, which set_context and change_context "
@@ -448,6 +456,14 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
             f"data.chat_template renders conversations, and kind {kind} has none",
             "say data.kind: chat",
         )
+    for key, is_set in (
+        ("data.chat_form", data.chat_form != "messages"),
+        ("data.chat_answers", data.chat_answers != "all"),
+    ):
+        if is_set and kind != "chat":
+            yield ConfigProblem(
+                (key, "data.kind"), f"{key} is of conversations, and kind {kind} has none", "say data.kind: chat"
+            )
     for key, token in (("data.bos", data.bos), ("data.eos", data.eos)):
         if token is not None and (reason := _no_token(data)):
             yield ConfigProblem(

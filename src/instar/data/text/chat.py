@@ -6,7 +6,7 @@ says that the token is a target, bit 1 that a conversation begins with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,16 +22,9 @@ from instar.config.language import DataConfig
 from instar.data.order import Int64Array
 from instar.data.source import IGNORED, check_indices
 from instar.data.split import Parts, divide_whole, whole_documents
+from instar.data.text.chat_forms import EXPECTED, Conversation, conversation_of
 from instar.data.text.corpus import read_lines
-from instar.data.text.foreign.chat_template import (
-    ASSISTANT,
-    ChatTemplate,
-    Messages,
-    Options,
-    Rendering,
-    release,
-    template_of,
-)
+from instar.data.text.foreign.chat_template import ChatTemplate, Rendering, release, template_of
 from instar.data.text.foreign.engine import Places
 from instar.data.text.shards import (
     Shard,
@@ -51,76 +44,28 @@ _SHARD_TOKENS = 1 << 23
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """A line of a source of conversations."""
-
-    messages: Messages
-    options: Options
-    """what else it gives to a chat template"""
-
-
-def conversations(source: str) -> Iterator[tuple[int, Conversation]]:
+def conversations(source: str, data: DataConfig) -> Iterator[tuple[int, Conversation]]:
     """Yield the bytes and the conversation of each line.
 
     Raises:
-        ConfigError: a line has no list `messages` of objects with a `role` and a `content`, of which one is the
+        ConfigError: a line is no conversation of the form that the config says, of which one message is the
             assistant's, or what a chat template cannot be given; names file and line.
     """
+    form, last_answer_only = data.chat_form, data.chat_answers == "last"
     for path, number, line in read_lines(source):
         try:
             row = msgspec.json.decode(line)
-            conversation = _conversation(row if isinstance(row, dict) else {})
+            row = row if isinstance(row, dict) else {}
+            conversation = conversation_of(row, form, last_answer_only=last_answer_only)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             is_json = not isinstance(error, msgspec.DecodeError | RecursionError)
             raise ConfigError.of(
-                str(error) if is_json else f"this line is not JSON: {error}; {_EXPECTED}",
+                str(error) if is_json else f"this line is not JSON: {error}",
                 where=f"{path}:{number}",
-                hint='a line is {"messages": [{"role": "user", "content": "…"}, …]}',
+                hint=f"a line is {EXPECTED[form]}",
                 key="data.source",
             ) from None
         yield len(line), conversation
-
-
-_EXPECTED = "a line of kind chat has a list `messages`"
-_OLD_FORMS = {"functions": "tools", "function_call": "tool_calls"}
-
-
-def _conversation(row: dict[str, Any]) -> Conversation:
-    """Raise ValueError if it is none."""
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(_EXPECTED)
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError("each of `messages` has a `role`, which is text")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(
-                "each of `messages` has a `role` and a `content`, both text; it may be null beside `tool_calls`"
-            )
-        weight = message.get("weight")
-        if weight is not None and (weight not in (0, 1) or message["role"] != ASSISTANT):
-            raise ValueError(f"`weight` is 0 or 1, of a message of the assistant, not {weight!r}")
-    for old, new in _OLD_FORMS.items():
-        if any(old in entry for entry in (row, *messages)):
-            raise ValueError(f"`{old}` is of an older form of conversations: say `{new}`")
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise ValueError("none of `messages` is the assistant's, so that there is nothing to learn")
-    options = {key: row[key] for key in ("tools", "documents") if row.get(key) is not None}
-    for key, value in options.items():
-        value = _parse_json(value) if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-            raise ValueError(f"`{key}` is a list of objects")
-        options[key] = value
-    return Conversation(messages, options)
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -133,9 +78,9 @@ class _Lines:
     """equal for conversations that a template is given alike"""
 
     @classmethod
-    def of(cls, source: str) -> _Lines:
+    def of(cls, source: str, data: DataConfig) -> _Lines:
         sizes, digests = [], []
-        for size, conversation in conversations(source):
+        for size, conversation in conversations(source, data):
             parts = conversation.messages, conversation.options
             content = msgspec.json.encode(parts, order="sorted")
             sizes.append(size)
@@ -149,8 +94,8 @@ def divide_conversations(data: DataConfig, seed: int, say: Say) -> dict[str, tup
     Args:
         say: told how many held-out conversations are trained on too, and how many are left out.
     """
-    lines = _Lines.of(data.source)
-    held_out = None if data.val_source is None else _Lines.of(data.val_source)
+    lines = _Lines.of(data.source, data)
+    held_out = None if data.val_source is None else _Lines.of(data.val_source, data)
     sizes = _first_copies(lines, held_out, say) if data.drop_duplicates else lines.sizes
     count = int(np.count_nonzero(sizes))
     if held_out is None and count:
@@ -257,7 +202,8 @@ def write_conversations(
             ShardWriter(folder, name, tokenizer.fingerprint, size, _SHARD_TOKENS)
             for folder, size in sizes.items()
         )
-        renderings = _render(path, set(parts[:, 0].tolist()), template, counts)
+        lines = enumerate(conversations(path, data))
+        renderings = _render(path, lines, set(parts[:, 0].tolist()), template, counts)
         for tokens, marks in encode_renderings(renderings, tokenizer):
             tokens_writer.append(tokens)
             marks_writer.append(marks)
@@ -277,10 +223,14 @@ def write_conversations(
 
 
 def _render(
-    source: str, numbers: set[int], template: ChatTemplate, counts: _Counts
+    source: str,
+    lines: Iterable[tuple[int, tuple[int, Conversation]]],
+    numbers: set[int],
+    template: ChatTemplate,
+    counts: _Counts,
 ) -> Iterator[Rendering]:
-    """Yield the texts of the conversations wanted that have something to learn."""
-    for number, (_, conversation) in enumerate(conversations(source)):
+    """Yield the texts of the conversations with these numbers that have something to learn."""
+    for number, (_, conversation) in lines:
         if number not in numbers:
             continue
         messages, options = conversation.messages, conversation.options

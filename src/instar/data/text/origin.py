@@ -26,6 +26,14 @@ from instar.data.text.tokenizer import TOKENIZER_FILE, TRAINED, named_tokenizer
 from instar.data.text.verify import changes, read_survey
 
 _PATHS = ("source", "val_source", "tokenizer")
+_DEFAULTS: dict[str, Any] = {
+    "kind": "tokens",
+    "val_source": None,
+    "drop_duplicates": False,
+    "chat_form": "messages",
+    "chat_answers": "all",
+}
+"""What a record means that does not name these keys"""
 _READ = ("source", "val_source")
 
 Say = Callable[[str], None]
@@ -81,6 +89,8 @@ def parameters(data: DataConfig, seed: int) -> dict[str, Any]:
     fields |= {"drop_duplicates"} if data.drop_duplicates else set()
     if data.kind == "chat":
         fields |= {"kind", "chat_template"}
+        fields |= {"chat_form"} if data.chat_form != "messages" else set()
+        fields |= {"chat_answers"} if data.chat_answers != "all" else set()
     elif data.kind != "tokens":
         fields |= {"kind", "subset", "source_split"}
         fields |= {"text_field" if data.tokens_field is None else "tokens_field"}
@@ -129,11 +139,8 @@ def check_made_from(folder: Path, data: DataConfig, seed: int) -> TokenDataset:
     the run. Paths are compared after they are resolved.
     """
     dataset = open_dataset(folder)
-    always = ("kind", "val_source", "drop_duplicates")
-    recorded_source = {"kind": "tokens", "val_source": None, "drop_duplicates": False} | dict(
-        dataset.source
-    )
-    settings = {key: getattr(data, key) for key in always} | parameters(data, seed)
+    recorded_source = _DEFAULTS | dict(dataset.source)
+    settings = {key: getattr(data, key) for key in _DEFAULTS} | parameters(data, seed)
     lead_to: dict[str, str] = recorded_source.get("resolved", {})
     differing = []
     for key, setting in settings.items():
