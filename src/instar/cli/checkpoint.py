@@ -54,7 +54,7 @@ from instar.cli.checkpoint_output import (
 from instar.cli.options import CommandGroup, NewFolder, byte_size, json_option
 from instar.cli.output import print_json, print_named
 from instar.config.errors import ConfigError
-from instar.models.hf import is_pretrained
+from instar.models.hf import CONFIG, is_pretrained
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir, find_run
 
@@ -259,7 +259,16 @@ def analyze_weights(where: str, against: str | None, as_json: bool) -> None:
 @checkpoint.command("export")
 @click.argument("where", metavar="CHECKPOINT|RUN", shell_complete=completion.checkpoints)
 @click.argument("folder", type=NewFolder())
-@click.option("--to", "_to", type=click.Choice(["hf"]), required=True, help="hf: transformers.")
+@click.option(
+    "--to",
+    "form",
+    type=click.Choice(["hf", "peft"]),
+    required=True,
+    help="hf: transformers; peft: the adapters alone.",
+)
+@click.option(
+    "--with-base", is_flag=True, help="peft: write the model under the adapters into FOLDER/base."
+)
 @click.option("--ema", is_flag=True, help="Export the moving average of the weights.")
 @click.option(
     "--max-shard-size",
@@ -271,9 +280,17 @@ def analyze_weights(where: str, against: str | None, as_json: bool) -> None:
 )
 @json_option
 def export_checkpoint(
-    where: str, folder: Path, _to: str, ema: bool, max_shard_size: int, as_json: bool
+    where: str,
+    folder: Path,
+    form: str,
+    with_base: bool,
+    ema: bool,
+    max_shard_size: int,
+    as_json: bool,
 ) -> None:
-    """Write the model into the new folder FOLDER, in the format of transformers.
+    """Write the model into the new folder FOLDER, in the format of transformers, or its adapters in that of peft.
+
+    With --to peft, the weights under the adapters must still be those of the folder that the run began from.
 
     A GPT-2 style model becomes a GPT2LMHeadModel, a Llama style one a LlamaForCausalLM (with windows of
     one size a MistralForCausalLM or MinistralForCausalLM), and a model of transformers what it was; the run's tokenizer is included. One tensor at a time is in memory.
@@ -282,11 +299,25 @@ def export_checkpoint(
 
     from instar.models.architecture import Architecture
     from instar.models.hf.config import to_config
-    from instar.models.hf.folder import export_folder
+    from instar.models.hf.folder import BASE, export_adapter, export_folder
     from instar.models.hf.module import class_name
 
+    if with_base and form != "peft":
+        raise click.UsageError("--with-base is for --to peft")
     with _with_advice(path):
         checkpoint = load_checkpoint(path)
+    if form == "peft":
+        with _checkpoint_errors():
+            base = None if with_base else _base_of(path)
+            export_adapter(
+                checkpoint, folder, averaged=ema, base=base, max_shard_bytes=max_shard_size
+            )
+        if as_json:
+            print_json({"path": str(folder), "base": str(base or folder / BASE)})
+        else:
+            click.echo(str(folder))
+        click.echo(f"next: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})", err=True)
+        return
     with _checkpoint_errors():
         arch = export_folder(checkpoint, folder, averaged=ema, max_shard_bytes=max_shard_size)
     if isinstance(arch, Architecture):
@@ -298,6 +329,22 @@ def export_checkpoint(
     else:
         click.echo(str(folder))
     click.echo(f"next: {name}.from_pretrained({str(folder)!r})", err=True)
+
+
+def _base_of(path: Path) -> Path:
+    """Return the folder of transformers that the run of a checkpoint began from.
+
+    Raises:
+        CheckpointError: it began otherwise.
+    """
+    values = read_manifest(path).config
+    base = Path(str(values.get("model.from") or ""))
+    if not values.get("model.from") or not (base / CONFIG).is_file():
+        raise CheckpointError(
+            f"{path}: there is no folder of transformers that its run began from; --with-base writes the model under "
+            "the adapters into the folder, too"
+        )
+    return base
 
 
 def _steps(_context: click.Context, _option: click.Parameter, text: str | None) -> list[int] | None:

@@ -102,6 +102,10 @@ class PretrainedConfig(ModelSection):
         description="values of config.json, completed; they come with `from`, and without it the model "
         "begins with random weights",
     )
+    adapter: str | None = Field(
+        None,
+        description="folder of an adapter that peft saved, with which the model of `from` begins",
+    )
 
 
 class MixturePart(Section):
@@ -275,6 +279,11 @@ class CausalLMConfig(TextConfig):
                 (f"model.{FROM}", "task"),
                 f"model.{FROM} must name the folder of a model of transformers",
                 "a model on the hub is downloaded with: hf download NAME --local-dir FOLDER",
+            )
+        if self.model.adapter is not None and self.starts_from is None:
+            yield ConfigProblem(
+                ("model.adapter", f"model.{FROM}"),
+                f"model.adapter is added to a model: model.{FROM} must name its folder",
             )
         context, longest = self.model.context, self.longest_context
         if context is not None and longest is not None and context > longest:
@@ -462,7 +471,9 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
     ):
         if is_set and kind != "chat":
             yield ConfigProblem(
-                (key, "data.kind"), f"{key} is of conversations, and kind {kind} has none", "say data.kind: chat"
+                (key, "data.kind"),
+                f"{key} is of conversations, and kind {kind} has none",
+                "say data.kind: chat",
             )
     for key, token in (("data.bos", data.bos), ("data.eos", data.eos)):
         if token is not None and (reason := _no_token(data)):

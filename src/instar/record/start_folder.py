@@ -25,7 +25,7 @@ from instar.record.rundir import RunDir
 START_FILE = "start.json"
 _PATHS = (
     *("data.path", "data.source", "data.val_source", "data.tokenizer", "data.chat_template"),
-    *("data.val", "data.test", "schedule", "model.from"),
+    *("data.val", "data.test", "schedule", "model.from", "model.adapter"),
 )
 _NO_PATHS = ("stdlib", "byte", "char", "bpe")
 """sources and tokenizers that are no files"""

@@ -44,6 +44,7 @@ from instar.tasks.text import TextSpec
 
 KEY = STARTS_FROM
 TOKENIZER = "data.tokenizer"
+ADAPTER = "model.adapter"
 _ON_TEXT = (LANGUAGE, CAUSAL_LM)
 
 
@@ -61,6 +62,8 @@ class Weights:
     about: str
     """what it is, in words"""
     is_hf: bool = False
+    adapter: Path | None = None
+    """folder of an adapter of peft that is added to it"""
 
     @property
     def tokenizer_file(self) -> Path:
@@ -89,8 +92,11 @@ class Weights:
         return {key: value for key, value in section.items() if key != FROM}
 
 
-def find_weights(text: str, task: str = LANGUAGE) -> Weights:
+def find_weights(text: str, task: str = LANGUAGE, adapter: str | None = None) -> Weights:
     """Return what `model.from` names, for a run of a task.
+
+    Args:
+        adapter: `model.adapter`.
 
     Raises:
         ConfigError: there is no such run or folder.
@@ -99,10 +105,14 @@ def find_weights(text: str, task: str = LANGUAGE) -> Weights:
     path = Path(text)
     if (path / CONFIG).is_file() and not (path / MANIFEST).is_file():
         if task == CAUSAL_LM:
-            return _pretrained_weights(path)
+            return _pretrained_weights(path, None if adapter is None else Path(adapter))
         config = read_config(path)
         shape = from_config(config).to_dict()
         return Weights(path, LANGUAGE, shape, {}, f"{TITLES[config['model_type']]} of {path}", True)
+    if adapter is not None:
+        raise ConfigError.of(
+            f"{path} is no folder of transformers, to which {ADAPTER} could be added"
+        )
     path = _checkpoint(path)
     manifest = read_manifest(path)
     run = RunDir(path.absolute().parent.parent)
@@ -114,13 +124,20 @@ def find_weights(text: str, task: str = LANGUAGE) -> Weights:
     return Weights(path, task, manifest.architecture, config, about)
 
 
-def _pretrained_weights(path: Path) -> Weights:
-    from instar.models.hf.pretrained_folder import open_folder  # imports torch
+def _pretrained_weights(path: Path, adapter: Path | None) -> Weights:
+    from instar.models.hf.peft import open_adapter  # imports torch
+    from instar.models.hf.pretrained import LoraShape
+    from instar.models.hf.pretrained_folder import open_folder
 
-    shape = open_folder(path).shape
+    base = open_folder(path).shape
+    shape, about = LoraShape(base.config), f"{base.family.name} of {path}"
+    if adapter is not None:
+        opened = open_adapter(adapter, base)
+        shape = LoraShape(base.config, opened.lora)
+        about += f" with the adapter {adapter}" + (f" ({opened.remark})" if opened.remark else "")
     # labels are of other tasks, and JSON has no numbers as keys
     values = {key: value for key, value in shape.to_dict().items() if key not in _LABELS}
-    return Weights(path, CAUSAL_LM, values, {}, f"{shape.family.name} of {path}", True)
+    return Weights(path, CAUSAL_LM, values, {}, about, True, adapter)
 
 
 _LABELS = ("id2label", "label2id")
@@ -135,6 +152,11 @@ def _checkpoint(path: Path) -> Path:
     if (path / MANIFEST).is_file() or path.parent.name == "checkpoints":
         return resolve_checkpoint(str(path))
     if not (root := path).joinpath("checkpoints").is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise ConfigError.of(
+                f"{path} holds an adapter of peft",
+                hint=f"name its base model here, and the folder in {ADAPTER}",
+            )
         if path.is_dir() and not RunDir(path).holds_run():
             raise ConfigError.of(
                 f"{path} has no {CONFIG} of a Hugging Face model, no {MANIFEST} of a checkpoint and "
@@ -158,7 +180,7 @@ def values_with_weights(config_values: Mapping[str, Any]) -> Brought:
         return {}, "", ()
     task = config_values.get("task", LANGUAGE)
     try:
-        weights = find_weights(text, str(task))
+        weights = find_weights(text, str(task), _adapter(config_values))
         if weights.task != task:
             raise ConfigError.of(f"{weights.about} is of task {weights.task}, not of {task}")
         section = _with_prefix(weights.section())
@@ -179,6 +201,11 @@ def values_with_weights(config_values: Mapping[str, Any]) -> Brought:
             is_byte = task == LANGUAGE and from_fast(source).kind == "byte"
             path_value[TOKENIZER] = "byte" if is_byte else str(weights.tokenizer_file)
     return path_value, f"{WEIGHTS}{weights.path}", conflicts
+
+
+def _adapter(config_values: Mapping[str, Any]) -> str | None:
+    adapter = config_values.get(ADAPTER)
+    return adapter if isinstance(adapter, str) else None
 
 
 def _problem(key: str, problem: ConfigProblem) -> ConfigProblem:
@@ -261,7 +288,8 @@ def starting_weights(loaded_config: Loaded, spec: TaskSpec) -> Weights | None:
     if text is None:
         return None
     try:
-        weights = find_weights(text, loaded_config.config.task)
+        model = getattr(loaded_config.config, "model", None)
+        weights = find_weights(text, loaded_config.config.task, getattr(model, "adapter", None))
     except ConfigError as error:
         weight_problems = (_problem(KEY, problem) for problem in error.problems)
         raise ConfigError(

@@ -204,7 +204,7 @@ class CausalLMSpec(TextSpec):
     def resolved(cls, loaded_config: Loaded, vocab_size: int) -> LoraShape:
         config = _causal(loaded_config.config)
         try:
-            shape = LoraShape(config.model.config or {})
+            shape = LoraShape.from_dict(config.model.config or {})
         except ArchitectureError as error:
             problems = (
                 loaded_config.problem("model.config", p.message, p.hint) for p in error.problems
@@ -219,17 +219,11 @@ class CausalLMSpec(TextSpec):
     @classmethod
     def section(cls, config: Mapping[str, Any], architecture: Mapping[str, Any]) -> dict[str, Any]:
         del config
-        shape = LoraShape.from_dict(architecture)
-        if shape.lora:
-            raise ValueError(
-                "it has adapters: `instar checkpoint export RUN FOLDER --to hf` merges them, and a run starts "
-                "from the folder"
-            )
-        return {"config": shape.to_dict()}
+        return {"config": LoraShape.from_dict(architecture).to_dict()}
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-        initial = LoraShape(_causal(config).model.config or {})
+        initial = LoraShape.from_dict(_causal(config).model.config or {})
         return SavedModel(initial, LoraShape.from_dict(architecture).to_dict(), _pretrained_module)
 
     @property

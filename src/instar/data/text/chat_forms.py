@@ -64,7 +64,7 @@ def conversation_of(row: Row, form: str, *, last_answer_only: bool) -> Conversat
     """
     try:
         messages = _READERS[form](row)
-    except _OtherForm as other:
+    except _OtherFormError as other:
         forms = [name for key, name in _KEY_OF_FORM.items() if key in row and name != form]
         hint = f"; these rows look like data.chat_form: {forms[0]}" if forms else ""
         raise ValueError(f"{other}{hint}") from None
@@ -79,14 +79,14 @@ def conversation_of(row: Row, form: str, *, last_answer_only: bool) -> Conversat
     return Conversation(messages, _options(row))
 
 
-class _OtherForm(ValueError):
+class _OtherFormError(ValueError):
     """A row lacks what its form has."""
 
 
 def _messages(row: Row, key: str = "messages") -> list[Any]:
     messages = row.get(key)
     if not isinstance(messages, list) or not messages:
-        raise _OtherForm(f"a line of kind chat has a list `{key}`")
+        raise _OtherFormError(f"a line of kind chat has a list `{key}`")
     return messages
 
 
@@ -110,7 +110,7 @@ def _of_sharegpt(row: Row) -> list[Any]:
 def _of_alpaca(row: Row) -> list[Any]:
     instruction, output = row.get("instruction"), row.get("output")
     if not isinstance(instruction, str) or not isinstance(output, str):
-        raise _OtherForm("a row of the form alpaca has `instruction` and `output`, both text")
+        raise _OtherFormError("a row of the form alpaca has `instruction` and `output`, both text")
     more, history = row.get("input") or "", row.get("history") or []
     pairs = [pair for pair in history if _is_pair(pair)] if isinstance(history, list) else None
     if not isinstance(more, str) or pairs is None or len(pairs) < len(history):
@@ -130,7 +130,9 @@ def _of_prompt(row: Row) -> list[Any]:
             '[{"role": "user", "content": "…"}], [{"role": "assistant", "content": "…"}]'
         )
     if not (isinstance(prompt, list) and isinstance(completion, list) and completion):
-        raise _OtherForm("a row of the form prompt_completion has two lists, `prompt` and `completion`")
+        raise _OtherFormError(
+            "a row of the form prompt_completion has two lists, `prompt` and `completion`"
+        )
     earlier = [
         {**message, "weight": 0}
         if isinstance(message, dict) and message.get("role") == ASSISTANT

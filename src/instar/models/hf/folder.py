@@ -39,8 +39,9 @@ from instar.models.architecture import Architecture, section_of
 from instar.models.hf import CONFIG, encode_json_file
 from instar.models.hf.config import from_config, read_config, style_of, to_config
 from instar.models.hf.module import class_name, is_of_transformers, pretrained_shape
+from instar.models.hf.peft import write_adapter
 from instar.models.hf.pretrained import LoraShape, PretrainedShape
-from instar.models.hf.pretrained_folder import FilePart, file_parts
+from instar.models.hf.pretrained_folder import FilePart, file_parts, open_folder
 from instar.models.hf.tensors import conversions, from_tensors, merged_weight, to_tensors
 from instar.models.hf.tokenizer import (
     as_trained,
@@ -110,6 +111,74 @@ def export_folder(
         for name, content in parts.files().items():
             atomic.write_synced(temporary / name, content)
     return arch
+
+
+BASE = "base"
+"""folder of the base model in that of an adapter, where it is written too"""
+
+
+def export_adapter(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    averaged: bool = False,
+    base: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the adapters of a model of transformers as a folder that `PeftModel.from_pretrained` loads.
+
+    Args:
+        base: the model that they are for, whose weights must be those under the adapters; None: it is written
+            into the folder `base` within.
+
+    Raises:
+        CheckpointError: the model has no adapters that peft could have, or the base has other weights.
+        WriteError: the folder cannot be written or is not empty.
+    """
+    check_new(folder)
+    component = "ema" if averaged else "model"
+    path = checkpoint.path
+    if not is_of_transformers(checkpoint.manifest.architecture):
+        raise CheckpointError(
+            f"{path}: peft adds adapters to models of transformers, and this is a GPT: --to hf merges them"
+        )
+    if component not in checkpoint.components:
+        raise CheckpointError(f"{path}: no moving average was kept (train.ema)")
+    shape, run = pretrained_shape(checkpoint, component), path.absolute().parent.parent
+    with ExitStack() as stack:
+        read = stack.enter_context(checkpoint.reading(component))
+        weights = Parts(read, outlines(read.layout), lambda _: None)
+        if base is not None:
+            _check_base(base, shape, weights)
+        temporary = stack.enter_context(atomic_dir(folder))
+        if base is None:
+            plain = _PretrainedExport(shape.without_adapters(), run)
+            (temporary / BASE).mkdir()
+            tensor_outlines = plain.outlines(outlines(read.layout))
+            conversions_of = plain.conversions(weights)
+            write_weights(temporary / BASE, tensor_outlines, conversions_of, max_shard_bytes)
+            for name, content in plain.files().items():
+                atomic.write_synced(temporary / BASE / name, content)
+        write_adapter(temporary, shape, weights, str((base or folder / BASE).absolute()))
+        for name, content in companion_files(run).items():
+            atomic.write_synced(temporary / name, content)
+
+
+def _check_base(base: Path, shape: LoraShape, weights: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless a folder's model has the weights under the adapters."""
+    remedy = "--with-base writes the model under the adapters into the folder, too"
+    opened = open_folder(base)
+    names = list(shape.without_adapters().parameters())
+    if [*opened.shape.parameters()] != names:
+        raise CheckpointError(f"{base}: another model than that under the adapters; {remedy}")
+    with opened.reading() as read:
+        for name in names:
+            theirs, ours = read(name), weights[name]
+            if theirs.shape != ours.shape or not torch.equal(theirs.to(ours.dtype), ours):
+                raise CheckpointError(
+                    f"{base}: {shape.module_name(name)} is not that under the adapters, which has been trained or grown "
+                    f"since; {remedy}"
+                )
 
 
 def _check_other(

@@ -25,9 +25,12 @@ from instar.config.sections import Operation
 from instar.distributed.agree import raise_on_all_ranks
 from instar.distributed.shards import full_tensor
 from instar.models.architecture import Architecture
+from instar.models.hf.peft import open_adapter
+from instar.models.hf.pretrained import LoraShape
 from instar.models.hf.pretrained_folder import open_folder
 from instar.models.hf.tensors import from_tensors, merge_adapters
 from instar.models.hf.weights import read_weights
+from instar.models.lora import is_adapter
 from instar.models.module import empty_buffers, load_buffers, persistent_buffers
 from instar.run.changes.scheduled import carry_out
 from instar.run.checkpointing import LEFT_OUT
@@ -274,10 +277,20 @@ def open_weights(weights: Weights, architecture: Any) -> OpenedWeights:
     if weights.task == LANGUAGE:
         tensors = _gpt(weights, architecture.context)
     else:
-        with open_folder(weights.path).reading() as read:
-            tensors = {name: read(name) for name in architecture.parameters()}
+        tensors = _of_folder(weights, architecture)
     check_finite(weights.path, tensors, hint="")
     return OpenedWeights(tensors)
+
+
+def _of_folder(weights: Weights, architecture: LoraShape) -> dict[str, Tensor]:
+    """Return the parameters of a model of transformers, those of its adapters from their own folder."""
+    folder, names = open_folder(weights.path), list(architecture.parameters())
+    with folder.reading() as read:
+        tensors = {name: read(name) for name in names if not is_adapter(name)}
+    if weights.adapter is not None:
+        with open_adapter(weights.adapter, folder.shape).reading() as read:
+            tensors |= {name: read(name) for name in names if is_adapter(name)}
+    return {name: tensors[name] for name in names}
 
 
 def _history(checkpoint: Checkpoint, override: Operation | None) -> History:
