@@ -30,9 +30,7 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "model.config": (
         "growth/test_upscaling.py::test_a_scaled_context_is_what_transformers_makes_of_its_config",
     ),
-    "model.adapter": (
-        "models/test_peft.py::test_adapters_of_a_run_go_to_peft_and_come_back",
-    ),
+    "model.adapter": ("models/test_peft.py::test_adapters_of_a_run_go_to_peft_and_come_back",),
     "model.mask": (
         "extensions/graphs/test_spec.py::test_one_graph_may_be_in_every_split_with_a_mask_of_each",
     ),

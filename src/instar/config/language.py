@@ -355,7 +355,8 @@ def shape_checks(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 def data_checks(data: DataConfig) -> list[ConfigProblem]:
     """Return the conflicts within the section."""
-    return [*_source(data), *_splits(data), *_reading(data), *_mixture(data)]
+    parts = (_source, _splits, _reading, _conversations, _mixture)
+    return [problem for part in parts for problem in part(data)]
 
 
 def data_rank_checks(data: DataConfig, world_size: int) -> list[ConfigProblem]:
@@ -448,6 +449,33 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
             ("data.order", "data.packing"),
             "data.order random draws windows of packed text, and data.packing is false",
         )
+    for key, token in (("data.bos", data.bos), ("data.eos", data.eos)):
+        if token is not None and (reason := _no_token(data)):
+            yield ConfigProblem(
+                (key, "data.tokenizer", "data.kind"), f"{key}: {reason}", "leave it out"
+            )
+    if kind == "tokens" and not data.packing:
+        yield ConfigProblem(
+            ("data.packing", "data.kind"),
+            "token shards hold text end to end: data.packing false needs rows",
+            "say data.kind: rows",
+        )
+    if data.read_from_start and data.tokenizer in ("char", "bpe"):
+        yield ConfigProblem(
+            ("data.tokenizer", "data.kind"),
+            f"a {data.tokenizer} tokenizer must be trained first, and kind {kind} is not read before "
+            "the run trains",
+            "use byte, or the path of a tokenizer.json",
+        )
+    if data.workers and kind == "python":
+        yield ConfigProblem(
+            ("data.workers", "data.kind"),
+            "an iterable is read by one process: data.workers must be 0 with kind python",
+        )
+
+
+def _conversations(data: DataConfig) -> Iterator[ConfigProblem]:
+    kind = data.kind
     if kind == "chat" and data.order == "random":
         yield ConfigProblem(
             ("data.order", "data.kind"),
@@ -475,29 +503,6 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
                 f"{key} is of conversations, and kind {kind} has none",
                 "say data.kind: chat",
             )
-    for key, token in (("data.bos", data.bos), ("data.eos", data.eos)):
-        if token is not None and (reason := _no_token(data)):
-            yield ConfigProblem(
-                (key, "data.tokenizer", "data.kind"), f"{key}: {reason}", "leave it out"
-            )
-    if kind == "tokens" and not data.packing:
-        yield ConfigProblem(
-            ("data.packing", "data.kind"),
-            "token shards hold text end to end: data.packing false needs rows",
-            "say data.kind: rows",
-        )
-    if data.read_from_start and data.tokenizer in ("char", "bpe"):
-        yield ConfigProblem(
-            ("data.tokenizer", "data.kind"),
-            f"a {data.tokenizer} tokenizer must be trained first, and kind {kind} is not read before "
-            "the run trains",
-            "use byte, or the path of a tokenizer.json",
-        )
-    if data.workers and kind == "python":
-        yield ConfigProblem(
-            ("data.workers", "data.kind"),
-            "an iterable is read by one process: data.workers must be 0 with kind python",
-        )
 
 
 def _no_token(data: DataConfig) -> str:
