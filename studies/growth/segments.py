@@ -224,7 +224,7 @@ def _instar(log: Path, *words: str) -> None:
     process.start()
     process.join()
     if process.exitcode:
-        sys.exit(f"instar {' '.join(words)} failed:\n{log.read_text()}")
+        sys.exit(f"instar {' '.join(words)} ended with {process.exitcode}:\n{log.read_text()}")
 
 
 def _command(log: Path, words: Sequence[str]) -> None:
