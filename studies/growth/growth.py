@@ -59,7 +59,7 @@ LONGER = (0.7, 0.92)
 NEAR = 0.05
 """What the share of seconds may be above that of FLOPs."""
 COLUMNS = (
-    Column("Muon, 8 × 32, 10", EIGHT, 10, SEEDS, 0.75, trials=20),
+    Column("Muon, 8 × 32, 10", EIGHT, 10, SEEDS, 0.75, trials=12),
     Column("Muon, 12 × 32, 10", TWELVE, 10, SEEDS, 0.75, trials=12),
     Column("Muon, 8 × 32, 20", EIGHT, 20, SEEDS, 0.75, trials=10, budgets=LONGER),
     Column("Muon, 12 × 32, 20", TWELVE, 20, SEEDS, 0.75, trials=8, budgets=LONGER),

@@ -73,11 +73,7 @@ def first_path(data: DataConfig, seed: int) -> str:
     names = [_plain(stem) or "text", _tokenizer_name(data.tokenizer)]
     names += [str(data.vocab_size)] * (data.tokenizer == "bpe")
     names += [str(data.max_bytes)] * (data.max_bytes is not None)
-    # which the tokenizer's fingerprint holds, and no record needs to repeat
-    around = {
-        key: token for key, token in (("bos", data.bos), ("eos", data.eos)) if token is not None
-    }
-    identity = msgspec.json.encode(parameters(data, seed) | around, order="sorted")
+    identity = msgspec.json.encode(parameters(data, seed), order="sorted")
     return f"data/{'-'.join(names)}-{xxhash.xxh3_128_hexdigest(identity)[:8]}"
 
 
