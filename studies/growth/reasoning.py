@@ -205,10 +205,14 @@ def cases(seeds: Sequence[Mapping[str, Sequence[Trained]]]) -> list[Case]:
             for seed, loss in zip(seeds, targets, strict=True)
         ]
         told.append(case(f"{task}: from scratch", [s.nats for _, s in pairs], "nats"))
-        told.append(case(f"{task}: from scratch, right", [s.right for _, s in pairs], "share"))
+        told.append(case(f"{task}: from scratch, right", [100 * s.right for _, s in pairs], "%"))
         for what, unit, differences in (
-            ("grown less scratch", "nats", [grown.nats - s.nats for grown, s in pairs]),
-            ("grown less scratch, right", "share", [grown.right - s.right for grown, s in pairs]),
+            ("grown less scratch", "Δ nats", [grown.nats - s.nats for grown, s in pairs]),
+            (
+                "grown less scratch, right",
+                "%",
+                [100 * (grown.right - s.right) for grown, s in pairs],
+            ),
         ):
             between = spread(differences)
             told += [

@@ -35,7 +35,8 @@ def test_smoothing_is_the_loop(values, weight):
     np.testing.assert_allclose(smooth(values, weight), by_loop(values, weight), rtol=1e-9)
 
 
-@given(st.floats(-1e6, 1e6), st.integers(1, 10_000), st.floats(0, 0.9999))
+# numbers below the smallest normal one lose digits in any product
+@given(st.floats(-1e6, 1e6, allow_subnormal=False), st.integers(1, 10_000), st.floats(0, 0.9999))
 def test_a_constant_stays_what_it_is_from_the_first_point_on(value, count, weight):
     np.testing.assert_allclose(smooth(np.full(count, value), weight), value, rtol=1e-6)
 
