@@ -196,9 +196,10 @@ def at_loss(pair: Sequence[Trained], task: str, loss: float) -> Score:
 
 
 def cases(seeds: Sequence[Mapping[str, Sequence[Trained]]]) -> list[Case]:
-    """The differences at the loss of the final size."""
+    """The differences at the loss of the final size; the mean over all tasks says whether growth has given anything."""
     targets = [seed[SCRATCH][-1].loss for seed in seeds]
     told = [case("loss on source at which all are compared", targets, "nats")]
+    differences: dict[str, list[float]] = {}
     for task in TASKS:
         pairs = [
             (at_loss(seed[GROWN], task, loss), seed[SCRATCH][-1].scores[task])
@@ -206,21 +207,24 @@ def cases(seeds: Sequence[Mapping[str, Sequence[Trained]]]) -> list[Case]:
         ]
         told.append(case(f"{task}: from scratch", [s.nats for _, s in pairs], "nats"))
         told.append(case(f"{task}: from scratch, right", [100 * s.right for _, s in pairs], "%"))
-        for what, unit, differences in (
-            ("grown less scratch", "Δ nats", [grown.nats - s.nats for grown, s in pairs]),
-            (
-                "grown less scratch, right",
-                "%",
-                [100 * (grown.right - s.right) for grown, s in pairs],
-            ),
-        ):
-            between = spread(differences)
-            told += [
-                case(f"{task}: {what}", [between.mean], unit),
-                case(f"{task}: {what}, at least", [between.low], unit),
-                case(f"{task}: {what}, at most", [between.high], unit),
-            ]
-    return told
+        differences[task] = [grown.nats - s.nats for grown, s in pairs]
+        right = [100 * (grown.right - s.right) for grown, s in pairs]
+        told += _between(f"{task}: grown less scratch", differences[task], "Δ nats")
+        told += _between(f"{task}: grown less scratch, right", right, "%")
+    means = [sum(of_seed) / len(TASKS) for of_seed in zip(*differences.values(), strict=True)]
+    return [*told, *_between("all tasks: grown less scratch", means, "Δ nats", most=0.0)]
+
+
+def _between(
+    name: str, values: Sequence[float], unit: str, most: float | None = None
+) -> list[Case]:
+    """A mean and its interval."""
+    between = spread(values)
+    return [
+        case(name, [between.mean], unit, most=most),
+        case(f"{name}, at least", [between.low], unit),
+        case(f"{name}, at most", [between.high], unit),
+    ]
 
 
 if __name__ == "__main__":

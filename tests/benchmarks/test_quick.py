@@ -56,7 +56,7 @@ def result_of(name: str, folder: Path, python: Path) -> dict[str, Any]:
         ("time_to_loss", "time of Instar, preset plain / bare loop"),
         ("finetune", "llama: losses of a step differ by, at most"),
         ("growth", "Muon, 4 × 16, 1: grown, compute"),
-        ("reasoning", "recall: grown less scratch"),
+        ("reasoning", "all tasks: grown less scratch"),
         ("logs", "one log call"),
     ],
     first=7,

@@ -83,4 +83,5 @@ def test_scores_are_compared_at_one_loss(reasoning: ModuleType) -> None:
     seed["grown"] = [trained(2.7, 1.1, 0.4), trained(2.5, 0.5, 0.8)]
     figures = {case.case: case.figure for case in reasoning.cases([seed])}
     assert figures["copying: grown less scratch"] == pytest.approx(-0.2)
+    assert figures["all tasks: grown less scratch"] == pytest.approx(-0.2)
     assert figures["copying: grown less scratch, right"] == pytest.approx(10.0)
