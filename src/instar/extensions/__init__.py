@@ -120,9 +120,13 @@ class Extension:
     """configs from which `instar init` makes one, by their kinds"""
     catalogs: Mapping[str, str] = field(default_factory=dict)
     """makers of what the dashboard shows besides runs, by the name of the part of its page"""
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    """functions that make a run of another tool's checkpoint, by the ending of its file"""
 
 
-WordKind = Literal["commands", "programs", "sections", "plots", "tasks", "starters"]
+WordKind = Literal[
+    "commands", "programs", "sections", "plots", "tasks", "starters", "checkpoints"
+]
 
 
 class Words(NamedTuple):
@@ -140,6 +144,7 @@ BUILT_IN: Mapping[str, Words] = {
     "delta": Words("delta", {"commands": ("delta",), "sections": ("checkpoint.delta",)}),
     "fleet": Words("fleet", {"commands": ("fleet",)}),
     "lab": Words("lab", {"commands": ("find", "doctor", "schedule pilot", "schedule search")}),
+    "foreign": Words("foreign", {"commands": ("logs import",), "checkpoints": (".pt",)}),
     "graphs": Words("graph", {"tasks": ("graph",), "starters": ("graph",)}),
     "grpo": Words("grpo", {"programs": ("instar.recipes.grpo", "instar.recipes.grpo.serve")}),
 }
@@ -312,6 +317,12 @@ def plot_in(form: str) -> Any:
 def catalog(part: str) -> Any:
     """Return what makes a part of the dashboard's page; None if no extension has it."""
     target = _specs_of("catalogs").get(part)
+    return target and load_target(target)
+
+
+def checkpoint_importer(ending: str) -> Any:
+    """Return the function that makes a run of a file with this ending; None if no extension has it."""
+    target = _specs_of("checkpoints").get(ending)
     return target and load_target(target)
 
 

@@ -1,0 +1,1 @@
+"""nanoGPT's checkpoints and data as runs and data sets."""

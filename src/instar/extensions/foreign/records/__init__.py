@@ -1,0 +1,1 @@
+"""Records of other tools: each reader makes the events of a run."""
