@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import ConfigError
@@ -16,8 +16,9 @@ from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
 from instar.models.architecture import Architecture, resolve_architecture, section_of
-from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
+from instar.models.cost import NONE_FROZEN, FrozenParameters, memory_estimate
 from instar.models.hf.config import LABELS, complete_config
+from instar.models.hf.cost import pretrained_memory
 from instar.models.hf.families import FAMILIES
 from instar.models.hf.pretrained import LORA, LoraShape
 from instar.models.shape import ArchitectureError, windows_text
@@ -75,24 +76,8 @@ class LanguageSpec(TextSpec):
         device: str,
         frozen_parameters: FrozenParameters = NONE_FROZEN,
     ) -> dict[str, int]:
-        config = self.config
-        setup = TrainingSetup(
-            batch_size=batch_size,
-            context=context,
-            precision=self._likely_precision(device),
-            optimizer=config.optimizer.name,
-            ema=config.train.ema is not None,
-            gradient_checkpointing=config.train.gradient_checkpointing,
-            compiled=config.compile,
-            device=device,
-        )
+        setup = self.training_setup(context, batch_size, device)
         return memory_estimate(architecture, setup, frozen_parameters)
-
-    def _likely_precision(self, device: str) -> Literal["fp32", "bf16", "fp16"]:
-        """Return the precision; for `auto`, the likely one of a device that is not initialised yet."""
-        if self.config.precision != "auto":
-            return self.config.precision
-        return "fp32" if self.fp32_reason(device) else "bf16"
 
     def style(self, architecture: Architecture) -> list[tuple[str, list[str]]]:
         arch = architecture
@@ -234,6 +219,17 @@ class CausalLMSpec(TextSpec):
     @property
     def derived(self) -> dict[str, object]:
         return {**super().derived, "model.context": self.config.full_context}
+
+    def memory(
+        self,
+        architecture: LoraShape,
+        context: int,
+        batch_size: int,
+        device: str,
+        frozen_parameters: FrozenParameters = NONE_FROZEN,
+    ) -> dict[str, int]:
+        setup = self.training_setup(context, batch_size, device)
+        return pretrained_memory(architecture, setup, frozen_parameters)
 
     def style(self, architecture: LoraShape) -> Sequence[tuple[str, Sequence[str]]]:
         kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"

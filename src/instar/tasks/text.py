@@ -33,7 +33,7 @@ from instar.data.text.tokenizer import (
     prompt_tokens,
     tokenizer_files,
 )
-from instar.models.cost import bf16_pays, flops_per_token
+from instar.models.cost import TrainingSetup, bf16_pays, flops_per_token
 from instar.models.hf import CONFIG
 from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS, SPECIAL_IDS
 from instar.models.lora import Lora
@@ -213,6 +213,23 @@ class TextSpec(TaskSpec):
 
     def flops(self, architecture: TransformerShape, context: int) -> int:
         return flops_per_token(architecture, context)
+
+    def training_setup(self, context: int, batch_size: int, device: str) -> TrainingSetup:
+        """Return what the memory of a step depends on besides the shape; for `precision: auto`, with the likely one of
+        a device that is not initialised yet."""
+        config, precision = self.config, self.config.precision
+        if precision == "auto":
+            precision = "fp32" if self.fp32_reason(device) else "bf16"
+        return TrainingSetup(
+            batch_size=batch_size,
+            context=context,
+            precision=precision,
+            optimizer=config.optimizer.name,
+            ema=config.train.ema is not None,
+            gradient_checkpointing=config.train.gradient_checkpointing,
+            compiled=config.compile,
+            device=device,
+        )
 
 
 def _asks_for_bytes(config: TextConfig) -> str:
