@@ -97,8 +97,8 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
     of byte-level BPE, whose special tokens such as the end of a document stand for none.
     """
     if isinstance(tokenizer, CharTokenizer):
-        sizes = [len(character.encode()) for character in tokenizer.characters]
-        return np.array([*sizes, *([] if tokenizer.closed else [1])], dtype=np.int64)
+        texts = [*tokenizer.characters, *([] if tokenizer.closed else "?")]
+        return np.array([len(text.encode()) for text in texts], dtype=np.int64)
     if not isinstance(tokenizer, BPETokenizer):
         return np.ones(tokenizer.vocab_size, dtype=np.int64)
     content = json.loads(tokenizer.to_json())

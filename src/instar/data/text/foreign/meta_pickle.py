@@ -63,7 +63,7 @@ def read_plain(content: bytes) -> Any:
         raise ValueError(f"it has {len(content):,} bytes, more than {MOST_BYTES:,}")
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     try:
         for opcode, argument, _ in pickletools.genops(content):
             name = opcode.name
@@ -72,11 +72,11 @@ def read_plain(content: bytes) -> Any:
             if name in _LITERALS:
                 stack.append(argument)
             elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-                memo[int(argument)] = stack[-1]
+                memo[argument] = stack[-1]
             elif name == "MEMOIZE":
                 memo[len(memo)] = stack[-1]
             elif name in ("GET", "BINGET", "LONG_BINGET"):
-                stack.append(memo[int(argument)])
+                stack.append(memo[argument])
             elif not _combine(name, stack, marks):
                 raise ValueError(f"it has {_described(name, argument, stack)}, which is never run")
     except (AttributeError, IndexError, KeyError, TypeError) as error:

@@ -21,8 +21,10 @@ from instar.data.text.files import find_files, open_source, suffix_of
 
 SUFFIX = ".bin"
 _HEADER_BYTES = 256 * 4
-_KINDS = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+_KINDS: dict[int, np.dtype[Any]] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """dtype of the ids of each kind of file with a header"""
+_PLAIN = 20240520
+"""The kind whose ids are those of files without a header."""
 _PIECE_IDS = 1 << 22
 
 
@@ -107,7 +109,7 @@ def _opened(path: Path) -> TokenFile:
     kind, _, count = struct.unpack("<3i", start[:12].ljust(12, b"\0"))
     # read as ids, the first numbers of such a header would be a rare pair, and its rest is zeros
     has_header = kind in _KINDS and len(start) == _HEADER_BYTES and not any(start[12:])
-    dtype, first_byte = (_KINDS[kind], _HEADER_BYTES) if has_header else (np.dtype("<u2"), 0)
+    dtype, first_byte = _KINDS[kind if has_header else _PLAIN], _HEADER_BYTES if has_header else 0
     size -= first_byte
     if has_header and size != count * dtype.itemsize:
         raise ConfigError.of(
