@@ -23,7 +23,7 @@ from instar.models.hf.families import FAMILIES
 from instar.models.hf.pretrained import LORA, LoraShape
 from instar.models.shape import ArchitectureError, windows_text
 from instar.tasks.task import Batch, Module, SavedModel, Tensor
-from instar.tasks.text import TextSpec, TextTask, adapter_lines
+from instar.tasks.text import TextSpec, TextTask, adapter_lines, places_of
 
 _DERIVED = ("n_kv_head", "n_mlp", "vocab_size")
 """fields of the shape that a config may leave open"""
@@ -171,9 +171,9 @@ class LanguageTask(TextTask):
         inputs, targets, arch = batch["inputs"], batch["targets"], self.architecture
         coefficient = arch.router_aux_loss_coef if arch.n_layer else None
         if coefficient is None or not torch.is_grad_enabled():
-            loss = model(inputs, targets)
+            loss = model(inputs, targets, **places_of(batch))
             return loss
-        loss, balance = model(inputs, targets, balance=True)
+        loss, balance = model(inputs, targets, balance=True, **places_of(batch))
         number = (targets != IGNORED).sum().clamp(min=1)
         log("load_balancing_loss", balance / (number * arch.n_layer))
         return loss + coefficient * (balance - balance.detach())

@@ -258,6 +258,11 @@ def _text(config: RunConfig) -> TextConfig:
     return config
 
 
+def places_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the argument of a model that says where tokens are in their documents, if samples hold several."""
+    return {"positions_BT": batch["positions"]} if "positions" in batch else {}
+
+
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 """sampling parameters of the text that a run generates during training"""
 UNIT_TOKENS = 2048
@@ -280,7 +285,7 @@ class TextTask(Task):
         return max(1, UNIT_TOKENS // self.held_out_context)
 
     def loss_sum(self, model: Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(batch["inputs"], batch["targets"])
+        loss: Tensor = model(batch["inputs"], batch["targets"], **places_of(batch))
         return loss
 
     def measure(
@@ -295,7 +300,7 @@ class TextTask(Task):
         import torch
 
         targets = batch["targets"]
-        losses: Tensor = model(batch["inputs"], targets, per_sample=True)
+        losses: Tensor = model(batch["inputs"], targets, per_sample=True, **places_of(batch))
         mask = targets != IGNORED
         tallies = {"loss": Tally(losses, mask.sum(1))}
         if (token_bytes := self.spec.token_bytes) is not None:
@@ -310,7 +315,7 @@ class TextTask(Task):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def outputs(self, model: Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch["inputs"])
+        logits: Tensor = model(batch["inputs"], **places_of(batch))
         return logits
 
     def loss_and_outputs(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:

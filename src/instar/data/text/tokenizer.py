@@ -306,6 +306,18 @@ def separator_of(tokenizer: Tokenizer) -> TokenIds:
     return tokenizer.encode_batch([SEPARATOR])[0]
 
 
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends each document and is in no text; None if none does.
+
+    Raises:
+        ConfigError: as `separator_of`.
+    """
+    separator = separator_of(tokenizer)
+    if tokenizer.end_id is not None and separator.size:
+        return tokenizer.end_id
+    return int(tokenizer.after[-1]) if tokenizer.after.size else None
+
+
 def surroundings(tokenizer: Tokenizer) -> str:
     """Return in words what surrounds a document, e.g. "<bos> … </s>"; raises as `separator_of`."""
     if not isinstance(tokenizer, BPETokenizer):

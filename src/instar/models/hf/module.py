@@ -54,6 +54,7 @@ class PretrainedModel(nn.Module):
         *,
         per_sample: bool = False,
         cache: PretrainedCache | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
         """Compute logits or the loss; arguments and results are those of `GPT`."""
         # what a family of one's own makes of its last states (a scale, say) only its class knows
@@ -62,6 +63,8 @@ class PretrainedModel(nn.Module):
             input_ids=inputs_BT,
             use_cache=cache is not None,
             past_key_values=None if cache is None else cache.layers,
+            # transformers masks documents of each other where positions begin anew
+            **({} if positions_BT is None else {"position_ids": positions_BT}),
         )
         if targets_BT is None:
             logits_BTV: Tensor = read.logits if custom else self._logits(read.last_hidden_state)
