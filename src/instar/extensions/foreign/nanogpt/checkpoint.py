@@ -76,11 +76,11 @@ def import_checkpoint(
         atomic_dir(run_dir) as temporary,
         progress(f"importing {path}", measure=lambda: folder_bytes(temporary)),
     ):
-        converted = temporary / "converted"
-        converted.mkdir()
-        contents = convert_file(path, converted)
-        nano = _read(path, contents, converted)
-        shutil.rmtree(converted)
+        parts = temporary / "parts"
+        parts.mkdir()
+        contents = convert_file(path, parts)
+        nano = _read(path, contents, parts)
+        shutil.rmtree(parts)
         if vocabulary.vocab_size > nano.arch.vocab_size:
             raise CheckpointError(
                 f"the tokenizer has {vocabulary.vocab_size:,} tokens, and the model's table {nano.arch.vocab_size:,} rows: "
@@ -129,10 +129,10 @@ def _read(path: Path, contents: NanoCheckpoint, folder: Path) -> _Nano:
         if not states:
             return nano
         try:
-            ours = optimizer_states(contents, shapes, states, arch)
+            adamw = optimizer_states(contents, shapes, states, arch)
         except OtherOptimizer as error:
             return replace(nano, without_states=str(error))
-        return replace(nano, states=ours, without_states="")
+        return replace(nano, states=adamw, without_states="")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -155,10 +155,12 @@ def _vocabulary(tokenizer: str | None, data: Path | None) -> Tokenizer:
     """
     if data is not None and not (data / TRAIN).is_file():
         raise ConfigError.of(f"there is no {TRAIN}, the ids that nanoGPT trains on", str(data))
-    pickled = data / META if data is not None and (data / META).is_file() else None
-    if pickled is not None and tokenizer is not None:
-        raise ConfigError.of("it is the vocabulary; --tokenizer is for data without", str(pickled))
-    name = tokenizer or (pickled and str(pickled))
+    characters = data / META if data is not None and (data / META).is_file() else None
+    if characters is not None and tokenizer is not None:
+        raise ConfigError.of(
+            "it is the vocabulary; --tokenizer is for data without", str(characters)
+        )
+    name = tokenizer or (characters and str(characters))
     vocabulary = named_tokenizer(name) if name else None
     if vocabulary is None:
         raise ConfigError.of(

@@ -87,8 +87,8 @@ def convert_file(path: Path, folder: Path) -> NanoCheckpoint:
         if "refused" in content:
             raise CheckpointError(f"{path}: {content['refused']}") from None
         return msgspec.convert(content, NanoCheckpoint)
-    except ProcessLost as lost:
-        raise CheckpointError(f"{path}: {_cause(lost.status, limit_s)}") from None
+    except ProcessLost as error:
+        raise CheckpointError(f"{path}: {_cause(error.status, limit_s)}") from None
     except (ValueError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{path}: not a checkpoint of nanoGPT: {error}") from None
     finally:
@@ -111,7 +111,7 @@ def serve_conversion(
     limit_memory(LIMIT_BYTES + 3 * size)
     signal.alarm(limit_s)
     try:
-        answer = json.dumps(_converted(Path(path), Path(folder), size))
+        answer = json.dumps(_convert(Path(path), Path(folder), size))
     except MemoryError:
         answer = _refusal("it takes far more memory than it has bytes")
     except BaseException as error:  # whatever torch makes of it
@@ -127,7 +127,7 @@ def _refusal(why: str) -> str:
     return json.dumps({"refused": why})
 
 
-def _converted(path: Path, folder: Path, size: int) -> dict[str, Any]:
+def _convert(path: Path, folder: Path, size: int) -> dict[str, Any]:
     content = torch.load(path, map_location="cpu", weights_only=True)
     keys = [str(key)[:40] for key in content] if isinstance(content, dict) else []
     if not set(_KEYS) <= {*keys} or not isinstance(content["model"], dict):

@@ -71,15 +71,15 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     values: dict[str, Any] = {"seed": SEED}
     values |= {key: config[name] for name, key in _RENAMED.items() if name in config}
-    values |= dict(_computed(config))
-    taken = {*_RENAMED, *_OF_MODEL, *_OF_PLACE, "max_iters", "grad_clip", "warmup_iters"}
-    taken |= {"lr_decay_iters", "min_lr", "decay_lr"}
+    values |= dict(_in_other_units(config))
+    known = {*_RENAMED, *_OF_MODEL, *_OF_PLACE, "max_iters", "grad_clip", "warmup_iters"}
+    known |= {"lr_decay_iters", "min_lr", "decay_lr"}
     if config.get("dtype") == "float16" and "precision" not in values:
-        taken.remove("dtype")
-    return values, sorted(config.keys() - taken)
+        known.remove("dtype")
+    return values, sorted(config.keys() - known)
 
 
-def _computed(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _in_other_units(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the keys whose values are nanoGPT's in other units."""
     if "max_iters" in config:
         yield "train.until", [f"{config['max_iters']}it"]

@@ -43,7 +43,7 @@ def optimizer_states(
     """
     if any(group.amsgrad for group in contents.groups):
         raise OtherOptimizer("it is AdamW with amsgrad")
-    names = _numbered(contents, shapes)
+    names = _names_by_number(contents, shapes)
     by_kind: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*MOMENTS, "step")}
     for key, tensor in states.items():
         number, _, kind = key.partition("/")
@@ -74,7 +74,9 @@ def decays_tables(contents: NanoCheckpoint, shapes: Mapping[str, tuple[int, ...]
     return len(contents.groups[0].params) == sum(len(shape) > 1 for shape in shapes.values())
 
 
-def _numbered(contents: NanoCheckpoint, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, str]:
+def _names_by_number(
+    contents: NanoCheckpoint, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[int, str]:
     """Return the name of the parameter with each number.
 
     Since March 2023, the groups are all matrices and all vectors in the order of the model; before, the linear layers and
