@@ -106,7 +106,7 @@ class GPT(nn.Module):
         """
         begin = len(cache) if cache is not None else 0
         x_BTD, rotation = self._embed(inputs_BT, begin, positions_BT)
-        documents = None if positions_BT is None else Documents.at(positions_BT)
+        documents = None if positions_BT is None else PackedDocuments.at(positions_BT)
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         router_logits: list[Tensor] = []
@@ -139,7 +139,7 @@ class GPT(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings: Tensor | None,
         cache: KVCache | None,
-        documents: Documents | None,
+        documents: PackedDocuments | None,
     ) -> Any:
         """Return what a block does, recomputed in the backward pass if the model says so."""
         block, arguments = self.blocks[layer], (x_BTD, rotation, openings, cache, documents)
@@ -210,7 +210,7 @@ class GPT(nn.Module):
         set_parameters(self, self.arch.parameters(), seed)
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents of samples in which several lie end to end."""
 
     numbers: Tensor
@@ -219,7 +219,7 @@ class Documents(NamedTuple):
     """whether a query sees a key: one of its own document that is not later, (B, 1, T, T)"""
 
     @classmethod
-    def at(cls, positions_BT: Tensor) -> Documents:
+    def at(cls, positions_BT: Tensor) -> PackedDocuments:
         """Return the documents of tokens at these positions, of which each begins at 0."""
         numbers_BT = (positions_BT == 0).cumsum(1)
         seen_BTT = (numbers_BT[:, :, None] == numbers_BT[:, None, :]).tril()
@@ -281,7 +281,7 @@ class _Block(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings: Tensor | None,
         cache: KVCache | None = None,
-        documents: Documents | None = None,
+        documents: PackedDocuments | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
         seen = None if documents is None else documents.seen

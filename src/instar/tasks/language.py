@@ -281,9 +281,9 @@ class CausalLMTask(TextTask):
         return self._build_model(None)
 
     def initial_values(self) -> Mapping[str, Tensor]:
-        from instar.models.hf.module import InitialValues
+        from instar.models.hf.module import DrawnValues
 
-        return InitialValues(self.architecture, self.config.seed)
+        return DrawnValues(self.architecture, self.config.seed)
 
     def _build_model(self, seed: int | None) -> Module:
         checkpointing = self.config.train.gradient_checkpointing

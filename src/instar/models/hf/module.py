@@ -177,7 +177,7 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class InitialValues(Mapping[str, Tensor]):
+class DrawnValues(Mapping[str, Tensor]):
     """The parameters' values at step 0, which transformers draws for a whole model, when one is asked for."""
 
     def __init__(self, shape: LoraShape, seed: int) -> None:

@@ -45,7 +45,7 @@ _PREFIXES = ("_orig_mod.", "module.")
 """What torch.compile and DDP put before names"""
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class NanoGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter group of the optimizer."""
 
     params: tuple[Count, ...]
@@ -63,7 +63,7 @@ class NanoCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, int | Finite | bool | str] = {}
     names: tuple[str, ...]
     """of the model's tensors, in its order"""
-    groups: tuple[Group, ...] = ()
+    groups: tuple[NanoGroup, ...] = ()
     """empty if there is no state of an optimizer"""
 
 
