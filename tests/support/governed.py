@@ -89,6 +89,7 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
         "run/test_ramps.py::test_evaluations_follow_the_training_samples_unless_told_otherwise",
     ),
     "data.packing": ("data/test_seek_points.py::test_points_hold_for_any_context",),
+    "eval.sets": ("run/test_eval_sets.py::test_sets_and_parts_have_the_losses_of_their_texts",),
     "data.document_masks": (
         "run/test_document_masks.py::test_a_run_evaluates_documents_alone_on_any_ranks",
     ),

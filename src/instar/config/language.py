@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict
 
 from instar.config.errors import ConfigProblem
-from instar.config.schema import NAME, Direction, FeedConfig, Name, RunConfig
+from instar.config.schema import NAME, Direction, EvalConfig, FeedConfig, Name, RunConfig
 from instar.config.sections import (
     FROM,
     Context,
@@ -33,6 +33,9 @@ from instar.config.sections import (
 
 BITS_PER_BYTE = "bits_per_byte"
 """The metric that does not depend on the tokenizer; only where the bytes of each token are known."""
+
+TEXT_METRICS = ("loss", BITS_PER_BYTE)
+"""Metrics of an evaluation of text."""
 
 CONTEXT = 1024
 """Default of `model.context`, unless the model can read less."""
@@ -225,13 +228,34 @@ class DataConfig(FeedConfig):
         return self.kind in ("stream", "python")
 
 
+class EvalSet(Section):
+    """Text that is held out beside the validation split, with metrics of its own."""
+
+    name: Name = Field(description="name in metrics, such as code in code/loss")
+    source: str = Field(description="text: a file, folder or glob, as data.source of kind tokens")
+    text_field: str | None = Field(None, description="default: data.text_field")
+    eval_interval: PositiveInt | None = Field(
+        None,
+        description="steps between evaluations, a multiple of eval.eval_interval; default: of the run",
+    )
+
+
+class TextEvalConfig(EvalConfig):
+    """Held-out metrics: exact, over all ranks."""
+
+    sets: Annotated[tuple[EvalSet, ...], Strict(False)] = Field(
+        (), description="further held-out texts, each evaluated by itself"
+    )
+
+
 class TextConfig(RunConfig):
     """A whole run of a language model on text."""
 
     data: DataConfig = subsection(DataConfig, "samples and their order")
+    eval: TextEvalConfig = subsection(TextEvalConfig, "held-out metrics")
 
     def conflicts(self) -> list[ConfigProblem]:
-        return [*data_checks(self.data), *_lengths(self)]
+        return [*data_checks(self.data), *_lengths(self), *_sets(self)]
 
     @property
     def full_context(self) -> int:
@@ -244,7 +268,16 @@ class TextConfig(RunConfig):
 
     @property
     def metrics(self) -> dict[str, Direction]:
-        return {"loss": "min", BITS_PER_BYTE: "min"}
+        of_sets = (f"{entry.name}/{name}" for entry in self.eval.sets for name in TEXT_METRICS)
+        of_parts = (f"{name}/loss" for name in self.held_out_parts)
+        return dict.fromkeys((*TEXT_METRICS, *of_sets, *of_parts), "min")
+
+    @property
+    def held_out_parts(self) -> list[str]:
+        """The names of the sources of a mixture whose held-out text the validation split consists of."""
+        if self.data.val_source is not None:
+            return []
+        return [part.name or part.source for part in self.data.mixture]
 
     def rank_conflicts(self, world_size: int) -> list[ConfigProblem]:
         return data_rank_checks(self.data, world_size)
@@ -317,6 +350,26 @@ def _lengths(config: TextConfig) -> Iterator[ConfigProblem]:
                 (key, "model.context"),
                 f"{key} is {size:,}, but the model reads at most {longest:,} tokens",
             )
+
+
+def _sets(config: TextConfig) -> Iterator[ConfigProblem]:
+    """Yield held-out sets whose metrics would have the names of others, or that no evaluation is due for."""
+    names, parts = [entry.name for entry in config.eval.sets], config.held_out_parts
+    for number, entry in enumerate(config.eval.sets):
+        key = f"eval.sets[{number}]"
+        if entry.name in ("train", "val", "test") or entry.name in names[:number]:
+            text = f"{key}.name: there is another {entry.name!r} in records"
+            yield ConfigProblem((f"{key}.name", "eval.sets"), text, "give it another name")
+        elif entry.name in parts:
+            text = f"{key}.name: a part of data.mixture has the name {entry.name!r}"
+            yield ConfigProblem((f"{key}.name", "data.mixture"), text, "give it another name")
+        every = config.eval.eval_interval
+        if entry.eval_interval is not None and config.eval.eval_epochs is not None:
+            text = f"{key}.eval_interval counts steps, and eval.eval_epochs epochs"
+            yield ConfigProblem((f"{key}.eval_interval", "eval.eval_epochs"), text, "leave it out")
+        elif entry.eval_interval is not None and entry.eval_interval % every:
+            text = f"{key}.eval_interval ({entry.eval_interval}) must be a multiple of eval.eval_interval ({every})"
+            yield ConfigProblem((f"{key}.eval_interval", "eval.eval_interval"), text)
 
 
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from instar.checkpoint.manifest import RunStart
@@ -54,6 +54,8 @@ class Components:
     line: Sequence[RunStart] = ()
     """starts of the run that led to this process, the current one last"""
     validation: Source = field(init=False)
+    eval_sets: Mapping[str, Source] = field(init=False)
+    """further held-out splits, by name"""
     loader: Prefetcher | None = None
     waiting_written: object = None
     """of which state what waits was written last, on rank 0"""
@@ -72,6 +74,7 @@ class Components:
         self.close(self.config.parallel.timeout_s)
         self.loader = self.loaders.open(self.task, phase)
         self.validation = self.task.held_out("val")
+        self.eval_sets = {name: self.task.held_out(name) for name in self.task.held_out_sets}
         self.logger.epochs = phase.epochs
 
     def close(self, limit_s: float = 0.2) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from instar.run.checkpointing import best_is_now
 from instar.run.components import Components
 from instar.run.state.run_state import Interval, RunState
-from instar.run.step.evaluate import EvaluationOptions, evaluate_source
+from instar.run.step.evaluate import Evaluation, EvaluationOptions, evaluate_source
 from instar.run.step.stepper import set_model_step
 from instar.schedule.settings import mixture_names
 from instar.schedule.triggers import losses_needed
 from instar.tasks.basis import basis_of, incomparable
+
+VALIDATION = "val"
 
 
 def evaluate_validation_if_due(state: RunState, parts: Components) -> RunState:
@@ -60,41 +63,94 @@ def evaluate_validation(
     Returns:
         the state with the result; unchanged if a stop was requested meanwhile.
     """
-    config, stepper = parts.config, parts.stepper
-    parts.hooks.call("on_evaluate_begin", state, stepper)
+    parts.hooks.call("on_evaluate_begin", state, parts.stepper)
     parts.sync.begin(f"evaluation at step {state.step}", state.step)
-    set_model_step(stepper.unwrapped_model, state.step)
-    stepper.share_buffers()
+    set_model_step(parts.stepper.unwrapped_model, state.step)
+    parts.stepper.share_buffers()
     limit = samples_evaluated(state, parts)
-    with stepper.evaluating():
-        options = EvaluationOptions(
-            config.eval.batch_size or state.settings.batch_size,
-            config.data_seed,
-            limit,
-            stepper.autocast,
-            stepper.strategy.forward_is_collective,
-        )
-        result = evaluate_source(
-            parts.task, stepper.unwrapped_model, parts.validation, options, parts.sync
-        )
-    if result is None:
+    results = _evaluate(state, parts, limit, all_sets=at_end or not state.step)
+    if results is None:
         return state
-    state, reasons = state.on_basis(basis_of(config, parts.task, parts.validation, limit))
+    result = results[VALIDATION]
+    basis = basis_of(parts.config, parts.task, parts.validation, limit)
+    state, reasons = state.on_basis(basis)
     if reasons:
         parts.logger.log_new_basis(state.progress, reasons)
     entries = (*parts.entries, *(post.entry for post in state.posted))
     n_losses = max((losses_needed(entry.trigger) for entry in entries), default=0) or 1
     losses = state.losses if at_end else (*state.losses, (state.step, result.loss))[-n_losses:]
-    state = replace(
-        state, evaluated_metrics=result.values(), evaluated_at=state.step, losses=losses
-    )
+    metrics = _metrics_of(results)
+    state = replace(state, evaluated_metrics=metrics, evaluated_at=state.step, losses=losses)
     if counts:
-        metrics = parts.tracker.update(state.metrics, result.values(), state.step, only_best=at_end)
-        state = replace(state, metrics=metrics, judged_at=state.step)
+        judged = parts.tracker.update(state.metrics, metrics, state.step, only_best=at_end)
+        state = replace(state, metrics=judged, judged_at=state.step)
     best = best_is_now(state, parts) if counts else ()
-    drawn = dict(
-        zip(mixture_names(config), state.phase.drawn(state.progress.samples), strict=False)
-    )
-    parts.logger.log_eval(state.progress, result, best=best, drawn=drawn)
-    parts.hooks.call("on_evaluate_end", state, stepper, metrics=result.values())
+    _log(state, parts, results, best)
+    parts.hooks.call("on_evaluate_end", state, parts.stepper, metrics=metrics)
     return state
+
+
+def _evaluate(
+    state: RunState, parts: Components, limit: int | None, *, all_sets: bool
+) -> dict[str, Evaluation] | None:
+    """Evaluate the validation split and the further held-out splits that are due, by name; None: a stop was requested.
+
+    A split is due at the first evaluation at or after a multiple of its interval.
+    """
+    config, stepper = parts.config, parts.stepper
+    options = EvaluationOptions(
+        config.eval.batch_size or state.settings.batch_size,
+        config.data_seed,
+        limit,
+        stepper.autocast,
+        stepper.strategy.forward_is_collective,
+    )
+    sources = {VALIDATION: parts.validation} | {
+        name: parts.eval_sets[name]
+        for name, every in parts.task.held_out_sets.items()
+        if all_sets
+        or every is None
+        or Interval(every).due(max(0, state.step - state.settings.eval_interval), state.step)
+    }
+    results: dict[str, Evaluation] = {}
+    with stepper.evaluating():
+        for name, source in sources.items():
+            of_parts = parts.task.held_out_parts() if name == VALIDATION else {}
+            result = evaluate_source(
+                parts.task,
+                stepper.unwrapped_model,
+                source,
+                replace(options, parts=of_parts),
+                parts.sync,
+            )
+            if result is None:
+                return None
+            results[name] = result
+    return results
+
+
+def _metrics_of(results: Mapping[str, Evaluation]) -> dict[str, float]:
+    """Return all metrics, those of further splits as `<split>/<metric>`."""
+    metrics: dict[str, float] = {}
+    for split, result in results.items():
+        prefix = "" if split == VALIDATION else f"{split}/"
+        metrics |= {f"{prefix}{name}": value for name, value in result.values().items()}
+    return metrics
+
+
+def _log(
+    state: RunState, parts: Components, results: Mapping[str, Evaluation], best: Sequence[str]
+) -> None:
+    """Log each split, with the metrics that are the best so far."""
+    names = mixture_names(parts.config)
+    drawn = dict(zip(names, state.phase.drawn(state.progress.samples), strict=False))
+    for split, result in results.items():
+        is_validation = split == VALIDATION
+        own = [
+            name
+            for name in best
+            if (name.startswith(f"{split}/") if not is_validation else name in result.metrics)
+        ]
+        parts.logger.log_eval(
+            state.progress, result, best=own, split=split, drawn=drawn if is_validation else {}
+        )

@@ -361,6 +361,15 @@ class Task(ABC):
         return self.spec.held_out(split, self.held_out_context)
 
     @property
+    def held_out_sets(self) -> Mapping[str, int | None]:
+        """Return the steps between evaluations of each further held-out split, None: each one of the run."""
+        return {}
+
+    def held_out_parts(self) -> Mapping[str, range]:
+        """Return the samples of `held_out("val")` that are of each source, whose loss is told by its name."""
+        return {}
+
+    @property
     def held_out_context(self) -> int:
         """Length of a held-out sample."""
         return self.config.eval.context or self.context

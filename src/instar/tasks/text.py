@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
-from instar.config.language import BITS_PER_BYTE, DataConfig, TextConfig
+from instar.config.language import BITS_PER_BYTE, TEXT_METRICS, DataConfig, TextConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.order import Order
 from instar.data.source import IGNORED, Source, windows_of
 from instar.data.text import dataset as data
 from instar.data.text.dataset import DataSet
+from instar.data.text.shards import TokenDataset
 from instar.data.text.targets import TargetCount, token_bytes
 from instar.data.text.tokenizer import (
     Tokenizer,
@@ -56,6 +57,8 @@ class TextSpec(TaskSpec):
     """for a context length, tokens of a text with as many samples as the training split has; None if unknown"""
     dataset: DataSet | None = None
     """None: not prepared yet"""
+    sets: Mapping[str, TokenDataset] = field(default_factory=dict)
+    """further held-out texts, by name"""
     _counts: dict[int, TargetCount] = field(default_factory=dict, repr=False)
     """by context: they are asked for at every stage"""
 
@@ -73,7 +76,8 @@ class TextSpec(TaskSpec):
     @classmethod
     def prepare(cls, loaded_config: Loaded, world_size: int, say: Say) -> None:
         config = _text(loaded_config.config)
-        data.create_dataset_files(config.data, config.data_seed, world_size, say)
+        sets = config.eval.sets
+        data.create_dataset_files(config.data, config.data_seed, world_size, say, sets)
         if config.data.kind == "chat":
             for remark in data.lost_conversations(config.data, config.data_seed, config.context):
                 say(f"note: {remark}")
@@ -82,9 +86,9 @@ class TextSpec(TaskSpec):
     def open(cls, loaded_config: Loaded, world_size: int) -> Self:
         config = _text(loaded_config.config)
         dataset = data.open_data(config.data, config.data_seed, world_size)
-        spec = cls(
-            config, cls.resolved(loaded_config, dataset.vocab_size), dataset.train_tokens, dataset
-        )
+        sets = data.open_sets(config.data, config.data_seed, config.eval.sets)
+        shape = cls.resolved(loaded_config, dataset.vocab_size)
+        spec = cls(config, shape, dataset.train_tokens, dataset, sets)
         if spec.token_bytes is None and (key := _asks_for_bytes(config)):
             raise ConfigError(
                 loaded_config.problem(
@@ -112,7 +116,7 @@ class TextSpec(TaskSpec):
     def assume(cls, loaded_config: Loaded, say: Say, world_size: int = 1) -> Self:
         """See `TaskSpec`: the vocabulary of data that are missing is assumed."""
         config = _text(loaded_config.config)
-        missing = data.missing(config.data, config.data_seed, say)
+        missing = data.missing(config.data, config.data_seed, say, config.eval.sets)
         if not missing:
             return cls.open(loaded_config, world_size)
         tokenizer = named_tokenizer(config.data.tokenizer, config.data.bos, config.data.eos)
@@ -179,6 +183,8 @@ class TextSpec(TaskSpec):
         return self.opened.train(context, seed)
 
     def held_out(self, split: str, context: int) -> Source:
+        if split in self.sets:
+            return self.opened.windows_of(self.sets[split], "val", context)
         return self.opened.held_out(split, context)
 
     @property
@@ -191,7 +197,9 @@ class TextSpec(TaskSpec):
         return None if tokens is None else windows_of(tokens, context)
 
     def split_sizes(self, context: int) -> dict[str, int | None]:
-        return {} if self.dataset is None else super().split_sizes(context)
+        length = self.config.eval.context or context
+        of_sets = {name: len(self.held_out(name, length)) for name in self.sets}
+        return {} if self.dataset is None else super().split_sizes(context) | of_sets
 
     def weight(self, context: int) -> float:
         return self._targets(context).mean
@@ -235,7 +243,7 @@ class TextSpec(TaskSpec):
 def _asks_for_bytes(config: TextConfig) -> str:
     """Return a key that names the metric bits_per_byte, or an empty string."""
     requests = config.requested_metrics.items()
-    return next((key for key, metric in requests if metric == BITS_PER_BYTE), "")
+    return next((key for key, metric in requests if metric.endswith(BITS_PER_BYTE)), "")
 
 
 def adapter_lines(adapters: Iterable[Lora]) -> list[str]:
@@ -277,8 +285,14 @@ class TextTask(Task):
 
     @property
     def metrics(self) -> Sequence[str]:
-        has_bytes = self.spec.token_bytes is not None
-        return tuple(name for name in self.config.metrics if has_bytes or name != BITS_PER_BYTE)
+        return TEXT_METRICS if self.spec.token_bytes is not None else ("loss",)
+
+    @property
+    def held_out_sets(self) -> Mapping[str, int | None]:
+        return {entry.name: entry.eval_interval for entry in self.config.eval.sets}
+
+    def held_out_parts(self) -> Mapping[str, range]:
+        return self.spec.opened.held_out_parts(self.held_out_context)
 
     @property
     def cluster(self) -> int:

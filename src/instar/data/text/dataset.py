@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -13,13 +13,14 @@ import numpy as np
 import xxhash
 
 from instar.config.errors import ConfigError
-from instar.config.language import DataConfig
+from instar.config.language import DataConfig, EvalSet
 from instar.config.user_code import load_named, what_happened
 from instar.data.mixture import Concatenated, mixture_order
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import DocumentSamples, Source, TokenWindows, WorkerSource
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.documents import open_rows
+from instar.data.text.files import find_files
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
 from instar.data.text.shards import TokenDataset, open_dataset
@@ -31,7 +32,12 @@ from instar.data.text.targets import (
     count_targets,
     mean_target_count,
 )
-from instar.data.text.tokenizer import end_of_document, load_saved_tokenizer, separator_of
+from instar.data.text.tokenizer import (
+    TOKENIZER_FILE,
+    end_of_document,
+    load_saved_tokenizer,
+    separator_of,
+)
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transform_source
 
@@ -39,9 +45,13 @@ Say = Callable[[str], None]
 
 
 def create_dataset_files(
-    data: DataConfig, seed: int, world_size: int = 1, say: Say = lambda _: None
+    data: DataConfig,
+    seed: int,
+    world_size: int = 1,
+    say: Say = lambda _: None,
+    sets: Sequence[EvalSet] = (),
 ) -> None:
-    """Create all files that opening the data set requires; one process does this for all ranks.
+    """Create all files that opening the data set and these held-out sets requires; one process does this for all ranks.
 
     Raises ConfigError if that fails, or existing files were made with another config.
     """
@@ -50,6 +60,11 @@ def create_dataset_files(
         if part.read_from_start:
             _check_stream(part, folder, world_size, say)
         verify_changed(folder)
+    for number, entry in enumerate(sets):
+        with _of_set(number):
+            set_data = _set_data(data, seed, entry)
+            folder = prepare_dataset(set_data, seed, set_data.path, say, held_out=True)
+            verify_changed(folder)
     if data.transform is not None:
         load_named(data.transform, key="data.transform")
 
@@ -64,7 +79,44 @@ def _check_stream(data: DataConfig, folder: Path, world_size: int, say: Say) -> 
         check_stream(data, folder)
 
 
-def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path]:
+def open_sets(data: DataConfig, seed: int, sets: Sequence[EvalSet]) -> dict[str, TokenDataset]:
+    """Open held-out sets by name, which `create_dataset_files` has created."""
+    opened = {}
+    for number, entry in enumerate(sets):
+        with _of_set(number):
+            opened[entry.name] = open_dataset(_set_data(data, seed, entry).path or "")
+    return opened
+
+
+def _set_data(data: DataConfig, seed: int, entry: EvalSet) -> DataConfig:
+    """Return the config of a held-out set's data, which have the tokens of the run's."""
+    folder = folders(data, seed)[0]
+    fields = {
+        "kind": "tokens",
+        "source": entry.source,
+        "text_field": entry.text_field or data.text_field,
+        "tokenizer": "byte" if data.tokenizer == "byte" else str(folder / TOKENIZER_FILE),
+        **dict.fromkeys(("bos", "eos", "subset", "val_source", "tokens_field", "max_bytes"), None),
+        **{"mixture": (), "source_split": "train", "drop_duplicates": False, "path": None},
+    }
+    set_data = data.model_copy(update=fields)
+    return set_data.model_copy(update={"path": f"{first_path(set_data, seed)}-held-out"})
+
+
+@contextmanager
+def _of_set(number: int) -> Iterator[None]:
+    """Say of errors of a data set that it is that of a held-out set."""
+    try:
+        yield
+    except ConfigError as error:
+        key = f"eval.sets[{number}].source"
+        problem = error.problems[0]
+        raise ConfigError.at(key, problem.message, problem.hint) from None
+
+
+def missing(
+    data: DataConfig, seed: int, say: Say = lambda _: None, sets: Sequence[EvalSet] = ()
+) -> list[Path]:
     """Return the folders that `create_dataset_files` would create, without creating them.
 
     Raises ConfigError if a folder holds something else, or there is no source to create it from.
@@ -76,6 +128,13 @@ def missing(data: DataConfig, seed: int, say: Say = lambda _: None) -> list[Path
             continue
         absent.append(folder)
         preparation_files(part)  # which must be there
+    for number, entry in enumerate(sets):
+        with _of_set(number):
+            set_data = _set_data(data, seed, entry)
+            find_files(entry.source)
+            # without the run's data there is no tokenizer yet
+            if absent or not settle_folder(set_data, seed, say, set_data.path)[1]:
+                absent.append(Path(set_data.path or ""))
     return absent
 
 
@@ -157,7 +216,15 @@ class DataSet(ABC):
 
         Raises ConfigError if there is no such split, or it has too few tokens.
         """
-        return self._separate(TokenWindows(self.dataset.split(split), context), context)
+        return self.windows_of(self.dataset, split, context)
+
+    def windows_of(self, dataset: TokenDataset, split: str, context: int) -> Source:
+        """Return the text of a split of a data set, whose documents are separate if those of this one are."""
+        return self._masked(TokenWindows(dataset.split(split), context), context)
+
+    def held_out_parts(self, context: int) -> dict[str, range]:  # noqa: ARG002
+        """Return the samples of the validation split that are of each source of a mixture, by its name."""
+        return {}
 
     def check_transform(self, context: int) -> None:
         """Raise ConfigError if `data.transform` fails on a training sample. A stream is not read for it."""
@@ -194,7 +261,10 @@ class DataSet(ABC):
         return self._separate(transform_source(source, self.data, seed, targets), context)
 
     def _separate(self, source: Source, context: int) -> Source:
-        """Return samples whose documents do not see each other, if `data.document_masks` says so."""
+        """Return samples of this data set whose documents do not see each other, if `data.document_masks` says so."""
+        return self._masked(source, context)
+
+    def _masked(self, source: Source, context: int) -> Source:
         if not self.data.document_masks:
             return source
         return SeparateDocuments(source, self._document_end, TokenTargets(context, self.vocab_size))
@@ -293,6 +363,13 @@ class MixtureData(DataSet):
         # val_source is the same for all parts
         parts = self.parts if self.data.val_source is None else self.parts[:1]
         return Concatenated([part.held_out(split, context) for part in parts])
+
+    def held_out_parts(self, context: int) -> dict[str, range]:
+        if self.data.val_source is not None:
+            return {}
+        ends = np.cumsum([len(part.held_out("val", context)) for part in self.parts]).tolist()
+        names = [part.name or part.source for part in self.data.mixture]
+        return dict(zip(names, map(range, [0, *ends[:-1]], ends), strict=True))
 
     def _weighted_parts(self) -> zip[tuple[TokenData, float | None]]:
         return zip(self.parts, (part.weight for part in self.data.mixture), strict=True)

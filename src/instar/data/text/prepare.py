@@ -74,12 +74,20 @@ Say = Callable[[str], None]
 
 
 def prepare_dataset(
-    data: DataConfig, seed: int, path: str | Path | None = None, say: Say = lambda _: None
+    data: DataConfig,
+    seed: int,
+    path: str | Path | None = None,
+    say: Say = lambda _: None,
+    *,
+    held_out: bool = False,
 ) -> Path:
     """Create the data set of a config at `path` (default: data.path, or `default_path`).
 
     Tokens and rows become token shards; for a stream or an iterable, only the held-out splits do.
     The selection of documents and the splits depend on the seed only. An existing data set is kept.
+
+    Args:
+        held_out: all of the source is held out, as its only split, val.
 
     Raises:
         ConfigError: bad input, the folder holds something else, or the sources have changed since it was
@@ -93,7 +101,11 @@ def prepare_dataset(
         return folder
     tokenizer = named_tokenizer(data.tokenizer, data.bos, data.eos)
     sources, files = _survey(data, say)
-    plan = _plan(data, seed, tokenizer, lambda amounts: say(f"preparing {amounts} → {folder}"), say)
+
+    def begins(amounts: str) -> None:
+        say(f"preparing {amounts} → {folder}")
+
+    plan = (_plan_held_out if held_out else _plan)(data, seed, tokenizer, begins, say)
     with atomic_dir(folder, key="data.path", first_wins=True) as temporary:
         splits: dict[str, tuple[Shard, ...]] = {}
         for name, (documents, parts) in plan.splits.items():
@@ -196,6 +208,22 @@ class _Plan:
     tokenizer: Tokenizer
     splits: dict[str, tuple[Documents, Parts]]
     byte_counts: Int64Array
+
+
+def _plan_held_out(
+    data: DataConfig,
+    seed: int,  # noqa: ARG001
+    tokenizer: Tokenizer | None,
+    begins: Say,
+    say: Say,  # noqa: ARG001
+) -> _Plan:
+    """Return the plan of a data set of which all is held out."""
+    assert tokenizer is not None  # that of the run
+    documents = open_text(data, data.source, tokenizer)
+    sizes = documents.sizes
+    begins(_amounts(data, sizes))
+    parts = whole_documents(np.flatnonzero(sizes), sizes)
+    return _Plan(tokenizer, {"val": (documents, parts)}, sizes)
 
 
 def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say, say: Say) -> _Plan:

@@ -154,10 +154,17 @@ class MetricTracker:
         """Return the states after one more evaluation, at `step`.
 
         Args:
+            metrics: those that were measured; others stay as they are.
             only_best: it does not count for early stopping and the plateau.
         """
+
+        def updated(rule: Watch, rule_state: RuleState) -> RuleState:
+            if rule.metric not in metrics:
+                return rule_state
+            return update_rule(rule, rule_state, metrics[rule.metric], step)
+
         best = {
-            name: update_rule(rule, metric_state.best.get(name, RuleState()), metrics[name], step)
+            name: updated(rule, metric_state.best.get(name, RuleState()))
             for name, rule in self.best.items()
         }
         if only_best:
@@ -165,18 +172,11 @@ class MetricTracker:
         return MetricState(
             best=best,
             stopping={
-                rule_key(rule): update_rule(
-                    rule, _state_of(rule, metric_state.stopping), metrics[rule.metric], step
-                )
+                rule_key(rule): updated(rule, _state_of(rule, metric_state.stopping))
                 for rule in self.rules
             },
             plateau={
-                rule_key(self.plateau): update_rule(
-                    self.plateau,
-                    self._plateau_state(metric_state),
-                    metrics[self.plateau.metric],
-                    step,
-                )
+                rule_key(self.plateau): updated(self.plateau, self._plateau_state(metric_state))
             },
         )
 

@@ -144,6 +144,8 @@ class EvaluationOptions:
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
     forward_is_collective: bool = False
     """ranks synchronize before each forward pass, and one without samples in a round runs a stand-in"""
+    parts: Mapping[str, range] = field(default_factory=dict)
+    """samples whose loss is told separately, as `<name>/loss`"""
 
 
 def evaluate_source(
@@ -179,10 +181,14 @@ def evaluate_source(
     except Stopped:
         return None
     names = [name for name in task.metrics if name not in share.set_metrics]
-    metrics = _reduce(sync.world, names, task.cluster, share.tallies)
+    parts = {f"{name}/loss": members for name, members in options.parts.items()}
+    tallies = [_with_parts(tally, first, indices, parts) for tally, first in share.tallies]
+    metrics = _reduce(sync.world, [*names, *parts], task.cluster, tallies)
     for name, value in compute(sync.world, share.set_metrics).items():
         metrics[name] = Metric(value, None, float(len(indices)))
-    metrics = {name: metrics[name] for name in task.metrics}
+    # of a random subset, a part may have no sample
+    told = [name for name in parts if metrics[name].weight]
+    metrics = {name: metrics[name] for name in (*task.metrics, *told)}
     weight = metrics["loss"].weight
     for name, value in task.derived({n: m.value for n, m in metrics.items()}).items():
         metrics[name] = Metric(value, None, weight)
@@ -192,6 +198,28 @@ def evaluate_source(
     return Evaluation(
         metrics, len(indices), seconds, numbers, logged_values.images, logged_values.tables
     )
+
+
+def _with_parts(
+    tallies: Mapping[str, Tally], first: int, indices: Int64Array, parts: Mapping[str, range]
+) -> tuple[Mapping[str, Tally], int]:
+    """Add to the tallies of a micro-batch, which begins at evaluated sample `first`, its losses by parts of the source.
+
+    Args:
+        parts: the samples of each, by the name of its loss.
+    """
+    if not parts:
+        return tallies, first
+    loss = tallies["loss"]
+    numbers = torch.from_numpy(indices[first : first + len(loss.weights)]).to(loss.weights.device)
+    of_parts = {
+        name: Tally(
+            loss.values,
+            torch.where((numbers >= members.start) & (numbers < members.stop), loss.weights, 0),
+        )
+        for name, members in parts.items()
+    }
+    return {**tallies, **of_parts}, first
 
 
 class _Share:
