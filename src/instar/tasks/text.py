@@ -198,7 +198,9 @@ class TextSpec(TaskSpec):
 
     def split_sizes(self, context: int) -> dict[str, int | None]:
         length = self.config.eval.context or context
-        of_sets = {name: len(self.held_out(name, length)) for name in self.sets}
+        of_sets: dict[str, int | None] = {
+            name: len(self.held_out(name, length)) for name in self.sets
+        }
         return {} if self.dataset is None else super().split_sizes(context) | of_sets
 
     def weight(self, context: int) -> float:
