@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.config.language import DataConfig
+from instar.config.language import DataConfig, MixturePart
 from instar.config.load import load_config
 from instar.data.source import IGNORED
 from instar.data.text.dataset import create_dataset_files, open_data
 from instar.data.text.targets import positions_after
-from instar.data.text.tokenizer import load_saved_tokenizer, train_bpe
+from instar.data.text.tokenizer import load_saved_tokenizer, named_tokenizer, train_bpe
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}" + "end" * (n % 3) for n in range(60)]
 CONTEXT = 24
@@ -59,15 +59,98 @@ def test_positions_begin_anew_where_a_document_begins(config: DataConfig) -> Non
         assert (columns["positions"] == 0).sum() > 3 * len(source)
 
 
-def test_the_weights_of_a_step_are_its_targets(config: DataConfig) -> None:
+def mixed(config: DataConfig) -> DataConfig:
+    parts = tuple(MixturePart(source="train.jsonl", name=name) for name in ("one", "two"))
+    return config.model_copy(update={"source": "stdlib", "mixture": parts})
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["one source", "a mixture"])
+def test_weights_are_the_targets(config: DataConfig, is_mixed: bool) -> None:
+    """Of a step, of a held-out split, and on the mean."""
+    config = mixed(config) if is_mixed else config
     create_dataset_files(config, 0)
-    source, _ = open_data(config, 0).train(CONTEXT, 0)
-    columns = source.read(np.arange(len(source)))
-    measured = source.measure.weights(columns)  # type: ignore[attr-defined]
-    assert measured.tolist() == (columns["targets"] != IGNORED).sum(1).tolist()
-    assert measured.sum() < open_data(config, 0).dataset.split("train").offsets[-1]
-    mean = open_data(config, 0).targets(CONTEXT).mean
-    assert mean == pytest.approx(measured.mean())
+    data = open_data(config, 0)
+    train, _ = data.train(CONTEXT, 0)
+    for source in (train, data.held_out("val", CONTEXT)):
+        numbers = np.arange(len(source))
+        columns = source.read(numbers)
+        targets = (columns["targets"] != IGNORED).sum(1)
+        assert source.weights(numbers) == targets.sum()
+        ends = (columns["positions"] == 0).sum() - len(source)
+        assert 0 < ends <= targets.size * CONTEXT - targets.sum()
+    measured = train.measure.weights(train.read(np.arange(len(train))))  # type: ignore[attr-defined]
+    assert data.targets(CONTEXT).mean == pytest.approx(measured.mean())
+
+
+def test_columns_of_a_transform_stay(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("adds.py").write_text(
+        "import numpy as np\n"
+        "def adds(sample, _):\n"
+        "    return {**sample, 'positions': np.full_like(sample['inputs'], 7), 'mark': np.ones(1)}\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    changed = config.model_copy(update={"transform": "adds:adds"})
+    create_dataset_files(changed, 0)
+    columns = open_data(changed, 0).train(CONTEXT, 0)[0].read(np.arange(4))
+    plain = open_data(config, 0).train(CONTEXT, 0)[0].read(np.arange(4))
+    assert columns["mark"].tolist() == [[1.0]] * 4
+    assert columns["positions"].tolist() == plain["positions"].tolist()
+
+
+def test_ids_of_llm_c_begin_with_the_token(config: DataConfig) -> None:
+    """Which is the first of a document then, and no target of the document before."""
+    tokenizer = named_tokenizer("bpe.json")
+    assert tokenizer is not None
+    end = tokenizer.end_id
+    ids = [np.array([end, *tokenizer.encode(text)], dtype=np.uint16) for text in DOCUMENTS]
+    np.concatenate(ids).tofile("train.bin")
+    config = config.model_copy(update={"source": "train.bin"})
+    create_dataset_files(config, 0)
+    columns = open_data(config, 0).train(CONTEXT, 0)[0].read(np.arange(1))
+    inputs, targets, positions = (columns[name][0] for name in ("inputs", "targets", "positions"))
+    first = ids[0].size
+    assert inputs[0] == inputs[first] == end
+    assert positions[: first + 2].tolist() == [*range(first), 0, 1]
+    assert targets[first - 1] == IGNORED
+    assert targets[first] == inputs[first + 1]
+    assert (targets == end).sum() == 0
+
+
+def without_edge(kind: str) -> dict[str, object]:
+    tokenizer = named_tokenizer("bpe.json")
+    assert tokenizer is not None
+    match kind:
+        case "one token on both sides":
+            return {"bos": "<|end|>"}
+        case "ids without an end":
+            ids = np.concatenate([tokenizer.encode(text) for text in DOCUMENTS])
+            ids.astype(np.uint16).tofile("train.bin")
+            return {"source": "train.bin"}
+    content = json.loads(Path("bpe.json").read_text())
+    content["added_tokens"] = []
+    del content["model"]["vocab"]["<|end|>"]
+    content["model"]["vocab"] = {
+        token: number for number, token in enumerate(content["model"]["vocab"])
+    }
+    Path("plain.json").write_text(json.dumps(content))
+    return {"tokenizer": "plain.json"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("one token on both sides", "one token of the tokenizer begins and ends a document"),
+        ("ids without an end", "which ends a document, is not among the first"),
+        ("a tokenizer without an end", "no token of the tokenizer ends a document"),
+    ],
+)
+def test_documents_that_nothing_tells_apart_are_refused(
+    kind: str, message: str, config: DataConfig
+) -> None:
+    config = config.model_copy(update=without_edge(kind))
+    create_dataset_files(config, 0)
+    with pytest.raises(ConfigError, match=message):
+        open_data(config, 0)
 
 
 @pytest.mark.parametrize(

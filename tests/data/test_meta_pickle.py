@@ -42,6 +42,14 @@ def meta(**changes: object) -> bytes:
     return pickle.dumps({**META, **changes})
 
 
+def doubled(times: int) -> list[Any]:
+    """A list that holds one list twice, which does too, and so on: short as a pickle, endless as text."""
+    value: list[Any] = []
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
 HOSTILE = {
     "a program": (pickle.dumps(Program()), "the name posix.system, which is never run"),
     "a program within": (meta(itos=Program()), "the name posix.system"),
@@ -62,6 +70,20 @@ HOSTILE = {
     "more than there is": (b"\x80\x02\x87.", "damaged"),
     "memory of nothing": (b"\x80\x02h\x05.", "damaged"),
     "keys that are nested": (b"\x80\x02})" + b"\x85" * 100_000 + b"K\x01s.", "a key is a tuple"),
+    "a size of lists within lists": (
+        meta(vocab_size=doubled(60)),
+        "`vocab_size` is a list, and `stoi` has 8 characters",
+    ),
+    "a size nested deep": (
+        pickle.dumps({**META, "vocab_size": 0})[:-4] + b"]" * 9000 + b"a" * 8999 + b"u.",
+        "vocab_size|damaged",
+    ),
+    "a large size": (meta(vocab_size=10**500), "`vocab_size` is a int"),
+    "half a character": (meta(stoi={"\ud800": 0}, vocab_size=1), "halves of characters"),
+    "keys of one hash": (
+        pickle.dumps({n * (2**61 - 1): 0 for n in range(1, 100)}),
+        "a key is a int, no text or small number",
+    ),
     "a large file": (b"\x80\x02" + b"]" * MOST_BYTES, "more than 4,194,304"),
     "digits without end": (b"I" + b"9" * 1_000_000 + b"\n.", "damaged|digits"),
 }

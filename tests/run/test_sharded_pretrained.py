@@ -168,3 +168,25 @@ def test_a_run_without_weights_begins_alike_on_any_ranks(tmp_path: Path) -> None
     assert saved(sharded) == saved(alone)
     shape = load_checkpoint(alone / "checkpoints" / f"step-{STEPS}").manifest.architecture
     assert shape["rms_norm_eps"] == 1e-6
+    (child,) = place.instar("resume", alone, "--until", f"{STEPS + 1}it")
+    assert child.finish() == 0, child.output()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hiden_act": "gelu"}, "hiden_act: did you mean 'hidden_act'?"),
+        ({"num_hidden_layers": None}, "num_hidden_layers must be a whole number"),
+        ({"quantization_config": {}}, "quantization_config"),
+    ],
+)
+def test_a_config_that_is_written_by_hand_is_not_guessed(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    place = place_of("llama", tmp_path)
+    values = {"model_type": "llama", **SIZES, "vocab_size": 288, **changes}
+    config = {key: value for key, value in values.items() if value is not None}
+    keys = ("model.from=null", f"model.config={json.dumps(config)}")
+    (child,) = place.train(tmp_path / "none", *keys, "data.tokenizer=model/tokenizer.json")
+    assert child.finish() == 2
+    assert message in child.output()

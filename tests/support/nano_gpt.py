@@ -46,20 +46,21 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    def __init__(self, width: int, bias: bool) -> None:
+    def __init__(self, width: int, bias: bool, gelu: str) -> None:
         super().__init__()
+        self.gelu = gelu
         self.c_fc = nn.Linear(width, 4 * width, bias=bias)
         self.c_proj = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x)))
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu))
 
 
 class Block(nn.Module):
-    def __init__(self, heads: int, width: int, bias: bool, mask: int | None) -> None:
+    def __init__(self, heads: int, width: int, bias: bool, mask: int | None, gelu: str) -> None:
         super().__init__()
         self.ln_1, self.attn = Norm(width, bias), Attention(heads, width, bias, mask)
-        self.ln_2, self.mlp = Norm(width, bias), Feed(width, bias)
+        self.ln_2, self.mlp = Norm(width, bias), Feed(width, bias, gelu)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -80,6 +81,7 @@ class NanoGPT(nn.Module):
         bias: bool,
         dropout: float = 0.0,
         masks: bool = False,
+        gelu: str = "none",
     ) -> None:
         super().__init__()
         assert not dropout
@@ -88,7 +90,7 @@ class NanoGPT(nn.Module):
             {
                 "wte": nn.Embedding(vocab_size, n_embd),
                 "wpe": nn.Embedding(block_size, n_embd),
-                "h": nn.ModuleList(Block(n_head, n_embd, bias, mask) for _ in range(n_layer)),
+                "h": nn.ModuleList(Block(n_head, n_embd, bias, mask, gelu) for _ in range(n_layer)),
                 "ln_f": Norm(n_embd, bias),
             }
         )
@@ -150,7 +152,7 @@ class Training:
 
     bias: bool = True
     earlier: bool = False
-    """whether parameters are grouped as before March 2023, when embeddings were not decayed"""
+    """whether it is nanoGPT of before May 2023: embeddings are not decayed, and GELU is approximated by tanh"""
     masks: bool = False
     step: int = 0
     model: NanoGPT = field(init=False)
@@ -162,7 +164,8 @@ class Training:
             **{"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16},
             **{"bias": self.bias, "vocab_size": len(set(TEXT)), "dropout": 0.0},
         }
-        self.model = NanoGPT(**self.args, masks=self.masks)
+        gelu = "tanh" if self.earlier else "none"
+        self.model = NanoGPT(**self.args, masks=self.masks, gelu=gelu)
         parameters = dict(self.model.named_parameters())
         decayed = [name for name, parameter in parameters.items() if parameter.ndim > 1]
         rest = [name for name in parameters if name not in decayed]

@@ -166,7 +166,8 @@ def load_config(
     if checks:
         _refuse_addresses(layer, findings)
     conflicts: Sequence[ConfigProblem] = ()
-    if weights is not None and ("model", FROM) in typed_entries and ("model", FROM) in layer:
+    brings = [path for path in (("model", FROM), ("model", "config")) if path in typed_entries]
+    if weights is not None and any(path in layer for path in brings):
         weight_values, origin, conflicts = weights(
             {dotted_key(p): entry.value for p, entry in typed_entries.items()}
         )

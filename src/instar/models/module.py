@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from instar.checkpoint.tensor_file import DTYPES
@@ -47,6 +48,23 @@ class ResetsBuffers(Protocol):
 def is_meta(model: Module) -> bool:
     """Return whether the model's parameters have no memory yet."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built have parameters without memory, and real buffers."""
+
+    def to_meta(_: Module, __: str, parameter: Parameter | None) -> Any:
+        # a parameter that is tied must stay the same object
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def materialize(model: Module, device: torch.device, host: bool = False) -> None:

@@ -35,8 +35,10 @@ from instar.data.text.tokenizer import (
     named_tokenizer,
 )
 from instar.models.hf import CONFIG
-from instar.models.hf.config import LABELS, TITLES, from_config, read_config
+from instar.models.hf.config import LABELS, TITLES, completed, from_config, read_config
+from instar.models.hf.pretrained import LORA, LoraShape
 from instar.models.hf.tokenizer import from_fast, same_vocabulary
+from instar.models.shape import ArchitectureError
 from instar.record.rundir import RunDir, find_run
 from instar.run.resume import STARTS_FROM, began_with
 from instar.tasks.task import TaskSpec, spec_class
@@ -44,6 +46,7 @@ from instar.tasks.text import TextSpec
 
 KEY = STARTS_FROM
 TOKENIZER = "data.tokenizer"
+CONFIG_KEY = "model.config"
 ADAPTER = "model.adapter"
 _ON_TEXT = (LANGUAGE, CAUSAL_LM)
 
@@ -126,7 +129,6 @@ def find_weights(text: str, task: str = LANGUAGE, adapter: str | None = None) ->
 
 def _pretrained_weights(path: Path, adapter: Path | None) -> Weights:
     from instar.models.hf.peft import open_adapter  # imports torch
-    from instar.models.hf.pretrained import LoraShape
     from instar.models.hf.pretrained_folder import open_folder
 
     base = open_folder(path).shape
@@ -171,7 +173,9 @@ def _checkpoint(path: Path) -> Path:
 
 def values_with_weights(config_values: Mapping[str, Any]) -> Brought:
     """Return the config that comes with the weights of `model.from`, for the given values."""
-    text, folder = config_values[KEY], config_values.get("record.run_dir")
+    text, folder = config_values.get(KEY), config_values.get("record.run_dir")
+    if text is None:
+        return completed_values(config_values)
     is_resumed = config_values.get("resume") == "auto" and isinstance(folder, str)
     if not isinstance(text, str) or (is_resumed and RunDir(Path(str(folder))).holds_run()):
         return {}, "", ()
@@ -198,6 +202,22 @@ def values_with_weights(config_values: Mapping[str, Any]) -> Brought:
             is_byte = task == LANGUAGE and from_fast(source).kind == "byte"
             path_value[TOKENIZER] = "byte" if is_byte else str(weights.tokenizer_file)
     return path_value, f"{WEIGHTS}{weights.path}", conflicts
+
+
+def completed_values(config_values: Mapping[str, Any]) -> Brought:
+    """Return the values of a model of transformers that somebody wrote into a config, completed by its defaults."""
+    written = config_values.get(CONFIG_KEY)
+    if config_values.get("task") != CAUSAL_LM or not isinstance(written, dict):
+        return {}, "", ()
+    try:
+        shape = LoraShape.from_dict(written)  # whose sizes are not left to defaults
+        config = completed({key: value for key, value in written.items() if key != LORA})
+    except CheckpointError as error:
+        return {}, "", (ConfigProblem((CONFIG_KEY,), f"{CONFIG_KEY}: {error}"),)
+    except ArchitectureError:
+        return {}, "", ()  # which is said with all other problems of the shape
+    adapters = {LORA: written[LORA]} if shape.lora else {}
+    return {CONFIG_KEY: {**config, **adapters}}, "defaults of transformers", ()
 
 
 def _adapter(config_values: Mapping[str, Any]) -> str | None:

@@ -29,8 +29,15 @@ def load_run_config(
     """
     file = Path(path or "")
     is_of_run = file == RunDir(file.parent).config and RunDir(file.parent).holds_parts()
-    weights = None if resuming or is_of_run else _values_with_weights
+    brings = _completed_values if resuming else _values_with_weights
+    weights = None if is_of_run else brings
     return load_checked(path, overrides, import_task=import_task, weights=weights)
+
+
+def _completed_values(config_values: Mapping[str, Any]) -> Brought:
+    from instar.run.init_weights import completed_values  # as below
+
+    return completed_values(config_values)
 
 
 def _values_with_weights(config_values: Mapping[str, Any]) -> Brought:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import ConfigError
 from instar.config.language import CausalLMConfig, LanguageConfig
 from instar.config.load import Loaded
@@ -17,13 +16,12 @@ from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
 from instar.models.architecture import Architecture, resolve_architecture, section_of
 from instar.models.cost import NONE_FROZEN, FrozenParameters, memory_estimate
-from instar.models.hf.config import LABELS, complete_config
 from instar.models.hf.cost import pretrained_memory
-from instar.models.hf.families import FAMILIES
-from instar.models.hf.pretrained import LORA, LoraShape
+from instar.models.hf.families import BUILT_IN
+from instar.models.hf.pretrained import LoraShape
 from instar.models.shape import ArchitectureError, windows_text
 from instar.tasks.task import Batch, Module, SavedModel, Tensor
-from instar.tasks.text import TextSpec, TextTask, adapter_lines, places_of
+from instar.tasks.text import TextSpec, TextTask, adapter_lines
 
 _DERIVED = ("n_kv_head", "n_mlp", "vocab_size")
 """fields of the shape that a config may leave open"""
@@ -171,9 +169,9 @@ class LanguageTask(TextTask):
         inputs, targets, arch = batch["inputs"], batch["targets"], self.architecture
         coefficient = arch.router_aux_loss_coef if arch.n_layer else None
         if coefficient is None or not torch.is_grad_enabled():
-            loss = model(inputs, targets, **places_of(batch))
+            loss = model(inputs, targets, **self.places_of(batch))
             return loss
-        loss, balance = model(inputs, targets, balance=True, **places_of(batch))
+        loss, balance = model(inputs, targets, balance=True, **self.places_of(batch))
         number = (targets != IGNORED).sum().clamp(min=1)
         log("load_balancing_loss", balance / (number * arch.n_layer))
         return loss + coefficient * (balance - balance.detach())
@@ -190,15 +188,17 @@ class CausalLMSpec(TextSpec):
 
     @classmethod
     def resolved(cls, loaded_config: Loaded, vocab_size: int) -> LoraShape:
+        config = _causal(loaded_config.config)
         try:
-            shape = _first_shape(loaded_config.config)
-        except CheckpointError as error:
-            raise ConfigError(loaded_config.problem("model.config", str(error), "")) from None
+            shape = LoraShape.from_dict(config.model.config or {})
         except ArchitectureError as error:
             problems = (
                 loaded_config.problem("model.config", p.message, p.hint) for p in error.problems
             )
             raise ConfigError(*problems) from None
+        if config.data.document_masks and shape.config["model_type"] not in BUILT_IN:
+            message = "data.document_masks: whether a model of this family keeps documents apart is not known"
+            raise ConfigError(loaded_config.problem("data.document_masks", message, "leave it out"))
         if vocab_size > shape.vocab_size:
             message = f"data.tokenizer has {vocab_size:,} tokens, and the model's table {shape.vocab_size:,} rows"
             hint = "leave it out: the tokenizer comes with the weights"
@@ -212,9 +212,8 @@ class CausalLMSpec(TextSpec):
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-        return SavedModel(
-            _first_shape(config), LoraShape.from_dict(architecture).to_dict(), _pretrained_module
-        )
+        initial = LoraShape.from_dict(_causal(config).model.config or {})
+        return SavedModel(initial, LoraShape.from_dict(architecture).to_dict(), _pretrained_module)
 
     @property
     def derived(self) -> dict[str, object]:
@@ -235,19 +234,6 @@ class CausalLMSpec(TextSpec):
         kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"
         adapters = adapter_lines(architecture.lora)
         return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
-
-
-def _first_shape(config: RunConfig) -> LoraShape:
-    """Return the shape of step 0. Values that came with weights are complete; written by hand, they may be a few.
-
-    Raises:
-        ArchitectureError, CheckpointError: no model that is known here.
-    """
-    values = _causal(config).model.config or {}
-    if config.starts_from is None and values.get("model_type") in FAMILIES:
-        complete = {key: v for key, v in complete_config(values).items() if key not in LABELS}
-        values = {**complete, **{key: v for key, v in values.items() if key == LORA}}
-    return LoraShape.from_dict(values)
 
 
 def _pretrained_module(

@@ -268,11 +268,6 @@ def _text(config: RunConfig) -> TextConfig:
     return config
 
 
-def places_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the argument of a model that says where tokens are in their documents, if samples hold several."""
-    return {"positions_BT": batch["positions"]} if "positions" in batch else {}
-
-
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 """sampling parameters of the text that a run generates during training"""
 UNIT_TOKENS = 2048
@@ -300,8 +295,12 @@ class TextTask(Task):
     def cluster(self) -> int:
         return max(1, UNIT_TOKENS // self.held_out_context)
 
+    def places_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the argument of a model that says where tokens are in their documents, if these are separate."""
+        return {"positions_BT": batch["positions"]} if self.config.data.document_masks else {}
+
     def loss_sum(self, model: Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(batch["inputs"], batch["targets"], **places_of(batch))
+        loss: Tensor = model(batch["inputs"], batch["targets"], **self.places_of(batch))
         return loss
 
     def measure(
@@ -316,7 +315,7 @@ class TextTask(Task):
         import torch
 
         targets = batch["targets"]
-        losses: Tensor = model(batch["inputs"], targets, per_sample=True, **places_of(batch))
+        losses: Tensor = model(batch["inputs"], targets, per_sample=True, **self.places_of(batch))
         mask = targets != IGNORED
         tallies = {"loss": Tally(losses, mask.sum(1))}
         if (token_bytes := self.spec.token_bytes) is not None:
@@ -331,7 +330,7 @@ class TextTask(Task):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def outputs(self, model: Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch["inputs"], **places_of(batch))
+        logits: Tensor = model(batch["inputs"], **self.places_of(batch))
         return logits
 
     def loss_and_outputs(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:

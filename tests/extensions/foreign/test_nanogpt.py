@@ -77,7 +77,7 @@ def held_out_loss(training: Training) -> float:
         (Training(earlier=True), ""),
         (Training(masks=True), "module."),
     ],
-    ids=["as saved now", "compiled, without biases", "groups of before 2023", "masks saved, DDP"],
+    ids=["as saved now", "compiled, without biases", "before May 2023", "masks saved, DDP"],
 )
 def test_a_run_goes_on_as_it_would_have_there(
     training: Training, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,7 @@ def test_the_arguments_become_keys_and_the_rest_is_said(
     assert printed.err.splitlines() == [
         "imported step 2, with its weights and AdamW's state",
         "its best validation loss, 2.5000, is a mean over batches that it drew: best values begin anew here",
-        "arguments without a key here: always_save_checkpoint, compile",
+        "arguments that are not taken over: always_save_checkpoint, compile",
         "next: instar resume run",
     ]
     config = load_run_config("run/run.yaml", resuming=True).config
@@ -188,6 +188,10 @@ def of_another_optimizer(content: dict[str, Any], kind: str) -> None:
             optimizer["state"][0]["exp_avg"] = torch.zeros(3)
         case "a state that is missing":
             del optimizer["state"][4]["exp_avg_sq"]
+        case "a step that is no number":
+            optimizer["state"][2]["step"] = torch.tensor([1.0, 2.0])
+        case "a step of NaN":
+            optimizer["state"][2]["step"] = torch.tensor(torch.nan)
         case "another state":
             optimizer["state"][1]["momentum_buffer"] = torch.zeros(16, 16)
         case "none":
@@ -196,7 +200,10 @@ def of_another_optimizer(content: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["amsgrad", "one group", "another shape", "a state that is missing", "another state", "none"],
+    [
+        *("amsgrad", "one group", "another shape", "a state that is missing", "another state"),
+        *("a step that is no number", "a step of NaN", "none"),
+    ],
 )
 def test_states_of_another_optimizer_are_left_and_said(kind: str, tmp_path: Path) -> None:
     training = Training()

@@ -21,10 +21,12 @@ from instar.data.source import DocumentSamples, Source, TokenWindows, WorkerSour
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.documents import open_rows
 from instar.data.text.files import find_files
+from instar.data.text.foreign.token_files import holds_ids
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.targets import (
+    DocumentEdge,
     SeparateDocuments,
     TargetCount,
     TokenTargets,
@@ -143,6 +145,13 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
 
     Raises ConfigError if anything is missing or does not match the config.
     """
+    opened = _opened(data, seed, world_size)
+    if data.document_masks and data.kind != "chat":
+        _ = opened.document_edge  # which is looked for before a run starts
+    return opened
+
+
+def _opened(data: DataConfig, seed: int, world_size: int) -> DataSet:
     if data.mixture:
         parts = tuple(_open_tokens(part, seed) for part in _parts(data, seed))
         return MixtureData(data, seed, parts[0].dataset, parts)
@@ -167,6 +176,15 @@ def lost_conversations(data: DataConfig, seed: int, context: int) -> list[str]:
 def folders(data: DataConfig, seed: int) -> list[Path]:
     """Return the folders that `create_dataset_files` writes to."""
     return [Path(part.path or default_path(part, seed)) for part in _parts(data, seed)]
+
+
+_LOOKED_AT = 1 << 22
+"""tokens in which an end of a document must be"""
+
+
+def _no_edge(text: str, hint: str) -> ConfigError:
+    message = f"{text}, so that nothing says where the next one begins"
+    return ConfigError.at("data.document_masks", message, hint)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,18 +285,32 @@ class DataSet(ABC):
     def _masked(self, source: Source, context: int) -> Source:
         if not self.data.document_masks:
             return source
-        return SeparateDocuments(source, self._document_end, TokenTargets(context, self.vocab_size))
+        targets = TokenTargets(context, self.vocab_size)
+        return SeparateDocuments(source, self.document_edge, targets)
 
     @cached_property
-    def _document_end(self) -> int:
-        end = end_of_document(load_saved_tokenizer(self.path))
+    def document_edge(self) -> DocumentEdge:
+        """The token by which documents of `data.document_masks` are told apart.
+
+        Raises:
+            ConfigError: there is none, or the tokens do not have it.
+        """
+        tokenizer = load_saved_tokenizer(self.path)
+        end = end_of_document(tokenizer)
+        are_ids = self.data.tokens_field is not None or holds_ids(self.data.source)
         if end is None:
-            raise ConfigError.at(
-                "data.document_masks",
-                "no token of the tokenizer ends a document, so that nothing says where the next one begins",
-                "name it in data.eos",
-            )
-        return end
+            hint = "" if are_ids else "name it in data.eos"
+            raise _no_edge("no token of the tokenizer ends a document", hint)
+        if not are_ids and end in tokenizer.before.tolist():
+            text = "one token of the tokenizer begins and ends a document"
+            raise _no_edge(text, "name another in data.bos or data.eos, or data.bos: ''")
+        split = self.dataset.split("train" if "train" in self.dataset.splits else "val")
+        tokens = split.read(0, min(len(split), _LOOKED_AT))
+        if not (tokens == end).any():
+            text = f"the token {end}, which ends a document, is not among the first {tokens.size:,} tokens"
+            raise _no_edge(text, "leave it out, or name the token in data.eos")
+        # ids of others are used as they are
+        return DocumentEdge(end, begins=are_ids and int(tokens[0]) == end)
 
     def _host(self, samples: Source, context: int, seed: int) -> Source:
         """Return samples after `data.transform`, read by worker processes if the config has any."""

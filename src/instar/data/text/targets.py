@@ -59,22 +59,31 @@ class TokenTargets:
         return counts.astype(np.float64)
 
 
+@dataclass(frozen=True)
+class DocumentEdge:
+    """The token by which documents that lie end to end are told apart."""
+
+    token: int
+    begins: bool = False
+    """whether it begins a document, as in the files of llm.c; else it ends one"""
+
+
 @dataclass(frozen=True, eq=False)
 class SeparateDocuments(WrappedSource):
     """Windows of text in which documents do not see each other.
 
-    `positions`, int64 [samples, context], count from 0 after each token that ends a document, which has no target itself:
-    the next token is another document's.
+    `positions`, int64 [samples, context], count from 0 in each document. The first token of a document is no target, since
+    the token before it is another document's.
     """
 
     source: Source
-    end: int
-    """the token that ends a document"""
+    edge: DocumentEdge
     targets: TokenTargets
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.source.fingerprint}/documents/{self.end}"
+        side = "begin" if self.edge.begins else "end"
+        return f"{self.source.fingerprint}/documents/{side}/{self.edge.token}"
 
     @property
     def measure(self) -> Measure:
@@ -83,12 +92,16 @@ class SeparateDocuments(WrappedSource):
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
         columns = self.source.read(indices, epoch)
         inputs, targets = (np.asarray(columns[name]) for name in ("inputs", "targets"))
-        ends = inputs == self.end
+        ends = (targets if self.edge.begins else inputs) == self.edge.token
         return {
-            "inputs": inputs,
+            **columns,
             "targets": np.where(ends, IGNORED, targets),
             "positions": positions_after(ends),
         }
+
+    def weights(self, indices: Int64Array) -> float:
+        """Return the number of targets in the samples, which are read for it."""
+        return float(self.targets.weights(self.read(indices)).sum())
 
 
 def positions_after(ends: NDArray[np.bool_]) -> NDArray[np.int64]:

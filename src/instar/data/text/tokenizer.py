@@ -285,6 +285,12 @@ def prompt_tokens(tokenizer: Tokenizer, text: str) -> TokenIds:
     return np.concatenate([tokenizer.before, *tokenizer.encode_batch([text])])
 
 
+def default_prompt(tokenizer: Tokenizer) -> str:
+    """Return what a sample text begins with if nothing is said: a new line, or the first character of a vocabulary without."""
+    has_none = isinstance(tokenizer, CharTokenizer) and tokenizer.closed
+    return tokenizer.decode([0]) if has_none and not separator_of(tokenizer).size else SEPARATOR
+
+
 def separator_of(tokenizer: Tokenizer) -> TokenIds:
     """Return the tokens between two documents: the end-of-document token, unless the tokenizer itself ends a
     text with it; those of a newline if the tokenizer has no such tokens.
@@ -303,6 +309,12 @@ def separator_of(tokenizer: Tokenizer) -> TokenIds:
             f"nothing says which token of the tokenizer ends a document: {tokenizer.missing_end}",
             f'name it in {TOKENIZER_CONFIG} beside its {TOKENIZER_FILE}: {{"eos_token": "…"}}, or in data.eos',
         )
+    if (
+        isinstance(tokenizer, CharTokenizer)
+        and tokenizer.closed
+        and SEPARATOR not in tokenizer.characters
+    ):
+        return _NONE
     return tokenizer.encode_batch([SEPARATOR])[0]
 
 
@@ -321,7 +333,7 @@ def end_of_document(tokenizer: Tokenizer) -> int | None:
 def surroundings(tokenizer: Tokenizer) -> str:
     """Return in words what surrounds a document, e.g. "<bos> … </s>"; raises as `separator_of`."""
     if not isinstance(tokenizer, BPETokenizer):
-        return "… newline"
+        return "… newline" if separator_of(tokenizer).size else "…, nothing between them"
     ids = [*tokenizer.before.tolist(), None, *tokenizer.after.tolist()]
     separator = separator_of(tokenizer).tolist()
     ids += separator if tokenizer.end_id is not None else []

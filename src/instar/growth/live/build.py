@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
 from types import MethodType
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from instar.growth.apply import GrowthStep, Role, apply_each
@@ -21,6 +19,7 @@ from instar.growth.live.optimizers import homes
 from instar.growth.live.subject import Subject, wrappers
 from instar.growth.peers import Peers
 from instar.growth.plan import GrowthError, GrowthPlan
+from instar.models.module import parameters_on_meta
 from instar.models.shape import Growable, layer_of
 
 Wrap = Callable[[Module], Any]
@@ -68,7 +67,7 @@ def build_sharded(
     """
     plan = step.plan
     with peers.phase():
-        with _parameters_on_meta():
+        with parameters_on_meta():
             module, parameters_of_shape = _empty(subject, larger, plan)
         old = subject.parameters()
         home = homes(plan, old)
@@ -166,22 +165,6 @@ def _empty(
     if odd := sorted(parameters.keys() ^ plan.tensors.keys()):
         raise GrowthError(f"a module of the grown shape has other parameters: {', '.join(odd[:4])}")
     return module, parameters
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are built have parameters without memory, and real buffers."""
-
-    def to_meta(_: Module, __: str, parameter: Parameter | None) -> Any:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(to_meta)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _allocate(module: Module, device: torch.device) -> None:

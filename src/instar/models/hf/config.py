@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instar.checkpoint.manifest import CheckpointError, read_json
+from instar.config.errors import nearest_hint
 from instar.models.architecture import Activation, Architecture
 from instar.models.hf import CONFIG
 from instar.models.hf.families import FAMILIES
@@ -390,6 +391,25 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # a config of anyone's: whatever transformers makes of it
         raise CheckpointError(f"{CONFIG}: transformers refuses it: {error}") from error
     return config_dict
+
+
+def completed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a `config.json` that somebody wrote, completed by transformers' defaults.
+
+    Args:
+        values: of a known family, with all sizes.
+
+    Raises:
+        CheckpointError: a key is unknown; also see `complete_config`.
+    """
+    known = {*family_keys(values), *_INERT, *_MUST, "transformers_version"}
+    if unknown := [key for key in values if key not in known]:
+        hints = (nearest_hint(key, sorted(known), "not a key of this family") for key in unknown)
+        problems = [f"{key}: {hint}" for key, hint in zip(unknown, hints, strict=True)]
+        raise CheckpointError("\n  ".join([f"{CONFIG}:", *problems]))
+    left_out = {*LABELS, "transformers_version", "architectures"}
+    config = complete_config(values)
+    return {key: value for key, value in config.items() if key not in left_out}
 
 
 def family_keys(config: Mapping[str, Any]) -> frozenset[str]:

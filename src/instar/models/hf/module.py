@@ -23,6 +23,7 @@ from instar.models.hf.pretrained import LoraShape, PretrainedShape
 from instar.models.layers import Linear
 from instar.models.lora import adapter_of
 from instar.models.loss import IGNORED, at_least_float32, each_cross_entropy, head_cross_entropy
+from instar.models.module import parameters_on_meta
 from instar.models.shape import ArchitectureError
 
 
@@ -146,7 +147,7 @@ def _build_model(shape: PretrainedShape, seed: int | None) -> Any:
     config = CONFIG_MAPPING[kind](**values)
     if seed is None:
         without_memory = torch.get_default_device().type == "meta"
-        with no_init_weights(), parameters_on_meta() if without_memory else nullcontext():
+        with no_init_weights(), on_meta() if without_memory else nullcontext():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()
         return model
@@ -156,25 +157,10 @@ def _build_model(shape: PretrainedShape, seed: int | None) -> Any:
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules that are made get parameters without memory, and buffers with their values on the CPU.
-
-    What buffers hold, such as the frequencies of rotations, only the module that makes them knows.
-    """
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        # a parameter that is tied must stay the same object
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+def on_meta() -> Iterator[None]:
+    """Modules that are made get parameters without memory; what buffers hold, only the module that makes them knows."""
+    with parameters_on_meta(), torch.device("cpu"):
+        yield
 
 
 class DrawnValues(Mapping[str, Tensor]):

@@ -18,7 +18,7 @@ from instar.config.budget import Counters
 from instar.config.errors import ConfigError
 from instar.config.sections import RecordConfig
 from instar.data.source import Source
-from instar.data.text.tokenizer import Tokenizer, load_saved_tokenizer
+from instar.data.text.tokenizer import Tokenizer, default_prompt, load_saved_tokenizer
 from instar.distributed.agree import agree, gather, raise_on_all_ranks
 from instar.distributed.shards import full_tensor
 from instar.distributed.world import World
@@ -159,7 +159,7 @@ class TextSampler:
         if not isinstance(task, GeneratesText) or tokenizer is None:
             return state
         set_model_step(model, step)
-        prompt = self._config.sample_prompt or "\n"
+        prompt = self._config.sample_prompt or default_prompt(tokenizer)
         try:
             with stepper.evaluating(), stepper.autocast():
                 text = task.sample_text(model, tokenizer, prompt, self._config.sample_tokens)

@@ -27,6 +27,7 @@ _LITERALS = frozenset(
         "BINUNICODE8",
     ]
 )
+_LARGEST_KEY = 1 << 32
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -48,8 +49,15 @@ def read_characters(content: bytes) -> str:
         raise ValueError("`stoi` has ids that are no whole numbers")
     if sorted(id_of.values()) != [*range(len(id_of))]:
         raise ValueError("the ids of `stoi` are not 0, 1, 2, …, each once")
-    if (size := values.get("vocab_size", len(id_of))) != len(id_of):
-        raise ValueError(f"`vocab_size` is {size!r}, and `stoi` has {len(id_of):,} characters")
+    size = values.get("vocab_size", len(id_of))
+    if type(size) is not int or size != len(id_of):
+        # the text of a value that contains itself many times would be of any length
+        text = (
+            f"{size:,}" if type(size) is int and abs(size) < 1 << 64 else f"a {type(size).__name__}"
+        )
+        raise ValueError(f"`vocab_size` is {text}, and `stoi` has {len(id_of):,} characters")
+    if any("\ud800" <= character <= "\udfff" for character in id_of):
+        raise ValueError("`stoi` has halves of characters (surrogates)")
     return "".join(sorted(id_of, key=id_of.__getitem__))
 
 
@@ -107,9 +115,9 @@ def _combine(name: str, stack: list[Any], marks: list[int]) -> bool:
         if not isinstance(stack[-1], dict):
             raise TypeError("items of what is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # the hash of nested tuples would exhaust the stack of C
-            if not isinstance(key, str | int | float):
-                raise TypeError(f"a key is a {type(key).__name__}")
+            # the hash of nested tuples would exhaust the stack of C, and large numbers can have one hash
+            if not isinstance(key, str) and not (type(key) is int and abs(key) < _LARGEST_KEY):
+                raise TypeError(f"a key is a {type(key).__name__}, no text or small number")
             stack[-1][key] = value
     elif name not in ("PROTO", "FRAME"):
         return False
@@ -129,6 +137,7 @@ def _described(name: str, argument: object, stack: list[Any]) -> str:
     """Return in words what an opcode would do."""
     if name in ("GLOBAL", "INST"):
         return f"the name {'.'.join(str(argument).split())[:80]}"
-    if name == "STACK_GLOBAL" and len(stack) > 1:
-        return f"the name {'.'.join(str(word) for word in stack[-2:])[:80]}"
+    words = stack[-2:]
+    if name == "STACK_GLOBAL" and len(words) > 1 and all(isinstance(word, str) for word in words):
+        return f"the name {'.'.join(words)[:80]}"
     return f"the opcode {name}"

@@ -33,7 +33,7 @@ from instar.extensions.foreign.nanogpt.settings import settings_of, shape_of
 from instar.extensions.foreign.nanogpt.states import (
     OtherOptimizer,
     as_gpt2,
-    decays_tables,
+    is_early,
     optimizer_states,
 )
 from instar.models.architecture import Architecture, section_of
@@ -107,8 +107,8 @@ class _Nano:
 
     arch: Architecture
     model: Mapping[str, Tensor]
-    decays_tables: bool
-    """whether its AdamW decays the embeddings"""
+    early: bool
+    """see `is_early`"""
     states: Mapping[str, Tensor]
     """empty if they are not taken over"""
     without_states: str = ""
@@ -117,7 +117,8 @@ class _Nano:
 
 def _read(path: Path, contents: NanoCheckpoint, folder: Path) -> _Nano:
     try:
-        arch = shape_of(contents.model_args)
+        early = is_early(contents, contents.names)
+        arch = shape_of(contents.model_args, early=early)
         model, states = (_tensors(folder / file) for file in (MODEL, STATES))
         weights = from_tensors(arch, as_gpt2(model), shaped_by="model_args")
         shapes = {
@@ -125,7 +126,7 @@ def _read(path: Path, contents: NanoCheckpoint, folder: Path) -> _Nano:
             for name in contents.names
             if name in model and name != _HEAD and not BUFFERS.fullmatch(_bare(name))
         }
-        nano = _Nano(arch, weights, decays_tables(contents, shapes), {}, "the file has none")
+        nano = _Nano(arch, weights, early, {}, "the file has none")
         if not states:
             return nano
         try:
@@ -182,8 +183,13 @@ def _settings(
     """Return the values of the run's keys that are not left at their defaults, and the arguments that have no key."""
     settings, left_out = settings_of(contents.config)
     settings["name"] = name_of_run(run_dir)
-    if nano.decays_tables:
+    if not nano.early:
         settings["optimizer.no_decay"] = ["*.bias", "*norm*"]
+    group = contents.groups[0] if nano.states else None
+    if group is not None and group.betas is not None:
+        settings |= {"optimizer.beta1": group.betas[0], "optimizer.beta2": group.betas[1]}
+    if group is not None and group.eps is not None:
+        settings["optimizer.eps"] = group.eps
     model = section_of(nano.arch)
     settings |= {f"model.{name}": getattr(model, name) for name in model.model_fields_set}
     if vocabulary.kind != "byte":
@@ -255,6 +261,11 @@ def _remarks(contents: NanoCheckpoint, nano: _Nano, left_out: list[str]) -> list
             f"its best validation loss, {contents.best_val_loss:.4f}, is a mean over batches that it drew: best values "
             "begin anew here"
         )
+    if nano.early:
+        texts.append(
+            "note: it is from before May 2023: GELU is approximated by tanh, embeddings are not decayed, and "
+            "gradient_accumulation_steps counted for each process: check train.gradient_accumulation_steps"
+        )
     if left_out:
-        texts.append(f"arguments without a key here: {', '.join(left_out)}")
+        texts.append(f"arguments that are not taken over: {', '.join(left_out)}")
     return texts

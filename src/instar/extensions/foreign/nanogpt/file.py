@@ -57,10 +57,10 @@ class NanoGroup(msgspec.Struct, frozen=True, kw_only=True):
 class NanoCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What `ckpt.pt` holds besides tensors."""
 
-    model_args: dict[str, int | Finite | bool | str | None]
+    model_args: dict[str, int | float | bool | str | None]
     iter_num: Count
     best_val_loss: Finite | None = None
-    config: dict[str, int | Finite | bool | str] = {}
+    config: dict[str, int | float | bool | str] = {}
     names: tuple[str, ...]
     """of the model's tensors, in its order"""
     groups: tuple[NanoGroup, ...] = ()

@@ -28,8 +28,11 @@ _OF_PLACE = {"dataset", "device", "dtype", "out_dir", "init_from", "eval_only", 
 """What says where and how that process ran, not what it trained"""
 
 
-def shape_of(model_args: Mapping[str, Any]) -> Architecture:
+def shape_of(model_args: Mapping[str, Any], *, early: bool = False) -> Architecture:
     """Return the shape of the model that nanoGPT makes of its `model_args`.
+
+    Args:
+        early: as it did before May 2023.
 
     Raises:
         CheckpointError: one is missing or no model can have it.
@@ -50,7 +53,7 @@ def shape_of(model_args: Mapping[str, Any]) -> Architecture:
             context=model_args["block_size"],
             vocab_size=model_args["vocab_size"],
             norm="layernorm",
-            activation="gelu",
+            activation="gelu_tanh" if early else "gelu",
             positions="learned",
             bias=bool(model_args.get("bias", True)),
             tied=True,
@@ -95,5 +98,5 @@ def _in_other_units(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         peak, lowest = config.get("learning_rate"), config.get("min_lr")
         if isinstance(peak, int | float) and isinstance(lowest, int | float) and peak > 0:
             yield "learning_rate.min_lr_ratio", lowest / peak
-    if config.get("dtype") == "float32" or config.get("device") == "cpu":
-        yield "precision", "fp32"  # on a CPU, nanoGPT does not lower it
+    if config.get("dtype") == "float32" or "cuda" not in str(config.get("device", "cuda")):
+        yield "precision", "fp32"  # which nanoGPT lowers on CUDA only

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from instar.models.architecture import Architecture
 from instar.models.hf.tensors import from_tensors, parts_of_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+LAYERS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Linear layers, which GPT-2 of transformers stores as (input, output)"""
 
 
@@ -22,7 +22,7 @@ class OtherOptimizer(Exception):  # noqa: N818
 
 def as_gpt2(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of nanoGPT, weights or moments, in the layout of transformers' GPT-2."""
-    return {n: t.T if n.endswith(_TRANSPOSED) and t.ndim == 2 else t for n, t in tensors.items()}
+    return {n: t.T if n.endswith(LAYERS) and t.ndim == 2 else t for n, t in tensors.items()}
 
 
 def optimizer_states(
@@ -47,9 +47,11 @@ def optimizer_states(
     by_kind: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*MOMENTS, "step")}
     for key, tensor in states.items():
         number, _, kind = key.partition("/")
-        name = names.get(int(number))
+        name = names.get(int(number)) if number.isdecimal() else None
         if name is None or kind not in by_kind:
             raise OtherOptimizer(f"it has the state {key}")
+        if kind == "step" and not (tensor.numel() == 1 and 0 <= float(tensor) < 2**63):
+            raise OtherOptimizer(f"the state {key} is no number of steps")
         if kind != "step" and tuple(tensor.shape) != shapes[name]:
             raise OtherOptimizer(
                 f"the state {key} would be that of {name}, {shapes[name]}, and is {tuple(tensor.shape)}"
@@ -67,11 +69,17 @@ def optimizer_states(
     return result
 
 
-def decays_tables(contents: NanoCheckpoint, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return whether the embeddings are decayed like the other matrices, as since March 2023, and if nothing says it."""
+def is_early(contents: NanoCheckpoint, names: Collection[str]) -> bool:
+    """Return whether a checkpoint is from before May 6, 2023, when embeddings were not decayed, and GELU was the
+    approximation by tanh; False if nothing says it.
+
+    Args:
+        names: of the trained tensors.
+    """
     if not contents.groups:
-        return True
-    return len(contents.groups[0].params) == sum(len(shape) > 1 for shape in shapes.values())
+        return False
+    layers = sum(name.endswith(LAYERS) for name in names)
+    return len(contents.groups[0].params) == layers
 
 
 def _names_by_number(
@@ -79,7 +87,7 @@ def _names_by_number(
 ) -> dict[int, str]:
     """Return the name of the parameter with each number.
 
-    Since March 2023, the groups are all matrices and all vectors in the order of the model; before, the linear layers and
+    Since May 2023, the groups are all matrices and all vectors in the order of the model; before, the linear layers and
     the rest, embeddings included, each sorted by name.
 
     Raises:
@@ -87,7 +95,7 @@ def _names_by_number(
     """
     numbers = [number for group in contents.groups for number in group.params]
     matrices = [name for name, shape in shapes.items() if len(shape) > 1]
-    layers = sorted(name for name in matrices if not name.startswith("transformer.w"))
+    layers = sorted(name for name in matrices if name.endswith(LAYERS))
     vectors = [name for name in shapes if name not in matrices]
     sizes = [len(group.params) for group in contents.groups]
     for groups in ([matrices, vectors], [layers, sorted({*shapes} - {*layers})]):

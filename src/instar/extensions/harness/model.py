@@ -1,0 +1,116 @@
+"""A language model as lm-evaluation-harness asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from instar.data.text.tokenizer import Tokenizer, separator_of
+from instar.models.module import evaluating
+from instar.models.sampling import LanguageModel, SamplingOptions, stream
+
+Pair = tuple[tuple[str, str], list[int], list[int]]
+"""A text and what goes on with it, and the tokens of both."""
+_MOST_TOKENS = 256
+"""Default number of tokens of an answer, which the harness's own models have too."""
+
+
+class HarnessModel(TemplateLM):
+    """Scores and writes texts with a model and the tokenizer that it was trained with.
+
+    A text begins with what the tokenizer adds before one, as in training.
+    """
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int) -> None:
+        super().__init__()
+        self._model, self._tokenizer, self._batch_size = model, tokenizer, batch_size
+        self._device = next(model.parameters()).device
+
+    @property
+    def eot_token_id(self) -> int:
+        end = self._tokenizer.end_id
+        return int(separator_of(self._tokenizer)[-1]) if end is None else end
+
+    @property
+    def prefix_token_id(self) -> int:
+        before = self._tokenizer.before
+        return int(before[-1]) if before.size else self.eot_token_id
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        **_: Any,
+    ) -> list[int]:
+        (ids,) = self._tokenizer.encode_batch([string])
+        before = self._tokenizer.before if add_special_tokens is not False else ()
+        return [*map(int, before), *map(int, ids)]
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
+        """Return of each pair the log-likelihood of what goes on, and whether each of its tokens is the likeliest."""
+        context = self._model.arch.context
+        answers: list[tuple[float, bool]] = []
+        for begin in range(0, len(requests), self._batch_size):
+            batch = requests[begin : begin + self._batch_size]
+            rows = [(before + after)[-(context + 1) :] for _, before, after in batch]
+            width = max(map(len, rows)) - 1
+            inputs = torch.zeros(len(rows), width, dtype=torch.long)
+            for row, tokens in zip(inputs, rows, strict=True):
+                row[: len(tokens) - 1] = torch.tensor(tokens[:-1])
+            with evaluating(self._model):
+                logits = self._model(inputs.to(self._device)).float()
+            shares = logits.log_softmax(-1).cpu()
+            for row, tokens, (_, _, after) in zip(shares, rows, batch, strict=True):
+                count = min(len(after), len(tokens) - 1)
+                scores = row[len(tokens) - 1 - count : len(tokens) - 1]
+                expected = torch.tensor(tokens[-count:])
+                total = scores.gather(1, expected[:, None]).sum().item()
+                answers.append((total, bool((scores.argmax(-1) == expected).all())))
+        return answers
+
+    def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+        """Return the log-likelihood of each whole text, of which every token is scored once."""
+        totals = []
+        for request in requests:
+            windows = map(
+                make_disjoint_window,
+                get_rolling_token_windows(
+                    self.tok_encode(request.args[0], add_special_tokens=False),
+                    self.prefix_token_id,
+                    self._model.arch.context,
+                    1,
+                ),
+            )
+            pairs = [(("", ""), before, after) for before, after in windows]
+            totals.append(sum(score for score, _ in self._loglikelihood_tokens(pairs)))
+        return totals
+
+    def generate_until(self, requests: Any, **_: Any) -> list[str]:
+        """Return what the model writes after each text, the likeliest tokens, up to the first stop."""
+        return [self._written(*request.args) for request in requests]
+
+    def _written(self, text: str, options: dict[str, Any]) -> str:
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else until
+        start = torch.tensor([self.tok_encode(text)], device=self._device)
+        end, tokenizer = self.eot_token_id, self._tokenizer
+        tokens = stream(
+            self._model, start, SamplingOptions(temperature=0.0), vocab_size=tokenizer.vocab_size
+        )
+        ids: list[int] = []
+        written = ""
+        for token in islice(tokens, int(options.get("max_gen_toks", _MOST_TOKENS))):
+            if (number := int(token[0])) == end:
+                break
+            ids.append(number)
+            written = tokenizer.decode(ids)
+            if any(stop in written for stop in stops):
+                break
+        places = [place for stop in stops if (place := written.find(stop)) >= 0]
+        return written[: min(places, default=len(written))]

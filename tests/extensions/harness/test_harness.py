@@ -1,0 +1,180 @@
+"""Tasks of lm-evaluation-harness within a run: its own model of transformers measures the same on the exported weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from pretrained import TEXT, write_place
+
+import instar
+from instar.api import train
+from instar.cli.main import main
+from instar.data.text.tokenizer import load_saved_tokenizer, train_bpe
+from instar.extensions.harness.hook import Harness
+from instar.extensions.harness.model import HarnessModel
+from instar.record.events import Train, read_events
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the harness and its libraries warn of
+
+
+def rows(**_: Any) -> dict[str, Dataset]:
+    generator = random.Random(0)
+    samples = []
+    for n in range(1, 13):
+        wrong = [n * n + generator.randint(1, 9) for _ in range(2)]
+        choices = [str(n * n), *map(str, wrong)]
+        answer = n % 3
+        choices[0], choices[answer] = choices[answer], choices[0]
+        samples.append({"question": f"{n} squared is", "choices": choices, "answer": answer})
+    return {"test": Dataset.from_list(samples)}
+
+
+def texts(**_: Any) -> dict[str, Dataset]:
+    lines = [line for line in TEXT.splitlines() if line][:9]
+    return {"test": Dataset.from_list([{"text": " ".join(lines[n : n + 3])} for n in range(6)])}
+
+
+SQUARES = {
+    "task": "squares",
+    "custom_dataset": rows,
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+ROLLING = {
+    "task": "rolling",
+    "custom_dataset": texts,
+    "test_split": "test",
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+}
+WRITTEN = {
+    "task": "written",
+    "custom_dataset": rows,
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": [",", "\n"], "max_gen_toks": 6, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
+}
+TASKS = [SQUARES, ROLLING, WRITTEN]
+GPT = {
+    "name": "harnessed",
+    "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "context": 24, "norm": "rmsnorm"}
+    | {"activation": "swiglu", "positions": "rope", "bias": False},
+    "data": {"source": "squares.txt", "path": "tokens", "tokenizer": "bpe.json"},
+    "train": {"until": "30it", "batch_size": 16},
+    "optimizer": {"lr": 0.01},
+    "learning_rate": {"warmup_iters": 2},
+    "eval": {"eval_interval": 10, "eval_iters": 1},
+    "record": {"run_dir": "run", "log_interval": 5, "sample_tokens": 0, "report": False},
+    "device": "cpu",
+    "precision": "fp32",
+}
+
+
+@pytest.fixture(params=["gpt", "llama"])
+def run(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Harness, Path]:
+    monkeypatch.chdir(tmp_path)
+    hook = Harness(TASKS, every=2)
+    if request.param == "gpt":
+        Path("squares.txt").write_text(TEXT)
+        Path("bpe.json").write_text(train_bpe([TEXT], 280).to_json())
+        Path("run.yaml").write_text(json.dumps(GPT))
+        train("run.yaml", hooks=[hook])
+    else:
+        write_place("llama", tmp_path)
+        train(
+            "run.yaml",
+            ["train.until=20it", "eval.eval_interval=5", "record.run_dir=run"],
+            hooks=[hook],
+        )
+    return hook, Path("run")
+
+
+def measured(model: Any) -> dict[str, float]:
+    results: Any = simple_evaluate(model, tasks=TASKS, bootstrap_iters=0)
+    return {
+        f"{task}/{metric.partition(',')[0]}": value
+        for task, values in results["results"].items()
+        for metric, value in values.items()
+        if isinstance(value, float) and "stderr" not in metric
+    }
+
+
+def test_the_harness_measures_the_same_on_what_is_exported(run: tuple[Harness, Path]) -> None:
+    hook, folder = run
+    last = max(hook.results)
+    assert main(["checkpoint", "export", str(folder), "hf", "--to", "hf"]) == 0
+    theirs = HFLM(pretrained="hf", device="cpu", dtype="float32", batch_size=4)
+    expected = measured(theirs)
+    model, tokenizer = instar.load_model(folder, "cpu"), load_saved_tokenizer(folder)
+    ours = measured(HarnessModel(model, tokenizer, 5))
+    assert ours.keys() == expected.keys() == hook.results[last].keys()
+    assert ours == pytest.approx(expected, rel=1e-5)
+    if last == max(
+        event.step for event in read_events(folder / "events.jsonl") if isinstance(event, Train)
+    ):
+        assert hook.results[last] == pytest.approx(expected, rel=1e-5)
+    recorded = {
+        name: value
+        for event in read_events(folder / "events.jsonl")
+        if isinstance(event, Train)
+        for name, value in event.extra.items()
+        if "/" in name
+    }
+    assert recorded.keys() == expected.keys()
+
+
+def test_scores_of_pairs_are_those_of_the_harness_itself(run: tuple[Harness, Path]) -> None:
+    """Pair by pair: also a text longer than the model reads, a continuation of several tokens, and an empty text."""
+    _, folder = run
+    assert main(["checkpoint", "export", str(folder), "hf", "--to", "hf"]) == 0
+    theirs = HFLM(pretrained="hf", device="cpu", dtype="float32", batch_size=2)
+    ours = HarnessModel(instar.load_model(folder, "cpu"), load_saved_tokenizer(folder), 3)
+    pairs = [
+        ("4 squared is", " 16, and"),
+        ("", "5 squared"),
+        (" ".join(["9 squared is 81,"] * 9), " and"),
+        ("7 ", "squared"),
+    ]
+    requests = [type("Request", (), {"args": pair})() for pair in pairs]
+    for (score, greedy), (their_score, their_greedy) in zip(
+        ours.loglikelihood(requests, disable_tqdm=True),
+        theirs.loglikelihood(requests, disable_tqdm=True),
+        strict=True,
+    ):
+        assert score == pytest.approx(their_score, rel=1e-4)
+        assert greedy == their_greedy
+
+
+def test_a_run_trains_as_without_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness seeds the generators of the process, and dropout draws from them."""
+    monkeypatch.chdir(tmp_path)
+    Path("squares.txt").write_text(TEXT)
+    Path("bpe.json").write_text(train_bpe([TEXT], 280).to_json())
+    config = {**GPT, "model": {**GPT["model"], "dropout": 0.2}}
+    Path("run.yaml").write_text(json.dumps(config))
+    losses = []
+    for name, hooks in (("with", [Harness([SQUARES], limit=3)]), ("without", [])):
+        train("run.yaml", [f"record.run_dir={name}", "train.until=15it"], hooks=hooks)
+        events = read_events(Path(name) / "events.jsonl")
+        losses.append([event.loss for event in events if isinstance(event, Train)])
+    assert losses[0] == losses[1]
+    assert torch.initial_seed() is not None
