@@ -34,7 +34,9 @@ def kept_bytes(arch: Architecture, samples: int, *, bf16: bool = False) -> int:
     return kept_by(model, (samples, arch.context), bf16=bf16)
 
 
-def kept_by(model: torch.nn.Module, shape: tuple[int, int], *, bf16: bool) -> int:
+def kept_by(
+    model: torch.nn.Module, shape: tuple[int, int], *, bf16: bool, documents: bool = False
+) -> int:
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     known |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     kept: dict[int, int] = {}
@@ -48,11 +50,13 @@ def kept_by(model: torch.nn.Module, shape: tuple[int, int], *, bf16: bool) -> in
         return tensor
 
     inputs = torch.zeros(shape, dtype=torch.long)
+    positions = torch.arange(shape[1]).remainder(32).expand(shape)
+    places = {"positions_BT": positions} if documents else {}
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
-        model(inputs, inputs)
+        model(inputs, inputs, **places)
     return sum(kept.values())
 
 
@@ -82,11 +86,29 @@ def test_models_of_transformers_keep_what_autograd_keeps(kind: str, bf16: bool) 
     samples, context = 8, 96
     setup = TrainingSetup(samples, context, precision="bf16" if bf16 else "fp32")
     estimate = pretrained_memory(shape, setup)
+    packed = pretrained_memory(shape, replace(setup, document_masks=True))["activations"]
     tensors = 2 if kind == "gemma2" else 1  # of logits; one is the hyperbolic tangent
     logits = 4 * samples * context * 96 * tensors
     measured = kept_by(PretrainedModel(shape, seed=0), (samples, context), bf16=bf16) - logits
     assert estimate["activations"] == pytest.approx(measured, rel=0.05)
     assert estimate["logits"] >= logits
+    if kind in ("llama", "qwen3"):
+        model = PretrainedModel(shape, seed=0)
+        more = kept_by(model, (samples, context), bf16=bf16, documents=True) - logits
+        assert packed == pytest.approx(more, rel=0.05)
+
+
+@pytest.mark.parametrize("windows", [(), (16, None, 16)], ids=["", "windows"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_masks_of_documents_are_kept_once(windows: tuple[int | None, ...], bf16: bool) -> None:
+    for plain in (GPT2, LLAMA):
+        arch = replace(plain, context=224, windows=windows)
+        model = GPT(arch)
+        model.init_weights(0)
+        setup = TrainingSetup(4, precision="bf16" if bf16 else "fp32", document_masks=True)
+        measured = kept_by(model, (4, 224), bf16=bf16, documents=True) - 4 * 4 * 224 * 80
+        estimate = memory_estimate(arch, setup)["activations"]
+        assert estimate == pytest.approx(measured, rel=0.1 if not windows else 0.25)
 
 
 @pytest.mark.parametrize("window", [4, 64, 100])

@@ -150,6 +150,8 @@ class TrainingSetup:
     gradient_checkpointing: bool = False
     compiled: bool = False
     device: str = "cpu"
+    document_masks: bool = False
+    """whether samples have masks of context × context"""
 
 
 def memory_estimate(
@@ -171,11 +173,18 @@ def memory_estimate(
             arch, setup.batch_size, context, low, device, checkpointing=setup.gradient_checkpointing
         )
         + _adapter_bytes(arch, tokens, low, setup.gradient_checkpointing)
+        + (_document_bytes(arch, setup.batch_size, context, low) if setup.document_masks else 0)
         + (low * count.matmul if low < _WIDE else 0),
         "logits": logit_bytes(
             arch.vocab_size, arch.n_embd, tokens, low, device, compiled=setup.compiled
         ),
     }
+
+
+def _document_bytes(arch: Architecture, samples: int, context: int, low: int) -> int:
+    """Return the bytes of the masks of packed documents: one for all layers, and one for each with a window."""
+    windowed = sum(window is not None for window in _windows_of_passes(arch))
+    return samples * context**2 * low * (1 + windowed)
 
 
 def _activation_bytes(

@@ -106,7 +106,7 @@ class GPT(nn.Module):
         """
         begin = len(cache) if cache is not None else 0
         x_BTD, rotation = self._embed(inputs_BT, begin, positions_BT)
-        documents = None if positions_BT is None else PackedDocuments.at(positions_BT)
+        documents = None if positions_BT is None else PackedDocuments.at(positions_BT, x_BTD)
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         router_logits: list[Tensor] = []
@@ -215,15 +215,18 @@ class PackedDocuments(NamedTuple):
 
     numbers: Tensor
     """of each token's document in its sample, from 1 on, (B, T)"""
-    seen: Tensor
-    """whether a query sees a key: one of its own document that is not later, (B, 1, T, T)"""
+    mask: Tensor
+    """added to scores: −∞ but for the keys of a query's own document that are not later, (B, 1, T, T)"""
 
     @classmethod
-    def at(cls, positions_BT: Tensor) -> PackedDocuments:
-        """Return the documents of tokens at these positions, of which each begins at 0."""
+    def at(cls, positions_BT: Tensor, x_BTD: Tensor) -> PackedDocuments:
+        """Return the documents of tokens at these positions, of which each begins at 0, for attention to `x_BTD`."""
+        kind = x_BTD.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BTD.dtype
         numbers_BT = (positions_BT == 0).cumsum(1)
         seen_BTT = (numbers_BT[:, :, None] == numbers_BT[:, None, :]).tril()
-        return cls(numbers_BT, seen_BTT[:, None])
+        # of the type of scores, so that no layer makes and keeps one of its own
+        return cls(numbers_BT, _as_added(seen_BTT[:, None], low))
 
 
 class KVCache:
@@ -284,8 +287,8 @@ class _Block(nn.Module):
         documents: PackedDocuments | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
-        seen = None if documents is None else documents.seen
-        attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache, seen)
+        mask = None if documents is None else documents.mask
+        attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache, mask)
         if self.is_masked and openings is not None:
             attention = attention * openings[self.layer]
         x = x + _dropout(attention, self.dropout, self.training)
@@ -333,7 +336,7 @@ class _Attention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings_H: Tensor | None,
         cache: KVCache | None,
-        seen_B1TT: Tensor | None,
+        mask_B1TT: Tensor | None,
     ) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = self.heads(x_BTD, rotation)
         q_BHTC = q_BTHC.to(v_BTKC.dtype).transpose(1, 2)
@@ -342,7 +345,7 @@ class _Attention(nn.Module):
         if cache is not None:
             k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC, self.window)
         dropout = self.dropout if self.training else 0.0
-        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, dropout, self.window, seen_B1TT)
+        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, dropout, self.window, mask_B1TT)
         if self.masked and openings_H is not None:
             y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
@@ -355,7 +358,7 @@ def causal_attention(
     v_BKTC: Tensor,
     dropout: float,
     window: int | None = None,
-    seen_B1TT: Tensor | None = None,
+    mask_B1TT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ / √C + causal mask) v, (B, H, T, C); K divides H (arXiv 2305.13245).
 
@@ -364,12 +367,13 @@ def causal_attention(
     Args:
         window: tokens that a token attends to, itself included, as in Mistral (arXiv 2310.06825); None: all. A
             single query attends to all keys.
-        seen_B1TT: which keys a query may see besides, of several documents end to end; None: all before it.
+        mask_B1TT: added to scores in place of the causal mask, of several documents end to end; None: of one.
     """
-    if seen_B1TT is not None:
+    if mask_B1TT is not None:
         if window is not None:
-            seen_B1TT = seen_B1TT.triu(1 - window)
-        return _masked_attention(q_BHTC, k_BKTC, v_BKTC, dropout, seen_B1TT)
+            last_TT = _last_keys(q_BHTC, k_BKTC.shape[2], window)
+            mask_B1TT = mask_B1TT.masked_fill(~last_TT, -torch.inf)
+        return _masked_attention(q_BHTC, k_BKTC, v_BKTC, dropout, mask_B1TT)
     is_grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
     if q_BHTC.shape[2] == 1:
         return F.scaled_dot_product_attention(
@@ -422,9 +426,13 @@ def _last_keys(q_BHTC: Tensor, keys: int, window: int) -> Tensor:
 
 
 def _masked_attention(
-    q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dropout: float, seen_TS: Tensor
+    q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dropout: float, mask_TS: Tensor
 ) -> Tensor:
-    """Attention of each query to the keys that it sees; `seen_TS` may begin with B and 1."""
+    """Attention of each query to the keys that it sees.
+
+    Args:
+        mask_TS: whether it sees them, or what is added to their scores; may begin with B and 1.
+    """
     T = q_BHTC.shape[2]
     low, device = q_BHTC.dtype == torch.bfloat16, q_BHTC.device
     use_fused = not materializes_scores(T, low, device.type) or torch.compiler.is_compiling()
@@ -435,12 +443,16 @@ def _masked_attention(
         is_grouped = False
     if use_fused:
         return F.scaled_dot_product_attention(
-            q_BHTC, k_BKSC, v_BKSC, seen_TS, dropout_p=dropout, enable_gqa=is_grouped
+            q_BHTC, k_BKSC, v_BKSC, mask_TS, dropout_p=dropout, enable_gqa=is_grouped
         )
-    mask_TS = torch.zeros_like(seen_TS, dtype=q_BHTC.dtype).masked_fill(~seen_TS, -torch.inf)
-    if mask_TS.ndim > 2:
-        mask_TS = mask_TS.expand(-1, q_BHTC.shape[1], -1, -1).flatten(0, 1)
+    if mask_TS.dtype == torch.bool:
+        mask_TS = _as_added(mask_TS, q_BHTC.dtype)
     return _materialized_attention(q_BHTC, k_BKSC, v_BKSC, dropout, mask_TS)
+
+
+def _as_added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores so that keys which are not seen have no share."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
 def _repeated(q_BHTC: Tensor, *pair_BKTC: Tensor) -> tuple[Tensor, ...]:
@@ -452,9 +464,14 @@ def _repeated(q_BHTC: Tensor, *pair_BKTC: Tensor) -> tuple[Tensor, ...]:
 def _materialized_attention(
     q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, dropout: float, mask_TS: Tensor
 ) -> Tensor:
-    """softmax(q kᵀ / √C + mask) v, by a matrix of scores per head."""
+    """softmax(q kᵀ / √C + mask) v, by a matrix of scores per head; the mask may begin with B and 1."""
     q_NTC, k_NSC, v_NSC = (x.flatten(0, 1) for x in (q_BHTC, k_BHSC, v_BHSC))
-    scores_NTS = torch.baddbmm(mask_TS, q_NTC, k_NSC.mT, alpha=q_NTC.shape[-1] ** -0.5)
+    scale = q_NTC.shape[-1] ** -0.5
+    if mask_TS.ndim == 2:
+        scores_NTS = torch.baddbmm(mask_TS, q_NTC, k_NSC.mT, alpha=scale)
+    else:
+        scores_BHTS = torch.bmm(q_NTC * scale, k_NSC.mT).unflatten(0, q_BHTC.shape[:2])
+        scores_NTS = (scores_BHTS + mask_TS).flatten(0, 1)
     shares_NTS = F.dropout(scores_NTS.softmax(-1), dropout) if dropout else scores_NTS.softmax(-1)
     return torch.bmm(shares_NTS, v_NSC).view(q_BHTC.shape)
 

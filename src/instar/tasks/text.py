@@ -239,6 +239,7 @@ class TextSpec(TaskSpec):
             gradient_checkpointing=config.train.gradient_checkpointing,
             compiled=config.compile,
             device=device,
+            document_masks=config.data.document_masks,
         )
 
 

@@ -80,6 +80,8 @@ def pretrained_memory(
     if setup.gradient_checkpointing:
         blocks = layers * _WIDE * embed + layer
     activations = tokens * (blocks + (2 * _WIDE + low) * embed + low * _adapter_ranks(shape, setup))
+    if setup.document_masks:  # which torch's attention makes anew in every layer
+        activations += layers * tokens * context * low
     activations += low * _cast_elements(shape) if low < _WIDE else 0
     logits = logit_bytes(sizes["vocab"], embed, tokens, low, setup.device, compiled=setup.compiled)
     if shape.config.get("final_logit_softcapping") is not None:
