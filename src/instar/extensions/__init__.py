@@ -144,6 +144,7 @@ BUILT_IN: Mapping[str, Words] = {
     "lab": Words("lab", {"commands": ("find", "doctor", "schedule pilot", "schedule search")}),
     "foreign": Words("foreign", {"commands": ("logs import",), "checkpoints": (".pt",)}),
     "graphs": Words("graph", {"tasks": ("graph",), "starters": ("graph",)}),
+    "harness": Words("harness", {}),
     "grpo": Words("grpo", {"programs": ("instar.recipes.grpo", "instar.recipes.grpo.serve")}),
 }
 """The extensions of Instar."""

@@ -470,7 +470,7 @@ def _materialized_attention(
     if mask_TS.ndim == 2:
         scores_NTS = torch.baddbmm(mask_TS, q_NTC, k_NSC.mT, alpha=scale)
     else:
-        scores_BHTS = torch.bmm(q_NTC * scale, k_NSC.mT).unflatten(0, q_BHTC.shape[:2])
+        scores_BHTS = torch.bmm(q_NTC * scale, k_NSC.mT).view(*q_BHTC.shape[:3], k_BHSC.shape[2])
         scores_NTS = (scores_BHTS + mask_TS).flatten(0, 1)
     shares_NTS = F.dropout(scores_NTS.softmax(-1), dropout) if dropout else scores_NTS.softmax(-1)
     return torch.bmm(shares_NTS, v_NSC).view(q_BHTC.shape)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -87,25 +87,30 @@ GPT = {
 }
 
 
-@pytest.fixture(params=["gpt", "llama"])
+@pytest.fixture(scope="module", params=["gpt", "llama"])
 def run(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Harness, Path]:
-    monkeypatch.chdir(tmp_path)
+    """A run with the hook, and, beside it, its export."""
+    place = tmp_path_factory.mktemp(request.param)
     hook = Harness(TASKS, every=2)
-    if request.param == "gpt":
-        Path("squares.txt").write_text(TEXT)
-        Path("bpe.json").write_text(train_bpe([TEXT], 280).to_json())
-        Path("run.yaml").write_text(json.dumps(GPT))
-        train("run.yaml", hooks=[hook])
-    else:
-        write_place("llama", tmp_path)
-        train(
-            "run.yaml",
-            ["train.until=20it", "eval.eval_interval=5", "record.run_dir=run"],
-            hooks=[hook],
-        )
-    return hook, Path("run")
+    with chdir(place):
+        if request.param == "gpt":
+            Path("squares.txt").write_text(TEXT)
+            Path("bpe.json").write_text(train_bpe([TEXT], 280).to_json())
+            Path("run.yaml").write_text(json.dumps(GPT))
+            train("run.yaml", ["train.until=20it"], hooks=[hook])
+        else:
+            write_place("llama", place)
+            keys = [
+                "train.until=20it",
+                "eval.eval_interval=10",
+                "record.run_dir=run",
+                "eval.at_start=false",
+            ]
+            train("run.yaml", keys, hooks=[hook])
+        assert main(["checkpoint", "export", "run", "hf", "--to", "hf"]) == 0
+    return hook, place
 
 
 def measured(model: Any) -> dict[str, float]:
@@ -119,41 +124,17 @@ def measured(model: Any) -> dict[str, float]:
 
 
 def test_the_harness_measures_the_same_on_what_is_exported(run: tuple[Harness, Path]) -> None:
-    hook, folder = run
-    last = max(hook.results)
-    assert main(["checkpoint", "export", str(folder), "hf", "--to", "hf"]) == 0
-    theirs = HFLM(pretrained="hf", device="cpu", dtype="float32", batch_size=4)
+    """Also pair by pair: a text longer than the model reads, a continuation of several tokens, and an empty text."""
+    hook, place = run
+    theirs = HFLM(pretrained=str(place / "hf"), device="cpu", dtype="float32", batch_size=4)
     expected = measured(theirs)
-    model, tokenizer = instar.load_model(folder, "cpu"), load_saved_tokenizer(folder)
-    ours = measured(HarnessModel(model, tokenizer, 5))
-    assert ours.keys() == expected.keys() == hook.results[last].keys()
-    assert ours == pytest.approx(expected, rel=1e-5)
-    if last == max(
-        event.step for event in read_events(folder / "events.jsonl") if isinstance(event, Train)
-    ):
-        assert hook.results[last] == pytest.approx(expected, rel=1e-5)
-    recorded = {
-        name: value
-        for event in read_events(folder / "events.jsonl")
-        if isinstance(event, Train)
-        for name, value in event.extra.items()
-        if "/" in name
-    }
-    assert recorded.keys() == expected.keys()
-
-
-def test_scores_of_pairs_are_those_of_the_harness_itself(run: tuple[Harness, Path]) -> None:
-    """Pair by pair: also a text longer than the model reads, a continuation of several tokens, and an empty text."""
-    _, folder = run
-    assert main(["checkpoint", "export", str(folder), "hf", "--to", "hf"]) == 0
-    theirs = HFLM(pretrained="hf", device="cpu", dtype="float32", batch_size=2)
-    ours = HarnessModel(instar.load_model(folder, "cpu"), load_saved_tokenizer(folder), 3)
-    pairs = [
-        ("4 squared is", " 16, and"),
-        ("", "5 squared"),
-        (" ".join(["9 squared is 81,"] * 9), " and"),
-        ("7 ", "squared"),
-    ]
+    model, tokenizer = instar.load_model(place / "run", "cpu"), load_saved_tokenizer(place / "run")
+    ours = HarnessModel(model, tokenizer, 5)
+    assert hook.results.keys() == {20}
+    assert hook.results[20] == pytest.approx(expected, rel=1e-5)
+    assert measured(ours) == pytest.approx(expected, rel=1e-5)
+    pairs = [("4 squared is", " 16, and"), ("", "5 squared"), ("7 ", "squared")]
+    pairs.append((" ".join(["9 squared is 81,"] * 9), " and"))
     requests = [type("Request", (), {"args": pair})() for pair in pairs]
     for (score, greedy), (their_score, their_greedy) in zip(
         ours.loglikelihood(requests, disable_tqdm=True),
@@ -177,4 +158,3 @@ def test_a_run_trains_as_without_the_hook(tmp_path: Path, monkeypatch: pytest.Mo
         events = read_events(Path(name) / "events.jsonl")
         losses.append([event.loss for event in events if isinstance(event, Train)])
     assert losses[0] == losses[1]
-    assert torch.initial_seed() is not None

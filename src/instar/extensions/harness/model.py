@@ -20,7 +20,7 @@ _MOST_TOKENS = 256
 """Default number of tokens of an answer, which the harness's own models have too."""
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]
     """Scores and writes texts with a model and the tokenizer that it was trained with.
 
     A text begins with what the tokenizer adds before one, as in training.
@@ -66,7 +66,8 @@ class HarnessModel(TemplateLM):
             with evaluating(self._model):
                 logits = self._model(inputs.to(self._device)).float()
             shares = logits.log_softmax(-1).cpu()
-            for row, tokens, (_, _, after) in zip(shares, rows, batch, strict=True):
+            for row, tokens, pair in zip(shares, rows, batch, strict=True):
+                after = pair[2]
                 count = min(len(after), len(tokens) - 1)
                 scores = row[len(tokens) - 1 - count : len(tokens) - 1]
                 expected = torch.tensor(tokens[-count:])
