@@ -94,9 +94,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Any, **_: Any) -> list[str]:
         """Return what the model writes after each text, the likeliest tokens, up to the first stop."""
-        return [self._written(*request.args) for request in requests]
+        return [self._answer(*request.args) for request in requests]
 
-    def _written(self, text: str, options: dict[str, Any]) -> str:
+    def _answer(self, text: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else until
         start = torch.tensor([self.tok_encode(text)], device=self._device)
@@ -105,13 +105,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             self._model, start, SamplingOptions(temperature=0.0), vocab_size=tokenizer.vocab_size
         )
         ids: list[int] = []
-        written = ""
+        answer = ""
         for token in islice(tokens, int(options.get("max_gen_toks", _MOST_TOKENS))):
             if (number := int(token[0])) == end:
                 break
             ids.append(number)
-            written = tokenizer.decode(ids)
-            if any(stop in written for stop in stops):
+            answer = tokenizer.decode(ids)
+            if any(stop in answer for stop in stops):
                 break
-        places = [place for stop in stops if (place := written.find(stop)) >= 0]
-        return written[: min(places, default=len(written))]
+        places = [place for stop in stops if (place := answer.find(stop)) >= 0]
+        return answer[: min(places, default=len(answer))]

@@ -94,17 +94,17 @@ def _layer_bytes(shape: LoraShape, context: int, low: int, device: str) -> int |
     pair = _KEPT.get(shape.config["model_type"])
     if pair is None:
         return None
-    kept, sizes = pair[low < _WIDE], shape.sizes()
+    bytes_of, sizes = pair[low < _WIDE], shape.sizes()
     used = shape.num_experts_per_tok if "experts" in sizes else None
-    scores = kept.scores
+    scores = bytes_of.scores
     if shape.config.get("attn_pdrop") and device == "cpu":
         scores = _DROPPED_SCORES
     return (
-        (kept.embed + kept.expert_embed * (used or 0)) * sizes["embed"]
-        + kept.mlp * (used or 1) * sizes["mlp"]
-        + kept.queries * sizes["heads"] * sizes["head_dim"]
-        + kept.keys * sizes["kv_heads"] * sizes["head_dim"]
-        + (kept.heads + scores * context) * sizes["heads"]
+        (bytes_of.embed + bytes_of.expert_embed * (used or 0)) * sizes["embed"]
+        + bytes_of.mlp * (used or 1) * sizes["mlp"]
+        + bytes_of.queries * sizes["heads"] * sizes["head_dim"]
+        + bytes_of.keys * sizes["kv_heads"] * sizes["head_dim"]
+        + (bytes_of.heads + scores * context) * sizes["heads"]
         + _ROUTED * sizes.get("experts", 0)
         + _CHOSEN * (used or 0)
     )
@@ -117,7 +117,7 @@ def _cast_elements(shape: LoraShape) -> int:
 
 
 def _adapter_ranks(shape: LoraShape, setup: TrainingSetup) -> int:
-    """Return the ranks of the adapters whose inner values are kept."""
+    """Return the ranks of the adapters whose inner values are bytes_of."""
     table = shape.parameters()
     ranks = sum(entry.shape[0] for name, entry in table.items() if name.endswith(".lora_a"))
     return ranks // max(1, shape.sizes()["layers"]) if setup.gradient_checkpointing else ranks
