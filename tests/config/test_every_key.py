@@ -42,6 +42,7 @@ OTHER: Mapping[str, Any] = {
     "early_stopping.rules": [{"patience": 2}],
     "model.heads": [{"name": "y", "kind": "regression"}],
     "data.mixture": [{"source": "stdlib"}],
+    "eval.sets": [{"name": "other", "source": "stdlib"}],
 }
 """Values that differ from the default, where the type alone does not tell one."""
 

@@ -49,6 +49,9 @@ def _eval_context(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.eval.context is not None and config.longest_context == 1:
         text = "eval.context is for text: the samples of this task have no length in tokens"
         yield ConfigProblem(("eval.context", "task"), text, "leave it out")
+    if config.eval.sets and config.longest_context == 1:
+        text = "eval.sets are texts: this task has samples of its own"
+        yield ConfigProblem(("eval.sets", "task"), text, "leave it out")
 
 
 def _virtual_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigProblem]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Strict
 
 from instar.config.errors import ConfigProblem
-from instar.config.schema import NAME, Direction, EvalConfig, FeedConfig, Name, RunConfig
+from instar.config.schema import NAME, Direction, FeedConfig, Name, RunConfig
 from instar.config.sections import (
     FROM,
     Context,
@@ -228,31 +228,10 @@ class DataConfig(FeedConfig):
         return self.kind in ("stream", "python")
 
 
-class EvalSet(Section):
-    """Text that is held out beside the validation split, with metrics of its own."""
-
-    name: Name = Field(description="name in metrics, such as code in code/loss")
-    source: str = Field(description="text: a file, folder or glob, as data.source of kind tokens")
-    text_field: str | None = Field(None, description="default: data.text_field")
-    eval_interval: PositiveInt | None = Field(
-        None,
-        description="steps between evaluations, a multiple of eval.eval_interval; default: of the run",
-    )
-
-
-class TextEvalConfig(EvalConfig):
-    """Held-out metrics: exact, over all ranks."""
-
-    sets: Annotated[tuple[EvalSet, ...], Strict(False)] = Field(
-        (), description="further held-out texts, each evaluated by itself"
-    )
-
-
 class TextConfig(RunConfig):
     """A whole run of a language model on text."""
 
     data: DataConfig = subsection(DataConfig, "samples and their order")
-    eval: TextEvalConfig = subsection(TextEvalConfig, "held-out metrics")
 
     def conflicts(self) -> list[ConfigProblem]:
         return [*data_checks(self.data), *_lengths(self), *_sets(self)]

@@ -271,6 +271,18 @@ class LearningRateConfig(Section):
         return self.shape in ("cosine", "linear", "wsd")
 
 
+class EvalSet(Section):
+    """Text that is held out beside the validation split, with metrics of its own."""
+
+    name: Name = Field(description="name in metrics, such as code in code/loss")
+    source: str = Field(description="text: a file, folder or glob, as data.source of kind tokens")
+    text_field: str | None = Field(None, description="default: data.text_field")
+    eval_interval: PositiveInt | None = Field(
+        None,
+        description="steps between evaluations, a multiple of eval.eval_interval; default: of the run",
+    )
+
+
 class EvalConfig(Section):
     """Held-out metrics: exact, over all ranks."""
 
@@ -290,6 +302,9 @@ class EvalConfig(Section):
         None,
         description="text: tokens per held-out sample, so that losses stay comparable where the context "
         "changes; default: as many as training samples have",
+    )
+    sets: Annotated[tuple[EvalSet, ...], Strict(False)] = Field(
+        (), description="text: further held-out texts, each evaluated by itself"
     )
     at_start: bool | None = Field(
         None,

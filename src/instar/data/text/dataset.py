@@ -13,14 +13,15 @@ import numpy as np
 import xxhash
 
 from instar.config.errors import ConfigError
-from instar.config.language import DataConfig, EvalSet
+from instar.config.language import DataConfig
+from instar.config.schema import EvalSet
 from instar.config.user_code import load_named, what_happened
 from instar.data.mixture import Concatenated, mixture_order
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import DocumentSamples, Source, TokenWindows, WorkerSource
 from instar.data.text.chat import MARKS, ChatSamples
 from instar.data.text.documents import open_rows
-from instar.data.text.files import find_files
+from instar.data.text.files import STDLIB, find_files
 from instar.data.text.foreign.token_files import holds_ids
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
@@ -133,7 +134,8 @@ def missing(
     for number, entry in enumerate(sets):
         with _of_set(number):
             set_data = _set_data(data, seed, entry)
-            find_files(entry.source)
+            if entry.source != STDLIB:
+                find_files(entry.source)
             # without the run's data there is no tokenizer yet
             if absent or not settle_folder(set_data, seed, say, set_data.path)[1]:
                 absent.append(Path(set_data.path or ""))
