@@ -13,6 +13,7 @@ import pytest
 import science
 import tiny_run
 import torch
+from cases import shortened
 from pretrained import write_place
 from torch import nn
 
@@ -125,3 +126,39 @@ def test_a_run_evaluates_documents_alone_on_any_ranks(
         assert tiny_run.events(run, "eval")[-1]["loss"] == pytest.approx(loss, rel=1e-6)
     assert curves[1] == pytest.approx(curves[0], rel=1e-6)
     assert curves[0][-1] < curves[0][-2], "it learns"
+
+
+WAYS = {
+    "fsdp": ("parallel.strategy=fsdp",),
+    "dispatched": ("data.strategy=dispatched",),
+    "workers": ("data.workers=1",),
+    "growth": (
+        "schedule=[{name: widen_mlp, value: x2, when: {at_step: 1}}, "
+        "{name: insert_layers, value: 1, when: {at_step: 2}}]",
+    ),
+    "bf16": ("precision=bf16",),
+}
+
+
+@shortened("way", [*WAYS], first=3)
+def test_masks_hold_however_ranks_share_the_work(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks are one process, and the last evaluation is that of documents alone."""
+    place = gpt(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    shared = () if way in ("fsdp", "dispatched", "workers") else WAYS[way]
+    curves = []
+    for ranks, keys in ((1, shared), (2, WAYS[way])):
+        run = tmp_path / f"run-{ranks}"
+        children = place.train(run, *keys, ranks=ranks)
+        assert tiny_run.codes(children) == [0] * ranks, tiny_run.said(children)
+        curves.append([event["loss"] for event in tiny_run.events(run, "train")])
+    tolerance = 1e-2 if way == "bf16" else 1e-5
+    assert curves[1] == pytest.approx(curves[0], rel=tolerance)
+    prepared = preflight(load_run_config("run.yaml"), 1)
+    source = prepared.spec.task(prepared.config).held_out("val")
+    loss, _ = loss_alone(instar.load_model(tmp_path / "run-2", "cpu"), source)
+    assert tiny_run.events(tmp_path / "run-2", "eval")[-1]["loss"] == pytest.approx(
+        loss, rel=tolerance
+    )
