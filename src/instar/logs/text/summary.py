@@ -130,29 +130,34 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
     size = f" {si(summary.parameters)}" if summary.parameters else ""
     process = [f"process {summary.process}"] if summary.process else []
     yield "state", [state_text(summary), *process]
+    if summary.imported_from:
+        yield "imported", [f"from {summary.imported_from}"]
     if summary.go_on:
         yield "resume with", [summary.go_on]
     yield "where", [summary.path]
-    yield "model", [part for part in (f"{summary.model}{size}", summary.devices, *ranks) if part]
+    if model := [part for part in (f"{summary.model}{size}", summary.devices, *ranks) if part]:
+        yield "model", model
     if summary.started:
         count = summary.segments - 1
         resumes = [f"resumed {count} time{'' if count == 1 else 's'}"] if count > 0 else []
         yield "started", [date(summary.started), *resumes]
         yield "last line", [date(summary.seen)]
-    yield (
-        "reached",
-        [
-            f"step {summary.step:,}",
-            f"{summary.samples:,} samples",
-            *([f"{si(summary.tokens)} {unit}"] if summary.unit != "sample" else []),
-            f"epoch {summary.epoch:.2f}",
-            f"{scientific(summary.flops)} FLOPs",
-        ],
-    )
+    tokens = [(summary.tokens, f"{si(summary.tokens)} {unit}")] if summary.unit != "sample" else []
+    amounts = [
+        (summary.samples, f"{summary.samples:,} samples"),
+        *tokens,
+        (summary.epoch, f"epoch {summary.epoch:.2f}"),
+        (summary.flops, f"{scientific(summary.flops)} FLOPs"),
+    ]
+    yield "reached", [f"step {summary.step:,}", *_texts_of_amounts(summary, amounts)]
     rate = summary.tokens_per_s
     pace = [] if rate is None else [f"{si(rate)} {unit}/s"]
-    times = [f"{duration(summary.active_s)} active", f"{duration(summary.wall_s)} wall"]
-    yield "time", [*times, *pace]
+    times = [
+        (summary.active_s, f"{duration(summary.active_s)} active"),
+        (summary.wall_s, f"{duration(summary.wall_s)} wall"),
+    ]
+    if clocks := [*_texts_of_amounts(summary, times), *pace]:
+        yield "time", clocks
     if total := sum(summary.drawn.values()):
         shares = ((name, count / total) for name, count in summary.drawn.items())
         yield "drawn", [f"{name} {share:.1%}" for name, share in shares]
@@ -172,6 +177,11 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
                 for checkpoint in summary.checkpoints
             ],
         )
+
+
+def _texts_of_amounts(summary: Summary, amounts: Sequence[tuple[float, str]]) -> list[str]:
+    """Return the texts of amounts; of an imported run those that are not 0, which stands for unknown."""
+    return [text for amount, text in amounts if amount or not summary.imported_from]
 
 
 def family_rows(summary: Summary) -> list[tuple[str, ...]]:
@@ -229,8 +239,15 @@ def _line_cells(summary: Summary) -> list[str]:
         f"{rate} {unit}/s",
         f"{duration(summary.active_s)} active",
         f"{count} operation{'' if count == 1 else 's'}",
-        summary.reason.partition("\n")[0] if summary.state in ("stopped", "crashed") else "",
+        _remark(summary),
     ]
+
+
+def _remark(summary: Summary) -> str:
+    """Return why a run was stopped or crashed, or what it was imported from; else nothing."""
+    if summary.imported_from:
+        return f"imported from {summary.imported_from}"
+    return summary.reason.partition("\n")[0] if summary.state in ("stopped", "crashed") else ""
 
 
 def summary_markdown(summaries: Sequence[Summary]) -> list[str]:
@@ -274,10 +291,11 @@ def _markdown_of_many(summaries: Sequence[Summary]) -> list[str]:
         unit = unit_text(summary.unit)
         last, best = summary.last.get("loss"), best_held_out(summary)
         rate = NONE if summary.tokens_per_s is None else f"{si(summary.tokens_per_s)} {unit}"
+        origin = f", imported from {summary.imported_from}" if summary.imported_from else ""
         rows.append(
             (
                 _md(folder(summary)),
-                summary.state,
+                _md(f"{summary.state}{origin}"),
                 f"{summary.step:,}",
                 f"{si(summary.tokens)} {unit}",
                 NONE if last is None else loss(last.value),
