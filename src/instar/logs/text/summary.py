@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from instar.extensions import layer_titles, metric_names
@@ -233,14 +233,19 @@ def _line_cells(summary: Summary) -> list[str]:
         summary.state,
         folder(summary),
         f"step {summary.step:,}",
-        f"{si(summary.tokens)} {unit}",
+        f"{_amount(summary, summary.tokens, si)} {unit}",
         f"loss {NONE if last is None else loss(last.value)}",
         f"best {name} {value} at {at}",
         f"{rate} {unit}/s",
-        f"{duration(summary.active_s)} active",
+        f"{_amount(summary, summary.active_s, duration)} active",
         f"{count} operation{'' if count == 1 else 's'}",
         _remark(summary),
     ]
+
+
+def _amount(summary: Summary, amount: float, text: Callable[[float], str]) -> str:
+    """Return the text of an amount; `-` for 0 of an imported run, which stands for unknown."""
+    return text(amount) if amount or not summary.imported_from else NONE
 
 
 def _remark(summary: Summary) -> str:
@@ -297,12 +302,12 @@ def _markdown_of_many(summaries: Sequence[Summary]) -> list[str]:
                 _md(folder(summary)),
                 _md(f"{summary.state}{origin}"),
                 f"{summary.step:,}",
-                f"{si(summary.tokens)} {unit}",
+                f"{_amount(summary, summary.tokens, si)} {unit}",
                 NONE if last is None else loss(last.value),
                 NONE if best is None else f"{_md(best[0])} {loss(best[1].value, 4)}",
                 NONE if best is None else f"{best[1].step:,}",
                 rate,
-                duration(summary.active_s),
+                _amount(summary, summary.active_s, duration),
                 str(len(summary.operations)),
             )
         )

@@ -1,0 +1,92 @@
+"""Reading files of other tools, which are not trusted: their beginnings, lines and JSON, within limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from instar.config.errors import ConfigError
+from instar.config.files import SMALL_BYTES, of_bounded_depth, open_regular, read_regular
+
+HEAD_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
+
+
+def read_head(path: Path, size: int = HEAD_BYTES) -> bytes:
+    """Return the first bytes of a file; empty for a folder.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path.is_dir():
+        return b""
+    try:
+        with open_regular(path) as file:
+            return file.read(size)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text with their ends; the last one may have none.
+
+    Raises:
+        ConfigError: it cannot be read, or a line has more than `MAX_LINE_BYTES`.
+    """
+    try:
+        with open_regular(path) as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError.of(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
+                yield line.decode("utf-8", "replace")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def read_text(path: Path) -> str:
+    """Return a text of at most `SMALL_BYTES` that is nested no deeper than JSON should be.
+
+    Raises:
+        ConfigError: it is larger or deeper, or cannot be read.
+    """
+    try:
+        return of_bounded_depth(read_regular(path)).decode("utf-8", "replace")
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise ConfigError.of(f"{path}: {error}", hint=f"at most {SMALL_BYTES:,} bytes") from error
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of JSON, also of Python's NaN and Infinity.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deep.
+    """
+    return json.loads(of_bounded_depth(text))
+
+
+def unreadable(path: Path, error: OSError) -> ConfigError:
+    """Return the error of a file that the system does not read."""
+    return ConfigError.of(f"cannot read {path}: {error.strerror or error}")
+
+
+def missing_package(package: str, path: Path) -> ConfigError:
+    """Return the error where a record needs a package, whose extra has its name."""
+    return ConfigError.of(
+        f"{path} is read by the library `{package}`, which is not installed",
+        hint=f"install the extra: pip install 'instar[{package}]'",
+    )
+
+
+def folder_name(path: Path) -> str:
+    """Return the name of a record's folder, with that above it if it only counts: `gpt-version_3`."""
+    folder = path.absolute() if path.is_dir() else path.absolute().parent
+    kind, _, number = folder.name.partition("_")
+    return (
+        f"{folder.parent.name}-{folder.name}"
+        if (kind, number.isdigit()) == ("version", True)
+        else folder.name
+    )
