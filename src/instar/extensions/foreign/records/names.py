@@ -108,11 +108,13 @@ def name_metrics(
     names.pop("", None)
     loss_steps = [curves[name].step for name in names]
     axes = dict(_axes(curves, loss_steps or [curve.step for curve in curves.values()]))
+    names_in_use = {*names.values()}
     for name, curve in curves.items():
         if name not in names and name not in axes.values():
             behind_tool = (f"{tool}/" * number + name for number in count(1))
             candidates = chain(_candidates(name, curve), behind_tool)
-            names[name] = next(n for n in candidates if n not in names.values())
+            names[name] = next(n for n in candidates if n not in names_in_use)
+            names_in_use.add(names[name])
     return Naming(names, axes)
 
 

@@ -174,6 +174,8 @@ class RecordTable:
             (self._n_infinite, "NaN or infinite value{s} kept"),
         ]
         yield from self.remarks
+        if self.end_reason:
+            yield self.end_reason
         for count, text in counts:
             if count:
                 yield f"{count:,} {text.replace('{s}', '' if count == 1 else 's')}"
