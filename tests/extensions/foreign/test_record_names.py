@@ -34,6 +34,15 @@ def curves(*names: str) -> dict[str, Curve]:
             "",
             "val_loss/dataloader_idx_0",
         ),
+        (
+            [
+                "loss_metrics/global_max_loss",
+                "loss_metrics/global_avg_loss",
+                "validation_metrics/loss",
+            ],
+            "loss_metrics/global_avg_loss",
+            "validation_metrics/loss",
+        ),
         (["reward", "eval_a_loss"], "", ""),
     ],
 )
@@ -55,6 +64,8 @@ def test_every_name_of_the_tables_is_found_alone() -> None:
     [
         ("learning_rate", "lr"),
         ("lr-AdamW", "lr"),
+        ("lr/AdamW", "lr"),
+        ("optimizer/lr", "lr"),
         ("train/learning_rate", "lr"),
         ("train/grad_norm", "grad_norm"),
         ("eval_accuracy", "val/accuracy"),

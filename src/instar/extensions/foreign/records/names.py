@@ -17,20 +17,24 @@ LOSS, VAL_LOSS = "loss", "val/loss"
 LOSSES = (
     *("loss", "train/loss", "train_loss", "loss/train", "train_loss_step", "train/loss_step"),
     *("train/train_loss", "training_loss", "training/loss", "loss_step", "losses/train"),
-    *("train_loss_epoch", "train/loss_epoch", "loss_epoch"),
+    *("loss_metrics/global_avg_loss", "train_loss_epoch", "train/loss_epoch", "loss_epoch"),
 )
 """names of the training loss, in lower case; the first one that a record has counts"""
 VAL_LOSSES = (
     *("val/loss", "eval/loss", "eval_loss", "val_loss", "loss/val", "loss/eval", "val/val_loss"),
     *("validation_loss", "validation/loss", "loss/validation", "valid_loss", "valid/loss"),
-    *("loss/valid", "losses/val", "val_loss_epoch", "val_loss/dataloader_idx_0", "dev_loss"),
+    *("validation_metrics/loss", "loss/valid", "losses/val", "val_loss_epoch", "dev_loss"),
+    "val_loss/dataloader_idx_0",
 )
 """the same of the loss on held-out samples"""
 STEPS = ("trainer/global_step", "train/global_step", "global_step", "step", "iter")
 """metrics that tools log in place of their own count of rows"""
 AXES: Mapping[str, tuple[str, ...]] = {
     "epoch": ("epoch", "train/epoch", "at/epoch"),
-    "tokens": ("num_input_tokens_seen", "train/num_input_tokens_seen", "at/tokens", "tokens"),
+    "tokens": (
+        *("num_input_tokens_seen", "train/num_input_tokens_seen", "n_tokens_seen"),
+        *("at/tokens", "tokens"),
+    ),
     "flops": ("total_flos", "train/total_flos", "at/flops"),
     "samples": ("at/samples",),
     "active_s": ("at/active_s",),
@@ -44,7 +48,7 @@ _LIMIT, _COUNT_LIMIT = 1e300, 2.0**62
 _SHOWN = 12
 """names in a line"""
 _FIELDS = {
-    "lr": re.compile(r"(train[/_])?(lr|learning_rate)|lr-\w+(/pg1)?", re.I),
+    "lr": re.compile(r"((train|optimizer)[/_])?(lr|learning_rate)|lr[-/]\w+(/pg1)?", re.I),
     "grad_norm": re.compile(r"(train[/_])?(grad_norm|gradient_norm|grad_2(\.0)?_norm_total)", re.I),
 }
 _SPLITS = {
