@@ -58,8 +58,8 @@ def run_events(table: RecordTable, curves: Curves, naming: Naming, run_id: str) 
     times = np.concatenate([curve.time for curve in curves.values()])
     known_times = times[np.isfinite(times)]
     began = float(known_times.min()) if len(known_times) else math.nan
-    if table.started and 0 < table.started < LAST_TIME:
-        began = table.started
+    if table.start_time and 0 < table.start_time < LAST_TIME:
+        began = table.start_time
     axes = _Axes(curves, naming, began)
     yield _start(table, by_name, naming, run_id, began)
     yield from heapq.merge(*_measurements(by_name, axes), key=attrgetter("step"))

@@ -69,7 +69,7 @@ class Naming(NamedTuple):
 
     def source(self, name: str) -> str:
         """Return the tool's name of a metric; empty if it has none."""
-        return next((tools for tools, ours in self.metrics.items() if ours == name), "")
+        return next((source for source, n in self.metrics.items() if n == name), "")
 
     def text(self) -> str:
         """Return what became of the metrics in one line."""

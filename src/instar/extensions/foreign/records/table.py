@@ -51,7 +51,7 @@ class RecordTable:
         """
         self.name, self.tool, self.origin = name, tool, origin
         self.config: dict[str, Any] = {}
-        self.started: float | None = None
+        self.start_time: float | None = None
         """Unix seconds; None: at the first row"""
         self.better: dict[str, Direction] = {}
         """what the tool says of metrics, by its names"""

@@ -58,7 +58,7 @@ def read_log(path: Path) -> Iterator[RecordTable]:
         match record.WhichOneof("record_type"):
             case "run":
                 table.name = record.run.display_name or record.run.run_id or table.name
-                table.started = record.run.start_time.ToSeconds() or None
+                table.start_time = record.run.start_time.ToSeconds() or None
                 _read_config(record.run.config, table)
             case "config":
                 _read_config(record.config, table)
@@ -159,6 +159,6 @@ def _parts(block: bytes, place: int) -> Iterator[tuple[int | None, bytes]]:
         place += size
         if not (checksum or size or kind):  # the rest of the block is empty
             return
-        computed = zlib.crc32(part, zlib.crc32(bytes([kind])))
-        is_sound = len(part) == size and checksum == computed and _FULL <= kind <= _LAST
+        crc = zlib.crc32(part, zlib.crc32(bytes([kind])))
+        is_sound = len(part) == size and checksum == crc and _FULL <= kind <= _LAST
         yield (kind if is_sound else None), part
