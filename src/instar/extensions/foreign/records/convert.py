@@ -17,11 +17,10 @@ from instar.extensions.foreign.records.event import ForeignMetrics
 from instar.extensions.foreign.records.names import LOSS, VAL_LOSS, Naming
 from instar.extensions.foreign.records.table import LAST_TIME, Curve, RecordTable
 from instar.logs.read.columns import CELLS
-from instar.logs.read.record import Direction, direction
+from instar.logs.read.record import direction
 from instar.record.events import Eval, Event, Placed, RunFinished, RunStarted, Stop, Train
 
 Curves = Mapping[str, Curve]
-MAX_CONFIG_BYTES = 1 << 16
 _FIELDS = ("grad_norm", "lr", "tokens_per_s", "mfu", "data_wait")
 """fields of `Train`; `memory_bytes`, which is an integer there, is not among them"""
 _WHOLE_AXES = ("samples", "tokens")
@@ -75,7 +74,7 @@ def _start(
     table: RecordTable, by_name: Curves, naming: Naming, run_id: str, began: float
 ) -> RunStarted:
     told_directions = {naming.metrics.get(name, name): d for name, d in table.better.items()}
-    better: dict[str, Direction] = {"loss": "min"}
+    better: dict[str, str] = {"loss": "min"}
     for name in by_name:
         split, _, metric = name.partition("/")
         if split == "val" and (d := told_directions.get(name) or direction(name)):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
-from instar.config.files import SMALL_BYTES, of_bounded_depth, open_regular, read_regular
+from instar.config.files import of_bounded_depth, open_regular, read_regular
 
 HEAD_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
@@ -56,7 +57,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
-        raise ConfigError.of(f"{path}: {error}", hint=f"at most {SMALL_BYTES:,} bytes") from error
+        raise ConfigError.of(f"{path} is {error}") from error
 
 
 def parse_json(text: str) -> Any:
@@ -84,9 +85,5 @@ def missing_package(package: str, path: Path) -> ConfigError:
 def folder_name(path: Path) -> str:
     """Return the name of a record's folder, with that above it if it only counts: `gpt-version_3`."""
     folder = path.absolute() if path.is_dir() else path.absolute().parent
-    kind, _, number = folder.name.partition("_")
-    return (
-        f"{folder.parent.name}-{folder.name}"
-        if (kind, number.isdigit()) == ("version", True)
-        else folder.name
-    )
+    is_number = re.fullmatch(r"version_\d+", folder.name) is not None
+    return f"{folder.parent.name}-{folder.name}" if is_number else folder.name

@@ -32,7 +32,8 @@ def read_log(path: Path) -> Iterator[RecordTable]:
     text, place = read_text(path), 0
     decoder = json.JSONDecoder()
     while True:
-        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+        if between := _BETWEEN.match(text, place):
+            place = between.end()
         if text[place : place + 1] == "]":
             break
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -106,7 +105,7 @@ def _records_at(path: Path, name: str | None) -> tuple[str, Sequence[Path]]:
             f"{path} has records of {' and '.join(matches)}",
             hint=f"name the file, or say which: --from {next(iter(matches))}",
         )
-    known_formats = "".join(f"{os.linesep}  {name}: {row.text}" for name, row in FORMATS.items())
+    known_formats = "".join(f"\n  {name}: {row.text}" for name, row in FORMATS.items())
     raise ConfigError.of(
         f"{path} is no record of a format that is known",
         hint=f"say which it is with --from:{known_formats}",

@@ -72,7 +72,7 @@ def _read_totals(table: RecordTable, state: Mapping[str, Any], history: list[Any
 
 def _read_best(table: RecordTable, state: Mapping[str, Any], history: list[Any]) -> None:
     """Find the metric whose best value the state has, which does not name it, and its direction."""
-    best, step = state.get("best_metric"), state.get("best_global_step")
+    best, step = number_of(state.get("best_metric")), state.get("best_global_step")
     evaluations = [
         e for e in history if isinstance(e, dict) and any(k.startswith("eval_") for k in e)
     ]
