@@ -82,8 +82,12 @@ def missing_package(package: str, path: Path) -> ConfigError:
     )
 
 
-def folder_name(path: Path) -> str:
-    """Return the name of a record's folder, with that above it if it only counts: `gpt-version_3`."""
-    folder = path.absolute() if path.is_dir() else path.absolute().parent
+def run_name(path: Path, usual_name: str) -> str:
+    """Return a name for the run of a record: its file's if that is not the usual one, else its folder's, with that above
+    it if it only counts: `gpt-version_3`."""
+    path = path.absolute()
+    if path.is_file() and path.name != usual_name:
+        return path.stem
+    folder = path if path.is_dir() else path.parent
     is_number = re.fullmatch(r"version_\d+", folder.name) is not None
     return f"{folder.parent.name}-{folder.name}" if is_number else folder.name

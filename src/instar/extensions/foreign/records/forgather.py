@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instar.extensions.foreign.records.files import folder_name, read_head, read_text
+from instar.extensions.foreign.records.files import read_head, read_text, run_name
 from instar.extensions.foreign.records.table import RecordTable
 
 FILE = "trainer_logs.json"
@@ -28,7 +28,7 @@ def read_log(path: Path) -> Iterator[RecordTable]:
     Raises:
         ConfigError: it cannot be read.
     """
-    table = RecordTable(folder_name(path), "forgather", "forgather's trainer_logs.json")
+    table = RecordTable(run_name(path, FILE), "forgather", "forgather's trainer_logs.json")
     text, place = read_text(path), 0
     decoder = json.JSONDecoder()
     while True:

@@ -18,6 +18,7 @@ from instar.extensions.foreign.records.names import Naming, name_metrics
 from instar.extensions.foreign.records.table import RecordTable
 from instar.record.atomic import atomic_dir, check_new
 from instar.record.events import encode_event
+from instar.record.progress import track_items
 from instar.record.rundir import RunDir, new_id
 from instar.record.trackers.tracker import flat_config
 
@@ -78,7 +79,9 @@ def import_runs(
         for record in files
     ]
     tables: Iterable[tuple[Path, RecordTable]] = (
-        (record, table) for name, record in records for table in FORMATS[name].read(record)
+        (record, table)
+        for name, record in records
+        for table in track_items(FORMATS[name].read(record), f"reading {record}", "runs")
     )
     if to is not None:
         check_new(to)
@@ -113,8 +116,9 @@ def _import_run(
     if len(json.dumps(table.config)) > MAX_CONFIG_BYTES:
         table.config = {}
         table.remarks.append(f"its config has more than {MAX_CONFIG_BYTES:,} bytes: left out")
+    events = run_events(table, curves, naming, RunDir(folder).id)
     with atomic_dir(folder) as temporary, RunDir(temporary).events.open("wb") as file:
-        for event in run_events(table, curves, naming, RunDir(folder).id):
+        for event in track_items(events, f"writing {folder}", "events"):
             file.write(encode_event(event, event.time, 1))
         file.flush()
         os.fsync(file.fileno())

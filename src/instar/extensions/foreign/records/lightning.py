@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from instar.config.errors import ConfigError
-from instar.extensions.foreign.records.files import folder_name, read_head, read_lines
+from instar.extensions.foreign.records.files import read_head, read_lines, run_name
 from instar.extensions.foreign.records.table import RecordTable
 
 FILE, STEP = "metrics.csv", "step"
@@ -32,7 +32,7 @@ def read_table(path: Path) -> Iterator[RecordTable]:
     Raises:
         ConfigError: it is no table with a column of steps, or cannot be read.
     """
-    table = RecordTable(folder_name(path), "lightning", "Lightning's metrics.csv")
+    table = RecordTable(run_name(path, FILE), "lightning", "Lightning's metrics.csv")
     try:
         reader = csv.DictReader(_complete_lines(path, table))
         if STEP not in (reader.fieldnames or ()):

@@ -8,9 +8,9 @@ from typing import Any
 
 from instar.config.files import check_regular
 from instar.extensions.foreign.records.files import (
-    folder_name,
     missing_package,
     read_head,
+    run_name,
     unreadable,
 )
 from instar.extensions.foreign.records.table import RecordTable
@@ -51,7 +51,7 @@ def read_log(path: Path) -> Iterator[RecordTable]:
         from tensorboard.compat.proto import event_pb2
     except ImportError:
         raise missing_package(PACKAGE, path) from None
-    table = RecordTable(folder_name(path), "tensorboard", "TensorBoard's event files")
+    table = RecordTable(run_name(path, path.name), "tensorboard", "TensorBoard's event files")
     plugins: dict[str, str] = {}
     for file in [path] if path.is_file() else sorted(path.glob(_PATTERN)):
         for content in _contents(file, table):

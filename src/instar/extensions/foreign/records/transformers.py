@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError
-from instar.extensions.foreign.records.files import parse_json, read_head, read_text
+from instar.extensions.foreign.records.files import parse_json, read_head, read_text, run_name
 from instar.extensions.foreign.records.table import RecordTable, number_of
 
 FILE = "trainer_state.json"
@@ -43,9 +43,9 @@ def read_state(path: Path) -> Iterator[RecordTable]:
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise ConfigError.of(f"{path} has no log_history, as a state of transformers does")
-    folder = path.absolute().parent
-    folder = folder.parent if _CHECKPOINT.fullmatch(folder.name) else folder
-    table = RecordTable(folder.name, "transformers", "transformers' trainer_state.json")
+    is_of_checkpoint = _CHECKPOINT.fullmatch(path.absolute().parent.name) is not None
+    name = run_name(path.parent.parent if is_of_checkpoint else path, FILE)
+    table = RecordTable(name, "transformers", "transformers' trainer_state.json")
     for entry in history:
         values = dict(entry) if isinstance(entry, dict) else {}
         table.add(values.pop("step", None), values)
