@@ -274,6 +274,21 @@ def test_the_contents_decide_and_not_the_name() -> None:
     assert find_records(Path("metrics.csv"))[0] == "nanogpt"
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("lightning_logs/version_3/metrics.csv", "lightning_logs-version_3"),
+        ("gpt/metrics.csv", "gpt"),
+        ("gpt/first run.csv", "first-run"),
+    ],
+)
+def test_a_run_is_named_after_its_source(path: str, name: str) -> None:
+    Path(path).parent.mkdir(parents=True)
+    Path(path).write_text(CSV)
+    run = RunDir(imported(path).path)
+    assert (run.name, len(run.id)) == (name, 5)
+
+
 @pytest.mark.parametrize("tool", ["wandb", "tensorboard"])
 def test_a_missing_package_is_named_with_its_extra(
     tool: str,
