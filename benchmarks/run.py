@@ -47,6 +47,7 @@ class Benchmark:
 SUITE = (
     Benchmark("communication", 5),
     Benchmark("order", 5),
+    Benchmark("document_masks", 60),
     Benchmark("startup", 65, ("--repeats", "2")),
     Benchmark("graphs", 65, ("--repeats", "2", "--scaled", "32")),
     Benchmark("pauses", 67),

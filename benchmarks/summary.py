@@ -30,7 +30,7 @@ GROUPS = {
         "startup",
         "gpu",
     ),
-    "Data": ("loading", "order"),
+    "Data": ("loading", "order", "document_masks"),
     "Several ranks": ("scaling", "slow_link", "communication", "graphs", "sharded_saves"),
     "Checkpoints and growth": (
         "pauses",

@@ -115,6 +115,11 @@ def test_a_deleted_extension_is_named_with_the_command_that_installs_it(
         for form in BUILT_IN[name].words.get("plots", ()):
             refused = run(package, "logs", "plot", "--format", form, "-o", "x", at=tmp_path)
             assert f"no extension draws {form}; pip install" in refused.stderr
+        for ending in BUILT_IN[name].words.get("checkpoints", ()):
+            (tmp_path / f"x{ending}").write_bytes(b"x")
+            refused = run(package, *f"checkpoint import x{ending} --to y".split(), at=tmp_path)
+            assert refused.returncode == 3
+            assert f"pip install 'instar[{BUILT_IN[name].extra}]'" in refused.stderr
         for words in commands:
             refused = run(package, *words.split(), at=tmp_path)
             assert refused.returncode == 2

@@ -2,11 +2,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from instar.config.language import ModelConfig
 from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.cost import TrainingSetup, chunk_rows, memory_estimate
 from instar.models.gpt import GPT
+from instar.models.hf.config import complete_config
+from instar.models.hf.cost import pretrained_memory
+from instar.models.hf.families import BUILT_IN
+from instar.models.hf.module import PretrainedModel
+from instar.models.hf.pretrained import LoraShape
 from instar.models.lora import Lora
 from instar.models.shape import count_parameters
 
@@ -25,6 +31,10 @@ def kept_bytes(arch: Architecture, samples: int, *, bf16: bool = False) -> int:
     """Bytes that autograd keeps between a forward and its backward pass, without the weights."""
     model = GPT(arch)
     model.init_weights(0)
+    return kept_by(model, (samples, arch.context), bf16=bf16)
+
+
+def kept_by(model: torch.nn.Module, shape: tuple[int, int], *, bf16: bool) -> int:
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     known |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     kept: dict[int, int] = {}
@@ -37,7 +47,7 @@ def kept_bytes(arch: Architecture, samples: int, *, bf16: bool = False) -> int:
             alive.append(storage)
         return tensor
 
-    inputs = torch.zeros(samples, arch.context, dtype=torch.long)
+    inputs = torch.zeros(shape, dtype=torch.long)
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
@@ -56,6 +66,27 @@ def test_activations_are_those_that_autograd_keeps(arch: Architecture, bf16: boo
     normalised_logits = 4 * samples * arch.context * arch.vocab_size
     measured = kept_bytes(arch, samples, bf16=bf16) - normalised_logits
     assert estimate["activations"] == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", sorted(BUILT_IN))
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_models_of_transformers_keep_what_autograd_keeps(kind: str, bf16: bool) -> None:
+    sizes = {"hidden_size": 80, "intermediate_size": 112, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 96}
+    sizes |= {"head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0}
+    changes = {"moe_intermediate_size": 112} if kind == "qwen3_moe" else {}
+    if kind == "gpt2":
+        sizes = {"n_embd": 80, "n_layer": 3, "n_head": 5, "n_positions": 128, "vocab_size": 96}
+    config = AutoConfig.for_model(kind, **sizes, **changes)
+    shape = LoraShape(complete_config(config.to_dict()))
+    samples, context = 8, 96
+    setup = TrainingSetup(samples, context, precision="bf16" if bf16 else "fp32")
+    estimate = pretrained_memory(shape, setup)
+    tensors = 2 if kind == "gemma2" else 1  # of logits; one is the hyperbolic tangent
+    logits = 4 * samples * context * 96 * tensors
+    measured = kept_by(PretrainedModel(shape, seed=0), (samples, context), bf16=bf16) - logits
+    assert estimate["activations"] == pytest.approx(measured, rel=0.05)
+    assert estimate["logits"] >= logits
 
 
 @pytest.mark.parametrize("window", [4, 64, 100])

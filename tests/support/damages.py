@@ -176,7 +176,6 @@ NO_CHECKS = (
     NoCheck("docs/architecture.md", "each the whole change", PARTS),
     NoCheck("docs/checkpoints.md", "count over the whole run|run as a whole|whole tensor", PARTS),
     NoCheck("docs/checkpoints.md", "equal to `n_head`", SAME),
-    NoCheck("docs/coming-from.md", "is whole on every rank", PARTS),
     NoCheck("docs/data.md", "only the first of equal documents is used", SAME),
     NoCheck("src/instar/config/language.py", "of documents that are equal", SAME),
     NoCheck("*", "whole[- ](number|factor)|numbers? must be whole|(low|high) to a whole", NUMBER),

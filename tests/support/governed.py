@@ -89,6 +89,9 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
         "run/test_ramps.py::test_evaluations_follow_the_training_samples_unless_told_otherwise",
     ),
     "data.packing": ("data/test_seek_points.py::test_points_hold_for_any_context",),
+    "data.document_masks": (
+        "run/test_document_masks.py::test_a_run_evaluates_documents_alone_on_any_ranks",
+    ),
     "data.lanes": ("data/test_iterable.py::test_a_folder_of_save_to_disk_is_a_stream_of_lanes",),
     "data.val": ("data/test_split.py::test_sizes_that_cannot_be",),
     "data.test": ("data/test_split.py::test_sizes_that_cannot_be",),

@@ -29,7 +29,8 @@ precision: fp32
 def write_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """A model of a family with random weights, its tokenizer and the files beside it."""
     tokenizer = train_bpe([TEXT], 280)
-    sizes = {**SIZES, "vocab_size": 288, **CHANGES.get(kind, {})}
+    sizes = {} if kind == "gpt2" else SIZES
+    sizes = {**sizes, "vocab_size": 288, **CHANGES.get(kind, {})}
     config = AutoConfig.for_model(kind, **sizes)
     config.bos_token_id = config.eos_token_id = tokenizer.end_id
     torch.manual_seed(seed)

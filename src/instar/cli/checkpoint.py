@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from instar.cli.checkpoint_output import (
 from instar.cli.options import CommandGroup, NewFolder, byte_size, json_option
 from instar.cli.output import print_json, print_named
 from instar.config.errors import ConfigError
+from instar.extensions import checkpoint_importer, how_to_install
 from instar.models.hf import CONFIG, is_pretrained
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir, find_run
@@ -391,19 +393,41 @@ def average(
 
 
 @checkpoint.command("import")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(path_type=Path))
 @click.option("--to", "run_dir", type=NewFolder(), required=True, help="The new run's folder.")
 @click.option(
-    "--tokenizer", metavar="FILE", help="Of a FOLDER without tokenizer.json; or byte, for bytes."
+    "--tokenizer", metavar="FILE", help="Of a SOURCE without tokenizer.json; or byte, for bytes."
 )
-def import_(folder: Path, run_dir: Path, tokenizer: str | None) -> None:
-    """Create a run from the folder FOLDER, in which transformers saved a GPT-2 or a Llama."""
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Of a file: nanoGPT's folder of train.bin, with which the run goes on.",
+)
+def import_(source: Path, run_dir: Path, tokenizer: str | None, data: Path | None) -> None:
+    """Create a run from SOURCE: a folder in which transformers saved a GPT-2 or a Llama, or nanoGPT's ckpt.pt.
+
+    The run of a ckpt.pt goes on at its step, with the optimizer's state and the settings that the file has.
+    """
+    importer = checkpoint_importer(source.suffix) if source.is_file() else None
+    if importer is None and source.is_file():
+        remedy = how_to_install("checkpoints", source.suffix)
+        known = "a folder that transformers saved, or nanoGPT's ckpt.pt, is imported"
+        raise CheckpointError(f"{source}: not a checkpoint that is known here; {remedy or known}")
+    if importer is None and data is not None:
+        raise click.UsageError("--data is for a checkpoint of nanoGPT, a file")
+
     from instar.models.hf.folder import import_folder
 
     with _checkpoint_errors():
-        path = import_folder(folder, run_dir, tokenizer=tokenizer)
+        if importer is None:
+            path = import_folder(source, run_dir, tokenizer=tokenizer)
+        else:
+            say = partial(click.echo, err=True)
+            path = importer(source, run_dir, tokenizer=tokenizer, data=data, say=say)
     click.echo(str(path))
-    click.echo(f"next: instar sample {shlex.quote(str(run_dir))}", err=True)
+    command = "sample" if data is None else "resume"
+    click.echo(f"next: instar {command} {shlex.quote(str(run_dir))}", err=True)
 
 
 @contextmanager

@@ -209,6 +209,11 @@ class DataConfig(FeedConfig):
         description="rows, stream, python, chat: documents end to end, cut into samples; false: a sample "
         "is one document, cut off after the context",
     )
+    document_masks: bool = Field(
+        False,
+        description="tokens, rows, chat: documents that are packed into a sample do not see each other, and positions "
+        "begin anew in each",
+    )
     lanes: Annotated[int, Field(gt=0, le=2**16)] = Field(
         8,
         description="stream: parts of it that are read side by side, as many as the data set has "
@@ -460,6 +465,9 @@ def _reading(data: DataConfig) -> Iterator[ConfigProblem]:
             "token shards hold text end to end: data.packing false needs rows",
             "say data.kind: rows",
         )
+    if data.document_masks and (why := _no_masks(data)):
+        keys, text, hint = why
+        yield ConfigProblem(("data.document_masks", *keys), f"data.document_masks: {text}", hint)
     if data.read_from_start and data.tokenizer in ("char", "bpe"):
         yield ConfigProblem(
             ("data.tokenizer", "data.kind"),
@@ -503,6 +511,26 @@ def _conversations(data: DataConfig) -> Iterator[ConfigProblem]:
                 f"{key} is of conversations, and kind {kind} has none",
                 "say data.kind: chat",
             )
+
+
+def _no_masks(data: DataConfig) -> tuple[tuple[str, ...], str, str] | None:
+    """Return the keys because of which packed documents cannot be told apart, why, and what to do; None: they can."""
+    if not data.packing:
+        return (
+            ("data.packing",),
+            "with data.packing false, a sample is one document",
+            "leave it out",
+        )
+    if data.read_from_start:
+        text = f"kind {data.kind} is not read so"
+        return ("data.kind",), text, "use tokens or rows, or data.packing: false"
+    if data.kind == "chat" and data.transform is not None:
+        text = "what data.transform makes of a sample says nothing of where conversations begin"
+        return ("data.transform",), text, "leave one of them out"
+    if data.tokenizer in ("byte", "char") or data.tokenizer.endswith(".pkl"):
+        text = f"the tokenizer {data.tokenizer} has no token that ends a document"
+        return ("data.tokenizer",), text, "use bpe, or a tokenizer.json with such a token"
+    return None
 
 
 def _no_token(data: DataConfig) -> str:

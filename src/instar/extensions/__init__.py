@@ -124,9 +124,7 @@ class Extension:
     """functions that make a run of another tool's checkpoint, by the ending of its file"""
 
 
-WordKind = Literal[
-    "commands", "programs", "sections", "plots", "tasks", "starters", "checkpoints"
-]
+WordKind = Literal["commands", "programs", "sections", "plots", "tasks", "starters", "checkpoints"]
 
 
 class Words(NamedTuple):

@@ -172,7 +172,9 @@ def memory_estimate(
         )
         + _adapter_bytes(arch, tokens, low, setup.gradient_checkpointing)
         + (low * count.matmul if low < _WIDE else 0),
-        "logits": _logit_bytes(arch, tokens, low, device, compiled=setup.compiled),
+        "logits": logit_bytes(
+            arch.vocab_size, arch.n_embd, tokens, low, device, compiled=setup.compiled
+        ),
     }
 
 
@@ -238,17 +240,17 @@ def _adapter_bytes(arch: Architecture, tokens: int, low: int, checkpointing: boo
     return tokens * low * (ranks // max(1, arch.n_layer) if checkpointing else ranks) + effective
 
 
-def _logit_bytes(arch: Architecture, tokens: int, low: int, device: str, *, compiled: bool) -> int:
+def logit_bytes(
+    vocab_size: int, width: int, tokens: int, low: int, device: str, *, compiled: bool
+) -> int:
     """Return the peak bytes of the loss: logits, softmax and its gradient, and the gradients that
     the chunked loss computes in the forward pass. Compiled for a GPU: logits and their gradient."""
-    rows = chunk_rows(tokens, arch.vocab_size, device, compiled=compiled)
+    rows = chunk_rows(tokens, vocab_size, device, compiled=compiled)
     bytes_per_logit = 3 * _WIDE + (low if low < _WIDE else 0)
     if compiled and device != "cpu":
         bytes_per_logit = 2 * low
-    logit_bytes = min(tokens, rows or tokens) * arch.vocab_size * bytes_per_logit
-    if rows is None:
-        return logit_bytes
-    return logit_bytes + _WIDE * arch.n_embd * (2 * tokens + arch.vocab_size)
+    size = min(tokens, rows or tokens) * vocab_size * bytes_per_logit
+    return size if rows is None else size + _WIDE * width * (2 * tokens + vocab_size)
 
 
 def flops_per_token(arch: TransformerShape, context: int | None = None) -> int:

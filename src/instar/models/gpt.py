@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,7 @@ class GPT(nn.Module):
         per_sample: bool = False,
         cache: KVCache | None = None,
         balance: bool = False,
+        positions_BT: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits or the loss.
 
@@ -93,6 +94,8 @@ class GPT(nn.Module):
             cache: of the tokens before `inputs_BT`, to which these are added: first all tokens of a
                 prompt, then one at a time. For inference.
             balance: of a model with experts: return also the sum of `load_balancing_loss`.
+            positions_BT: of each token in its document, of which several may be in a sample: they do not see each
+                other. None: a sample is one document. Not with a cache.
 
         Returns:
             logits (B, T, V); with targets the sum of the cross entropies in nats, a float32 scalar,
@@ -102,14 +105,15 @@ class GPT(nn.Module):
             ValueError: there are more tokens than the context has.
         """
         begin = len(cache) if cache is not None else 0
-        x_BTD, rotation = self._embed(inputs_BT, begin)
+        x_BTD, rotation = self._embed(inputs_BT, begin, positions_BT)
+        documents = None if positions_BT is None else PackedDocuments.at(positions_BT)
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         router_logits: list[Tensor] = []
         for number, layer in enumerate(self.passes):
             if cache is not None:
                 cache.number = number
-            x_BTD, logits_BTE = self._run_block(layer, x_BTD, rotation, openings, cache)
+            x_BTD, logits_BTE = self._run_block(layer, x_BTD, rotation, openings, cache, documents)
             if balance:
                 router_logits.append(logits_BTE)
         if cache is not None:
@@ -135,27 +139,29 @@ class GPT(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings: Tensor | None,
         cache: KVCache | None,
+        documents: PackedDocuments | None,
     ) -> Any:
         """Return what a block does, recomputed in the backward pass if the model says so."""
-        block = self.blocks[layer]
+        block, arguments = self.blocks[layer], (x_BTD, rotation, openings, cache, documents)
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
-            return block(x_BTD, rotation, openings, cache)
+            return block(*arguments)
         keeps_random = self.arch.dropout > 0
-        return checkpoint(
-            block, x_BTD, rotation, openings, use_reentrant=False, preserve_rng_state=keeps_random
-        )
+        return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=keeps_random)
 
-    def _embed(self, inputs_BT: Tensor, begin: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return the stream of tokens from position `begin` on, and the rotation of their positions, if any."""
+    def _embed(
+        self, inputs_BT: Tensor, begin: int, positions_BT: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return the stream of tokens at their positions, by default from `begin` on, and the rotation of these, if any."""
         end = begin + inputs_BT.shape[1]
         if self.arch.context < end:
             raise ValueError(f"{end} tokens do not fit into a context of {self.arch.context}")
         x_BTD = self.token_embedding(inputs_BT)
         if self.arch.embedding_multiplier != 1:
             x_BTD = x_BTD * self.arch.embedding_multiplier
+        places = slice(begin, end) if positions_BT is None else positions_BT
         if self.arch.positions == "learned":
-            return x_BTD + self.position_embedding.weight[begin:end], None
-        return x_BTD, (self.rope_cos[begin:end], self.rope_sin[begin:end])
+            return x_BTD + self.position_embedding.weight[places], None
+        return x_BTD, (self.rope_cos[places], self.rope_sin[places])
 
     @torch.no_grad()
     def queries_and_keys(self, tokens_BT: Tensor) -> Iterator[tuple[Tensor, Tensor, int | None]]:
@@ -202,6 +208,22 @@ class GPT(nn.Module):
         """Initialize every parameter (see `set_parameters`) and the buffers."""
         self.reset_buffers()
         set_parameters(self, self.arch.parameters(), seed)
+
+
+class PackedDocuments(NamedTuple):
+    """The documents of samples in which several lie end to end."""
+
+    numbers: Tensor
+    """of each token's document in its sample, from 1 on, (B, T)"""
+    seen: Tensor
+    """whether a query sees a key: one of its own document that is not later, (B, 1, T, T)"""
+
+    @classmethod
+    def at(cls, positions_BT: Tensor) -> PackedDocuments:
+        """Return the documents of tokens at these positions, of which each begins at 0."""
+        numbers_BT = (positions_BT == 0).cumsum(1)
+        seen_BTT = (numbers_BT[:, :, None] == numbers_BT[:, None, :]).tril()
+        return cls(numbers_BT, seen_BTT[:, None])
 
 
 class KVCache:
@@ -259,16 +281,18 @@ class _Block(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings: Tensor | None,
         cache: KVCache | None = None,
+        documents: PackedDocuments | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
-        attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache)
+        seen = None if documents is None else documents.seen
+        attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache, seen)
         if self.is_masked and openings is not None:
             attention = attention * openings[self.layer]
         x = x + _dropout(attention, self.dropout, self.training)
         hidden = self.mlp_norm(x, openings)
         if self.mlp_conv is not None:
-            conv = self.mlp_conv
-            hidden = conv(hidden) if cache is None else cache.convolve(conv, hidden)
+            conv, numbers = self.mlp_conv, None if documents is None else documents.numbers
+            hidden = conv(hidden, numbers) if cache is None else cache.convolve(conv, hidden)
         update, logits = self.mlp(hidden, openings)
         if self.is_masked and openings is not None:
             update = update * openings[self.layer]
@@ -309,6 +333,7 @@ class _Attention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings_H: Tensor | None,
         cache: KVCache | None,
+        seen_B1TT: Tensor | None,
     ) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = self.heads(x_BTD, rotation)
         q_BHTC = q_BTHC.to(v_BTKC.dtype).transpose(1, 2)
@@ -317,7 +342,7 @@ class _Attention(nn.Module):
         if cache is not None:
             k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC, self.window)
         dropout = self.dropout if self.training else 0.0
-        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, dropout, self.window)
+        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, dropout, self.window, seen_B1TT)
         if self.masked and openings_H is not None:
             y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
@@ -325,7 +350,12 @@ class _Attention(nn.Module):
 
 
 def causal_attention(
-    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: float, window: int | None = None
+    q_BHTC: Tensor,
+    k_BKTC: Tensor,
+    v_BKTC: Tensor,
+    dropout: float,
+    window: int | None = None,
+    seen_B1TT: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ / √C + causal mask) v, (B, H, T, C); K divides H (arXiv 2305.13245).
 
@@ -334,7 +364,12 @@ def causal_attention(
     Args:
         window: tokens that a token attends to, itself included, as in Mistral (arXiv 2310.06825); None: all. A
             single query attends to all keys.
+        seen_B1TT: which keys a query may see besides, of several documents end to end; None: all before it.
     """
+    if seen_B1TT is not None:
+        if window is not None:
+            seen_B1TT = seen_B1TT.triu(1 - window)
+        return _masked_attention(q_BHTC, k_BKTC, v_BKTC, dropout, seen_B1TT)
     is_grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
     if q_BHTC.shape[2] == 1:
         return F.scaled_dot_product_attention(
@@ -366,25 +401,32 @@ def _windowed_attention(
     T = q_BHTC.shape[2]
     S = window_block(window, T)
     q_BHSC, k_BKSC, v_BKSC = (x[:, :, :S] for x in (q_BHTC, k_BKTC, v_BKTC))
-    first_BHSC = _masked_attention(q_BHSC, k_BKSC, v_BKSC, dropout, window)
+    first_BHSC = _masked_attention(q_BHSC, k_BKSC, v_BKSC, dropout, _last_keys(q_BHSC, S, window))
     if S == T:
         return first_BHSC
     B, padding = q_BHTC.shape[0], -T % S
     q_BHTC, k_BKTC, v_BKTC = (F.pad(x, (0, 0, 0, padding)) for x in (q_BHTC, k_BKTC, v_BKTC))
     blocks = (q_BHTC[:, :, S:].unfold(2, S, S), *(x.unfold(2, 2 * S, S) for x in (k_BKTC, v_BKTC)))
     q_NHSC, k_NKSC, v_NKSC = (x.mT.transpose(1, 2).flatten(0, 1) for x in blocks)
-    y_NHSC = _masked_attention(q_NHSC, k_NKSC, v_NKSC, dropout, window)
+    seen_SS = _last_keys(q_NHSC, 2 * S, window)
+    y_NHSC = _masked_attention(q_NHSC, k_NKSC, v_NKSC, dropout, seen_SS)
     y_BHTC = y_NHSC.view(B, -1, *y_NHSC.shape[1:]).transpose(1, 2).flatten(2, 3)
     return torch.cat((first_BHSC, y_BHTC[:, :, : T - S]), 2)
 
 
+def _last_keys(q_BHTC: Tensor, keys: int, window: int) -> Tensor:
+    """Return which of S keys each query sees: `window` of them, the last query the last ones; (T, S)."""
+    T, S = q_BHTC.shape[2], keys
+    seen_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTC.device)
+    return seen_TS.tril(S - T).triu(S - T - window + 1)
+
+
 def _masked_attention(
-    q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dropout: float, window: int
+    q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dropout: float, seen_TS: Tensor
 ) -> Tensor:
-    """Attention of each query to `window` keys, of the last query to the last of them."""
-    T, S = q_BHTC.shape[2], k_BKSC.shape[2]
+    """Attention of each query to the keys that it sees; `seen_TS` may begin with B and 1."""
+    T = q_BHTC.shape[2]
     low, device = q_BHTC.dtype == torch.bfloat16, q_BHTC.device
-    seen_TS = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T).triu(S - T - window + 1)
     use_fused = not materializes_scores(T, low, device.type) or torch.compiler.is_compiling()
     is_grouped = k_BKSC.shape[1] < q_BHTC.shape[1]
     # on a GPU the kernel that takes a mask reads no groups
@@ -395,7 +437,9 @@ def _masked_attention(
         return F.scaled_dot_product_attention(
             q_BHTC, k_BKSC, v_BKSC, seen_TS, dropout_p=dropout, enable_gqa=is_grouped
         )
-    mask_TS = torch.zeros(T, S, dtype=q_BHTC.dtype).masked_fill(~seen_TS, -torch.inf)
+    mask_TS = torch.zeros_like(seen_TS, dtype=q_BHTC.dtype).masked_fill(~seen_TS, -torch.inf)
+    if mask_TS.ndim > 2:
+        mask_TS = mask_TS.expand(-1, q_BHTC.shape[1], -1, -1).flatten(0, 1)
     return _materialized_attention(q_BHTC, k_BKSC, v_BKSC, dropout, mask_TS)
 
 

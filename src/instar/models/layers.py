@@ -69,16 +69,21 @@ class ShortConv(nn.Module):
         """Tokens before the last one that it sees."""
         return self.weight.shape[-1]
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """`documents_BT`: number of each token's document, which sees no token of another; None: there is one."""
         weight_KD = self.weight[:, 0].mT.to(x_BTD.dtype).contiguous()
-        if x_BTD.is_cpu and not torch.compiler.is_compiling():
+        if x_BTD.is_cpu and documents_BT is None and not torch.compiler.is_compiling():
             # in torch, the sum below takes more than twice as long here, and conv1d too
             output: Tensor = _CpuShortConv.apply(x_BTD, weight_KD)  # type: ignore[no-untyped-call]
             return output
         count = x_BTD.shape[1]
         padded_x = F.pad(x_BTD, (0, 0, self.lags, 0))
         for lag, weight_D in enumerate(weight_KD, 1):
-            x_BTD = x_BTD + weight_D * padded_x.narrow(1, self.lags - lag, count)
+            earlier_BTD = padded_x.narrow(1, self.lags - lag, count)
+            if documents_BT is not None:
+                before_BT = F.pad(documents_BT, (lag, 0))[:, :count]
+                earlier_BTD = earlier_BTD * (before_BT == documents_BT)[..., None]
+            x_BTD = x_BTD + weight_D * earlier_BTD
         return x_BTD
 
 

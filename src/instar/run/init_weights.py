@@ -35,7 +35,7 @@ from instar.data.text.tokenizer import (
     named_tokenizer,
 )
 from instar.models.hf import CONFIG
-from instar.models.hf.config import TITLES, from_config, read_config
+from instar.models.hf.config import LABELS, TITLES, from_config, read_config
 from instar.models.hf.tokenizer import from_fast, same_vocabulary
 from instar.record.rundir import RunDir, find_run
 from instar.run.resume import STARTS_FROM, began_with
@@ -136,11 +136,8 @@ def _pretrained_weights(path: Path, adapter: Path | None) -> Weights:
         shape = LoraShape(base.config, opened.lora)
         about += f" with the adapter {adapter}" + (f" ({opened.remark})" if opened.remark else "")
     # labels are of other tasks, and JSON has no numbers as keys
-    values = {key: value for key, value in shape.to_dict().items() if key not in _LABELS}
+    values = {key: value for key, value in shape.to_dict().items() if key not in LABELS}
     return Weights(path, CAUSAL_LM, values, {}, about, True, adapter)
-
-
-_LABELS = ("id2label", "label2id")
 
 
 def _checkpoint(path: Path) -> Path:

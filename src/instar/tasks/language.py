@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from instar.checkpoint.manifest import CheckpointError
 from instar.config.errors import ConfigError
 from instar.config.language import CausalLMConfig, LanguageConfig
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
 from instar.data.source import IGNORED
 from instar.models.architecture import Architecture, resolve_architecture, section_of
-from instar.models.cost import NONE_FROZEN, FrozenParameters, TrainingSetup, memory_estimate
-from instar.models.hf.pretrained import LoraShape
+from instar.models.cost import NONE_FROZEN, FrozenParameters, memory_estimate
+from instar.models.hf.config import LABELS, complete_config
+from instar.models.hf.cost import pretrained_memory
+from instar.models.hf.families import FAMILIES
+from instar.models.hf.pretrained import LORA, LoraShape
 from instar.models.shape import ArchitectureError, windows_text
 from instar.tasks.task import Batch, Module, SavedModel, Tensor
-from instar.tasks.text import TextSpec, TextTask, adapter_lines
+from instar.tasks.text import TextSpec, TextTask, adapter_lines, places_of
 
 _DERIVED = ("n_kv_head", "n_mlp", "vocab_size")
 """fields of the shape that a config may leave open"""
@@ -72,24 +76,8 @@ class LanguageSpec(TextSpec):
         device: str,
         frozen_parameters: FrozenParameters = NONE_FROZEN,
     ) -> dict[str, int]:
-        config = self.config
-        setup = TrainingSetup(
-            batch_size=batch_size,
-            context=context,
-            precision=self._likely_precision(device),
-            optimizer=config.optimizer.name,
-            ema=config.train.ema is not None,
-            gradient_checkpointing=config.train.gradient_checkpointing,
-            compiled=config.compile,
-            device=device,
-        )
+        setup = self.training_setup(context, batch_size, device)
         return memory_estimate(architecture, setup, frozen_parameters)
-
-    def _likely_precision(self, device: str) -> Literal["fp32", "bf16", "fp16"]:
-        """Return the precision; for `auto`, the likely one of a device that is not initialised yet."""
-        if self.config.precision != "auto":
-            return self.config.precision
-        return "fp32" if self.fp32_reason(device) else "bf16"
 
     def style(self, architecture: Architecture) -> list[tuple[str, list[str]]]:
         arch = architecture
@@ -183,9 +171,9 @@ class LanguageTask(TextTask):
         inputs, targets, arch = batch["inputs"], batch["targets"], self.architecture
         coefficient = arch.router_aux_loss_coef if arch.n_layer else None
         if coefficient is None or not torch.is_grad_enabled():
-            loss = model(inputs, targets)
+            loss = model(inputs, targets, **places_of(batch))
             return loss
-        loss, balance = model(inputs, targets, balance=True)
+        loss, balance = model(inputs, targets, balance=True, **places_of(batch))
         number = (targets != IGNORED).sum().clamp(min=1)
         log("load_balancing_loss", balance / (number * arch.n_layer))
         return loss + coefficient * (balance - balance.detach())
@@ -202,9 +190,10 @@ class CausalLMSpec(TextSpec):
 
     @classmethod
     def resolved(cls, loaded_config: Loaded, vocab_size: int) -> LoraShape:
-        config = _causal(loaded_config.config)
         try:
-            shape = LoraShape.from_dict(config.model.config or {})
+            shape = _first_shape(loaded_config.config)
+        except CheckpointError as error:
+            raise ConfigError(loaded_config.problem("model.config", str(error), "")) from None
         except ArchitectureError as error:
             problems = (
                 loaded_config.problem("model.config", p.message, p.hint) for p in error.problems
@@ -223,21 +212,42 @@ class CausalLMSpec(TextSpec):
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
-        initial = LoraShape.from_dict(_causal(config).model.config or {})
-        return SavedModel(initial, LoraShape.from_dict(architecture).to_dict(), _pretrained_module)
+        return SavedModel(
+            _first_shape(config), LoraShape.from_dict(architecture).to_dict(), _pretrained_module
+        )
 
     @property
     def derived(self) -> dict[str, object]:
         return {**super().derived, "model.context": self.config.full_context}
 
-    @property
-    def refuses_shards(self) -> str:
-        return "a model of transformers is whole on every rank"
+    def memory(
+        self,
+        architecture: LoraShape,
+        context: int,
+        batch_size: int,
+        device: str,
+        frozen_parameters: FrozenParameters = NONE_FROZEN,
+    ) -> dict[str, int]:
+        setup = self.training_setup(context, batch_size, device)
+        return pretrained_memory(architecture, setup, frozen_parameters)
 
     def style(self, architecture: LoraShape) -> Sequence[tuple[str, Sequence[str]]]:
         kind = f"{architecture.family.name}, {'tied' if architecture.tied else 'untied'} head"
         adapters = adapter_lines(architecture.lora)
         return [*super().style(architecture), ("style", [kind]), ("adapters", adapters)]
+
+
+def _first_shape(config: RunConfig) -> LoraShape:
+    """Return the shape of step 0. Values that came with weights are complete; written by hand, they may be a few.
+
+    Raises:
+        ArchitectureError, CheckpointError: no model that is known here.
+    """
+    values = _causal(config).model.config or {}
+    if config.starts_from is None and values.get("model_type") in FAMILIES:
+        complete = {key: v for key, v in complete_config(values).items() if key not in LABELS}
+        values = {**complete, **{key: v for key, v in values.items() if key == LORA}}
+    return LoraShape.from_dict(values)
 
 
 def _pretrained_module(
@@ -269,6 +279,11 @@ class CausalLMTask(TextTask):
 
     def shell(self) -> Module:
         return self._build_model(None)
+
+    def initial_values(self) -> Mapping[str, Tensor]:
+        from instar.models.hf.module import DrawnValues
+
+        return DrawnValues(self.architecture, self.config.seed)
 
     def _build_model(self, seed: int | None) -> Module:
         checkpointing = self.config.train.gradient_checkpointing

@@ -33,7 +33,7 @@ from instar.data.text.tokenizer import (
     prompt_tokens,
     tokenizer_files,
 )
-from instar.models.cost import bf16_pays, flops_per_token
+from instar.models.cost import TrainingSetup, bf16_pays, flops_per_token
 from instar.models.hf import CONFIG
 from instar.models.hf.tokenizer import CHAT_TEMPLATE, COMPANIONS, SPECIAL_IDS
 from instar.models.lora import Lora
@@ -214,6 +214,23 @@ class TextSpec(TaskSpec):
     def flops(self, architecture: TransformerShape, context: int) -> int:
         return flops_per_token(architecture, context)
 
+    def training_setup(self, context: int, batch_size: int, device: str) -> TrainingSetup:
+        """Return what the memory of a step depends on besides the shape; for `precision: auto`, with the likely one of
+        a device that is not initialised yet."""
+        config, precision = self.config, self.config.precision
+        if precision == "auto":
+            precision = "fp32" if self.fp32_reason(device) else "bf16"
+        return TrainingSetup(
+            batch_size=batch_size,
+            context=context,
+            precision=precision,
+            optimizer=config.optimizer.name,
+            ema=config.train.ema is not None,
+            gradient_checkpointing=config.train.gradient_checkpointing,
+            compiled=config.compile,
+            device=device,
+        )
+
 
 def _asks_for_bytes(config: TextConfig) -> str:
     """Return a key that names the metric bits_per_byte, or an empty string."""
@@ -241,6 +258,11 @@ def _text(config: RunConfig) -> TextConfig:
     return config
 
 
+def places_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the argument of a model that says where tokens are in their documents, if samples hold several."""
+    return {"positions_BT": batch["positions"]} if "positions" in batch else {}
+
+
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 """sampling parameters of the text that a run generates during training"""
 UNIT_TOKENS = 2048
@@ -263,7 +285,7 @@ class TextTask(Task):
         return max(1, UNIT_TOKENS // self.held_out_context)
 
     def loss_sum(self, model: Module, batch: Batch) -> Tensor:
-        loss: Tensor = model(batch["inputs"], batch["targets"])
+        loss: Tensor = model(batch["inputs"], batch["targets"], **places_of(batch))
         return loss
 
     def measure(
@@ -278,7 +300,7 @@ class TextTask(Task):
         import torch
 
         targets = batch["targets"]
-        losses: Tensor = model(batch["inputs"], targets, per_sample=True)
+        losses: Tensor = model(batch["inputs"], targets, per_sample=True, **places_of(batch))
         mask = targets != IGNORED
         tallies = {"loss": Tally(losses, mask.sum(1))}
         if (token_bytes := self.spec.token_bytes) is not None:
@@ -293,7 +315,7 @@ class TextTask(Task):
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def outputs(self, model: Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(batch["inputs"])
+        logits: Tensor = model(batch["inputs"], **places_of(batch))
         return logits
 
     def loss_and_outputs(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -256,6 +256,7 @@ REFUSED = (
     ("train", "tiny.yaml", "--resume", "theirs"),
     ("train", "tiny.yaml", "--set", "resume=auto", "--set", "record.run_dir=runs/theirs"),
     ("train", "tiny.yaml", "--set", "model.from=runs/theirs"),
+    ("control", "theirs", "save"),
     ("checkpoint", "export", "theirs", "model", "--to", "hf"),
 )
 

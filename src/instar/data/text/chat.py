@@ -34,6 +34,7 @@ from instar.data.text.shards import (
     write_once,
     write_record,
 )
+from instar.data.text.targets import positions_after
 from instar.data.text.tokenizer import BPETokenizer, named_tokenizer, tokenizer_files
 
 MARKS = "marks"
@@ -289,10 +290,20 @@ class ChatSamples:
     """
 
     def __init__(
-        self, tokens: TokenSplit, marks: TokenSplit, context: int, *, packing: bool
+        self,
+        tokens: TokenSplit,
+        marks: TokenSplit,
+        context: int,
+        *,
+        packing: bool,
+        separate: bool = False,
     ) -> None:
+        """`separate`: conversations of a window do not see each other: `positions`, int64 [samples, context], begin anew."""
         self._tokens, self._marks, self.context = tokens, marks, context
+        self._separate = separate
         every = marks.read(0, len(marks))
+        if separate:
+            every = np.where(every & BEGINS, every & ~np.uint16(TARGET), every)
         if packing:
             begins = np.arange(0, len(every) - 1, context, dtype=np.int64)
             ends = np.minimum(begins + context + 1, len(every))
@@ -318,7 +329,7 @@ class ChatSamples:
                 f"no sample of the {tokens.name} split has a token of the assistant within {context:,} tokens",
                 "a longer context",
             )
-        how = "packed" if packing else "one"
+        how = ("separate" if separate else "packed") if packing else "one"
         self.fingerprint = f"{tokens.fingerprint}/{marks.fingerprint}/{how}/{context}"
 
     def __len__(self) -> int:
@@ -336,10 +347,15 @@ class ChatSamples:
         check_indices(indices, len(self))
         inputs = np.zeros((indices.size, self.context), dtype=np.int64)
         targets = np.full_like(inputs, IGNORED)
+        ends = np.zeros(inputs.shape, dtype=np.bool_)
         places = zip(self._begins[indices].tolist(), self._ends[indices].tolist(), strict=True)
         for row, (begin, end) in enumerate(places):
             tokens, marks = self._tokens.read(begin, end), self._marks.read(begin, end)
             size = end - begin - 1
             inputs[row, :size] = tokens[:-1]
             targets[row, :size] = np.where(marks[1:] & TARGET, tokens[1:].astype(np.int64), IGNORED)
-        return {"inputs": inputs, "targets": targets}
+            ends[row, :size] = (marks[1:] & BEGINS) != 0
+        if not self._separate:
+            return {"inputs": inputs, "targets": targets}
+        targets[ends] = IGNORED
+        return {"inputs": inputs, "targets": targets, "positions": positions_after(ends)}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +24,14 @@ from instar.data.text.origin import default_path, first_path, parameters, prepar
 from instar.data.text.prepare import prepare_dataset, settle_folder
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.targets import (
+    SeparateDocuments,
     TargetCount,
     TokenTargets,
     at_most,
     count_targets,
     mean_target_count,
 )
-from instar.data.text.tokenizer import load_saved_tokenizer, separator_of
+from instar.data.text.tokenizer import end_of_document, load_saved_tokenizer, separator_of
 from instar.data.text.verify import verify_changed
 from instar.data.user_source import transform_source
 
@@ -156,7 +157,7 @@ class DataSet(ABC):
 
         Raises ConfigError if there is no such split, or it has too few tokens.
         """
-        return TokenWindows(self.dataset.split(split), context)
+        return self._separate(TokenWindows(self.dataset.split(split), context), context)
 
     def check_transform(self, context: int) -> None:
         """Raise ConfigError if `data.transform` fails on a training sample. A stream is not read for it."""
@@ -189,7 +190,25 @@ class DataSet(ABC):
         return None
 
     def _transform(self, source: Source, context: int, seed: int) -> Source:
-        return transform_source(source, self.data, seed, TokenTargets(context, self.vocab_size))
+        targets = TokenTargets(context, self.vocab_size)
+        return self._separate(transform_source(source, self.data, seed, targets), context)
+
+    def _separate(self, source: Source, context: int) -> Source:
+        """Return samples whose documents do not see each other, if `data.document_masks` says so."""
+        if not self.data.document_masks:
+            return source
+        return SeparateDocuments(source, self._document_end, TokenTargets(context, self.vocab_size))
+
+    @cached_property
+    def _document_end(self) -> int:
+        end = end_of_document(load_saved_tokenizer(self.path))
+        if end is None:
+            raise ConfigError.at(
+                "data.document_masks",
+                "no token of the tokenizer ends a document, so that nothing says where the next one begins",
+                "name it in data.eos",
+            )
+        return end
 
     def _host(self, samples: Source, context: int, seed: int) -> Source:
         """Return samples after `data.transform`, read by worker processes if the config has any."""
@@ -306,8 +325,11 @@ class ChatData(DataSet):
 
     def samples(self, split: str, context: int) -> ChatSamples:
         """Return the conversations of a split, without `data.transform`."""
-        pair = self.dataset.split(split), self.marks.split(split)
-        return ChatSamples(*pair, context, packing=self.data.packing)
+        pair, data = (self.dataset.split(split), self.marks.split(split)), self.data
+        return ChatSamples(*pair, context, packing=data.packing, separate=data.document_masks)
+
+    def _separate(self, source: Source, context: int) -> Source:  # noqa: ARG002
+        return source  # marks say where a conversation begins
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from instar.config.language import DataConfig
 from instar.data.order import Int64Array
 from instar.data.split import Parts, whole_documents
 from instar.data.text.corpus import Corpus, Part, clip, open_corpus
+from instar.data.text.foreign.token_files import TokenFiles, holds_ids, open_token_files
 from instar.data.text.formats import ArrowColumn, is_text
 from instar.data.text.hf import column_of, load_rows
 from instar.data.text.shards import TokenDataset, open_dataset, splits_fingerprint, write_once
@@ -71,16 +72,22 @@ class RowIndex:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a source: text to encode, or a column of token ids."""
+    """The documents of a source: text to encode, a column of token ids, or files of them."""
 
     corpus: Corpus | None = None
     ids: Any = None
     rows: RowsRecord | None = None
+    files: TokenFiles | None = None
 
     @property
     def sizes(self) -> Int64Array:
         """Return the bytes of each document."""
-        return id_bytes(self.ids) if self.corpus is None else self.corpus.sizes
+        texts = self.corpus or self.files
+        return id_bytes(self.ids) if texts is None else texts.sizes
+
+    def _ids_of(self, parts: Parts) -> Pieces:
+        """Yield the ids of each part, which need not be encoded, with the part's number."""
+        return id_pieces(self.ids, parts) if self.files is None else self.files.pieces(parts)
 
     def digests(self, numbers: Int64Array) -> list[bytes]:
         """Return the xxh3-128 of what each of some documents holds; read them."""
@@ -88,8 +95,10 @@ class Documents:
         parts, digests = whole_documents(numbers, sizes), []
         with progress("comparing documents", int(sizes[numbers].sum())) as advance:
             if self.corpus is None:
-                ids_of = {number: ids.astype("<i8") for number, ids in id_pieces(self.ids, parts)}
-                return [xxhash.xxh3_128_digest(ids_of[n].tobytes()) for n in range(len(numbers))]
+                hashes = [xxhash.xxh3_128() for _ in range(len(numbers))]
+                for number, ids in self._ids_of(parts):
+                    hashes[number].update(ids.astype("<i8").tobytes())
+                return [digest.digest() for digest in hashes]
             for texts in self.corpus.texts(parts):
                 digest = xxhash.xxh3_128()
                 for text in texts:
@@ -103,9 +112,27 @@ class Documents:
         if self.corpus is not None:
             yield from _encode_parts(tokenizer, self.corpus, parts, advance)
             return
-        for number, ids in id_pieces(self.ids, parts):
+        for number, ids in self._ids_of(parts):
             yield number, ids
             advance(ids.nbytes)
+
+
+def open_text(data: DataConfig, source: str, tokenizer: Tokenizer | None) -> Documents:
+    """Open the text of a source, or its files of token ids."""
+    if not holds_ids(source):
+        return Documents(open_corpus(source, data.text_field))
+    return Documents(files=open_token_files(source, _maker_of_ids(data, tokenizer).vocab_size))
+
+
+def _maker_of_ids(data: DataConfig, tokenizer: Tokenizer | None) -> Tokenizer:
+    """Return the tokenizer of token ids. Raises ConfigError if it is to be trained."""
+    if tokenizer is None:
+        raise ConfigError.at(
+            "data.tokenizer",
+            f"a {data.tokenizer} tokenizer cannot be trained on token ids",
+            "name the tokenizer.json that made them",
+        )
+    return tokenizer
 
 
 def open_rows_of(data: DataConfig, tokenizer: Tokenizer | None) -> Documents:
@@ -116,13 +143,8 @@ def open_rows_of(data: DataConfig, tokenizer: Tokenizer | None) -> Documents:
         column = _as_strings(column, data)
         record = RowsRecord(len(rows), rows._fingerprint, content_fingerprint(column))
         return Documents(text_corpus(column), rows=record)
-    if tokenizer is None:
-        raise ConfigError.at(
-            "data.tokenizer",
-            f"a {data.tokenizer} tokenizer cannot be trained on token ids",
-            "name the tokenizer.json that made them",
-        )
-    check_ids(column, tokenizer.vocab_size, data.tokens_field, data.source)
+    vocab_size = _maker_of_ids(data, tokenizer).vocab_size
+    check_ids(column, vocab_size, data.tokens_field, data.source)
     record = RowsRecord(len(rows), rows._fingerprint, content_fingerprint(column))
     return Documents(ids=column, rows=record)
 
@@ -130,7 +152,7 @@ def open_rows_of(data: DataConfig, tokenizer: Tokenizer | None) -> Documents:
 def open_held_out(data: DataConfig, source: str, tokenizer: Tokenizer | None) -> Documents:
     """Open the documents of `val_source`."""
     if data.tokens_field is None:
-        return Documents(open_corpus(source, data.text_field))
+        return open_text(data, source, tokenizer)
     fields = {"source": source, "subset": None, "source_split": "train"}
     return open_rows_of(data.model_copy(update=fields), tokenizer)
 

@@ -105,6 +105,8 @@ def find_files(source: str, key: str = "data.source") -> SourceFiles:
         source_files = _of_data(path, files, is_of_hub=_is_of_hub(path))
         source_files = SourceFiles(path, source_files.files, (*source_files.left_out, *left_out))
         missing = f"the folder {source} has no text files"
+        if ids := next((name for name in left_out if name.endswith(".bin")), None):
+            missing += f"; token ids are read from a file or a glob, such as {path / ids}"
     elif path.exists():
         return SourceFiles(path.parent, (path,))
     elif glob.has_magic(source):

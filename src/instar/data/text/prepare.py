@@ -22,12 +22,13 @@ from instar.data.split import (
     whole_documents,
 )
 from instar.data.text.chat import write_conversations
-from instar.data.text.corpus import Corpus, open_corpus
+from instar.data.text.corpus import Corpus
 from instar.data.text.documents import (
     Documents,
     RowIndex,
     open_held_out,
     open_rows_of,
+    open_text,
     pieces_of,
     read_row_index,
     same_documents,
@@ -115,7 +116,8 @@ def prepare_dataset(
     check_made_from(folder, data, seed)
     counts = (f"{name} {sum(s.count for s in shards):,}" for name, shards in splits.items())
     summary = f"tokens: {', '.join(counts)}; vocabulary {plan.tokenizer.vocab_size:,}"
-    text = "" if data.tokens_field is not None else f"; documents {surroundings(plan.tokenizer)}"
+    has_ids = all(documents.corpus is None for documents, _ in plan.splits.values())
+    text = "" if has_ids else f"; documents {surroundings(plan.tokenizer)}"
     say(f"{summary}{text}")
     return folder
 
@@ -204,7 +206,7 @@ def _plan(data: DataConfig, seed: int, tokenizer: Tokenizer | None, begins: Say,
         if data.kind == "rows":
             documents = open_rows_of(data, tokenizer)
         else:
-            documents = Documents(open_corpus(data.source, data.text_field))
+            documents = open_text(data, data.source, tokenizer)
         empty = int(np.count_nonzero(documents.sizes == 0))
         byte_counts = _bytes_to_take(documents, held_out, data, seed, say)
         parts_of = _divide_documents(byte_counts, data, seed, say)

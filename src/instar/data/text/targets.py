@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.data.columns import Columns
-from instar.data.source import IGNORED, Source, TokenWindows, measure_of
+from instar.data.order import Int64Array
+from instar.data.source import (
+    IGNORED,
+    Measure,
+    Source,
+    TokenWindows,
+    WrappedSource,
+    measure_of,
+)
 from instar.data.text.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 
 _COUNTED = 1 << 20
@@ -51,6 +59,51 @@ class TokenTargets:
         return counts.astype(np.float64)
 
 
+@dataclass(frozen=True, eq=False)
+class SeparateDocuments(WrappedSource):
+    """Windows of text in which documents do not see each other.
+
+    `positions`, int64 [samples, context], count from 0 after each token that ends a document, which has no target itself:
+    the next token is another document's.
+    """
+
+    source: Source
+    end: int
+    """the token that ends a document"""
+    targets: TokenTargets
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint}/documents/{self.end}"
+
+    @property
+    def measure(self) -> Measure:
+        return self.targets
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        columns = self.source.read(indices, epoch)
+        inputs, targets = (np.asarray(columns[name]) for name in ("inputs", "targets"))
+        ends = inputs == self.end
+        return {
+            "inputs": inputs,
+            "targets": np.where(ends, IGNORED, targets),
+            "positions": positions_after(ends),
+        }
+
+
+def positions_after(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the position of each token in its document, int64 [samples, tokens].
+
+    Args:
+        ends: whether a token is the last of its document, [samples, tokens].
+    """
+    places = np.arange(ends.shape[1], dtype=np.int64)
+    begins = np.zeros(ends.shape, dtype=np.int64)
+    begins[:, 1:] = np.where(ends[:, :-1], places[1:], 0)
+    positions: NDArray[np.int64] = places - np.maximum.accumulate(begins, axis=1)
+    return positions
+
+
 @dataclass(frozen=True)
 class TargetCount:
     """The mean number of targets of a training sample, and what is to be said of that number."""
@@ -60,7 +113,7 @@ class TargetCount:
 
 
 def count_targets(source: Source, context: int) -> TargetCount:
-    """Return the targets of a source's samples: counted, or, where a transform decides, of samples that are read.
+    """Return the targets of a source's samples: counted, or, where what is read decides, of samples that are read.
 
     Raises what reading a sample raises.
     """
@@ -74,7 +127,7 @@ def count_targets(source: Source, context: int) -> TargetCount:
     batches = (numbers[begin : begin + _AT_ONCE] for begin in range(0, numbers.size, _AT_ONCE))
     total = sum(float(measure.weights(source.read(batch)).sum()) for batch in batches)
     of = "all" if numbers.size == size else f"{numbers.size:,} of the {size:,}"
-    remark = f"targets that data.transform leaves in {of} training samples"
+    remark = f"targets in {of} training samples"
     return TargetCount(total / numbers.size, remark)
 
 
@@ -97,7 +150,8 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
     of byte-level BPE, whose special tokens such as the end of a document stand for none.
     """
     if isinstance(tokenizer, CharTokenizer):
-        return np.array([*(len(c.encode()) for c in tokenizer.characters), 1], dtype=np.int64)
+        texts = [*tokenizer.characters, *([] if tokenizer.closed else "?")]
+        return np.array([len(text.encode()) for text in texts], dtype=np.int64)
     if not isinstance(tokenizer, BPETokenizer):
         return np.ones(tokenizer.vocab_size, dtype=np.int64)
     content = json.loads(tokenizer.to_json())

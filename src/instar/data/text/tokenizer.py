@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from instar.config.errors import ConfigError
 from instar.config.files import read_regular
 from instar.data.text.foreign.engine import TokenIds, engine_of
+from instar.data.text.foreign.meta_pickle import read_characters
 from instar.data.text.foreign.special_tokens import (
     END_FILE,
     TOKENIZER_CONFIG,
@@ -36,6 +37,8 @@ UNKNOWN = "<unk>"
 SEPARATOR = "\n"
 """The text between two documents if there is no end-of-document token."""
 
+PICKLED = ".pkl"
+"""Ending of a vocabulary that nanoGPT has pickled."""
 TRAINED = ("byte", "char", "bpe")
 """The values of `data.tokenizer` other than a file."""
 
@@ -109,15 +112,22 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class CharTokenizer(Tokenizer):
-    """The sorted characters of the training text, followed by a token for all others."""
+    """The sorted characters of the training text, followed by a token for all others unless it is `closed`."""
 
     characters: str
+    closed: bool = False
+    """whether there are no others, as with a vocabulary of nanoGPT"""
 
     kind = "char"
 
     @property
     def vocab_size(self) -> int:
-        return len(self.characters) + 1
+        return len(self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """The text of each token."""
+        return [*self.characters, *([] if self.closed else [UNKNOWN])]
 
     @cached_property
     def _id_of_code_point(self) -> TokenIds:
@@ -130,14 +140,22 @@ class CharTokenizer(Tokenizer):
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
         table = self._id_of_code_point
         ids: TokenIds = table[np.minimum(codes, table.size - 1)]
+        if self.closed and (ids == len(self.characters)).any():
+            unknown = chr(codes[ids == len(self.characters)][0])
+            raise ConfigError.at(
+                "data.tokenizer",
+                f"{unknown!r} is not among the {len(self.characters):,} characters of the vocabulary",
+                "leave it out of the text: the model has no token for it",
+            )
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        names = [*self.characters, UNKNOWN]
+        names = self.names
         return "".join(names[token] for token in ids)
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "kind": self.kind, "characters": self.characters})
+        content = {"format": FORMAT, "kind": self.kind, "characters": self.characters}
+        return json.dumps({**content, **({"closed": True} if self.closed else {})})
 
 
 class BPETokenizer(Tokenizer):
@@ -288,6 +306,18 @@ def separator_of(tokenizer: Tokenizer) -> TokenIds:
     return tokenizer.encode_batch([SEPARATOR])[0]
 
 
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends each document and is in no text; None if none does.
+
+    Raises:
+        ConfigError: as `separator_of`.
+    """
+    separator = separator_of(tokenizer)
+    if tokenizer.end_id is not None and separator.size:
+        return tokenizer.end_id
+    return int(tokenizer.after[-1]) if tokenizer.after.size else None
+
+
 def surroundings(tokenizer: Tokenizer) -> str:
     """Return in words what surrounds a document, e.g. "<bos> … </s>"; raises as `separator_of`."""
     if not isinstance(tokenizer, BPETokenizer):
@@ -394,7 +424,7 @@ def named_file(name: str) -> Path | None:
         raise ConfigError.at(
             "data.tokenizer",
             f"no tokenizer: {missing}",
-            f"give {', '.join(TRAINED)}, the path of a {TOKENIZER_FILE} or a folder with one",
+            f"give {', '.join(TRAINED)}, the path of a {TOKENIZER_FILE} or a folder with one, or nanoGPT's meta.pkl",
         )
     return file
 
@@ -438,6 +468,8 @@ def _read(file: Path) -> Tokenizer:
     except OSError as error:
         raise ConfigError.of(f"cannot be read: {error.strerror}", where=str(file)) from error
     try:
+        if file.suffix == PICKLED:
+            return CharTokenizer(read_characters(content), closed=True)
         tokenizer = parse_tokenizer(content.decode("utf-8"))
     except ConfigError as error:
         raise ConfigError.of(error.problems[0].message, where=str(file)) from None
@@ -456,6 +488,10 @@ def parse_tokenizer(text: str) -> Tokenizer:
             return BPETokenizer(text)
         case {"format": "instar-tokenizer/1", "kind": "byte"}:
             return ByteTokenizer()
-        case {"format": "instar-tokenizer/1", "kind": "char", "characters": str(characters)}:
-            return CharTokenizer(characters)
+        case {
+            "format": "instar-tokenizer/1",
+            "kind": "char",
+            "characters": str(characters),
+        } as content:
+            return CharTokenizer(characters, closed=content.get("closed") is True)
     raise ValueError(f"neither {FORMAT} nor one of the tokenizers library")

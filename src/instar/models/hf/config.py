@@ -355,6 +355,10 @@ def _in_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+LABELS = ("id2label", "label2id")
+"""Keys of classifiers, which every config of transformers has; their own keys are numbers, which JSON has not."""
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise CheckpointError(

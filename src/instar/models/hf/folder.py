@@ -310,7 +310,9 @@ def import_folder(folder: Path, run_dir: Path, *, tokenizer: str | None = None) 
         raise CheckpointError(f"{CONFIG}: no run could have this shape: {error}") from error
     tensors = from_tensors(arch, read_weights(folder))
     read = _read_tokenizer(folder, arch, tokenizer)
-    config = LanguageConfig(name=_name(run_dir), model=model, data=_data_section(read, run_dir))
+    config = LanguageConfig(
+        name=name_of_run(run_dir), model=model, data=_data_section(read, run_dir)
+    )
     origins = {f"model.{field}": f"{folder.name}/{CONFIG}" for field in model.model_fields_set}
     size = sum(tensor.nbytes for tensor in tensors.values())
     with (
@@ -376,6 +378,7 @@ def _data_section(tokenizer: Tokenizer, run_dir: Path) -> DataConfig:
     return DataConfig(tokenizer=str(run_dir / TOKENIZER_FILE))
 
 
-def _name(run_dir: Path) -> str:
+def name_of_run(run_dir: Path) -> str:
+    """Return the name of a run that is imported into this folder."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.resolve().name).lstrip("-._")
     return name or "imported"

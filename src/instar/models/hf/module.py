@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from instar.models.shape import ArchitectureError
 class PretrainedModel(nn.Module):
     """A model of transformers under the names of its shape, called as a `GPT` is.
 
-    Parameters are float32. Nothing but the shape's config decides which class is built.
+    Parameters are float32. Nothing but the shape's config decides which class is built. On the meta device only
+    parameters have no memory: `reset_buffers` gives buffers their first values again.
     """
 
     def __init__(
@@ -39,6 +41,9 @@ class PretrainedModel(nn.Module):
         self.arch = shape
         self.inner = _build_model(shape, seed)
         _adapt(self.inner, shape)
+        self._first_buffers = (
+            dict(self.inner.named_buffers()) if torch.get_default_device().type == "meta" else {}
+        )
         if gradient_checkpointing:
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -49,6 +54,7 @@ class PretrainedModel(nn.Module):
         *,
         per_sample: bool = False,
         cache: PretrainedCache | None = None,
+        positions_BT: Tensor | None = None,
     ) -> Tensor:
         """Compute logits or the loss; arguments and results are those of `GPT`."""
         # what a family of one's own makes of its last states (a scale, say) only its class knows
@@ -57,6 +63,8 @@ class PretrainedModel(nn.Module):
             input_ids=inputs_BT,
             use_cache=cache is not None,
             past_key_values=None if cache is None else cache.layers,
+            # transformers masks documents of each other where positions begin anew
+            **({} if positions_BT is None else {"position_ids": positions_BT}),
         )
         if targets_BT is None:
             logits_BTV: Tensor = read.logits if custom else self._logits(read.last_hidden_state)
@@ -74,6 +82,12 @@ class PretrainedModel(nn.Module):
             loss = each_cross_entropy if per_sample else head_cross_entropy
             losses = loss(read.last_hidden_state.flatten(0, 1), self._head.weight, targets_N)
         return losses.view(targets_BT.shape).sum(1, dtype=torch.float64) if per_sample else losses
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Set all buffers to the values of a new model; of one that was made on the meta device."""
+        for name, buffer in self.inner.named_buffers():
+            buffer.copy_(self._first_buffers[name])
 
     @property
     def _head(self) -> nn.Linear:
@@ -131,13 +145,59 @@ def _build_model(shape: PretrainedShape, seed: int | None) -> Any:
     kind = values.pop("model_type")
     config = CONFIG_MAPPING[kind](**values)
     if seed is None:
-        with no_init_weights():
+        without_memory = torch.get_default_device().type == "meta"
+        with no_init_weights(), parameters_on_meta() if without_memory else nullcontext():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()
         return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are made get parameters without memory, and buffers with their values on the CPU.
+
+    What buffers hold, such as the frequencies of rotations, only the module that makes them knows.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # a parameter that is tied must stay the same object
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class DrawnValues(Mapping[str, Tensor]):
+    """The parameters' values at step 0, which transformers draws for a whole model, when one is asked for."""
+
+    def __init__(self, shape: LoraShape, seed: int) -> None:
+        self._shape, self._seed = shape, seed
+        self._names = shape.parameters()
+
+    @cached_property
+    def _values(self) -> dict[str, Tensor]:
+        with torch.device("cpu"):
+            model = PretrainedModel(self._shape, seed=self._seed)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _adapt(inner: Any, shape: LoraShape) -> None:

@@ -95,8 +95,13 @@ def conversions(
     return {name: partial(convert, sources) for name, sources in _names(export_arch, style).items()}
 
 
-def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_tensors(
+    arch: Architecture, tensors: Mapping[str, Tensor], *, shaped_by: str = "config.json"
+) -> dict[str, Tensor]:
     """Inverse of `to_tensors`, in float32; also for tensors that transformers saved.
+
+    Args:
+        shaped_by: what the architecture was read from, for messages.
 
     Raises:
         CheckpointError: lists every tensor that is missing, unknown, of another shape, not floating
@@ -104,7 +109,7 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     style = style_of(arch)
     table = arch.parameters()
-    sources_of = _names(arch, style)
+    sources_of = parts_of_tensors(arch)
     by_full_name = _under_full_names(tensors, sources_of, _PREFIX[style])
     problems = _problems_of_head(arch, sources_of, by_full_name)
     parameters = {}
@@ -118,7 +123,7 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
         is_transposed = _is_transposed(table[sources[0]], style)
         expected = shape[::-1] if is_transposed else shape
         if tuple(tensor.shape) != expected:
-            problems.append(f"{name}: shape {tuple(tensor.shape)}, but config.json says {expected}")
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, but {shaped_by} says {expected}")
         elif not tensor.is_floating_point():
             problems.append(f"{name}: {tensor.dtype}; import takes weights in floating point")
         elif not tensor.isfinite().all():
@@ -128,7 +133,7 @@ def from_tensors(arch: Architecture, tensors: Mapping[str, Tensor]) -> dict[str,
             for part, piece in zip(sources, torch.split(matrix, lengths), strict=True):
                 parameters[part] = piece.clone(memory_format=torch.contiguous_format)
     problems += [f"{name}: unknown" for name in by_full_name]
-    refuse_tensors(f"the tensors are not those of the {TITLES[style]} of config.json:", problems)
+    refuse_tensors(f"the tensors are not those of the {TITLES[style]} of {shaped_by}:", problems)
     return {name: parameters[name] for name in table}
 
 
@@ -155,6 +160,11 @@ def refuse_tensors(title: str, problems: Sequence[str]) -> None:
     if problems:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
         raise CheckpointError("\n  ".join([title, *problems[:12], *more]))
+
+
+def parts_of_tensors(arch: Architecture) -> dict[str, list[str]]:
+    """Return the names of the parameters that each tensor of transformers concatenates, by its name."""
+    return _names(arch, style_of(arch))
 
 
 def _names(arch: Architecture, style: Style) -> dict[str, list[str]]:

@@ -56,8 +56,8 @@ def to_fast(tokenizer: Tokenizer) -> str:
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
     elif isinstance(tokenizer, CharTokenizer):
-        names = [*tokenizer.characters, UNKNOWN]
-        ids = {name: number for number, name in enumerate(names)}
+        ids = {name: number for number, name in enumerate(tokenizer.names)}
+        # a vocabulary without that token makes the library refuse other characters
         fast = Fast(models.WordLevel(ids, unk_token=UNKNOWN))
         fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         fast.decoder = decoders.Fuse()
@@ -75,7 +75,8 @@ def from_fast(tokenizer: Tokenizer) -> Tokenizer:
         return ByteTokenizer()
     if (vocabulary := json.loads(text)["model"]).get("type") == "WordLevel":
         names = sorted(vocabulary["vocab"], key=vocabulary["vocab"].__getitem__)
-        chars = CharTokenizer("".join(names[:-1]))
+        is_closed = names[-1:] != [UNKNOWN]
+        chars = CharTokenizer("".join(names if is_closed else names[:-1]), is_closed)
         return chars if text == to_fast(chars) else tokenizer
     return tokenizer
 

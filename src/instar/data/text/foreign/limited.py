@@ -122,7 +122,7 @@ def serve_limited(connection: socket.socket, kind: str, limit_s: int) -> None:
         while True:
             head, content = map(bytes, receive_parts(connection))
             request = json.loads(head)
-            _limit_memory(len(content) * _PER_BYTE)
+            limit_memory(LIMIT_BYTES + len(content) * _PER_BYTE)
             signal.alarm(limit_s)
             try:
                 if request["ask"] == "load":
@@ -214,10 +214,10 @@ def _tokens_reply(tokenizer: Any, request: dict[str, Any], content: bytes) -> Re
     return {"counts": [*map(len, rows)]}, b"".join(rows)
 
 
-def _limit_memory(more: int) -> None:
-    """Let this process take some memory more than it has; Linux only."""
+def limit_memory(size: int) -> None:
+    """Let this process take `size` bytes of memory more than it has; Linux only."""
     with suppress(OSError, ValueError):
         with open("/proc/self/status") as file:  # noqa: PTH123
             used = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (used + LIMIT_BYTES + more, hard_limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (used + size, hard_limit))
