@@ -78,7 +78,7 @@ READING = {
 }
 FLEETS = {f"fleet {name}" for name in ("plan", "doctor", "status", "logs", "stop", "down", "reap")}
 """read a fleet's file or folder, and records of its runs: tests/extensions/fleet/test_foreign.py"""
-TAKE_NO_RUN = {"init", "doctor", "demo", "config schema", "completion", *FLEETS}
+TAKE_NO_RUN = {"init", "doctor", "demo", "config schema", "completion", "logs import", *FLEETS}
 RUN_ITS_CODE = {
     "train",
     "resume",

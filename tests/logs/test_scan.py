@@ -163,25 +163,25 @@ trains = st.builds(
 evals = st.builds(
     Eval, **places, split=st.sampled_from(["val", "test"]), loss=numbers, extra=some, errors=some
 )
-deltas = [
-    st.builds(
-        kind,
-        **places,
-        number=counts,
-        anchor=st.booleans(),
-        size_bytes=counts,
-        seconds=numbers,
-        stall_s=numbers,
-        density=st.none() | numbers,
-        overlap=st.none() | numbers,
-        layers=some,
-    )
-    for kind in event_types().values()
-]
+FIELDS = {
+    "delta": {
+        "number": counts,
+        "anchor": st.booleans(),
+        "size_bytes": counts,
+        "seconds": numbers,
+        "stall_s": numbers,
+        "density": st.none() | numbers,
+        "overlap": st.none() | numbers,
+        "layers": some,
+    },
+    "foreign": {"values": some},
+}
+"""of the events of extensions"""
+of_extensions = [st.builds(kind, **places, **FIELDS[name]) for name, kind in event_types().items()]
 others = st.one_of(
     evals,
     st.builds(Layers, **places, grad_norm=some, update_ratio=some),
-    *deltas,
+    *of_extensions,
     st.builds(RunStarted, run_id=st.text(max_size=3), step=counts),
     st.builds(Saved, step=counts, path=st.text(max_size=5)),
     st.builds(Warn, message=st.text(max_size=5)),

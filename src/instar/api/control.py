@@ -27,6 +27,7 @@ from instar.record.control import (
     send_request,
 )
 from instar.record.events import Asked, OperationEvent, RunStarted
+from instar.record.imported import refuse_imported
 from instar.record.lock import lock_owner
 from instar.record.rundir import RunDir
 from instar.run.load_config import load_run_config
@@ -273,6 +274,7 @@ def _post(run: RunDir, command: Literal["apply", "cancel"], content: Mapping[str
 
 def _check_running(run: RunDir) -> None:
     if lock_owner(run.lock) is None:
+        refuse_imported(run)
         raise NotRunning(
             f"{run.path} is not running; resume it with: instar resume {run.shell_word}"
         )

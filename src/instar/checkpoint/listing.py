@@ -25,7 +25,8 @@ from instar.checkpoint.manifest import (
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint, save_time
 from instar.config.files import check_inside, read_regular
 from instar.record import atomic
-from instar.record.rundir import find_run
+from instar.record.imported import refuse_imported
+from instar.record.rundir import RunDir, find_run
 
 BEST = "best"
 LOSS = "loss"
@@ -111,12 +112,14 @@ def latest_checkpoint(root: Path) -> Path:
 
     Raises:
         CheckpointError: there is none.
+        ConfigError: the run was imported from another tool.
     """
     if (target := pointer_target(root, LATEST)) is not None:
         return target
     line = line_of(root)
     paths = [path for path in list_checkpoints(root) if _leads_to(path, line)]
     if not paths:
+        refuse_imported(RunDir(root))
         raise CheckpointError(f"no checkpoint in {root / 'checkpoints'}")
     return paths[-1]
 

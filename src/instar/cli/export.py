@@ -28,6 +28,7 @@ from instar.logs.read.scan import SegmentTree
 from instar.logs.text.format_event import EventFormatter
 from instar.record.atomic import atomic_file, sync_file
 from instar.record.events import event_kind, event_kinds
+from instar.record.imported import imported_start
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir
 from instar.record.trackers import TRACKERS
@@ -285,7 +286,9 @@ def _config(record: RunRecord) -> dict[str, Any]:
         is_own = record.run.config.stat().st_uid == os.geteuid()
         text = read_regular(record.run.config).decode("utf-8", "replace")
     except OSError:
-        return {}
+        start = imported_start(record.run)
+        config = (start and start.imported_config) or {}
+        return {key: value for key, value in config.items() if not isinstance(value, dict)}
     document, _ = parse(text, str(record.run.config))
     plain = document.data if document is not None and not document.unreadable else {}
     plain = plain if isinstance(plain, dict) else {}

@@ -115,6 +115,10 @@ def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         steps = (f"step {first.step:,}" if first else "" for first in branches)
         headers = (*headers, "branch at")
         cells = [(*row_cells, step) for row_cells, step in zip(cells, steps, strict=True)]
+    if any(row.summary.imported_from for row in rows):
+        origins = (row.summary.imported_from or "" for _, row in trees)
+        headers = (*headers, "imported from")
+        cells = [(*row_cells, origin) for row_cells, origin in zip(cells, origins, strict=True)]
     if any(row.labels.tags for row in rows):
         tags = (" ".join(row.labels.tags) for _, row in trees)
         headers = (*headers, "tags")
@@ -124,12 +128,13 @@ def _table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 def _row_cells(row: Row, depth: int) -> tuple[str, ...]:
     summary = row.summary
+    unknown_tokens = (None, 0) if summary.imported_from else (None,)
     return (
         indent_text(summary.id, depth),
         summary.name,
         row.status.state,
         NONE if summary.step is None else f"{summary.step:,}",
-        NONE if summary.tokens is None else si(summary.tokens),
+        NONE if summary.tokens in unknown_tokens else si(summary.tokens or 0),
         NONE if summary.loss is None else loss(summary.loss),
         best_text(summary.best_metric, summary.best),
         NONE if summary.best_step is None else f"{summary.best_step:,}",

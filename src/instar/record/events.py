@@ -87,6 +87,10 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     machine: dict[str, str | int | float | None] = {}
     launch: dict[str, Any] = {}
     """Config keys that apply to this start only."""
+    imported_from: str | None = None
+    """What another tool recorded of it, e.g. `Lightning's metrics.csv`; None: Instar trained it."""
+    imported_config: dict[str, Any] | None = None
+    """The config that this tool recorded, by dotted keys, without secrets."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "architecture", from_words(self.architecture))

@@ -226,6 +226,8 @@ def header_line(event: RunStarted, where: Path) -> str:
     parts = [f"run {event.run_id}", model, event.devices]
     if event.step:
         parts.append(f"from step {event.step:,}")
+    if event.imported_from:
+        parts.append(f"imported from {event.imported_from}")
     return "  ".join([part for part in parts if part] + [f"→ {where}"])
 
 

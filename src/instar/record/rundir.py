@@ -332,12 +332,16 @@ def _taken_error(path: Path, pid: int | None) -> ConfigError:
     )
 
 
+def new_id() -> str:
+    """Return a random id, which the folder of a run ends with."""
+    return "".join(secrets.choice(kind) for kind in (LETTERS, *[LETTERS_AND_DIGITS] * 4))
+
+
 def _claim_new(record: Destination, name: str) -> RunDir:
     out_dir = Path(record.out_dir)
     make_folder(out_dir)
     while True:
-        letters = [secrets.choice(LETTERS), *(secrets.choice(LETTERS_AND_DIGITS) for _ in range(4))]
-        run = RunDir(out_dir / f"{name}-{''.join(letters)}")
+        run = RunDir(out_dir / f"{name}-{new_id()}")
         try:
             run.path.mkdir()
         except FileExistsError:

@@ -42,6 +42,7 @@ from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.data.text.files import same_place
+from instar.record.imported import refuse_imported
 from instar.record.rundir import RunDir, check_folders
 from instar.schedule.operations import (
     SETTING_OF,
@@ -158,9 +159,10 @@ def choose_checkpoint(
 
     Raises:
         CheckpointError: there is no intact checkpoint; names what is wrong.
-        ConfigError: a folder of the run is not its own.
+        ConfigError: a folder of the run is not its own, or it was imported from another tool.
     """
     root = resume.run.path
+    refuse_imported(resume.run)
     check_folders(resume.run)
     if resume.fresh and not list_checkpoints(root):
         return None, []
@@ -177,8 +179,10 @@ def named_checkpoint(resume: Resume) -> Path | None:
 
     Raises:
         CheckpointError: it does not exist.
+        ConfigError: the run was imported from another tool.
     """
     root, start = resume.run.path, resume.start
+    refuse_imported(resume.run)
     if start == "latest":
         return None
     if start.startswith(BEST):

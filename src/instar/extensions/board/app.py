@@ -250,6 +250,7 @@ def catalog_row(run: RunDir) -> dict[str, Any]:
             "seen": summary.seen,
             "model": encodable(summary.model),
             "unit": summary.unit,
+            "imported_from": summary.imported_from and encodable(summary.imported_from),
             **({} if first is None else {"trunk": first.parent, "branched_at": first.step}),
         }
     )

@@ -99,6 +99,8 @@ def _row(
     summary: Summary, run_stages: Sequence[RunStage], labels: RunLabels
 ) -> dict[str, list[Any]]:
     row: dict[str, list[Any]] = {"state": [summary.state, "", None]}
+    if summary.imported_from:
+        row["imported from"] = [shorten_text(summary.imported_from, 60), "", None]
     if labels.tags:
         row["tags"] = [", ".join(shorten_text(tag, 40) for tag in labels.tags[:20]), "", None]
     for label, value, note, number in key_figures(summary, run_stages):

@@ -99,7 +99,8 @@ def _lead(summary: Summary) -> Iterator[str]:
     size = f", {si(summary.parameters)} parameters" if summary.parameters else ""
     where = f" on {summary.devices}" if summary.devices else ""
     began = f", started {date_text(summary.started)}" if summary.started else ""
-    yield f"{summary.model}{size}{where}{began}".strip(" ,")
+    origin = f", imported from {summary.imported_from}" if summary.imported_from else ""
+    yield f"{summary.model}{size}{where}{began}{origin}".strip(" ,")
     if summary.state != "crashed":  # the failure says both
         yield shorten_text(summary.reason)
         yield f"Resume with: {summary.go_on}" if summary.go_on else ""

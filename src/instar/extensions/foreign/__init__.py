@@ -14,5 +14,6 @@ EXTENSION = Extension(
             "export",
         )
     },
+    events={"foreign": f"{_HERE}.records.event:ForeignMetrics"},
     checkpoints={".pt": f"{_HERE}.nanogpt.checkpoint:import_checkpoint"},
 )

@@ -156,6 +156,7 @@ def compare_groups(
             *evaluations.differing,
             *warnings_on_data(configs, held_out=not evaluations.is_known),
             *new_bases,
+            *_of_unknown_data(records),
         ),
         to_loss=None if target is None else _to_loss(groups, curves, goal, target),
     )
@@ -255,6 +256,17 @@ def _anew(record: RunRecord) -> str:
         f"{record.run.path.name}: evaluations before and after step {event.step:,} are not comparable: "
         f"{', '.join(event.reasons)}"
     )
+
+
+def _of_unknown_data(records: Sequence[RunRecord]) -> list[str]:
+    """Return a line that names the imported runs, if there are any; of their data nothing is recorded."""
+    names = [
+        record.run.path.name
+        for record in records
+        if any(entry.event.imported_from for entry in record.of(RunStarted))
+    ]
+    what = "what their losses were measured on is not recorded"
+    return [f"{', '.join(names)}: imported from other tools, {what}"] if names else []
 
 
 def _reached(record: RunRecord, goal: str, target: float) -> LossReached | None:

@@ -20,6 +20,7 @@ from instar.config.origins import (
     redacted_lines,
     redacted_value,
 )
+from instar.record.imported import imported_start
 from instar.record.rundir import RunDir
 
 MAX_BYTES = 1 << 20
@@ -33,7 +34,9 @@ def config_lines(run: RunDir) -> list[ConfigLine]:
         with open_regular(run.config) as file:
             text = file.read(MAX_BYTES).decode("utf-8", "replace")
     except OSError:
-        return []
+        values = _imported_values(run)
+        lines = [ConfigLine(f"{k}: {in_yaml(v)}", "", k, in_yaml(v)) for k, v in values.items()]
+        return redacted_lines(lines)
     changes = set_at_resumes(run)
     lines = [
         _changed_line(line, *changes[line.key])
@@ -42,6 +45,12 @@ def config_lines(run: RunDir) -> list[ConfigLine]:
         for line in lines_of(text)
     ]
     return redacted_lines(lines)
+
+
+def _imported_values(run: RunDir) -> dict[str, Any]:
+    """Return the config that another tool recorded of an imported run; empty if there is none."""
+    start = imported_start(run)
+    return dict(start.imported_config or {}) if start else {}
 
 
 def _changed_line(line: ConfigLine, value: Any, step: int) -> ConfigLine:
@@ -81,11 +90,18 @@ def derived_keys(configs: Sequence[Sequence[ConfigLine]]) -> set[str]:
 def config_values(runs: Sequence[RunDir]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return keys and values of each run, defaults included and derived keys excluded, and faults.
 
-    A run whose config cannot be read has no keys. Data and machine are not checked.
+    A run whose config cannot be read has no keys, and an imported one has those of its tool if all are
+    imported. Data and machine are not checked.
     """
+    imported_runs = {run for run in runs if imported_start(run) is not None}
+    if len(imported_runs) == len(runs):
+        return [redacted_value("", _imported_values(run)) for run in runs], []
     keys_left_out = derived_keys([config_lines(run) for run in runs])
     configs, faults = list[dict[str, Any]](), list[str]()
     for run in runs:
+        if run in imported_runs:
+            configs.append({})
+            continue
         try:
             check_regular(run.config)
             loaded_config = load_config(str(run.config), checks=(), import_task=False)

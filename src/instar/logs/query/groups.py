@@ -278,8 +278,11 @@ def warnings_on_data(configs: Sequence[Config], *, held_out: bool = True) -> tup
 
 
 def _differing(configs: Sequence[Config], *, held_out: bool) -> list[str]:
-    """Return the differing keys that make losses incomparable; `held_out`: losses on held-out data."""
-    readable = [config for config in configs if config]
+    """Return the differing keys that make losses incomparable; `held_out`: losses on held-out data.
+
+    A config that another tool recorded has other keys, and says nothing of this.
+    """
+    readable = [config for config in configs if "task" in config]
     tokenizers = {config.get("data.tokenizer") for config in readable}
     # one val_source for all holds out the same text, but a bpe tokenizer is trained on the source
     same_held_out = (

@@ -135,9 +135,9 @@ class Row:
 
     @property
     def time_s(self) -> float | None:
-        """Seconds from the first start to the last line."""
+        """Seconds from the first start to the last line; None: unknown."""
         began, last_seen = self.summary.started, self.summary.seen
-        return None if began is None or last_seen is None else last_seen - began
+        return last_seen - began if began and last_seen else None
 
 
 def row_to_json(row: Row) -> dict[str, Any]:

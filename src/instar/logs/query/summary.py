@@ -109,6 +109,8 @@ class Summary:
     alerts: tuple[str, ...]
     faults: tuple[str, ...]
     """lines of its record that could not be read"""
+    imported_from: str | None = None
+    """what another tool recorded of it; None: Instar trained it"""
     family: tuple[RunTreeMember, ...] = ()
     """its trunk and all branches of that, if it has any"""
 
@@ -172,6 +174,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         warnings=tuple(_messages(current_events, Warn)),
         alerts=tuple(_messages(current_events, Alert)),
         faults=record.faults,
+        imported_from=current.imported_from if current else None,
         family=run_tree(run),
     )
 

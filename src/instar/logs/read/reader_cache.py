@@ -90,6 +90,8 @@ class CachedSummary:
     """number of scheduled operations that are not superseded"""
     events: tuple[Event, ...]
     """the newest segment's start, and what ended it: `Stop`, `RunFinished`, `Failed`; first `Branched`"""
+    imported_from: str | None
+    """what another tool recorded of it; None: Instar trained it"""
     fault: str
     """why the record cannot be read"""
 
@@ -182,6 +184,7 @@ def cached_summary(run: RunDir) -> CachedSummary:
             at <= limits.get(segment, EVERYTHING) for segment, at in scan_state.operations
         ),
         events=events,
+        imported_from=start.imported_from if start else None,
         fault=fault,
     )
 

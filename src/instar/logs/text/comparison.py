@@ -169,13 +169,15 @@ def _reached_cells(loss_reached: LossReached | None) -> tuple[str, ...]:
     if loss_reached is None:
         return ("not reached", NONE, NONE, NONE, NONE)
     at = loss_reached.at
-    return (
-        f"{at['step']:,.0f}",
-        si(round(at["tokens"])),
-        scientific(at["flops"]),
-        duration(at["active_s"]),
-        duration(at["wall_s"]),
-    )
+    texts = {
+        "tokens": si(round(at["tokens"])),
+        "flops": scientific(at["flops"]),
+        "active_s": duration(at["active_s"]),
+        "wall_s": duration(at["wall_s"]),
+    }
+    unknown = (axis for axis in texts if at["step"] and not at[axis])  # of an imported run
+    texts |= dict.fromkeys(unknown, NONE)
+    return (f"{at['step']:,.0f}", *texts.values())
 
 
 def _config(comparison: Comparison, names: Sequence[str]) -> Block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from instar.extensions import layer_titles, metric_names
@@ -130,29 +130,34 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
     size = f" {si(summary.parameters)}" if summary.parameters else ""
     process = [f"process {summary.process}"] if summary.process else []
     yield "state", [state_text(summary), *process]
+    if summary.imported_from:
+        yield "imported", [f"from {summary.imported_from}"]
     if summary.go_on:
         yield "resume with", [summary.go_on]
     yield "where", [summary.path]
-    yield "model", [part for part in (f"{summary.model}{size}", summary.devices, *ranks) if part]
+    if model := [part for part in (f"{summary.model}{size}", summary.devices, *ranks) if part]:
+        yield "model", model
     if summary.started:
         count = summary.segments - 1
         resumes = [f"resumed {count} time{'' if count == 1 else 's'}"] if count > 0 else []
         yield "started", [date(summary.started), *resumes]
         yield "last line", [date(summary.seen)]
-    yield (
-        "reached",
-        [
-            f"step {summary.step:,}",
-            f"{summary.samples:,} samples",
-            *([f"{si(summary.tokens)} {unit}"] if summary.unit != "sample" else []),
-            f"epoch {summary.epoch:.2f}",
-            f"{scientific(summary.flops)} FLOPs",
-        ],
-    )
+    tokens = [(summary.tokens, f"{si(summary.tokens)} {unit}")] if summary.unit != "sample" else []
+    amounts = [
+        (summary.samples, f"{summary.samples:,} samples"),
+        *tokens,
+        (summary.epoch, f"epoch {summary.epoch:.2f}"),
+        (summary.flops, f"{scientific(summary.flops)} FLOPs"),
+    ]
+    yield "reached", [f"step {summary.step:,}", *_texts_of_amounts(summary, amounts)]
     rate = summary.tokens_per_s
     pace = [] if rate is None else [f"{si(rate)} {unit}/s"]
-    times = [f"{duration(summary.active_s)} active", f"{duration(summary.wall_s)} wall"]
-    yield "time", [*times, *pace]
+    times = [
+        (summary.active_s, f"{duration(summary.active_s)} active"),
+        (summary.wall_s, f"{duration(summary.wall_s)} wall"),
+    ]
+    if clocks := [*_texts_of_amounts(summary, times), *pace]:
+        yield "time", clocks
     if total := sum(summary.drawn.values()):
         shares = ((name, count / total) for name, count in summary.drawn.items())
         yield "drawn", [f"{name} {share:.1%}" for name, share in shares]
@@ -172,6 +177,11 @@ def facts(summary: Summary) -> Iterator[tuple[str, list[str]]]:
                 for checkpoint in summary.checkpoints
             ],
         )
+
+
+def _texts_of_amounts(summary: Summary, amounts: Sequence[tuple[float, str]]) -> list[str]:
+    """Return the texts of amounts; of an imported run those that are not 0, which stands for unknown."""
+    return [text for amount, text in amounts if amount or not summary.imported_from]
 
 
 def family_rows(summary: Summary) -> list[tuple[str, ...]]:
@@ -223,14 +233,26 @@ def _line_cells(summary: Summary) -> list[str]:
         summary.state,
         folder(summary),
         f"step {summary.step:,}",
-        f"{si(summary.tokens)} {unit}",
+        f"{_amount(summary, summary.tokens, si)} {unit}",
         f"loss {NONE if last is None else loss(last.value)}",
         f"best {name} {value} at {at}",
         f"{rate} {unit}/s",
-        f"{duration(summary.active_s)} active",
+        f"{_amount(summary, summary.active_s, duration)} active",
         f"{count} operation{'' if count == 1 else 's'}",
-        summary.reason.partition("\n")[0] if summary.state in ("stopped", "crashed") else "",
+        _remark(summary),
     ]
+
+
+def _amount(summary: Summary, amount: float, text: Callable[[float], str]) -> str:
+    """Return the text of an amount; `-` for 0 of an imported run, which stands for unknown."""
+    return text(amount) if amount or not summary.imported_from else NONE
+
+
+def _remark(summary: Summary) -> str:
+    """Return why a run was stopped or crashed, or what it was imported from; else nothing."""
+    if summary.imported_from:
+        return f"imported from {summary.imported_from}"
+    return summary.reason.partition("\n")[0] if summary.state in ("stopped", "crashed") else ""
 
 
 def summary_markdown(summaries: Sequence[Summary]) -> list[str]:
@@ -274,17 +296,18 @@ def _markdown_of_many(summaries: Sequence[Summary]) -> list[str]:
         unit = unit_text(summary.unit)
         last, best = summary.last.get("loss"), best_held_out(summary)
         rate = NONE if summary.tokens_per_s is None else f"{si(summary.tokens_per_s)} {unit}"
+        origin = f", imported from {summary.imported_from}" if summary.imported_from else ""
         rows.append(
             (
                 _md(folder(summary)),
-                summary.state,
+                _md(f"{summary.state}{origin}"),
                 f"{summary.step:,}",
-                f"{si(summary.tokens)} {unit}",
+                f"{_amount(summary, summary.tokens, si)} {unit}",
                 NONE if last is None else loss(last.value),
                 NONE if best is None else f"{_md(best[0])} {loss(best[1].value, 4)}",
                 NONE if best is None else f"{best[1].step:,}",
                 rate,
-                duration(summary.active_s),
+                _amount(summary, summary.active_s, duration),
                 str(len(summary.operations)),
             )
         )

@@ -174,6 +174,7 @@ class List {
       return;
     }
     const parts = [`step ${whole(row.step)}`];
+    if (row.imported_from) parts.unshift(`imported from ${row.imported_from}`);
     if (row.trunk) parts.push(`from ${whole(row.branched_at)}`);
     if (row.loss != null) parts.push(`loss ${figure("loss", row.loss)}`);
     if (row.best != null) parts.push(`best ${row.best_metric === "loss" ? "" : `${row.best_metric} `}${figure("loss", row.best)}`);

@@ -1,0 +1,276 @@
+"""`instar logs import`: what a tool has recorded is listed, drawn and compared with the tool's own figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tool_records import TOOLS, Written
+from written_runs import written as write_run
+
+from instar.record.rundir import find_run
+
+Instar = Callable[..., subprocess.CompletedProcess[str]]
+RecordOf = Callable[[str], Written]
+ORIGINS = {
+    "transformers": "transformers' trainer_state.json",
+    "transformers_accuracy": "transformers' trainer_state.json",
+    "lightning": "Lightning's metrics.csv",
+    "tensorboard": "TensorBoard's event files",
+    "wandb": "W&B's offline run",
+    "trackio": "trackio's project demo",
+    "nanogpt": "nanoGPT's output",
+    "forgather": "forgather's trainer_logs.json",
+}
+NAMES = {
+    "transformers": "tiny",
+    "transformers_accuracy": "accuracy",
+    "lightning": "small-version_0",
+    "tensorboard": "exp1",
+    "wandb": "a-run",
+    "trackio": "first",
+    "nanogpt": "train",
+    "forgather": "log_2026",
+}
+"""of the runs that they become"""
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two numbers, perhaps words of JSON, are the same."""
+    return math.isclose(float(value), float(other), rel_tol=1e-12) or str(float(value)) == str(
+        float(other)
+    )
+
+
+def run_of(instar: Instar, place: Path, tool: str, path: Path) -> str:
+    """Import a record; return the folder of its first run, of which the command says the same."""
+    done = instar("logs", "import", str(path))
+    folder = done.stdout.splitlines()[0]
+    assert folder.startswith(f"runs/{NAMES[tool]}-")
+    assert f"{folder}: {ORIGINS[tool]}: loss ← " in done.stderr
+    assert sorted(entry.name for entry in (place / folder).iterdir()) == ["events.jsonl"]
+    return folder
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_record_is_read_beside_runs_of_our_own(
+    tool: str, record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    record = record_of(tool)
+    write_run(place / "runs" / "mine-abcde", {1: 4.0, 4: 3.0}, {4: 3.5})
+    folder = run_of(instar, place, tool, record.path)
+
+    # drawn and compared: the tool's own figures
+    drawn = instar(
+        "logs", "plot", folder, "--metrics", ",".join(record.curves), "--format", "json"
+    ).stdout
+    curves = {
+        curve["metric"]: list(zip(curve["x"], curve["value"], strict=True))
+        for panel in json.loads(drawn)["panels"]
+        for curve in panel["curves"]
+    }
+    assert curves.keys() == record.curves.keys()
+    for name, points in record.curves.items():
+        assert len(curves[name]) == len(points) > 0, name
+        for (x, value), (step, figure) in zip(curves[name], points, strict=True):
+            assert x == step, name
+            assert same(value, figure), (name, step)
+    step, value = next(p for p in record.curves["loss"][::-1] if math.isfinite(p[1]))
+    at = ("--metric", "loss", "--at", f"step={step}", "--json")
+    compared = json.loads(instar("logs", "compare", folder, "mine", *at).stdout)
+    (cell,) = compared["metrics"]["loss"][Path(folder).name]
+    assert same(cell["mean"], value)
+    assert any(f"{Path(folder).name}: imported from" in text for text in compared["warnings"])
+
+    # listed and summarized: marked
+    rows = json.loads(instar("logs", "list", "--json").stdout)
+    (row,) = [row for row in rows if row["path"] == folder]
+    last_step = max(points[-1][0] for points in record.curves.values())
+    assert (row["state"], row["step"], row["imported_from"]) == (
+        "finished",
+        last_step,
+        ORIGINS[tool],
+    )
+    assert same(row["loss"], record.curves["loss"][-1][1])
+    assert {row["imported_from"] for row in rows if row["name"] == "mine"} == {None}
+    listed = instar("logs", "list").stdout.splitlines()
+    assert listed[0].endswith("imported from")
+    assert any(line.endswith(ORIGINS[tool]) for line in listed)
+    summary = instar("logs", "summary", folder).stdout
+    assert f"imported     from {ORIGINS[tool]}\n" in summary
+    assert ORIGINS[tool] in instar("logs", "events", folder).stdout.splitlines()[0]
+
+
+def numbers(instar: Instar, folder: str) -> dict[str, Any]:
+    """What `instar logs summary` says of a run."""
+    (summary,) = json.loads(instar("logs", "summary", folder, "--json").stdout)
+    return dict(summary)
+
+
+def test_a_checkpoint_of_transformers_is_a_record_of_its_own_steps(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    output = record_of("transformers").path
+    folder = run_of(instar, place, "transformers", output / "checkpoint-4")
+    summary = numbers(instar, folder)
+    assert (summary["step"], summary["tokens"]) == (4, 4 * 2 * 12)
+    assert summary["flops"] > 0
+    assert summary["reason"] == "its record ends at step 4 of 6"
+    # times are in no log of transformers, and none are made up
+    assert (summary["started"], summary["seen"], summary["active_s"]) == (0.0, 0.0, 0.0)
+    text = instar("logs", "summary", folder).stdout
+    assert "started" not in text
+    assert "active" not in text
+    refused = instar("logs", "plot", folder, "--x", "wall", code=2)
+    assert "has no values on the axis wall_s" in refused.stderr
+    for run in ("--x", "tokens"), ("--x", "epoch"):
+        instar("logs", "plot", folder, *run, "--format", "json")
+
+
+def test_the_best_value_is_that_of_the_tools_metric(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    """A state of transformers has the best value, and says neither of which metric nor in which direction."""
+    record = record_of("transformers_accuracy")
+    folder = run_of(instar, place, "transformers_accuracy", record.path)
+    (row,) = json.loads(instar("logs", "list", "--json").stdout)
+    assert (row["best_metric"], row["best_step"], row["best_is_max"]) == ("accuracy", 2, True)
+    assert same(row["best"], 0.5)
+    best = numbers(instar, folder)["best"]
+    assert (best["val/loss"]["step"], best["val/accuracy"]["step"]) == (6, 2)
+
+
+def test_a_run_of_wandb_has_its_config_and_its_clock(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    folder = run_of(instar, place, "wandb", record_of("wandb").path)
+    said = instar("logs", "import", str(record_of("wandb").path.parent)).stderr
+    assert "steps are those of train/global_step" in said
+    assert "3 histograms left out" in said
+    assert "1 NaN or infinite value kept" in said
+    assert "axes: epoch ← train/epoch" in said
+    summary = numbers(instar, folder)
+    assert summary["started"] > 1.7e9
+    assert summary["wall_s"] > 0
+    assert summary["best"]["val/hits"]["step"] == 70
+    start = json.loads(
+        instar("logs", "events", folder, "--kind", "run_started", "--format", "jsonl").stdout
+    )
+    assert start["imported_config"] == {"lr": 0.1, "model.n_layer": 2, "hub.token": "[hidden]"}
+    assert "SECRET" not in (place / folder / "events.jsonl").read_text()
+
+
+def test_a_project_of_trackio_has_a_run_for_each_of_its_own(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    path = record_of("trackio").path
+    before = sorted(path.rglob("*"))
+    folders = instar("logs", "import", str(path)).stdout.splitlines()
+    assert [folder.partition("-")[0] for folder in folders] == ["runs/first", "runs/second"]
+    assert sorted(path.rglob("*")) == before
+    compared = json.loads(instar("logs", "compare", *folders, "--at", "step=7", "--json").stdout)
+    first, second = (compared["metrics"]["loss"][Path(folder).name][0] for folder in folders)
+    assert same(second["mean"], first["mean"] + 1)
+    rates = dict(zip([Path(folder).name for folder in folders], [0.1, 0.05], strict=True))
+    assert compared["config"] == {"lr": rates}
+    refused = instar("logs", "import", str(path), "--to", "runs/both", code=2)
+    assert "it is the folder of one run, and there are several" in refused.stderr
+    assert not (place / "runs" / "both").exists()
+
+
+def test_what_tensorboard_has_besides_scalars_is_counted(
+    record_of: RecordOf, instar: Instar
+) -> None:
+    said = instar("logs", "import", str(record_of("tensorboard").path), "--to", "board").stderr
+    assert "3 histograms left out" in said
+    assert "1 image left out" in said
+    assert "cut off" not in said
+    again = instar("logs", "import", str(record_of("tensorboard").path), "--to", "board", code=3)
+    assert "board is not empty" in again.stderr
+
+
+def test_an_output_of_nanogpt_has_tokens_and_both_losses(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    folder = run_of(instar, place, "nanogpt", record_of("nanogpt").path)
+    summary = numbers(instar, folder)
+    assert (summary["tokens"], summary["unit"]) == (7 * 1024, "token")
+    assert same(summary["last"]["train/loss"]["value"], 0.9)
+    said = instar("logs", "import", str(record_of("nanogpt").path)).stderr
+    assert "mfu left out where nanoGPT had not measured it yet: 5" in said
+
+
+def test_a_log_that_forgather_still_writes_is_read_as_far_as_it_goes(
+    record_of: RecordOf, instar: Instar, place: Path
+) -> None:
+    path = record_of("forgather").path
+    folder = run_of(instar, place, "forgather", path)
+    summary = numbers(instar, folder)
+    assert summary["reason"].startswith("its record has no end")
+    assert (summary["started"], summary["wall_s"]) == (1.7e9, 7.0)
+    said = instar("logs", "import", str(path.parent)).stderr
+    assert "read up to line 11, where it is cut off (20 bytes left out)" in said
+    complete = path.read_text().rpartition(",\n")[0] + "\n]"
+    (place / "trainer_logs.json").write_text(complete)
+    folder = instar("logs", "import", "trainer_logs.json").stdout.strip()
+    assert numbers(instar, folder)["reason"] == ""
+
+
+def test_losses_of_other_names_are_named(record_of: RecordOf, instar: Instar) -> None:
+    path = str(record_of("trackio").path)
+    done = instar("logs", "import", path, "--loss", "val_loss", "--val", "train_loss", "--json")
+    runs = json.loads(done.stdout)
+    assert [run["metrics"] for run in runs] == [{"val_loss": "loss", "train_loss": "val/loss"}] * 2
+    refused = instar("logs", "import", path, "--loss", "trian_loss", code=2)
+    assert "there is no metric 'trian_loss'; did you mean 'train_loss'?" in refused.stderr
+
+
+def test_what_is_exported_and_imported_is_the_same_run(instar: Instar, place: Path) -> None:
+    """Through TensorBoard, whose scalars are float32, and with all axes."""
+    write_run(place / "runs" / "mine-abcde", {n: 4.0 / n for n in range(1, 9)}, {4: 3.5, 8: 3.25})
+    instar("logs", "export", "mine", "--to", "tensorboard", "-o", "boards")
+    (path,) = (place / "boards").rglob("*tfevents*")
+    folder = instar("logs", "import", str(path), "--to", "runs/back").stdout.strip()
+    mine, back = (find_run(name, place / "runs").events for name in ("mine", "back"))
+    rows = [
+        [event for event in map(json.loads, lines) if event["kind"] in ("train", "eval")]
+        for lines in (mine.read_text().splitlines(), back.read_text().splitlines())
+    ]
+    assert folder == "runs/back"
+    assert len(rows[0]) == len(rows[1]) == 10
+    for ours, imported in zip(*rows, strict=True):
+        for name in ("kind", "step", "samples", "tokens", "flops", "wall_s", "active_s"):
+            assert imported[name] == ours[name], name
+        assert imported["loss"] == pytest.approx(ours["loss"], rel=1e-6)
+
+
+REFUSED = (
+    ("resume", "runs/theirs"),
+    ("test", "theirs"),
+    ("sample", "theirs"),
+    ("train", "tiny.yaml", "--resume", "theirs"),
+    ("train", "tiny.yaml", "--set", "resume=auto", "--set", "record.run_dir=runs/theirs"),
+    ("train", "tiny.yaml", "--set", "model.from=runs/theirs"),
+    ("control", "theirs", "save"),
+    ("checkpoint", "export", "theirs", "model", "--to", "hf"),
+)
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_what_needs_a_model_is_refused_in_a_sentence(
+    words: tuple[str, ...], instar: Instar, place: Path
+) -> None:
+    (place / "metrics.csv").write_text("step,train_loss\n1,2.5\n2,2.25\n")
+    instar("logs", "import", "metrics.csv", "--to", "runs/theirs")
+    before = (place / "runs/theirs/events.jsonl").read_bytes()
+    code = 3 if words[0] == "checkpoint" else 2
+    refused = instar(*words, code=code).stderr
+    assert "runs/theirs was imported from Lightning's metrics.csv" in refused
+    assert "Traceback" not in refused
+    assert (place / "runs/theirs/events.jsonl").read_bytes() == before
+    assert [entry.name for entry in (place / "runs/theirs").iterdir()] == ["events.jsonl"]
