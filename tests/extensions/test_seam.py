@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import get_args
 
@@ -16,11 +19,12 @@ from cases import shortened
 from forks import forks
 
 import instar
-from instar.extensions import BUILT_IN, WordKind, built_in
+from instar.extensions import BUILT_IN, WordKind, built_in, load_target
 
 SOURCE = Path(instar.__file__).parent
 GONE = {"fleet": ["fleet"]}
 """words that are typed of each extension"""
+TARGET = re.compile(r"instar\.[\w.]+:\w+")
 
 
 def run(
@@ -148,6 +152,25 @@ def test_what_is_said_of_a_deleted_extension_is_what_it_adds() -> None:
         assert extensions[name].name == name
         for kind in get_args(WordKind):
             assert set(getattr(extensions[name], kind)) == set(words.words.get(kind, ()))
+
+
+def test_all_that_a_manifest_names_exists() -> None:
+    texts = texts_in([astuple(extension) for extension in built_in().values()])
+    targets = [text for text in texts if TARGET.fullmatch(text)]
+    assert len(targets) > len(built_in())
+    for target in targets:
+        load_target(target)
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield the texts in nested data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_in(item)
 
 
 def test_manifests_import_only_the_seam() -> None:
