@@ -132,7 +132,7 @@ def _rows(curves: Curves) -> Iterator[tuple[int, float, dict[str, float]]]:
             f"{len(curves):,} metrics at {len(steps):,} steps are more than a record can hold"
         )
     streams = (
-        zip(memoryview(c.step), repeat(name), memoryview(c.value), memoryview(c.time), strict=False)
+        zip(c.step.data, repeat(name), c.value.data, c.time.data, strict=False)
         for name, c in curves.items()
     )
     for step, cells in groupby(heapq.merge(*streams), key=itemgetter(0)):
@@ -142,7 +142,7 @@ def _rows(curves: Curves) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _train(values: dict[str, float], place: dict[str, Any]) -> Train:
-    fields = {name: values.pop(name) for name in _FIELDS if name in values}
+    fields: dict[str, Any] = {name: values.pop(name) for name in _FIELDS if name in values}
     return Train(loss=values.pop(LOSS), extra=values, **fields, **place)
 
 
