@@ -166,14 +166,8 @@ def load_config(
     if checks:
         _refuse_addresses(layer, findings)
     conflicts: Sequence[ConfigProblem] = ()
-    brings = [path for path in (("model", FROM), ("model", "config")) if path in typed_entries]
-    if weights is not None and any(path in layer for path in brings):
-        weight_values, origin, conflicts = weights(
-            {dotted_key(p): entry.value for p, entry in typed_entries.items()}
-        )
-        weights_layer = findings.add(*parse(yaml_of(weight_values), origin))
-        if weight_values and weights_layer:
-            layer |= _entries(root, weights_layer, findings, origin)
+    if weights is not None:
+        conflicts = _add_brought(root, layer, typed_entries, weights, findings)
     schedule_is_open = _open_schedule(root, layer, findings)
     notes = () if translate is None else _translate_schedule(layer, translate)
     config = _validate_layer(root, layer, findings)
@@ -187,6 +181,26 @@ def load_config(
     origins |= {dotted_key(entry.path): entry.origin for entry in layer.values()}
     origins |= operation_places(layer)
     return Loaded(config, origins, _tree(root, layer), value_places(layer), notes)
+
+
+def _add_brought(
+    root: Root,
+    layer: dict[KeyPath, ConfigEntry],
+    typed_entries: Mapping[KeyPath, ConfigEntry],
+    weights: Callable[[Mapping[str, Any]], Brought],
+    findings: _Findings,
+) -> Sequence[ConfigProblem]:
+    """Add to `layer` what comes with `model.from` or a file `model.config`; return keys in conflict with it."""
+    named_files = {("model", FROM), ("model", "config")} & typed_entries.keys() & layer.keys()
+    if not named_files:
+        return ()
+    weight_values, origin, conflicts = weights(
+        {dotted_key(path): entry.value for path, entry in typed_entries.items()}
+    )
+    weights_layer = findings.add(*parse(yaml_of(weight_values), origin))
+    if weight_values and weights_layer:
+        layer |= _entries(root, weights_layer, findings, origin)
+    return conflicts
 
 
 def _typed_entries(

@@ -129,8 +129,7 @@ def compare_groups(
         [_curves(by_run[run], patterns or COMPARED, axes, target, goal) for run in group.runs]
         for group in groups
     ]
-    metrics_asked_for = (*patterns, *([goal] if target is not None else []))
-    _check_metrics(metrics_asked_for, groups, by_run)
+    _check_metrics((*patterns, *([goal] if target is not None else [])), groups, by_run)
     configs = [config for group in groups for config in group.configs]
     new_bases = tuple(text for record in records if (text := _anew(record)))
     evaluations = comparability(groups)
