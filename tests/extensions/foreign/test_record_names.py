@@ -9,15 +9,15 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.extensions.foreign.records.names import LOSSES, VAL_LOSSES, name_metrics
-from instar.extensions.foreign.records.table import Curve, RecordTable
+from instar.extensions.foreign.records.table import RecordedCurve, RecordTable
 
 
-def curve(values: Iterable[float] = (1.0, 2.0, 3.0)) -> Curve:
+def curve(values: Iterable[float] = (1.0, 2.0, 3.0)) -> RecordedCurve:
     array = np.array([*values], np.float64)
-    return Curve(np.arange(len(array)), array, np.full(len(array), np.nan))
+    return RecordedCurve(np.arange(len(array)), array, np.full(len(array), np.nan))
 
 
-def curves(*names: str) -> dict[str, Curve]:
+def curves(*names: str) -> dict[str, RecordedCurve]:
     return {name: curve() for name in names}
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from instar.config.errors import ConfigError
 from instar.extensions.foreign.records.event import ForeignMetrics
 from instar.extensions.foreign.records.names import LOSS, VAL_LOSS, Naming
-from instar.extensions.foreign.records.table import LAST_TIME, Curve, RecordTable
+from instar.extensions.foreign.records.table import LAST_TIME, RecordedCurve, RecordTable
 from instar.logs.read.columns import CELLS
 from instar.logs.read.record import direction
 from instar.record.events import Eval, Event, Placed, RunFinished, RunStarted, Stop, Train
 
-Curves = Mapping[str, Curve]
+Curves = Mapping[str, RecordedCurve]
 _FIELDS = ("grad_norm", "lr", "tokens_per_s", "mfu", "data_wait")
 """fields of `Train`; `memory_bytes`, which is an integer there, is not among them"""
 _WHOLE_AXES = ("samples", "tokens")
@@ -112,7 +112,7 @@ def _measurements(by_name: Curves, axes: _Axes) -> Iterator[Iterator[Placed]]:
         yield _evaluations(split, curves, axes)
 
 
-def _with_loss(remaining: dict[str, Curve], prefix: str) -> dict[str, Curve]:
+def _with_loss(remaining: dict[str, RecordedCurve], prefix: str) -> dict[str, RecordedCurve]:
     """Take from `remaining` a loss and the metrics of its split that are measured only where it is; return them without the
     prefix."""
     steps = remaining[f"{prefix}loss"].step

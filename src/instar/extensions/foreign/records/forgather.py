@@ -16,13 +16,13 @@ _HEAD = re.compile(rb'\s*\[\s*\{[^{}]*"global_step"\s*:')
 _BETWEEN = re.compile(r"[\s,\[]*")
 
 
-def find_logs(path: Path) -> list[Path]:
+def find_trainer_logs(path: Path) -> list[Path]:
     """Return the log at a path: the file, or that of a folder."""
     file = path / FILE if path.is_dir() else path
     return [file] if file.is_file() and _HEAD.match(read_head(file)) else []
 
 
-def read_log(path: Path) -> Iterator[RecordTable]:
+def read_trainer_logs(path: Path) -> Iterator[RecordTable]:
     """Yield the run of a log, as far as that goes.
 
     Raises:

@@ -44,13 +44,13 @@ FORMATS = {
     ),
     "tensorboard": Format(
         "an event file of TensorBoard, a folder of them, or a folder of such folders",
-        tensorboard.find_logs,
-        tensorboard.read_log,
+        tensorboard.find_event_logs,
+        tensorboard.read_event_log,
     ),
     "wandb": Format(
         "a run-*.wandb of W&B, the run's folder, or the folder wandb",
-        wandb.find_logs,
-        wandb.read_log,
+        wandb.find_offline_runs,
+        wandb.read_offline_run,
     ),
     "trackio": Format(
         "a project's .db of trackio, or the folder of them",
@@ -64,8 +64,8 @@ FORMATS = {
     ),
     "forgather": Format(
         "trainer_logs.json of forgather, or its folder",
-        forgather.find_logs,
-        forgather.read_log,
+        forgather.find_trainer_logs,
+        forgather.read_trainer_logs,
     ),
 }
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instar.config.errors import ConfigError, nearest_hint
-from instar.extensions.foreign.records.table import Curve
+from instar.extensions.foreign.records.table import RecordedCurve
 from instar.logs.read.columns import Ints
 
 LOSS, VAL_LOSS = "loss", "val/loss"
@@ -93,7 +93,7 @@ class Naming(NamedTuple):
 
 
 def name_metrics(
-    curves: Mapping[str, Curve], tool: str, loss: str | None = None, val: str | None = None
+    curves: Mapping[str, RecordedCurve], tool: str, loss: str | None = None, val: str | None = None
 ) -> Naming:
     """Decide what becomes of the metrics of a record.
 
@@ -123,7 +123,7 @@ def name_metrics(
 
 
 def _choose(
-    curves: Mapping[str, Curve], table: Iterable[str], name: str | None, option: str
+    curves: Mapping[str, RecordedCurve], table: Iterable[str], name: str | None, option: str
 ) -> str:
     """Return the metric that is a loss, by its name in the record; empty if there is none."""
     if name is None:
@@ -135,7 +135,9 @@ def _choose(
     return name
 
 
-def _axes(curves: Mapping[str, Curve], loss_steps: Iterable[Ints]) -> Iterator[tuple[str, str]]:
+def _axes(
+    curves: Mapping[str, RecordedCurve], loss_steps: Iterable[Ints]
+) -> Iterator[tuple[str, str]]:
     """Yield axes and their metrics: recorded wherever a loss is, finite, and never falling."""
     steps = np.unique(np.concatenate([*loss_steps, np.empty(0, np.int64)]))
     for axis, names in AXES.items():
@@ -146,14 +148,14 @@ def _axes(curves: Mapping[str, Curve], loss_steps: Iterable[Ints]) -> Iterator[t
                 break
 
 
-def _is_axis(curve: Curve, steps: Ints, limit: float) -> bool:
+def _is_axis(curve: RecordedCurve, steps: Ints, limit: float) -> bool:
     values = curve.value
     is_complete = bool(np.isin(steps, curve.step).all())
     is_rising = bool(np.isfinite(values).all() and (np.diff(values) >= 0).all())
     return is_complete and is_rising and bool(values[0] >= 0 and values[-1] < limit)
 
 
-def _candidates(name: str, curve: Curve) -> Iterator[str]:
+def _candidates(name: str, curve: RecordedCurve) -> Iterator[str]:
     """Yield names that a metric may have, the best first."""
     for field, pattern in _FIELDS.items():
         if pattern.fullmatch(name):

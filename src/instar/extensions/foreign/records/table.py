@@ -25,7 +25,7 @@ NO_STEP = -1
 _SHOWN_NAMES = 5
 
 
-class Curve(NamedTuple):
+class RecordedCurve(NamedTuple):
     """A metric by step; all arrays have shape [n], and steps ascend."""
 
     step: Ints
@@ -125,7 +125,7 @@ class RecordTable:
                 self.remarks.append(f"steps are those of {name}")
                 return
 
-    def curves(self) -> dict[str, Curve]:
+    def curves(self) -> dict[str, RecordedCurve]:
         """Return the metrics that have a value at a step, by their names; call it once.
 
         Of several values at a step the last one counts.
@@ -136,7 +136,7 @@ class RecordTable:
             steps[:row_count][is_superseded] = NO_STEP
             self._n_superseded += int(is_superseded.sum())
         times = np.array(self._times, np.float64)
-        curves: dict[str, Curve] = {}
+        curves: dict[str, RecordedCurve] = {}
         for name, column in self._columns.items():
             rows = np.frombuffer(column.rows, np.int64)
             order = np.argsort(steps[rows], kind="stable")
@@ -145,7 +145,7 @@ class RecordTable:
             is_last = has_step & np.append(at[1:] != at[:-1], True)
             values = np.frombuffer(column.values)[order]
             if is_last.any():
-                curve = Curve(at[is_last], values[is_last], times[rows[order]][is_last])
+                curve = RecordedCurve(at[is_last], values[is_last], times[rows[order]][is_last])
                 curves[name] = curve
                 is_earlier = has_step & ~is_last
                 later_values = curve.value[np.searchsorted(curve.step, at[is_earlier])]

@@ -32,7 +32,7 @@ _KINDS = {
 """what is no scalar, by the name of its field or plugin"""
 
 
-def find_logs(path: Path) -> list[Path]:
+def find_event_logs(path: Path) -> list[Path]:
     """Return the logs at a path, one for each run: a file, a folder of files, or the folders in it."""
     if path.is_file():
         return [path] if _MAGIC in read_head(path, _MAGIC_WITHIN) else []
@@ -41,7 +41,7 @@ def find_logs(path: Path) -> list[Path]:
     return sorted({file.parent for file in path.glob(f"*/{_PATTERN}")})
 
 
-def read_log(path: Path) -> Iterator[RecordTable]:
+def read_event_log(path: Path) -> Iterator[RecordTable]:
     """Yield the run of an event file, or of the files in a folder, in the order of their names.
 
     Raises:

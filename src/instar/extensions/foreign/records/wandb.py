@@ -27,7 +27,7 @@ MAX_RECORD_BYTES = 1 << 26
 _INTERNAL = ("_step", "_timestamp", "_wandb")
 
 
-def find_logs(path: Path) -> list[Path]:
+def find_offline_runs(path: Path) -> list[Path]:
     """Return the logs at a path: a file, those in a run's folder, or in the folders of runs in it."""
     if path.is_file():
         return [path] if read_head(path, _MAGIC_BYTES).startswith(_MAGIC) else []
@@ -37,7 +37,7 @@ def find_logs(path: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def read_log(path: Path) -> Iterator[RecordTable]:
+def read_offline_run(path: Path) -> Iterator[RecordTable]:
     """Yield the run of a log.
 
     Raises:
