@@ -16,6 +16,9 @@ from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.config.schema import RunConfig
 from instar.data.source import Source
+from instar.logs.plot.compose import ChartRequest, compose
+from instar.logs.read.record import read_record
+from instar.record.rundir import RunDir
 from instar.run.load_config import load_run_config
 from instar.run.start.preflight import preflight
 from instar.run.state.early_stopping import MetricState, MetricTracker
@@ -112,6 +115,12 @@ def test_sets_and_parts_have_the_losses_of_their_texts(place: tiny_run.Place) ->
     two = trained(place, "two", ranks=2)
     for name, steps in evaluations(two).items():
         assert steps == pytest.approx(losses[name], rel=1e-6)
+    records = [read_record(RunDir(folder)) for folder in (run, two)]
+    sets = ["german/loss", "rare/loss", "val/books/loss", "val/code/loss"]
+    (panel,) = compose(records[:1], ChartRequest()).panels
+    assert {curve.metric for curve in panel.curves} == {"loss", "val/loss", *sets}
+    compared = instar.compare([run, two]).metrics
+    assert {*compared} == {"val/loss", *sets, "val/bits_per_byte", "loss"}
 
 
 def test_a_resumed_run_evaluates_its_sets_where_it_would_have(place: tiny_run.Place) -> None:

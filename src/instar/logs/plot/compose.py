@@ -25,7 +25,7 @@ from instar.logs.plot.transforms import band, smooth, thin
 from instar.logs.query.groups import By, group_indices, notes_on_data
 from instar.logs.query.stages import marks
 from instar.logs.read.columns import Bools, Floats
-from instar.logs.read.record import ALIASES, RunRecord, Series, unknown_metric
+from instar.logs.read.record import ALIASES, RunRecord, Series, losses_of_parts, unknown_metric
 from instar.record.events import RunStarted
 from instar.record.rundir import RunDir
 
@@ -45,7 +45,7 @@ class ChartRequest:
     """The options of a plot."""
 
     panels: tuple[tuple[str, ...], ...] = LOSS_CURVES
-    """metrics of each panel"""
+    """metrics of each panel; by default of one run also `losses_of_parts`"""
     axis: str = "step"
     weight: float = 0.0
     """weight of the exponential moving average; 0: no smoothing"""
@@ -75,6 +75,9 @@ def compose(records: Sequence[RunRecord], request: ChartRequest) -> Chart:
         raise ConfigError.of(f"nothing to draw: no metric has been recorded yet in {where}")
     _check_metrics(records, request)
     check_axis(request.axis, [record for record in records if record.metrics])
+    if request.panels == LOSS_CURVES and len(records) == 1:
+        losses = (*LOSS_CURVES[0], *losses_of_parts(records[0].metrics))
+        request = replace(request, panels=(losses,))
     runs = [record.run for record in records]
     groups = group_indices(runs, request.by, request.group_names)
     metrics = sum(map(len, request.panels))

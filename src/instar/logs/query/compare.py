@@ -32,12 +32,12 @@ from instar.logs.query.groups import (
     warnings_on_data,
 )
 from instar.logs.read.columns import Floats
-from instar.logs.read.record import ALIASES, RunRecord, unknown_metric
+from instar.logs.read.record import ALIASES, RunRecord, losses_of_parts, unknown_metric
 from instar.record.events import BeginsAnew, RunStarted, to_words
 from instar.record.rundir import RunDir
 
 COMPARED = ("val/loss", "val/bits_per_byte", "loss")
-"""default metrics, as far as a run has them"""
+"""default metrics, as far as a run has them; with them `losses_of_parts`"""
 _LR = "lr"
 
 
@@ -113,7 +113,7 @@ def compare_groups(
 
     Args:
         records: the records of all runs of the groups.
-        metrics: names or patterns; default `COMPARED`.
+        metrics: names or patterns; default `COMPARED` and the losses of parts.
         places: places to compare at; default five places along `axis`, up to the furthest one that
             all runs have reached with all metrics.
         target: a value of `target_metric` for which to report where each run first reaches it.
@@ -121,24 +121,23 @@ def compare_groups(
     Raises:
         ConfigError: no run has such a metric, or nothing has been measured yet.
     """
-    patterns = tuple(ALIASES.get(metric, metric) for metric in metrics)
+    metrics = [ALIASES.get(metric, metric) for metric in metrics]
+    patterns = metrics or _default_metrics(records)
     goal = ALIASES.get(target_metric, target_metric)
     by_run = {record.run: record for record in records}
     axes = {place.axis for place in places} or {axis}
     curves = [
-        [_curves(by_run[run], patterns or COMPARED, axes, target, goal) for run in group.runs]
+        [_curves(by_run[run], patterns, axes, target, goal) for run in group.runs]
         for group in groups
     ]
-    _check_metrics((*patterns, *([goal] if target is not None else [])), groups, by_run)
+    _check_metrics([*metrics, *([goal] if target is not None else [])], groups, by_run)
     configs = [config for group in groups for config in group.configs]
     new_bases = tuple(text for record in records if (text := _anew(record)))
     evaluations = comparability(groups)
     if target is not None:
         _check_goal(goal, evaluations, configs, new_bases)
     all_runs = [run for group in curves for run in group]
-    names = {name: None for run in all_runs for name in run.metrics}
-    if not names:
-        raise ConfigError.of(f"nothing has been measured yet in {_names(groups)}")
+    names = _measured_metrics(all_runs, groups)
     at = tuple(places or even_places(axis, _furthest(all_runs, axis)))
     return Comparison(
         groups=tuple(groups),
@@ -148,7 +147,7 @@ def compare_groups(
             name: tuple(
                 _cells([run.metrics.get(name, {}) for run in group], at) for group in curves
             )
-            for name in sorted(names, key=_rank(patterns or COMPARED))
+            for name in sorted(names, key=_rank(patterns))
         },
         config=differing_keys([group.config() or None for group in groups]),
         warnings=(
@@ -222,6 +221,19 @@ def _check_goal(
         check_same_data(configs, goal)
     if is_held_out and new_bases:
         raise ConfigError.of(new_bases[0], where="--at-loss", hint="leave --at-loss out")
+
+
+def _default_metrics(records: Sequence[RunRecord]) -> list[str]:
+    more = dict.fromkeys(name for record in records for name in losses_of_parts(record.metrics))
+    return [COMPARED[0], *more, *COMPARED[1:]]
+
+
+def _measured_metrics(runs: Sequence[_Curves], groups: Sequence[RunGroup]) -> set[str]:
+    """Return the metrics that are compared; raise ConfigError if there are none."""
+    names = {name for run in runs for name in run.metrics}
+    if not names:
+        raise ConfigError.of(f"nothing has been measured yet in {_names(groups)}")
+    return names
 
 
 def _names(groups: Sequence[RunGroup]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -373,6 +373,12 @@ def direction(metric: str) -> Direction | None:
     if any(map(_LOW.fullmatch, words)):
         return "min"
     return "max" if any(map(_HIGH.fullmatch, words)) else None
+
+
+def losses_of_parts(metrics: Iterable[str]) -> tuple[str, ...]:
+    """Return the losses beside `val/loss` on held-out samples: of `eval.sets`, as `german/loss`, and of parts, `val/books/loss`."""
+    losses = (name for name in metrics if name.endswith("/loss") and name != "val/loss")
+    return tuple(name for name in losses if not name.startswith(("train/", "test/")))
 
 
 def read_records(runs: Sequence[RunDir]) -> list[RunRecord]:
