@@ -31,7 +31,9 @@ NORMED = replace(LLAMA, qk_norm=True, conv_size=3, tied=True)
 STYLES = pytest.mark.parametrize("arch", [GPT2, LLAMA, NORMED], ids=["gpt2", "llama", "normed"])
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, _dropout: float, window: int | None) -> Tensor:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, _dropout: float, window: int | None, *_documents: None
+) -> Tensor:
     """By the definition, pair by pair; without dropout."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     hidden = ~torch.tensor(pairs(q.shape[2], window))

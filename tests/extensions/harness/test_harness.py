@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from pretrained import TEXT, write_place
 
 import instar
@@ -114,7 +115,8 @@ def run(
 
 
 def measured(model: Any) -> dict[str, float]:
-    results: Any = simple_evaluate(model, tasks=TASKS, bootstrap_iters=0)
+    manager = TaskManager(include_defaults=False)
+    results: Any = simple_evaluate(model, tasks=TASKS, bootstrap_iters=0, task_manager=manager)
     return {
         f"{task}/{metric.partition(',')[0]}": value
         for task, values in results["results"].items()

@@ -53,5 +53,4 @@ def import_records(
     if as_json:
         print_json([run.to_dict() for run in runs])
     else:
-        last_run = shlex.quote(str(runs[-1].path))
-        click.echo(f"next: instar logs plot {last_run}", err=True)
+        click.echo(f"next: instar logs plot {shlex.quote(str(runs[-1].path))}", err=True)

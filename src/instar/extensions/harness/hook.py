@@ -53,6 +53,7 @@ class Harness:
         self._tasks, self._every = list(tasks), every
         self._options = {"limit": limit, "num_fewshot": num_fewshot}
         self._batch_size, self._include_path = batch_size, include_path
+        self._task_manager: Any = None
         self._evaluations = 0
         self.results: dict[int, dict[str, float]] = {}
         """by step, of this process"""
@@ -76,7 +77,6 @@ class Harness:
 
     def _measure(self, run: HookContext) -> dict[str, float]:
         from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
 
         from instar.extensions.harness.model import HarnessModel
 
@@ -87,7 +87,7 @@ class Harness:
         results: Any = simple_evaluate(
             HarnessModel(language_model, tokenizer, self._batch_size),
             tasks=self._tasks,
-            task_manager=TaskManager(include_path=self._include_path),
+            task_manager=self._manager(),
             bootstrap_iters=0,
             log_samples=False,
             **self._options,
@@ -98,3 +98,14 @@ class Harness:
             for metric, value in values.items()
             if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
         }
+
+    def _manager(self) -> Any:
+        """Return what finds tasks by name; reading its thousands of files takes ten seconds."""
+        from lm_eval.tasks import TaskManager
+
+        if self._task_manager is None:
+            by_name = any(isinstance(task, str) for task in self._tasks)
+            self._task_manager = TaskManager(
+                include_path=self._include_path, include_defaults=by_name
+            )
+        return self._task_manager
