@@ -72,7 +72,7 @@ def operations(arch: Architecture) -> Iterator[Operation]:
     if arch.tied:
         yield operation("untie_embeddings", True)
     yield operation("set_window", None if arch.windows else 2)
-    if arch.windows:
+    if any((window or 0) > 1 for window in arch.windows):
         yield operation("change_window", 0.5)
 
 

@@ -155,6 +155,8 @@ def _target_weights(adapters: Adapters, target: str) -> list[str]:
     """Return the weights that a target names."""
     if names := [name for name in adapters if matches(target, name)]:
         return names
+    if not adapters:
+        raise GrowthError("no weight of this model can have an adapter")
     tied = "; the head is tied: its table is the embedding" if target == "head" else ""
     raise GrowthError(f"{target!r} names no weight of this model{tied}; possible: {POSSIBLE}")
 
