@@ -228,9 +228,9 @@ def _default_metrics(records: Sequence[RunRecord]) -> list[str]:
     return [COMPARED[0], *more, *COMPARED[1:]]
 
 
-def _measured_metrics(runs: Sequence[_Curves], groups: Sequence[RunGroup]) -> set[str]:
-    """Return the metrics that are compared; raise ConfigError if there are none."""
-    names = {name for run in runs for name in run.metrics}
+def _measured_metrics(runs: Sequence[_Curves], groups: Sequence[RunGroup]) -> list[str]:
+    """Return the metrics that are compared, in the order of recording; raise ConfigError if there are none."""
+    names = [*dict.fromkeys(name for run in runs for name in run.metrics)]
     if not names:
         raise ConfigError.of(f"nothing has been measured yet in {_names(groups)}")
     return names
