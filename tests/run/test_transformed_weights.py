@@ -106,7 +106,7 @@ def test_the_forecast_counts_the_targets_that_a_run_trains_on(
     assert unread["weight_remark"].startswith("an upper bound: data.transform may leave fewer")
     trained, half, budget = steps(), forecast(), ("--until", "150tok")
     assert half["early"]["tokens"] == trained[-1]["tokens"] == unread["early"]["tokens"] // 2
-    assert "targets in 256 of the 463 training samples" in half["weight_remark"]
+    assert "targets that data.transform leaves in 256 of the 463" in half["weight_remark"]
     # ends of tokens, too
     assert forecast(*budget)["early"]["steps"] == len(steps(*budget)) == 5
     most = forecast("--set", "data.transform=masks:most", "--until", "1ep")

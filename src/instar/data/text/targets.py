@@ -140,7 +140,8 @@ def count_targets(source: Source, context: int) -> TargetCount:
     batches = (numbers[begin : begin + _AT_ONCE] for begin in range(0, numbers.size, _AT_ONCE))
     total = sum(float(measure.weights(source.read(batch)).sum()) for batch in batches)
     of = "all" if numbers.size == size else f"{numbers.size:,} of the {size:,}"
-    remark = f"targets in {of} training samples"
+    key = "document_masks" if isinstance(source, SeparateDocuments) else "transform"
+    remark = f"targets that data.{key} leaves in {of} training samples"
     return TargetCount(total / numbers.size, remark)
 
 
