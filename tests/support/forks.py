@@ -379,8 +379,9 @@ def _serve(called: socket.socket, modules: Sequence[str]) -> None:
 def _import(modules: Sequence[str]) -> None:
     for module in modules:
         import_module(module)
-    # TRL imports trackio, which reads its folder when it is imported: each child has its own
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+    # TRL imports trackio, which reads its folder when it is imported, and W&B, whose temporary folder
+    # the first process to end removes: each child has its own
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"trackio", "wandb"}]:
         del sys.modules[name]
     gc.freeze()  # what children do not touch is not copied
     _say({"ready": 1})
