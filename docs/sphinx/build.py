@@ -40,7 +40,7 @@ NAVIGATION = {
         "docs/growth-anywhere",
         "docs/growth-study",
     ],
-    "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python"],
+    "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python", "docs/notebooks"],
     "Many runs": ["docs/fleet", "docs/delta"],
     "Reliability": ["docs/reliability", "docs/security"],
     "Reference": ["docs/reference/commands", "docs/reference/config", "docs/reference/python"],

@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # `instar.train` is the module of `python -m instar.train`
+    # `python -m instar.train` runs the module of that name as `__main__`: nothing imports it over the function
     names: list[str] = importlib.import_module("instar.api").__all__
-    return sorted({*names, "__version__"} - {"train"})
+    return sorted({*names, "__version__"})

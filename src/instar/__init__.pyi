@@ -8,8 +8,10 @@ from instar.api import (
     load_model,
     load_run,
     load_tokenizer,
+    plot,
     resume,
     sample,
+    train,
 )
 
 __all__ = [
@@ -22,8 +24,10 @@ __all__ = [
     "load_model",
     "load_run",
     "load_tokenizer",
+    "plot",
     "resume",
     "sample",
+    "train",
 ]
 
 __version__: str

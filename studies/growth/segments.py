@@ -82,7 +82,9 @@ class Workshop:
         # segments share the machine by being several, not by having threads
         os.environ["OMP_NUM_THREADS"] = "1"
         # optimizers of torch import the last one in their first step, which takes 2 s
-        _FORKS.set_forkserver_preload(["instar.run.worker", "instar.run.offline", "torch._dynamo"])
+        _FORKS.set_forkserver_preload(
+            ["instar.run.worker", "instar.run.offline.grow", "torch._dynamo"]
+        )
 
     def results(self, segments: Sequence[Segment]) -> dict[str, Result]:
         """What every segment, its branches and those that it goes on from came to, by name.

@@ -10,7 +10,7 @@ from hosted import Numbers
 from samples import same
 
 from instar.config.errors import ConfigError
-from instar.config.user_code import load_named
+from instar.config.user_code.named import load_named
 from instar.data.columns import Ragged
 from instar.data.user_source import Transformed, sample_generator
 

@@ -25,7 +25,7 @@ from instar.checkpoint.manifest import Facts
 from instar.checkpoint.store import CheckpointContent, publish_checkpoint
 from instar.cli.main import instar as commands
 from instar.config.load import load_config
-from instar.config.user_code import TRUST_VARIABLE, Untrusted, module_files
+from instar.config.user_code.trust import TRUST_VARIABLE, Untrusted, module_files
 from instar.extensions.board import app
 from instar.extensions.board.catalog import Catalog
 from instar.extensions.board.sections import PARTS

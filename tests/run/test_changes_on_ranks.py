@@ -18,7 +18,7 @@ from instar.config.load import Loaded
 from instar.config.sections import Operation as Change
 from instar.record.control import send_post
 from instar.record.events import Asked, Eval, OperationEvent, Train, read_events
-from instar.run.offline import grow_checkpoint
+from instar.run.offline.grow import grow_checkpoint
 
 SCHEDULE = [
     {"name": "change_lr", "value": 1.5, "trigger_loss": 99.0, "max_wait_iters": 50},

@@ -35,8 +35,8 @@ from instar.growth.offline import NotProven
 from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.gpt import GPT
 from instar.record.atomic import WriteError
-from instar.run import offline
-from instar.run.offline import grow_checkpoint
+from instar.run.offline import grow as offline
+from instar.run.offline.grow import grow_checkpoint
 from instar.schedule.operations import history_from_json
 
 SEED, STEP, CURSOR = 7, 20, 320
@@ -287,8 +287,8 @@ from pathlib import Path
 import torch
 from instar.checkpoint.listing import latest_intact
 from instar.config.sections import Operation
-from instar.run import offline
-from instar.run.offline import grow_checkpoint
+from instar.run.offline import grow as offline
+from instar.run.offline.grow import grow_checkpoint
 
 def own_bytes():
     status = Path("/proc/self/status").read_text().splitlines()

@@ -50,8 +50,8 @@ START_S = 400.0
 POLL_S = 0.002
 
 MODULES = ["instar.cli.main", "instar.cli.train", "instar.cli.training"]
-MODULES += ["instar.run.worker", "instar.run.offline"]
-MODULES += ["instar.run.analysis"]
+MODULES += ["instar.run.worker", "instar.run.offline.grow"]
+MODULES += ["instar.run.offline.analysis"]
 MODULES += ["instar.extensions.graphs.task"] if "graphs" in built_in() else []
 MODULES += [
     "torch._dynamo",

@@ -1,7 +1,7 @@
 """Instar from Python: train, read runs as tables, and use their models (docs/python.md).
 
-The names here are also attributes of `instar` itself, but for `train`, which is a module there. Each module is
-imported when a name of it is first used, and torch by the first call that needs it.
+The names here are also attributes of `instar` itself. Each module is imported when a name of it is first used, and
+torch by the first call that needs it.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from instar.api.models import TextLoss, evaluate, load_model, load_tokenizer, sample
-    from instar.api.runs import Run, compare, list_runs, load_run
+    from instar.api.runs import Run, compare, list_runs, load_run, plot
     from instar.api.training import launch, resume, train
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "load_model",
     "load_run",
     "load_tokenizer",
+    "plot",
     "resume",
     "sample",
     "train",
@@ -29,7 +30,7 @@ __all__ = [
 
 _MODULES = {
     "models": ("TextLoss", "evaluate", "load_model", "load_tokenizer", "sample"),
-    "runs": ("Run", "compare", "list_runs", "load_run"),
+    "runs": ("Run", "compare", "list_runs", "load_run", "plot"),
     "training": ("launch", "resume", "train"),
 }
 

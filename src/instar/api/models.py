@@ -13,6 +13,7 @@ from instar.checkpoint.listing import resolve_checkpoint
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.config.errors import ConfigError
 from instar.config.fields import CAUSAL_LM, LANGUAGE
+from instar.config.user_code.definitions import code_name
 from instar.data.text.foreign.chat_template import template_beside
 from instar.data.text.targets import token_bytes
 from instar.data.text.tokenizer import BPETokenizer, Tokenizer, load_saved_tokenizer, prompt_tokens
@@ -21,25 +22,39 @@ from instar.models.shape import count_parameters
 from instar.record.progress import track_items
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from instar.models.sampling import LanguageModel
 
 Source = str | os.PathLike[str]
-"""a checkpoint's folder, or a run by its folder, id or name, or `latest`: its latest checkpoint"""
+"""a checkpoint's folder; or a run, by what `load_run` returns, its folder, id or name, or `latest`: its latest checkpoint"""
 
 
-def load_model(checkpoint: Source, device: str = "auto") -> LanguageModel:
-    """Load a language model in evaluation mode; its moving average if there is one.
+def load_model(
+    checkpoint: Source, device: str = "auto", *, task: type[Any] | str | None = None
+) -> nn.Module:
+    """Load the model of a checkpoint of any task in evaluation mode; its moving average if there is one.
 
-    It is a torch module: tokens [B, T] → logits [B, T, vocabulary].
+    A language model is called with tokens, [B, T], and returns logits, [B, T, vocabulary]. A model of another task is
+    what its `module` returns, with the trained values.
 
     Args:
         device: of torch, or auto: a GPU if there is one.
+        task: class of a custom task, or its name "module:class", where it is not the run's; it builds the model.
 
     Raises:
-        ConfigError: there is no such run.
-        CheckpointError: there is no checkpoint, it is damaged, or it is no language model.
+        ConfigError: there is no such run, or the task cannot be imported.
+        CheckpointError: there is no checkpoint, it is damaged, or it is of another model.
     """
-    return _load(_folder(checkpoint), device)
+    path = resolve_checkpoint(os.fspath(checkpoint))
+    if _is_language_model(path):
+        return _load(path, device)
+    share_cores(os.environ)
+
+    from instar.run.offline.saved_model import load_task_model
+
+    name = code_name(task) if isinstance(task, type) else task
+    return load_task_model(path, _device(device), name)
 
 
 def load_tokenizer(checkpoint: Source) -> Tokenizer:
@@ -201,16 +216,22 @@ def _folder(checkpoint: Source) -> Path:
     """Return the folder of a checkpoint of a language model.
 
     Raises:
-        CheckpointError: it is one of another task; says how its weights are loaded.
+        CheckpointError: it is one of another task.
     """
     path = resolve_checkpoint(os.fspath(checkpoint))
-    task = str(read_manifest(path).config.get("task", LANGUAGE))
-    if task not in (LANGUAGE, CAUSAL_LM):
+    if not _is_language_model(path):
         raise CheckpointError(
-            f"{path}: a model of task {task}, not a language model; build it as its task does, and load the "
-            'weights with safetensors.torch.load_file(".../model.safetensors") (docs/checkpoints.md)'
+            f"{path}: a model of task {_task_of(path)}, not a language model; instar.load_model loads it"
         )
     return path
+
+
+def _task_of(path: Path) -> str:
+    return str(read_manifest(path).config.get("task", LANGUAGE))
+
+
+def _is_language_model(path: Path) -> bool:
+    return _task_of(path) in (LANGUAGE, CAUSAL_LM)
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -236,10 +257,13 @@ def _begin_conversation(
 def _load(path: Path, device: str) -> LanguageModel:
     share_cores(os.environ)
 
-    import torch
-
     from instar.models.hf.module import load_language_model
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_language_model(path, device)
+    return load_language_model(path, _device(device))
+
+
+def _device(name: str) -> str:
+    """Return a device of torch; of auto, a GPU if there is one."""
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

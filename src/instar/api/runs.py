@@ -28,6 +28,8 @@ from instar.record.rundir import RunDir, runs_in
 if TYPE_CHECKING:
     import pandas as pd
 
+    from instar.api.curves import Plot
+
 RUNS = Path("runs")
 """where ids and names of runs are looked up"""
 
@@ -44,6 +46,9 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+    def __fspath__(self) -> str:
+        return str(self.path)  # wherever a run's folder is taken
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -84,6 +89,25 @@ class Run:
                 hint="pip install pandas, or use table(), whose columns are arrays",
             ) from None
         return pandas.DataFrame(self.table(*metrics))
+
+    def plot(
+        self, *metrics: str, axis: str = "step", smooth: float = 0.0, log: bool = False
+    ) -> Plot:
+        """Return curves, which a notebook shows; see `instar.plot`."""
+        return plot([self], metrics, axis=axis, smooth=smooth, log=log)
+
+    def watch(self, *metrics: str) -> None:
+        """Draw curves below a notebook's cell until the run has ended; an interrupt ends the drawing alone.
+
+        Args:
+            metrics: each in its own panel; default: the losses.
+
+        Raises:
+            ConfigError: this is no notebook, or matplotlib is not installed.
+        """
+        from instar.api.curves import watch_run
+
+        watch_run(self.record.run, metrics)
 
     def summary(self) -> dict[str, Any]:
         """Return what `instar logs summary --json` prints: state, best and last values, times, …"""
@@ -212,9 +236,7 @@ def compare(
         ConfigError: there is no such run, no run has such a metric, or a place cannot be parsed.
         RecordError: a record cannot be read.
     """
-    if isinstance(runs, str | os.PathLike | Run):
-        raise ConfigError.of("runs must be a list of runs, or of their paths", "instar.compare")
-    records = [(run if isinstance(run, Run) else load_run(run)).record for run in runs]
+    records = _records(runs, "instar.compare")
     groups, _ = group_runs([record.run for record in records])
     return compare_groups(
         groups,
@@ -224,6 +246,42 @@ def compare(
         axis=axis_named(axis),
         target=at_loss,
     )
+
+
+def plot(
+    runs: Sequence[Run | str | os.PathLike[str]],
+    metrics: Sequence[str] = (),
+    *,
+    axis: str = "step",
+    smooth: float = 0.0,
+    log: bool = False,
+) -> Plot:
+    """Draw the curves of runs, as `instar logs plot` does.
+
+    Args:
+        runs: what `load_run` returns, or what it takes: paths, ids or names.
+        metrics: names, each in its own panel; default: the losses.
+        axis: step, samples, tokens, epoch, flops, wall, active or time.
+        smooth: weight of an exponential moving average, 0 to below 1.
+        log: a logarithmic y axis.
+
+    Returns:
+        what a notebook shows as a picture, and `save` writes to a file.
+
+    Raises:
+        ConfigError: there is no such run or metric, or nothing to draw.
+        RecordError: a record cannot be read.
+    """
+    from instar.api.curves import plot_records  # brings the room of plots
+
+    records = _records(runs, "instar.plot")
+    return plot_records(records, metrics, axis=axis_named(axis), smooth=smooth, log=log)
+
+
+def _records(runs: Sequence[Run | str | os.PathLike[str]], where: str) -> list[RunRecord]:
+    if isinstance(runs, str | os.PathLike):
+        raise ConfigError.of("runs must be a list of runs, or of their paths", where)
+    return [(run if isinstance(run, Run) else load_run(run)).record for run in runs]
 
 
 @dataclass(frozen=True)

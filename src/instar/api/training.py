@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import chdir, contextmanager
 from pathlib import Path
-from typing import Any
 
+from instar.api.as_config import Config, Overrides, as_arguments
+from instar.api.curves import Curves, draw_end, live_curves
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
-from instar.config.origins import in_yaml
+from instar.config.user_code.definitions import (
+    DEFINITIONS_VARIABLE,
+    module_folders,
+    packed_definitions,
+)
+from instar.config.user_code.trust import code_names
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
 from instar.distributed.launch import environment, print_stderr, run_ranks, threads_per_rank
 from instar.distributed.placement import (
@@ -34,18 +41,16 @@ from instar.run.load_config import load_run_config
 from instar.run.resume import Resume, automatic, choose_checkpoint, continuation, named_checkpoint
 from instar.run.start.preflight import check_memory, preflight, prepare_run_data
 
-Config = str | os.PathLike[str] | Mapping[str, Any] | None
-"""path of a config file, or its content: sections and keys; None: the default config"""
-
 
 def train(
     config: Config = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     rank: int | None = None,
     world_size: int | None = None,
     port: int | None = None,
     hooks: Sequence[object] = (),
+    curves: Curves = None,
 ) -> Path:
     """Train as one rank until the run ends, and return the run's folder. Call from the main thread.
 
@@ -54,11 +59,12 @@ def train(
     `torch.multiprocessing.spawn`; all pass the same `port`, or the config or MASTER_PORT gives it.
 
     Args:
-        config: path of a config file, or nested data such as {"train": {"until": "100it"}}; None: the default
-            config.
-        overrides: strings such as "train.until=100it", as after `--set`.
+        config: path of a config file, or its content, such as {"train": {"until": "100it"}}, in which `task` may be
+            a class, also of a notebook; None: the default config.
+        overrides: strings such as "train.until=100it", as after `--set`, or values by key.
         hooks: objects whose methods are called during training, the same on every rank
             (docs/hooks.md).
+        curves: metrics that are drawn below the cell of a notebook meanwhile; default: the losses; False: none.
 
     Raises:
         ConfigError: the run cannot start.
@@ -74,29 +80,37 @@ def train(
         with as_before():
             if rank is not None:
                 _share_threads()
-            loaded_config = load_run_config(*_file_and_overrides(config, overrides))
-            with RankLog(placement(os.environ).rank) as log:
-                return run(loaded_config, log, signal, hooks=hooks)
+            loaded_config = load_run_config(*as_arguments(config, overrides))
+            drawing = live_curves(curves)
+            hooks = hooks if drawing is None else (*hooks, drawing)
+            place, workers = RankLog(placement(os.environ).rank), loaded_config.config.data.workers
+            try:
+                with code_for_children(loaded_config, is_parent=bool(workers)), place as log:
+                    return run(loaded_config, log, signal, hooks=hooks)
+            finally:
+                draw_end(drawing, place.path)
 
 
 def launch(
     config: Config = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     world_size: int | None = None,
     devices: Sequence[int] | None = None,
     max_restarts: int = 0,
+    curves: Curves = None,
 ) -> Path:
     """Start ranks on this machine, as `instar train --nproc` does, wait for them, and return the
     run's folder. Call from the main thread.
 
     Args:
-        config: path of a config file, or nested data such as {"train": {"until": "100it"}}; None: the default
-            config.
-        overrides: strings such as "train.until=100it", as after `--set`.
+        config: path of a config file, or its content, such as {"train": {"until": "100it"}}, in which `task` may be
+            a class, also of a notebook; None: the default config.
+        overrides: strings such as "train.until=100it", as after `--set`, or values by key.
         world_size: number of ranks; default: the number of devices, else from the config, else 1.
         devices: GPU indices of the ranks; default: from the config.
         max_restarts: how many times all ranks are restarted from the last checkpoint after a failure.
+        curves: metrics that are drawn below the cell of a notebook meanwhile; default: the losses; False: none.
 
     Raises:
         ConfigError: the run cannot start.
@@ -105,23 +119,25 @@ def launch(
             SIGHUP, …); its subclass StoppedUnsaved if there is nothing to resume.
     """
     return _launch(
-        *_file_and_overrides(config, overrides),
+        *as_arguments(config, overrides),
         None,
         world_size=world_size,
         devices=devices,
         max_restarts=max_restarts,
+        curves=curves,
     )
 
 
 def resume(
     run: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
     start: str = "latest",
     allow: Sequence[str] = (),
     world_size: int | None = None,
     devices: Sequence[int] | None = None,
     max_restarts: int = 0,
+    curves: Curves = None,
 ) -> Path:
     """Resume a run from a checkpoint, as `instar resume` does, and return its folder.
 
@@ -129,53 +145,30 @@ def resume(
 
     Args:
         run: its folder, id or name, or `latest`.
-        overrides: settings that change, such as "train.until=4000it"; they are recorded.
+        overrides: settings that change, such as "train.until=4000it", or values by key; they are recorded.
         start: latest, best, best-<metric>, or a step.
         allow: what may differ from the run: architecture, data, tokenizer.
-        world_size, devices, max_restarts: see `launch`; the number of ranks may differ.
+        world_size, devices, max_restarts, curves: see `launch`; the number of ranks may differ.
 
     Raises:
         ConfigError: there is no such run, or it cannot be resumed with these settings.
         CheckpointError: there is no such checkpoint, or it is damaged.
         RunFailed, Interrupted: see `launch`.
     """
-    run_dir, base, overrides = begun_in(find_run(os.fspath(run)), overrides, print_stderr)
+    _, settings = as_arguments(None, overrides)
+    run_dir, base, texts = begun_in(find_run(os.fspath(run)), settings, print_stderr)
     resume_request = Resume(run_dir, start, tuple(allow), fresh=start == "latest")
     named_checkpoint(resume_request)
     with chdir(base):
         return _launch(
             str(run_dir.config),
-            overrides,
+            texts,
             resume_request,
             world_size=world_size,
             devices=devices,
             max_restarts=max_restarts,
+            curves=curves,
         )
-
-
-def _file_and_overrides(
-    config: Config, overrides: Sequence[str]
-) -> tuple[str | None, Sequence[str]]:
-    """Return a config's path, if it has one, and what lies over it: its content is given as `--set` is.
-
-    Raises:
-        ConfigError: the overrides are one text, or the content is not what YAML can hold.
-    """
-    if isinstance(overrides, str):
-        raise ConfigError.of(
-            "overrides must be a list", where="instar", hint=f'write ["{overrides}"]'
-        )
-    if not isinstance(config, Mapping):
-        return None if config is None else os.fspath(config), overrides
-    try:
-        texts = [f"{key}={in_yaml(value)}" for key, value in config.items()]
-    except (TypeError, ValueError) as error:
-        raise ConfigError.of(
-            f"the config is not made of plain data: {error}",
-            where="instar",
-            hint="write numbers, texts, lists and dictionaries",
-        ) from None
-    return None, [*texts, *overrides]
 
 
 def _launch(
@@ -186,8 +179,10 @@ def _launch(
     world_size: int | None,
     devices: Sequence[int] | None,
     max_restarts: int,
+    curves: Curves,
 ) -> Path:
     loaded_config = load_run_config(config, overrides)
+    drawing = live_curves(curves)
     place = placement(os.environ)
     if place.is_set:
         raise ConfigError.of(
@@ -196,11 +191,14 @@ def _launch(
             hint="call instar.api.train in each",
         )
     count = resolve_ranks(loaded_config.config.parallel, place, world_size, devices)
-    preflight_launch(loaded_config, count.ranks, resume, print_stderr, devices)
     argv = [] if config is None or resume is not None else [config]
     argv += [word for text in overrides for word in ("--set", text)]
     argv += [] if resume is None else resume.words()
-    result = run_ranks(launch_options(loaded_config, argv, count, resume, max_restarts))
+    options = launch_options(loaded_config, argv, count, resume, max_restarts)
+    with code_for_children(loaded_config):
+        preflight_launch(loaded_config, count.ranks, resume, print_stderr, devices)
+        result = run_ranks(options, watch=None if drawing is None else drawing.update)
+    draw_end(drawing, result.log)
     run_dir = result.log.parents[1] if result.log else None
     if result.code == Interrupted.exit_code:
         raise Interrupted(result.text or f"resume with: instar resume {shlex.quote(str(run_dir))}")
@@ -273,6 +271,29 @@ def preflight_launch(
     check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded_config, preparation.spec)
+
+
+@contextmanager
+def code_for_children(loaded_config: Loaded, *, is_parent: bool = True) -> Iterator[None]:
+    """Let processes that are started inside find what this one does: the modules of a config's code, and the classes and
+    functions of a notebook or script.
+
+    Args:
+        is_parent: whether processes are started.
+    """
+    names = set(code_names(loaded_config.data))
+    if not (names and is_parent):
+        yield
+        return
+    folders = [os.environ.get("PYTHONPATH", ""), *module_folders()]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders)))}
+    with tempfile.TemporaryDirectory(prefix="instar-code-") as folder:
+        if content := packed_definitions(names):
+            file = Path(folder) / "definitions.pickle"
+            file.write_bytes(content)
+            variables[DEFINITIONS_VARIABLE] = str(file)
+        with environment(variables):
+            yield
 
 
 def _variables(rank: int | None, world_size: int | None, port: int | None) -> dict[str, str]:

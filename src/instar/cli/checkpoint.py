@@ -248,7 +248,7 @@ def analyze_weights(where: str, against: str | None, as_json: bool) -> None:
     path = checkpoint_at(where)
     before = None if against is None else checkpoint_at(against)
 
-    from instar.run.analysis import analyze_checkpoint
+    from instar.run.offline.analysis import analyze_checkpoint
 
     with _with_advice(path):
         analysis = analyze_checkpoint(path, before)
@@ -377,7 +377,7 @@ def average(
         raise click.UsageError("--last and --steps exclude each other")
     root = _root(run)
 
-    from instar.run.offline import average_checkpoints
+    from instar.run.offline.grow import average_checkpoints
 
     folder = out or (place := root.resolve()).with_name(f"{place.name}.average")
     with _checkpoint_errors():

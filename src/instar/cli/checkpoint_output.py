@@ -20,7 +20,7 @@ from instar.record.format import bytes_text, duration, loss, si
 
 if TYPE_CHECKING:
     from instar.models.hf.pretrained_folder import PretrainedFolder
-    from instar.run.analysis import CheckpointAnalysis
+    from instar.run.offline.analysis import CheckpointAnalysis
 
 
 Headers = Mapping[str, Mapping[str, "TensorEntry"]]

@@ -30,7 +30,7 @@ from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
 from instar.config.starter import starter
 from instar.config.suggestions import expected, suggest_key
-from instar.config.user_code import is_trusted
+from instar.config.user_code.trust import is_trusted
 from instar.extensions import how_to_install, starters
 from instar.record.rundir import RunDir
 from instar.run.load_config import load_run_config

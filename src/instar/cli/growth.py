@@ -92,7 +92,7 @@ def grow(
     else:
         path = checkpoint_at(where)
 
-        from instar.run.offline import grow_checkpoint
+        from instar.run.offline.grow import grow_checkpoint
 
         result = grow_checkpoint(load_checkpoint(path), out, operations, check=bool(check))
         advice = f"instar resume {shlex.quote(str(out))}"

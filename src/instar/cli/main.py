@@ -22,7 +22,7 @@ from instar.cli.completion import VARIABLE
 from instar.cli.options import LazyGroup, Say, in_one_line, json_requested, say
 from instar.config.errors import ConfigError, InstarError, sentence_of
 from instar.config.files import check_words
-from instar.config.user_code import TRUST_VARIABLE, Untrusted
+from instar.config.user_code.trust import TRUST_VARIABLE, Untrusted
 from instar.extensions import how_to_install, load_target, programs
 from instar.logs.text.stdout import StdoutFails, set_encoding, watch_streams
 from instar.record.progress import Display, Screen, showing

@@ -18,7 +18,7 @@ import click
 
 from instar.cli import completion
 from instar.config.errors import ConfigError, nearest
-from instar.config.user_code import FLAG, TRUST_VARIABLE
+from instar.config.user_code.trust import FLAG, TRUST_VARIABLE
 from instar.extensions import (
     commands_in,
     extend_commands,

@@ -11,7 +11,7 @@ A dotted key such as `model.n_head` names a value; the parts before the last dot
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from instar.config.sections import (
     subsection,
     with_from,
 )
-from instar.config.user_code import load_named
+from instar.config.user_code.named import load_named
 from instar.extensions import (
     entry_points,
     find_task,
@@ -142,7 +142,6 @@ def _with_packages(root: type[C], names: tuple[str, ...], plain: bool) -> type[C
     return config
 
 
-@cache
 def root_of(task: str) -> type[RunConfig]:
     """Return the config class of a task.
 
@@ -165,7 +164,12 @@ def root_of(task: str) -> type[RunConfig]:
             f"unknown task '{task}'; known are {', '.join(task_names)}",
             nearest_hint(task, task_names, custom_task),
         )
-    task_class = custom_task_class(task)
+    return _custom_root(task, custom_task_class(task))  # type: ignore[arg-type] # of a class
+
+
+@cache
+def _custom_root(task: str, task_class: Hashable) -> type[RunConfig]:
+    """Return the config class of a user's task; a notebook may define another class by the same name."""
     model, data = getattr(task_class, "Model", Section), getattr(task_class, "Data", SamplesConfig)
     for name, section, base in (("Model", model, Section), ("Data", data, SamplesConfig)):
         if not (isinstance(section, type) and issubclass(section, base)):

@@ -68,7 +68,7 @@ from instar.config.origins import (
 )
 from instar.config.schema import RunConfig
 from instar.config.sections import FROM
-from instar.config.user_code import check_trusted
+from instar.config.user_code.trust import check_trusted
 
 START = "`instar init gpt` writes a config to start from"
 

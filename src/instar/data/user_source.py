@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from instar.config.schema import FeedConfig
-from instar.config.user_code import load_named
+from instar.config.user_code.named import load_named
 from instar.data.columns import (
     NUMBERS,
     Column,

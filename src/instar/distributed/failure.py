@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from instar.config.errors import InstarError, sentence_of
-from instar.config.user_code import what_happened
+from instar.config.user_code.named import what_happened
 
 _PF_EXITING = 0x4
 """flag of a process that exits, in Linux's /proc/PID/stat"""

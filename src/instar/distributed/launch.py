@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,9 @@ def launch_ranks(options: LaunchOptions) -> int:
     return result.code
 
 
-def run_ranks(options: LaunchOptions, *, last: bool = False) -> LaunchResult:
+def run_ranks(
+    options: LaunchOptions, *, last: bool = False, watch: Callable[[Path], None] | None = None
+) -> LaunchResult:
     """Run ranks until they exit. Call from the main thread.
 
     A stop signal is passed on to every rank once, which then has `stop_timeout_s` seconds; a repeated
@@ -86,6 +88,7 @@ def run_ranks(options: LaunchOptions, *, last: bool = False) -> LaunchResult:
 
     Args:
         last: the process exits with the result (see `StopSignal`).
+        watch: called with the folder of the run, again and again while it trains; returns soon.
 
     Raises:
         ConfigError: before any rank is started, if there are fewer `devices` than ranks, a device
@@ -116,7 +119,7 @@ def run_ranks(options: LaunchOptions, *, last: bool = False) -> LaunchResult:
         from instar.distributed.world import device_of
 
         device_of(options.device, Placement(size=ranks, local_size=ranks), devices or ())
-        exits = Supervisor(options, Path(work_dir), stop, env).run()
+        exits = Supervisor(options, Path(work_dir), stop, env, watch).run()
         if not exits:
             code = stopped_before_start(resumable=options.resumable).exit_code
             return LaunchResult(code, NOTHING_STARTED)
@@ -132,7 +135,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, options: LaunchOptions, work_dir: Path, stop: StopSignal, env: Mapping[str, str]
+        self,
+        options: LaunchOptions,
+        work_dir: Path,
+        stop: StopSignal,
+        env: Mapping[str, str],
+        watch: Callable[[Path], None] | None = None,
     ) -> None:
         # not before signals are handled: importing torch takes a second or two
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -152,6 +160,7 @@ class Supervisor:
         self._options = options
         self._work_dir = work_dir
         self._stop = stop
+        self._watch = watch
         size = str(options.ranks)
         self._env = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -199,6 +208,8 @@ class Supervisor:
                 running = [rank for rank in ranks if rank not in exited_ranks]
                 if running:
                     self._enforce(limits, ranks, running)
+                    if self._watch is not None and (log := ranks[0].log) is not None:
+                        self._watch(log.parents[1])
                     time.sleep(POLL_S)
             if any(rank.status for rank in ranks):
                 # kill child processes that a failed rank has left behind in its session
@@ -280,6 +291,11 @@ class _Rank:
         return self.status is not None
 
     @property
+    def log(self) -> Path | None:
+        """Its log in the run's folder; None before that is known."""
+        return log_of_failure(self._record)
+
+    @property
     def has_reported(self) -> bool:
         """Whether the failure record is written; the process may take longer to exit."""
         return self._record.exists()
@@ -294,7 +310,7 @@ class _Rank:
 
     def exit(self) -> RankExit:
         assert self.status is not None
-        log = log_of_failure(self._record)
+        log = self.log
         output = self.child.output if log is None else (log,)
         failure = read_failure(self._record)
         return RankExit(self.rank, self.status, self.is_killed, failure, output, log)

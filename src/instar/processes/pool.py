@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from instar.config.errors import InstarError
+from instar.config.user_code.definitions import bring_definitions
 from instar.processes.child import (
     AnsweringProcess,
     Parts,
@@ -173,6 +174,7 @@ def serve_calls(connection: socket.socket) -> None:
                     method, args = _unpack(request)
                     answer = _pack((False, getattr(objects[0], method)(*args)))
                 else:
+                    bring_definitions()  # what is opened may be of a notebook
                     objects.append(_unpack(request)())
                     answer = _pack((False, None))
             except BaseException as error:  # the other side waits for an answer

@@ -41,6 +41,7 @@ from instar.config.load import Loaded, load_config
 from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
+from instar.config.user_code.definitions import is_local
 from instar.data.text.files import same_place
 from instar.record.imported import refuse_imported
 from instar.record.rundir import RunDir, check_folders
@@ -306,12 +307,14 @@ def _read_past(run: RunDir, loaded_config: Loaded, checkpoint: Checkpoint | None
     """
     manifest = checkpoint.manifest if checkpoint is not None else None
     try:
-        began = began_with(run, manifest)
-        if began.task != loaded_config.config.task:
-            raise _cannot_change(run, {"task": (began.task, loaded_config.config.task)})
+        began, task = began_with(run, manifest), loaded_config.config.task
+        # the class of a notebook may have moved to a module
+        if began.task != task and not (is_local(began.task) and ":" in task):
+            raise _cannot_change(run, {"task": (began.task, task)})
         values_at_start = {
             key: value for key, value in values(began).items() if not is_launch_only(key)
         }
+        values_at_start["task"] = task
         began = with_values(loaded_config.config, values_at_start)
         history = history_from_json(manifest.history if manifest is not None else ())
         config, settings = effective(began, history)

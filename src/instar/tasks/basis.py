@@ -20,7 +20,8 @@ import xxhash
 from instar.config.fields import values
 from instar.config.files import read_regular
 from instar.config.schema import FeedConfig, RunConfig, SamplesConfig
-from instar.config.user_code import module_files
+from instar.config.user_code.definitions import definition_sources, is_local
+from instar.config.user_code.trust import module_files
 from instar.tasks.task import Task
 
 Basis = Mapping[str, str]
@@ -115,14 +116,18 @@ def _loss_keys(config: RunConfig, loss_keys: Collection[str]) -> Mapping[str, ob
 def digest_of_sources(task: str) -> str:
     """Return a hash of the files that define a task "module:name"; "" of tasks that are built in or installed.
 
-    It is that of the first call in this process: later edits are not in what has been imported.
+    It is that of the first call in this process: later edits are not in what has been imported. What a notebook
+    defines is as its cells were run last.
     """
-    return _digest(task, Path.cwd())
+    return _digest(definition_sources(task)) if is_local(task) else _imported(task, Path.cwd())
 
 
 @cache
-def _digest(task: str, place: Path) -> str:  # noqa: ARG001
-    files = task_files(task) if ":" in task else ()
+def _imported(task: str, place: Path) -> str:  # noqa: ARG001
+    return _digest(task_files(task) if ":" in task else ())
+
+
+def _digest(files: Collection[tuple[str, bytes]]) -> str:
     digest = xxhash.xxh3_64()
     for name, content in sorted(files):
         digest.update(f"{name}\n{len(content)}\n".encode() + content)

@@ -19,7 +19,7 @@ from instar.config.fields import custom_task_class
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig, SamplesConfig
 from instar.config.sections import Section
-from instar.config.user_code import what_happened
+from instar.config.user_code.named import what_happened
 from instar.data.columns import Columns
 from instar.data.split import SampleSet
 from instar.data.user_sets import StreamedSet, sample_set

@@ -15,7 +15,7 @@ import xxhash
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.config.schema import EvalSet
-from instar.config.user_code import load_named, what_happened
+from instar.config.user_code.named import load_named, what_happened
 from instar.data.mixture import Concatenated, mixture_order
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import DocumentSamples, Source, TokenWindows, WorkerSource

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from instar.config.document import Document, parse
 from instar.config.errors import ConfigError, SourceLocation, nearest_hint, printable_text
 from instar.config.files import check_inside, make_folder, of_bounded_depth, read_regular
-from instar.config.user_code import (
+from instar.config.user_code.trust import (
     FLAG,
     TRUST_VARIABLE,
     Untrusted,

@@ -200,8 +200,14 @@ def train_or_resume(
     """
     try:
         if measurement.ranks == 1 and measurement.devices is None:
-            return train(path, overrides)
-        return launch(path, overrides, world_size=measurement.ranks, devices=measurement.devices)
+            return train(path, overrides, curves=False)
+        return launch(
+            path,
+            overrides,
+            world_size=measurement.ranks,
+            devices=measurement.devices,
+            curves=False,
+        )
     except Interrupted:
         raise Interrupted(f"the {kind} was interrupted; the same command goes on with it") from None
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
-from instar.config.user_code import load_named
+from instar.config.user_code.named import load_named
 from instar.data.columns import Ragged
 from instar.data.text.formats import ArrowColumn, is_ids, is_text, library, other_columns
 from instar.data.text.hf import Stream, load_stream

@@ -13,7 +13,7 @@ from typing import Any
 from instar.config.errors import ConfigError
 from instar.config.fields import plain_root_of, schema_keys
 from instar.config.load import load_config
-from instar.config.user_code import FLAG, is_trusted
+from instar.config.user_code.trust import FLAG, is_trusted
 from instar.extensions.fleet.checks import make_plan
 from instar.extensions.fleet.engines.nodes import nodes_of
 from instar.extensions.fleet.folder import FleetFolder, FolderLock, reopen_fleet

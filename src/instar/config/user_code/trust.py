@@ -1,4 +1,4 @@
-"""User code named in a config: importing `module:name`, and refusing another user's code.
+"""Whose code a config names: other users' is refused, unless it is declared trusted.
 
 A config may name code: a task, a source or a transform as `module:name`, a program to run for each
 alert. Training runs that code, so if the config, its folder or the code belongs to another user of
@@ -7,95 +7,16 @@ the machine, it must be declared trusted.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any
 
-import instar
-from instar.config.errors import ConfigError, ConfigProblem, nearest, value_text
-
-_INSTAR = str(Path(instar.__file__).parent)
-_NOT_THE_USERS = (_INSTAR, str(Path(os.__file__).parent), "<frozen")
-
-
-def _file_hint(module: str, name: str) -> str:
-    """Return a hint for a module that does not exist: a file here of nearly its name."""
-    files = {path.stem: path for path in Path().glob("*.py")}
-    close = nearest(module.removesuffix(".py"), files)
-    return f"did you mean '{close}:{name}'?" if close else ""
-
-
-def load_named(name: str, *, key: str) -> Callable[..., Any]:
-    """Import the function or class "module:name"; the current directory is searched too.
-
-    Raises ConfigError, for the config's `key`, if it does not exist.
-    """
-
-    def wrong(message: str, hint: str = "") -> ConfigError:
-        return ConfigError.at(key, message, hint)
-
-    module_name, colon, function_name = name.partition(":")
-    if not (
-        colon and all(part.isidentifier() for part in (*module_name.split("."), function_name))
-    ):
-        raise wrong(f"{name!r} is not of the form module:function", "as in my_data:augment")
-    cwd = str(Path.cwd())
-    if cwd not in sys.path and "" not in sys.path:
-        sys.path.insert(0, cwd)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if f"{module_name}.".startswith(f"{error.name}."):
-            where = f"it was looked for in {cwd} and PYTHONPATH"
-            hint = _file_hint(module_name, function_name) or where
-            raise wrong(f"there is no module {error.name!r}", hint) from None
-        raise wrong(f"{module_name} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise wrong(f"{module_name} cannot be imported: {what_happened(error)}") from error
-    if not hasattr(module, function_name):
-        names = [name for name in vars(module) if callable(getattr(module, name))]
-        close = nearest(function_name, names)
-        hint = f"did you mean {close!r}?" if close else ""
-        raise wrong(f"the module {module_name} has no {function_name!r}", hint)
-    factory: Callable[..., Any] = getattr(module, function_name)
-    if not callable(factory):
-        raise wrong(f"{name} is not callable: its type is {type(factory).__name__}")
-    return factory
-
-
-def what_happened(error: BaseException) -> str:
-    """Describe an exception of the user's code: its type, message and place.
-
-    E.g. "KeyError: 'x' (spirals.py:40 in loss)".
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    text = "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", ())]))
-    if isinstance(error, SystemExit):
-        cause = f"sys.exit({'' if error.code is None else repr(error.code)}) was called"
-    elif isinstance(error, ValueError | TypeError) and frames[-1].filename.startswith(_INSTAR):
-        return text  # Instar's own message about what the user's code returned
-    else:
-        cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    place = _place(frames)
-    return f"{cause} ({place})" if place else cause
-
-
-def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost frame in user code, e.g. "spirals.py:40 in loss"; "" if there is none."""
-    for frame in reversed(frames):
-        if not (frame.filename.startswith(_NOT_THE_USERS) or "-packages" in frame.filename):
-            path = Path(frame.filename)
-            if path.is_relative_to(cwd := Path.cwd()):
-                path = path.relative_to(cwd)
-            return f"{path}:{frame.lineno} in {frame.name}"
-    return ""
-
+from instar.config.errors import ConfigError, ConfigProblem, value_text
+from instar.config.user_code.definitions import is_local
 
 TRUST_VARIABLE = "INSTAR_TRUST_CODE"
 """Set to 1 by `--trust-code`; ranks and data workers inherit it."""
@@ -111,6 +32,14 @@ _PLACES = (
 )
 """Keys whose value says where a run sends or writes what is not in its folder."""
 _NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+
+
+def code_names(document: Mapping[str, Any], keys: Sequence[str] = _CODE) -> Iterator[str]:
+    """Yield what these keys of a nested config name as `module:name`."""
+    for key in keys:
+        value = _value(document, key)
+        if isinstance(value, str) and _NAME.fullmatch(value):
+            yield value
 
 
 def is_trusted() -> bool:
@@ -169,8 +98,11 @@ def check_trusted(path: str | None, documents: Sequence[Mapping[str, Any]]) -> N
 def module_files(name: str) -> Iterator[Path]:
     """Yield the files that importing the module of "module:name" would run, and their folders.
 
-    Nothing is imported. Files of this Python installation and missing files are left out.
+    Nothing is imported. Files of this Python installation and missing files are left out, and so is the program that
+    runs already.
     """
+    if is_local(name):
+        return
     folders = [Path.cwd(), *map(Path, sys.path)]
     for part in name.partition(":")[0].split("."):
         path = next((file for folder in folders if (file := _module_in(folder, part))), None)
@@ -194,14 +126,13 @@ def _is_pythons(path: Path) -> bool:
 
 def _code_references(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key of a config that names code to run, and the code."""
-    for key in (*_CODE, _PROGRAM):
-        value = _value(document, key)
-        if key == _PROGRAM:
-            program = value[0] if isinstance(value, list) and value else value
-            if isinstance(program, str) and program:
-                yield key, program
-        elif isinstance(value, str) and _NAME.fullmatch(value):
-            yield key, value
+    for key in _CODE:
+        for name in code_names(document, (key,)):
+            yield key, name
+    program = _value(document, _PROGRAM)
+    program = program[0] if isinstance(program, list) and program else program
+    if isinstance(program, str) and program:
+        yield _PROGRAM, program
 
 
 def _value(document: Mapping[str, Any], key: str) -> Any:

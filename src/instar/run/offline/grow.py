@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from instar.checkpoint.layout import check_shapes, open_reader
+from instar.checkpoint.layout import open_reader
 from instar.checkpoint.listing import step_of
 from instar.checkpoint.manifest import (
     COMPONENTS,
     STATE,
     CheckpointError,
     Facts,
-    Manifest,
     Pattern,
     encode_json,
     line_of,
@@ -33,12 +32,11 @@ from instar.checkpoint.manifest import (
 from instar.checkpoint.store import Checkpoint, CheckpointWriter, load_checkpoint
 from instar.checkpoint.tensor_file import Outline, outlines, write_tensors
 from instar.config.errors import ConfigError, InstarError
-from instar.config.fields import CAUSAL_LM, LANGUAGE, from_values, root_of
+from instar.config.fields import CAUSAL_LM, LANGUAGE
 from instar.config.files import read_regular
 from instar.config.load import load_config
-from instar.config.schema import RunConfig
 from instar.config.sections import Operation
-from instar.config.user_code import what_happened
+from instar.config.user_code.named import what_happened
 from instar.data.text.foreign.special_tokens import END_FILE
 from instar.data.text.tokenizer import TOKENIZER_FILE
 from instar.growth.apply import (
@@ -63,7 +61,6 @@ from instar.growth.proof import Probe
 from instar.models.gpt import named_generator
 from instar.models.hf.module import load_language_model
 from instar.models.hf.tokenizer import COMPANIONS
-from instar.models.module import load_buffers
 from instar.models.shape import Growable, count_parameters
 from instar.record import atomic
 from instar.record.atomic import atomic_dir, check_new
@@ -72,23 +69,20 @@ from instar.record.rundir import RunDir
 from instar.record.start_folder import begun_in, note_start, read_start
 from instar.run.changes.average import check_same_model, choose_checkpoints, mean_tensor
 from instar.run.changes.live_growth import probe, probe_samples
-from instar.run.optimizer import check_states, copy_tensors
-from instar.run.resume import began_with
+from instar.run.offline.saved_model import config_with_task, model_and_state, restored, run_of
+from instar.run.optimizer import check_states
 from instar.run.state.gradient_stats import dead_ranks
-from instar.run.step.stepper import set_model_step
 from instar.schedule.operations import (
     Change,
     History,
     State,
-    fold_history,
     history_from_json,
     history_to_json,
-    initial_state,
     number_of,
     plan_operation,
 )
 from instar.schedule.settings import AVERAGE
-from instar.tasks.task import SavedModel, Task, spec_class
+from instar.tasks.task import Task, spec_class
 
 REASON, MEAN_REASON = "instar grow", "instar checkpoint average"
 PROBE_SAMPLES, PROBE_TOKENS = 4, 128
@@ -129,12 +123,12 @@ def grow_checkpoint(
     """
     start = time.perf_counter()
     check_new(out)
-    run = _run_of(source)
+    run = run_of(source)
     source = replace(source, path=source.path.absolute())
     _, base, overrides = begun_in(run, ())
     with chdir(base):
-        config = _with_task(run, source.manifest)
-    model, history, state = _in_force(config, source)
+        config = config_with_task(run, source.manifest)
+    model, history, state = model_and_state(config, source)
     plan = _plan_checkpoint(operations, config.seed, history, state, source)
     with (
         atomic_dir(out) as temporary,
@@ -186,7 +180,7 @@ def average_checkpoints(root: Path, value: int | Sequence[int], out: Path) -> Pa
     paths = choose_checkpoints(root.absolute(), value, line_of(root))
     checkpoints = [load_checkpoint(path) for path in paths]
     source = checkpoints[-1]
-    run, step, names = _run_of(source), source.manifest.step, ", ".join(p.name for p in paths)
+    run, step, names = run_of(source), source.manifest.step, ", ".join(p.name for p in paths)
     try:
         history = history_from_json(source.manifest.history)
     except ValueError as error:
@@ -231,17 +225,6 @@ def _write_mean(checkpoints: Sequence[Checkpoint], temporary: Path) -> None:
         write_tensors(temporary / COMPONENTS["model"].file(), shapes, read)
 
 
-def _run_of(source: Checkpoint) -> RunDir:
-    """Return the run that has a checkpoint."""
-    run = RunDir(source.path.absolute().parent.parent)
-    if not run.config.is_file():
-        raise CheckpointError(
-            f"{source.path}: not in the folder of a run, whose {run.config.name} says from which "
-            "seed new values are drawn"
-        )
-    return run
-
-
 def _begin_run(new_run: RunDir, run: RunDir, base: Path) -> None:
     """Give a new run's folder the files of another that a resume needs besides the checkpoint."""
     new_run.await_start()
@@ -250,18 +233,6 @@ def _begin_run(new_run: RunDir, run: RunDir, base: Path) -> None:
     for file in (run.config, *companions):
         if file.is_file():
             atomic.write_synced(new_run.path / file.name, read_regular(file))
-
-
-def _with_task(run: RunDir, manifest: Manifest) -> RunConfig:
-    """Return the run's config at step 0; imports the class of a custom task.
-
-    Raises:
-        Untrusted: the class belongs to another user.
-    """
-    if ":" not in began_with(run, manifest).task:
-        return began_with(run, manifest)
-    now = load_config(str(run.config), checks=()).config
-    return from_values(root_of(now.task), manifest.config) if manifest.config else now
 
 
 def _task_of(run: RunDir, overrides: Sequence[str]) -> Task:
@@ -280,26 +251,6 @@ def _code_of(task: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         message = f"{task}: the models cannot be compared: {what_happened(error)}"
         raise ConfigError.at("task", message) from error
-
-
-def _in_force(config: RunConfig, source: Checkpoint) -> tuple[SavedModel, History, State]:
-    """Return the model of a checkpoint, its history, and its settings and architecture."""
-    try:
-        history = history_from_json(source.manifest.history)
-    except ValueError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error
-    try:
-        model = spec_class(config.task).saved(config, source.manifest.architecture)
-        state = fold_history(initial_state(config, model.initial_shape, model.facts), history)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source.path}: not a model that can grow:\n{error}") from error
-    if encode_json(dict(state.architecture.to_dict())) != encode_json(dict(model.architecture)):
-        raise CheckpointError(
-            f"{source.path}: its run.yaml and its history lead to another architecture than its own"
-        )
-    shapes = {name: entry.shape for name, entry in state.architecture.parameters().items()}
-    check_shapes(source.path, source.layout("model").entries, shapes)
-    return model, history, state
 
 
 def _plan_checkpoint(
@@ -471,7 +422,7 @@ def _outputs_on_samples(
     """Return the outputs of both models for the same held-out samples: in float64, or in float32 if the task's
     code does not accept float64."""
     models = [
-        _restored(task, build, checkpoint)
+        restored(build(task.architecture), checkpoint)
         for task, checkpoint in zip(tasks, (before, after), strict=True)
     ]
     samples = probe_samples(tasks[0].held_out("val"), torch.device("cpu"))
@@ -483,17 +434,6 @@ def _outputs_on_samples(
         pairs = [*zip(tasks, single, strict=True)]
         old, new = (probe(task, model, samples) for task, model in pairs)
     return old, new
-
-
-def _restored(task: Task, build: Build, checkpoint: Checkpoint) -> torch.nn.Module:
-    model = build(task.architecture)
-    tensors = checkpoint.tensors("model")
-    copy_tensors(
-        dict(model.named_parameters()), {n: tensors[n] for n, _ in model.named_parameters()}
-    )
-    load_buffers(model, {name: tensors[name] for name in checkpoint.manifest.buffers})
-    set_model_step(model, checkpoint.manifest.step)
-    return model
 
 
 def _outputs_on_tokens(before: Path, after: Path) -> tuple[Probe, Probe]:

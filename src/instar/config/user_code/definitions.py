@@ -1,0 +1,168 @@
+"""Code that a notebook or a script defines, for the processes that it starts.
+
+A config names code as `module:name`. What is defined in a notebook, or in the script that runs, has the module
+`__main__`, which is another one in every process. `packed_definitions` are the classes and functions themselves,
+with the lines of their source for tracebacks; a process that finds none in its own `__main__` takes them
+from the file that `DEFINITIONS_VARIABLE` names, if this user has written it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import os
+import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator
+from io import BytesIO
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from instar.config.errors import ConfigError
+from instar.config.files import read_regular
+
+MAIN = "__main__"
+DEFINITIONS_VARIABLE = "INSTAR_DEFINITIONS"
+"""path of the file with the definitions that a parent process has packed"""
+_MOST_BYTES = 1 << 34
+"""A notebook's function may hold large arrays."""
+
+
+def module_folders() -> list[str]:
+    """Return the folders in which this process looks for modules that are not installed, such as a script's own."""
+    ours = (Path(folder) for folder in sys.path if folder and Path(folder).is_dir())
+    prefixes = (sys.prefix, sys.base_prefix)
+    return [str(folder) for folder in ours if not any(map(folder.is_relative_to, prefixes))]
+
+
+def is_local(name: str) -> bool:
+    """Return whether "module:name" is defined in a notebook or in the script that runs."""
+    return name.startswith(f"{MAIN}:")
+
+
+def code_name(code: Callable[..., Any]) -> str:
+    """Return "module:name" of a class or function, as a config has it.
+
+    Raises:
+        ConfigError: no name leads to it: it is defined inside a function, or was defined anew since.
+    """
+    module = getattr(code, "__module__", None)
+    name = getattr(code, "__qualname__", type(code).__name__)
+    if getattr(sys.modules.get(str(module)), name, None) is not code:
+        raise ConfigError.of(
+            f"{name} cannot be found by its name in {module}",
+            where="instar",
+            hint="define it at the top level of a cell or module, and pass what has that name now",
+        )
+    return f"{module}:{name}"
+
+
+def packed_definitions(names: Iterable[str]) -> bytes:
+    """Pickle what `__main__` defines by these names, with what it uses from there; empty: none is of `__main__`.
+
+    Raises:
+        ConfigError: it holds something that another process cannot be given, such as an open file.
+    """
+    from cloudpickle import CloudPickler  # few processes need it
+
+    main = sys.modules[MAIN]
+    codes = {name: getattr(main, name.partition(":")[2]) for name in names if is_local(name)}
+    if not codes:
+        return b""
+    # a cell has no file, and its entry no time of change
+    cells = {file: entry for file, entry in linecache.cache.items() if entry[1:2] == (None,)}
+
+    def with_file(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+        # cloudpickle leaves out the name of the file, which tracebacks need
+        make, arguments = CloudPickler.dispatch_table[CodeType](code)
+        return make, tuple(code.co_filename if a == "<dynamic-code>" else a for a in arguments)
+
+    table = ChainMap({CodeType: with_file}, CloudPickler.dispatch_table)
+    pickler_class = type("Pickler", (CloudPickler,), {"dispatch_table": table})
+    content = BytesIO()
+    try:
+        pickler_class(content).dump((codes, cells))
+    except Exception as error:
+        raise ConfigError.of(
+            f"{', '.join(codes)} cannot be passed to other processes: {type(error).__name__}: {error}",
+            where="instar.launch",
+            hint="define it in a module, or train in this process with instar.train",
+        ) from error
+    return content.getvalue()
+
+
+def bring_definitions() -> None:
+    """Define in this process's `__main__` what its parent has packed, if anything.
+
+    Raises:
+        ConfigError: the file cannot be read, or belongs to another user.
+    """
+    path = os.environ.get(DEFINITIONS_VARIABLE)
+    if path is None:
+        return
+    try:
+        is_own = Path(path).stat().st_uid == os.geteuid()
+        content = read_regular(path, _MOST_BYTES) if is_own else b""
+    except OSError as error:
+        raise ConfigError.of(
+            f"cannot read {path}: {error.strerror}", DEFINITIONS_VARIABLE
+        ) from None
+    if not is_own:
+        raise ConfigError.of(f"{path} belongs to another user", DEFINITIONS_VARIABLE)
+    codes, cells = pickle.loads(content)  # noqa: S301 - this user's, in a folder that is closed to others
+    linecache.cache.update(cells)
+    for name, code in codes.items():
+        setattr(sys.modules[MAIN], name.partition(":")[2], code)
+
+
+def definition_sources(name: str) -> tuple[tuple[str, bytes], ...]:
+    """Return the source of a class or function of `__main__`, and of what it uses from there, by name, as far as it is
+    known."""
+    main = vars(sys.modules[MAIN])
+    sources: dict[str, bytes] = {}
+    waiting = [name.partition(":")[2]]
+    while waiting:
+        current = waiting.pop()
+        code = main.get(current)
+        if current in sources or getattr(code, "__module__", None) != MAIN:
+            continue
+        sources[current] = _source(current, code).encode()
+        waiting += (used for function in _functions(code) for used in _names_in(function.__code__))
+        waiting += [base.__name__ for base in getattr(code, "__bases__", ())]
+    return tuple(sources.items())
+
+
+def _functions(code: object) -> Iterator[FunctionType]:
+    """Yield the functions that a class or function is made of."""
+    values = vars(code).values() if isinstance(code, type) else (code,)
+    for value in values:
+        if isinstance(value, property):
+            value = value.fget
+        function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _source(name: str, code: object) -> str:
+    """Return the text of a definition; empty where no file or cell is known to hold it."""
+    # inspect.getsource knows no class of a notebook, whose module has no file
+    for file in dict.fromkeys(function.__code__.co_filename for function in _functions(code)):
+        text = "".join(linecache.getlines(file))
+        try:
+            nodes = ast.walk(ast.parse(text))
+        except SyntaxError:  # a cell with a command of IPython's
+            return text
+        for node in nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                return ast.get_source_segment(text, node) or text
+    return ""

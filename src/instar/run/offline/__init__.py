@@ -1,0 +1,1 @@
+"""Checkpoints without a run that trains: grown, averaged, analysed, loaded as models"""
