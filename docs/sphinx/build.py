@@ -43,7 +43,7 @@ NAVIGATION = {
     "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python", "docs/notebooks"],
     "Many runs": ["docs/fleet", "docs/delta"],
     "Reliability": ["docs/reliability", "docs/security"],
-    "Reference": ["docs/reference/commands", "docs/reference/config", "docs/reference/python"],
+    "Reference": ["docs/reference/commands", "docs/config", "docs/reference/python"],
     "Development": [
         "docs/architecture",
         "docs/adding",
@@ -84,7 +84,6 @@ def gather(pages: Path) -> None:
     generated = pages / "docs" / "reference"
     generated.mkdir()
     (generated / "commands.md").write_text(reference.commands(), "utf-8")
-    (generated / "config.md").write_text(reference.config(), "utf-8")
     (generated / "python.md").write_text(reference.python(), "utf-8")
     found = sorted(page for page in pages.rglob("*.md") if "results" not in page.parts)
     for page in found:

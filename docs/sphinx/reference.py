@@ -1,20 +1,16 @@
 """The reference pages, from the sources that the command line itself prints: every command with its
-options, and every key of a config with its type, default and meaning; and from docstrings: every
-public name of Python."""
+options; and from docstrings: every public name of Python. Every key of a config: `config_page.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import cleandoc, isclass
 
 import click
+from tables import escape, table
 
-from instar.cli.config import schema_rows
 from instar.cli.main import instar
-from instar.config.fields import known_tasks, root_of, section_types
-
-Row = Sequence[str]
 
 PUBLIC = (
     ("Train", "instar", "launch resume"),
@@ -56,42 +52,14 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
         if paragraph.startswith("\b\n"):
             yield from ("```text", paragraph.removeprefix("\b\n"), "```", "")
         else:
-            yield from (_escape(paragraph), "")
+            yield from (escape(paragraph), "")
     depth = name.count(" ") + 1
     inner = [each for each, _ in _tree(name, command) if each.count(" ") == depth]
     yield from (f"- [{each}](#{each.replace(' ', '-')})" for each in inner)
     yield ""
     records = filter(None, (each.get_help_record(context) for each in command.params))
-    yield from _table(
-        ("option", "meaning"), [(f"`{name}`", _escape(about)) for name, about in records if about]
-    )
-
-
-def config() -> str:
-    """Return a page with every key of a config, by section."""
-    lines = ["# Configuration", "", "Printed by `instar config schema`.", ""]
-    known: set[tuple[str, ...]] = set()
-    for task in known_tasks():
-        rows = [row for row in schema_rows(root_of(task)) if row not in known]
-        known.update(rows)
-        for section in section_types(root_of(task)):
-            inside = [row for row in rows if row[0].rpartition(".")[0] == section]
-            if inside:
-                of = f" of task `{task}`" if task != next(iter(known_tasks())) else ""
-                lines += [f"## {f'`{section}`' if section else 'Top level'}{of}", ""]
-                lines += _keys(inside, len(section) + 1 if section else 0)
-    lines += ["## Entries of `schedule`", ""]
-    lines += _keys(schema_rows(root_of("language"), "schedule")[1:], 0)
-    return "\n".join(lines)
-
-
-def _keys(rows: Sequence[Row], cut: int) -> Iterator[str]:
-    yield from _table(
-        ("key", "type", "default", "meaning"),
-        [
-            (f"`{key[cut:]}`", _escape(kind), f"`{default}`" if default else "", _escape(about))
-            for key, kind, default, about in rows
-        ],
+    yield from table(
+        ("option", "meaning"), [(f"`{name}`", escape(about)) for name, about in records if about]
     )
 
 
@@ -108,17 +76,3 @@ def python() -> str:
             lines += [""]
         lines += ["```", ""]
     return "\n".join(lines)
-
-
-def _table(head: Row, rows: Sequence[Row]) -> Iterator[str]:
-    if rows:
-        for row in (head, ["---"] * len(head), *rows):
-            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-        yield ""
-
-
-def _escape(text: str) -> str:
-    """Escape what Markdown would read as formatting."""
-    for sign in "\\*_<[`":
-        text = text.replace(sign, "\\" + sign)
-    return text

@@ -169,7 +169,7 @@ def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, s
     rows = [
         (
             key,
-            _short_type(expected(root, tuple(key.split(".")))),
+            short_type(expected(root, tuple(key.split(".")))),
             in_yaml(default(field)),
             field.description or "",
         )
@@ -180,7 +180,7 @@ def schema_rows(root: type[RunConfig], name: str = "") -> list[tuple[str, str, s
         rows += [
             (
                 dotted_key(path),
-                _short_type(expected(root, path)),
+                short_type(expected(root, path)),
                 "" if field.is_required() else in_yaml(default(field)),
                 field.description or "",
             )
@@ -244,8 +244,8 @@ def _load(cfg: str | None, overrides: Sequence[str] = ()) -> Loaded:
     return load_run_config(cfg, overrides, import_task=is_trusted() or not of_run)
 
 
-def _short_type(words: str) -> str:
-    """Shorten the description of a type for a table."""
+def short_type(words: str) -> str:
+    """Return the description of a type, shortened for a table."""
     for long, short in (
         ("greater than", ">"),
         ("of at least", "≥"),
