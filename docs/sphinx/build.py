@@ -23,7 +23,7 @@ FOLDERS = ("docs", "examples", "benchmarks", "studies", "configs", "src", "tests
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
 NAVIGATION = {
-    "First steps": ["docs/tasks", "docs/coming-from"],
+    "First steps": ["docs/first-hour", "docs/tasks", "docs/your-model", "docs/coming-from"],
     "Train": ["docs/training", "docs/scaling", "docs/checkpoints", "docs/launching", "docs/grpo"],
     "Your data": ["docs/data", "examples/feeds/README"],
     "Your model": [
@@ -42,8 +42,14 @@ NAVIGATION = {
     ],
     "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python", "docs/notebooks"],
     "Many runs": ["docs/fleet", "docs/delta"],
-    "Reliability": ["docs/reliability", "docs/security"],
-    "Reference": ["docs/reference/commands", "docs/config", "docs/reference/python"],
+    "When something fails": ["docs/troubleshooting", "docs/reliability", "docs/security"],
+    "Reference": [
+        "docs/reference/commands",
+        "docs/config",
+        "docs/environment",
+        "docs/reference/python",
+        "docs/glossary",
+    ],
     "Development": [
         "docs/architecture",
         "docs/adding",
