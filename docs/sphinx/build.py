@@ -23,10 +23,20 @@ FOLDERS = ("docs", "examples", "benchmarks", "studies", "configs", "src", "tests
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+(?=[)#])")
 
 NAVIGATION = {
-    "First steps": ["docs/first-hour", "docs/tasks", "docs/your-model", "docs/coming-from"],
-    "Train": ["docs/training", "docs/scaling", "docs/checkpoints", "docs/launching", "docs/grpo"],
-    "Your data": ["docs/data", "examples/feeds/README"],
-    "Your model": [
+    "First steps": ["docs/first-hour", "docs/tasks", "docs/coming-from"],
+    "Train": [
+        "docs/training",
+        "docs/stopping",
+        "docs/checkpoints",
+        "docs/seeds",
+        "docs/launching",
+        "docs/scaling",
+        "docs/finetuning",
+        "docs/lora",
+        "docs/grpo",
+    ],
+    "Your data": ["docs/data", "docs/splits", "examples/feeds/README"],
+    "Your own model": [
         "docs/custom-task",
         "docs/metrics",
         "docs/hooks",
@@ -37,16 +47,25 @@ NAVIGATION = {
         "docs/schedule",
         "docs/control",
         "docs/growth",
+        "docs/pilot",
         "docs/growth-anywhere",
         "docs/growth-study",
     ],
-    "Analyze runs": ["docs/logs", "docs/dashboard", "docs/python", "docs/notebooks"],
-    "Many runs": ["docs/fleet", "docs/delta"],
+    "Results": [
+        "docs/your-model",
+        "docs/logs",
+        "docs/dashboard",
+        "docs/harness",
+        "docs/python",
+        "docs/notebooks",
+        "docs/delta",
+        "docs/fleet",
+    ],
     "When something fails": ["docs/troubleshooting", "docs/reliability", "docs/security"],
     "Reference": [
-        "docs/reference/commands",
         "docs/config",
         "docs/environment",
+        "docs/reference/commands",
         "docs/reference/python",
         "docs/glossary",
     ],

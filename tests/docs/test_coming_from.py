@@ -15,7 +15,9 @@ from instar.config.fields import LANGUAGE, PlainConfig, root_of, schema_keys, se
 from instar.config.load import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs/coming-from.md").read_text("utf-8")
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+ROWS = [
+    re.split(r" *\| *", line.strip("| ")) for line in PAGE.splitlines() if line.startswith("| `")
+]
 NAMED = sorted({code for row in ROWS if len(row) > 1 for code in re.findall(r"`([^`]+)`", row[1])})
 
 

@@ -214,3 +214,13 @@ def test_what_the_paths_through_the_code_name_is_in_those_files() -> None:
         text = "\n".join((ROOT / "src/instar" / file).read_text("utf-8") for file in files)
         for name in names:
             assert re.search(rf"\b(class|def) {name}\b", text), (files, name)
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = {
+        (ROOT / target).resolve()
+        for target in LINK.findall((ROOT / "README.md").read_text("utf-8"))
+        if "://" not in target
+    }
+    pages = {page.resolve() for page in (ROOT / "docs").glob("*.md")}
+    assert pages <= linked, pages - linked
