@@ -205,6 +205,12 @@ def test_what_the_paths_through_the_code_name_is_in_those_files() -> None:
     lines = re.findall(r"^\d+\. \[(\S+)\]\(\S+\): (.*)$", page, re.MULTILINE)
     rows = re.findall(r"^\| [^|]+ \| (`\S+\.py`[^|]*) \| ([^|]+) \|$", page, re.MULTILINE)
     named = [([file], re.findall(r"`([A-Z]\w+)", text)) for file, text in lines]
+    for file, text in lines:
+        linked = [file, *re.findall(r"\]\(\.\./src/instar/(\S+\.py)\)", text)]
+        sources = [(ROOT / "src/instar" / name).read_text("utf-8") for name in linked]
+        for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):
+            last = name.rpartition(".")[2]
+            assert any(re.search(rf"\b{last}\b", source) for source in sources), (file, name)
     named += [
         (re.findall(r"`(\S+)`", files), re.findall(r"`(\w+)`", names)) for files, names in rows
     ]
