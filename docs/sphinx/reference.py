@@ -13,9 +13,9 @@ from tables import escape, table
 from instar.cli.main import instar
 
 PUBLIC = (
-    ("Train", "instar", "launch resume"),
-    ("Train in this process", "instar.api", "train"),
-    ("Runs", "instar", "list_runs load_run Run compare"),
+    ("Train", "instar", "train launch resume"),
+    ("Runs", "instar", "list_runs load_run Run compare plot"),
+    ("Curves", "instar.api.curves", "Plot"),
     ("Models", "instar", "load_model load_tokenizer sample evaluate TextLoss"),
     ("Custom tasks", "instar.custom", "CustomTask Ragged Shape Table log log_image log_table"),
     ("Configs that are wrong", "instar.config.errors", "ConfigError"),

@@ -119,7 +119,7 @@ CHECKS = (
     Check("src/instar/growth/*.py", "^exact$", (*LIVE, *ANYWHERE, *FOLDERS, *OFFLINE)),
     Check("src/instar/record/format.py", "^exact$", LIVE),
     Check("src/instar/run/changes/scheduled.py", "^exact$", LIVE),
-    Check("src/instar/run/offline.py", "^exact$", OFFLINE),
+    Check("src/instar/run/offline/grow.py", "^exact$", OFFLINE),
     Check("src/instar/extensions/board/sections.py", "^exact$", LIVE),
     Check("src/instar/run/output/run_logger.py", "tested the weights of step", TEST_PHASE),
     Check("src/instar/logs/read/scan.py", "not a whole line of JSON", RECORD),
