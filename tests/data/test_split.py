@@ -15,8 +15,9 @@ from samples import same
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig, Size
 from instar.data.order import Int64Array, divide_step, plan_step, samples_at
+from instar.data.sample_set import SampleSet, Subset
 from instar.data.source import WorkerSource, close
-from instar.data.split import HELD_OUT, SampleSet, Subset, check_division, divide_samples
+from instar.data.split import HELD_OUT, check_division, divide_samples
 
 MakeFile = Callable[..., str]
 CONFIGURATIONS = times(250, 1000)

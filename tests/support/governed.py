@@ -97,6 +97,10 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "data.val": ("data/test_split.py::test_sizes_that_cannot_be",),
     "data.test": ("data/test_split.py::test_sizes_that_cannot_be",),
     "data.stratify": ("extensions/graphs/test_spec.py::test_classes_are_in_all_splits_alike",),
+    "data.balance": ("data/test_sampling.py::test_classes_come_equally_often",),
+    "data.sample_weights": (
+        "data/test_sampling.py::test_draws_have_the_distribution_of_torchs_sampler",
+    ),
     "data.causal_sets.*": (
         "extensions/graphs/test_spec.py::test_causal_sets_are_made_once",
         "extensions/graphs/test_causal_sets.py::test_columns_say_what_the_order_says",

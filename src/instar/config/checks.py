@@ -7,14 +7,17 @@ from itertools import chain
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigProblem, nearest_hint
-from instar.config.schema import RunConfig
+from instar.config.schema import RunConfig, SamplesConfig
 from instar.extensions import active_extensions, load_target
+
+DRAWN_ORDERS = {"balance": ("shuffled",), "sample_weights": ("shuffled", "random")}
+"""values of data.order that say nothing else than the keys of data that draw samples"""
 
 
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
     rules = (
-        *(_metrics, _eval_context, _schedule, _elastic, _optimizer, _sharding, _diloco),
+        *(_metrics, _eval_context, _sampling, _schedule, _elastic, _optimizer, _sharding, _diloco),
         *(extension_conflicts, parallel_checks),
     )
     return [*config.conflicts(), *chain.from_iterable(rule(config) for rule in rules)]
@@ -52,6 +55,26 @@ def _eval_context(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.eval.sets and config.longest_context == 1:
         text = "eval.sets are texts: this task has samples of its own"
         yield ConfigProblem(("eval.sets", "task"), text, "leave it out")
+
+
+def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield contradictions of how training samples are drawn."""
+    data = config.data
+    if not isinstance(data, SamplesConfig):
+        return
+    keys = [key for key in ("balance", "sample_weights") if getattr(data, key) is not None]
+    if len(keys) == 2:
+        yield ConfigProblem(
+            ("data.sample_weights", "data.balance"),
+            "data.balance and data.sample_weights both say how often samples are drawn",
+            "leave one of them out: weights of 1 / the size of a sample's class balance classes, too",
+        )
+    elif keys and data.order not in DRAWN_ORDERS[keys[0]]:
+        yield ConfigProblem(
+            ("data.order", f"data.{keys[0]}"),
+            f"data.order is {data.order}, and data.{keys[0]} draws samples in an order of its own",
+            "leave one of them out",
+        )
 
 
 def _virtual_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigProblem]:

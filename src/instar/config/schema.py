@@ -629,3 +629,13 @@ class SamplesConfig(FeedConfig):
     stratify: str | None = Field(
         None, description="column of classes, of which every split gets the same shares"
     )
+    sample_weights: str | None = Field(
+        None,
+        description="column with the weight of each sample: training samples are drawn with replacement, in proportion "
+        "to it, as many an epoch as there are",
+    )
+    balance: str | None = Field(
+        None,
+        description="column of classes, each of which is drawn equally often in training, its samples in a shuffled "
+        "order of their own",
+    )

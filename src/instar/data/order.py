@@ -168,13 +168,24 @@ def permute(positions: UInt64Array, n: int, keys: UInt32Array) -> UInt64Array:
         keys: [rounds, 1], or [rounds, len(positions)] with separate keys for each position.
     """
     bits = (n - 1).bit_length()
+    return permute_within(positions, np.full(1, n, dtype=np.uint64), bits, keys)
+
+
+def permute_within(
+    positions: UInt64Array, sizes: UInt64Array, bits: int, keys: UInt32Array
+) -> UInt64Array:
+    """Map positions by keyed permutations of [0, size), for sizes of which each is at most 2**bits.
+
+    Args:
+        sizes, keys: [1] and [rounds, 1], or one for each position: [len(positions)] and [rounds, len(positions)].
+    """
     samples = _feistel(positions, bits, keys)
-    outside = np.flatnonzero(samples >= n)
+    outside = np.flatnonzero(samples >= sizes)
     while outside.size:
-        of_outside = keys if keys.shape[1] == 1 else keys[:, outside]
-        new_places = _feistel(samples[outside], bits, of_outside)
+        keys_outside = keys if keys.shape[1] == 1 else keys[:, outside]
+        new_places = _feistel(samples[outside], bits, keys_outside)
         samples[outside] = new_places
-        outside = outside[new_places >= n]
+        outside = outside[new_places >= (sizes if sizes.size == 1 else sizes[outside])]
     return samples
 
 
@@ -310,7 +321,7 @@ class _Layout:
         blocks = np.full_like(places, self.whole_blocks)
         full_rows = np.flatnonzero(places != self.short)
         numbers = (places - (places > self.short))[full_rows].astype(np.uint64)
-        keys = _keys(np.zeros(1, dtype=np.uint64), self.whole_blocks, self.block_key)
+        keys = round_keys(np.zeros(1, dtype=np.uint64), self.whole_blocks, self.block_key)
         blocks[full_rows] = permute(numbers, self.whole_blocks, keys)
         return blocks * self.block + within
 
@@ -331,12 +342,12 @@ def permuted_apart(
     first = np.ones(domains.size, dtype=bool)
     np.not_equal(domains[1:], domains[:-1], out=first[1:])
     runs = np.flatnonzero(first)
-    keys = _keys(domains[runs], size, key)
+    keys = round_keys(domains[runs], size, key)
     return permute(offsets, size, np.repeat(keys, np.diff(runs, append=domains.size), axis=1))
 
 
-def _keys(domains: UInt64Array, size: int, key: np.uint64) -> UInt32Array:
-    """Return round keys for permutations of [0, size), [rounds, len(domains)]."""
+def round_keys(domains: UInt64Array, size: int, key: np.uint64) -> UInt32Array:
+    """Return round keys for permutations of [0, size), another one for each domain, [rounds, len(domains)]."""
     rounds = rounds_for(size)
     turns = np.arange(rounds, dtype=np.uint64)[:, None]
     return (mix64(domains * np.uint64(rounds) + turns, key) >> np.uint64(32)).astype(np.uint32)

@@ -312,7 +312,8 @@ class CostedSource(_AnnotatedSource):
     """A source with a cost per sample: the work that it takes, in any unit."""
 
     def costs(self, indices: Int64Array) -> Int64Array:
-        return self.values[indices]
+        # indices may count draws of the samples, see `instar.data.sampling.Draws`
+        return self.values[indices % self.values.size]
 
 
 class WorkerSource(WrappedSource):

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.files import read_regular
 from instar.config.language import DataConfig
-from instar.config.schema import SamplesConfig, Size
-from instar.data.columns import Columns
-from instar.data.order import Int64Array, Order, Shuffled, key_bytes, order_of
-from instar.data.source import (
-    CostedSource,
-    Measure,
-    Source,
-    WorkerSource,
-    check_indices,
-    close,
-    measure_of,
-)
-from instar.data.user_source import transform_source
+from instar.config.schema import Size
+from instar.data.order import Int64Array, Shuffled, key_bytes
 
 Parts = NDArray[np.int64]
 """Rows (document, first byte, end byte), [n, 3], ascending by document."""
@@ -212,105 +198,6 @@ def check_division(splits: Mapping[str, Int64Array], total: int) -> None:
         sample = int(wrong[0])
         names = [n for n, members in splits.items() for _ in np.flatnonzero(members == sample)]
         raise ValueError(f"sample {sample} is in {' and '.join(names) or 'no split'}")
-
-
-@dataclass(frozen=True, eq=False)
-class Subset:
-    """Selected samples of a source: sample i is the source's sample `numbers[i]`.
-
-    `Subset` does not close the source, which may be shared.
-    """
-
-    source: Source
-    numbers: Int64Array
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return f"{self.source.fingerprint}/{_digest(self.numbers)}"
-
-    @property
-    def measure(self) -> Measure | None:
-        return measure_of(self.source)
-
-    def __len__(self) -> int:
-        return self.numbers.size
-
-    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
-        """Return the samples. Raises IndexError outside 0 … len-1."""
-        check_indices(indices, len(self))
-        return self.source.read(self.numbers[indices], epoch)
-
-    def weights(self, indices: Int64Array) -> float:
-        return self.source.weights(self.numbers[indices])
-
-
-@dataclass(frozen=True, eq=False)
-class SampleSet:
-    """Training and held-out samples of one source.
-
-    Raises ValueError if a sample of the source is in no split, or in two.
-    """
-
-    source: Source
-    """Pickled for worker processes, if the config has any."""
-    splits: Mapping[str, Int64Array]
-    """The samples of train, val and test, each ascending."""
-    data: SamplesConfig
-    costs: Int64Array | None = None
-    """The cost of each sample of the source, if costs differ."""
-    measure: Measure | None = None
-    """The weights of transformed samples; None: each has weight 1."""
-
-    def __post_init__(self) -> None:
-        check_division(self.splits, len(self.source))
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Content hash of the samples and of the splits."""
-        digests = [f"{name}/{_digest(numbers)}" for name, numbers in sorted(self.splits.items())]
-        return xxhash.xxh3_128_hexdigest("\n".join([self.source.fingerprint, *digests]).encode())
-
-    def size(self, split: str) -> int:
-        """Return the number of samples of a split."""
-        return self.splits[split].size if split in self.splits else 0
-
-    def train(self, seed: int) -> tuple[Source, Order]:
-        """Return the training samples and their order."""
-        numbers = self.splits["train"]
-        open_source = partial(_to_train_on, self.source, numbers, self.data, seed, self.measure)
-        source: Source = (
-            WorkerSource(open_source, self.data.workers) if self.data.workers else open_source()
-        )
-        if self.costs is not None:
-            source = CostedSource(source, self.costs[numbers])
-        return source, order_of(self.data, numbers.size, seed)
-
-    def held_out(self, split: str) -> Source:
-        """Return a held-out split, untransformed.
-
-        Raises ConfigError if there is no such split or it is empty.
-        """
-        if split not in HELD_OUT:
-            raise _error("data", f"there is no split {split!r} that is held out", "use val or test")
-        if not self.size(split):
-            key, hint = f"data.{split}", "to a share, a count, or a file of sample numbers"
-            raise _error(key, f"the {split} split is empty", f"set {key} {hint}")
-        return Subset(self.source, self.splits[split])
-
-    def close(self) -> None:
-        """Close the source, which all splits share."""
-        close(self.source)
-
-
-def _to_train_on(
-    source: Source, numbers: Int64Array, data: SamplesConfig, seed: int, measure: Measure | None
-) -> Source:
-    # random numbers depend on a sample's index in the source, not on its position in the split
-    return Subset(transform_source(source, data, seed, measure), numbers)
-
-
-def _digest(numbers: Int64Array) -> str:
-    return xxhash.xxh3_128_hexdigest(numbers.astype("<i8").tobytes())
 
 
 def _resolve_sizes(

@@ -20,12 +20,15 @@ from instar.config.schema import SamplesConfig
 from instar.data.columns import Columns, Ragged, difference, stack
 from instar.data.mixture import Concatenated
 from instar.data.order import Int64Array, Order
-from instar.data.source import Columnar, InMemorySource, Source, close
-from instar.data.split import SampleSet, divide_samples
+from instar.data.sample_set import SampleSet
+from instar.data.sampling import classes_of, sampling_of
+from instar.data.source import InMemorySource, Source, close
+from instar.data.split import divide_samples
 from instar.data.text.streams.reader import LaneReader
 from instar.data.text.streams.samples import Note, SampleStream, StreamChanged
 from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
 from instar.data.text.streams.source import LaneOrder, LaneSamples, OpenStreamSource
+from instar.data.torch_loader import loader_weights
 from instar.data.user_source import (
     as_source,
     data_set,
@@ -64,8 +67,15 @@ def sample_set(
     parts = splits_of(value)
     if parts is None:
         source = _check_unweighted(as_source(value, fields), data)
-        return SampleSet(source, split_samples(source, data, seed), data)
+        splits = split_samples(source, data, seed)
+        sampling = sampling_of(source, splits["train"], data, loader_weights(value))
+        return SampleSet(source, splits, data, sampling=sampling)
+    of_loader = loader_weights(parts["train"])
     train = data_set(parts.pop("train"))
+    for name, part in parts.items():
+        if loader_weights(part) is not None:
+            text = f"the {name} split's DataLoader draws by weights, and held-out samples are evaluated once each"
+            raise ValueError(f"{text}; return its data set")
     held_out = {name: _part(name, part, fields) for name, part in parts.items()}
     if _is_read_forward(train):
         return StreamedSet(IterableStream(_passes(make, train), fields), held_out, data)
@@ -78,7 +88,9 @@ def sample_set(
     concatenation = Concatenated([*sources.values()], names)
     ends = dict(zip(sources, concatenation.offsets[1:].tolist(), strict=True))
     members = {n: np.arange(ends[n] - len(part), ends[n]) for n, part in held_out.items()}
-    return SampleSet(concatenation, split_samples(concatenation, data, seed, members), data)
+    splits = split_samples(concatenation, data, seed, members)
+    sampling = sampling_of(concatenation, splits["train"], data, of_loader)
+    return SampleSet(concatenation, splits, data, sampling=sampling)
 
 
 def _check_unweighted(source: Source, data: SamplesConfig) -> Source:
@@ -149,21 +161,8 @@ def split_samples(
     Raises:
         ConfigError: the split is impossible, or there is no column `data.stratify` of classes.
     """
-    classes = None
-    if (name := data.stratify) is not None:
-        columns = source.columns if isinstance(source, InMemorySource) else {}
-        if isinstance(source, Columnar):
-            classes = np.asarray(source.column(name))
-        elif not columns and len(source):
-            columns = source.read(np.arange(len(source)))
-        class_column = columns.get(name) if classes is None else classes
-        if not isinstance(class_column, np.ndarray):
-            message, hint = (
-                f"there is no column {name!r} of classes",
-                f"there are {', '.join(columns)}",
-            )
-            raise ConfigError.at("data.stratify", message, hint)
-        classes = class_column.astype(np.int64)
+    name = data.stratify
+    classes = None if name is None else classes_of(source, name, "data.stratify")
     sizes = {"val": data.val, "test": data.test, **(split_members or {})}
     return dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
 
@@ -294,6 +293,12 @@ class StreamedSet:
             raise ConfigError.at(
                 "data.stratify", "splits of an iterable are given, not drawn", "leave it out"
             )
+        for key in ("balance", "sample_weights"):
+            if getattr(data, key) is not None:
+                text = f"data.{key} needs random access, and an iterable is read from its beginning"
+                raise ConfigError.at(
+                    f"data.{key}", text, "leave it out, or return samples with an index"
+                )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -303,6 +308,11 @@ class StreamedSet:
         ]
         lines = [self.stream.fingerprint, *fingerprints]
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+    @property
+    def drawing(self) -> str:
+        """Empty: each sample comes once a pass."""
+        return ""
 
     def size(self, split: str) -> int | None:
         """Return the number of samples of a split; None if unknown."""

@@ -28,6 +28,7 @@ from instar.data.columns import (
 )
 from instar.data.order import Int64Array, key_bytes
 from instar.data.source import InMemorySource, Measure, Source, WrappedSource
+from instar.data.torch_loader import check_loader, is_loader
 
 Sample: TypeAlias = "Mapping[str, Any]"
 """One sample: arrays by name, nested as the columns are."""
@@ -44,16 +45,22 @@ def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
 class Transformed(WrappedSource):
     """Applies a function to the samples of a source.
 
-    The weights are the source's where there is no `measure` of what the function returns.
+    The weights are the source's where there is no `measure` of what the function returns. With `draws_of` samples,
+    indices count draws, see `instar.data.sampling.Draws`: each draw of a sample has random numbers of its own.
 
     The function must be deterministic in the sample and the generator, so that a sample can be read
     again. It gets its own copies of the arrays and may modify them.
     """
 
     def __init__(
-        self, source: Source, function: SampleFunction, seed: int, measure: Measure | None = None
+        self,
+        source: Source,
+        function: SampleFunction,
+        seed: int,
+        measure: Measure | None = None,
+        draws_of: int | None = None,
     ) -> None:
-        self.source = source
+        self.source, self._draws_of = source, draws_of
         self._measure, self._function, self._seed = measure, function, seed
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
 
@@ -75,12 +82,12 @@ class Transformed(WrappedSource):
             ValueError: the function's result for a sample, given by its index, is not a mapping of
                 numeric arrays, or has other columns than that for the first sample.
         """
-        columns = self.source.read(indices, epoch)
-        numbers = indices.tolist()
+        numbers = self._samples(indices)
+        columns = self.source.read(numbers, epoch)
         samples = []
-        for row, index in enumerate(numbers):
+        for row, (index, draw) in enumerate(zip(numbers.tolist(), indices.tolist(), strict=True)):
             try:
-                generator = sample_generator(self._seed, epoch, index)
+                generator = sample_generator(self._seed, epoch, draw)
                 samples.append(self._function(_sample(columns, row), generator))
                 if self._measure is not None:
                     self._measure.check(samples[-1])
@@ -88,22 +95,34 @@ class Transformed(WrappedSource):
                 error.add_note(f"in {self._name}, of sample {index} in epoch {epoch}")
                 raise
         try:
-            return stack(samples, numbers)
+            return stack(samples, numbers.tolist())
         except ValueError as error:
             raise ValueError(f"{self._name} made samples that do not fit: {error}") from None
 
+    def weights(self, indices: Int64Array) -> float:
+        return self.source.weights(self._samples(indices))
+
+    def _samples(self, indices: Int64Array) -> Int64Array:
+        return indices if self._draws_of is None else indices % self._draws_of
+
 
 def transform_source(
-    source: Source, data: FeedConfig, seed: int, measure: Measure | None = None
+    source: Source,
+    data: FeedConfig,
+    seed: int,
+    measure: Measure | None = None,
+    draws_of: int | None = None,
 ) -> Source:
     """Return the source with the user's transform, if there is one, applied to its samples.
 
     Args:
         measure: the weights of what the transform returns; None: they are the source's.
+        draws_of: see `Transformed`.
     """
     if data.transform is None:
         return source
-    return Transformed(source, load_named(data.transform, key="data.transform"), seed, measure)
+    function = load_named(data.transform, key="data.transform")
+    return Transformed(source, function, seed, measure, draws_of)
 
 
 class _Words(np.random.bit_generator.ISeedSequence):
@@ -135,9 +154,6 @@ FORMS = (
 MOST_ITEMS = 1 << 20
 """The number of items that an iterable of unknown length may have to be read into memory."""
 _SOURCE = ("read", "weights", "fingerprint", "__len__")
-_SAMPLERS = {"RandomSampler", "SequentialSampler", "_InfiniteConstantSampler"}
-_SAMPLERS |= {"BatchSampler", "NoneType"}
-"""Samplers of a DataLoader that `data.order` replaces."""
 _FINGERPRINTED = 64
 """The number of evenly spaced items of a data set that its fingerprint covers."""
 
@@ -199,33 +215,13 @@ def data_set(value: object) -> object:
     Raises:
         ValueError: the loader collates or orders samples in a way of its own.
     """
-    torch = sys.modules.get("torch.utils.data")
-    if torch is not None and isinstance(value, torch.DataLoader):
-        collate = getattr(value.collate_fn, "__module__", "")
-        samplers = {type(value.sampler).__name__, type(value.batch_sampler).__name__}
-        if not collate.startswith(("torch.", "torch_geometric.")):
-            raise ValueError(
-                "a DataLoader with a collate_fn, which would not be called; return its data set, "
-                "and define collate(self, samples) in the task"
-            )
-        if sampler_names := ", ".join(sorted(samplers - _SAMPLERS)):
-            raise ValueError(
-                f"a DataLoader with a {sampler_names}, which would not be used; return its data set: the "
-                "order of samples is data.order"
-            )
+    if is_loader(value):
+        check_loader(value)
         return data_set(value.dataset)
     if isinstance(form := getattr(value, "format", None), dict) and form.get("type", "") is None:
         table: Any = value  # of `datasets`, whose items would be lists
         return cast(object, table.with_format("numpy"))
     return value
-
-
-def loader_batch(value: object) -> int | None:
-    """Return the batch size of a torch `DataLoader`, that of the training samples if it is one of
-    several; None for anything else."""
-    torch = sys.modules.get("torch.utils.data")
-    train = value.get("train") if isinstance(value, Mapping) else value
-    return train.batch_size if torch is not None and isinstance(train, torch.DataLoader) else None
 
 
 def _read(items: Iterable[Any]) -> list[Any]:

@@ -18,12 +18,12 @@ from instar.distributed.signals import detach_closed_streams
 from instar.record.events import Eval, OperationEvent, RunFinished, RunStarted, Train
 from instar.record.format import (
     TOK,
+    data_lines,
     encodable_as,
     eval_line,
     finished_line,
     header_line,
     operation_lines,
-    sizes_text,
     train_line,
     unit_text,
 )
@@ -51,8 +51,8 @@ class Console:
     def header(self, event: RunStarted, where: Path) -> None:
         self._unit = unit_text(event.unit)
         self.screen.show(header_line(event, where), "bold")
-        if event.splits:
-            self.screen.show(f"data  {sizes_text(event.splits)}")
+        for line in data_lines(event.splits, event.drawing):
+            self.screen.show(line)
 
     def progress(self, event: Train, eta_s: float | None = None) -> None:
         """Show the current step in place, at most ten times per second."""

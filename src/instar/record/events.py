@@ -83,6 +83,8 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     architecture: dict[str, Any] = {}
     splits: dict[str, Count | None] = {}
     """Samples of each split, None if unknown; empty in older records."""
+    drawing: str = ""
+    """How training samples are drawn, in words; empty: as `data.order` says."""
     versions: dict[str, str] = {}
     machine: dict[str, str | int | float | None] = {}
     launch: dict[str, Any] = {}

@@ -231,6 +231,12 @@ def header_line(event: RunStarted, where: Path) -> str:
     return "  ".join([part for part in parts if part] + [f"→ {where}"])
 
 
+def data_lines(splits: Mapping[str, int | None], drawing: str = "") -> list[str]:
+    """Return lines on the samples of a run: those of each split, and how training samples are drawn."""
+    lines = [sizes_text(splits)] if splits else []
+    return [f"data  {line}" for line in [*lines, *filter(None, [drawing])]]
+
+
 def sizes_text(splits: Mapping[str, int | None]) -> str:
     """`train 1,800, val 600, test 600 samples`."""
     sizes = [

@@ -21,7 +21,7 @@ from instar.checkpoint.manifest import (
     read_json,
 )
 from instar.checkpoint.store import LATEST, Checkpoint, load_checkpoint
-from instar.data.split import Subset
+from instar.data.sample_set import Subset
 from instar.distributed.agree import Json, agree, raise_on_all_ranks
 from instar.record.atomic import make_folder, replace_file
 from instar.run.components import Components

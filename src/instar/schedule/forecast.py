@@ -140,6 +140,8 @@ class Forecast:
     samples_per_epoch: int | None
     splits: Mapping[str, int | None]
     """Samples of each split; None if unknown."""
+    drawing: str
+    """How training samples are drawn, in words; empty: as `data.order` says."""
     until: tuple[str, ...]
     early: Totals | None
     """Totals if every operation fires at its earliest; None: only time or the loss ends it."""
@@ -233,6 +235,7 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         dataset_tokens=spec.units(config.context),
         samples_per_epoch=legs[0].pace.samples_per_epoch,
         splits=spec.split_sizes(config.context),
+        drawing=spec.drawing,
         until=tuple(config.train.until),
         early=_totals(early),
         late=_totals(late),

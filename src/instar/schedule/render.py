@@ -193,7 +193,8 @@ def _totals(forecast: Forecast) -> list[Row]:
     if forecast.dataset_tokens is not None:
         data = f"{si(forecast.dataset_tokens)} {forecast.unit}s, {forecast.samples_per_epoch:,} samples"
     sizes = [sizes_text(forecast.splits)] if forecast.splits else []
-    rows: list[Row] = [("data", [data, *sizes]), ("until", [" or ".join(forecast.until)])]
+    drawing = [forecast.drawing] if forecast.drawing else []
+    rows: list[Row] = [("data", [data, *sizes, *drawing]), ("until", [" or ".join(forecast.until)])]
     if forecast.early is None or forecast.late is None:
         text_lines = ["open: only the clock or the loss ends this run"]
         if any("ep" in text for text in forecast.until) and forecast.dataset_tokens is None:

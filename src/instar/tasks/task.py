@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from instar.data.columns import Columns
     from instar.data.order import Order
+    from instar.data.sample_set import SampleSet
     from instar.data.source import Source
-    from instar.data.split import SampleSet
     from instar.data.text.tokenizer import Tokenizer
     from instar.data.user_sets import StreamedSet
 
@@ -213,6 +213,11 @@ class TaskSpec(ABC):
                 sizes[split] = len(self.held_out(split, self.config.eval.context or context))
         return sizes
 
+    @property
+    def drawing(self) -> str:
+        """How training samples are drawn, in words; empty: as `data.order` says."""
+        return ""
+
     def weight(self, context: int) -> float:  # noqa: ARG002
         """Loss weight of a sample; the mean if samples differ."""
         return 1
@@ -286,6 +291,10 @@ class SampleSetSpec(TaskSpec):
 
     def samples(self, context: int) -> int | None:  # noqa: ARG002
         return self.data.size("train")
+
+    @property
+    def drawing(self) -> str:
+        return self.data.drawing
 
 
 Batch = Mapping[str, "torch.Tensor"]

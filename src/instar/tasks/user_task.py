@@ -21,9 +21,9 @@ from instar.config.schema import RunConfig, SamplesConfig
 from instar.config.sections import Section
 from instar.config.user_code.named import what_happened
 from instar.data.columns import Columns
-from instar.data.split import SampleSet
+from instar.data.sample_set import SampleSet
+from instar.data.torch_loader import loader_batch
 from instar.data.user_sets import StreamedSet, sample_set
-from instar.data.user_source import loader_batch
 from instar.distributed.failure import exits_fail
 from instar.models.loss import at_least_float32
 from instar.models.module import check_trainable, persistent_buffers

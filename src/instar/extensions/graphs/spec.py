@@ -17,8 +17,9 @@ from instar.config.schema import RunConfig
 from instar.config.user_code.named import load_named, what_happened
 from instar.data.columns import Columns, as_ragged
 from instar.data.order import Int64Array
+from instar.data.sample_set import SampleSet
+from instar.data.sampling import DrawRule, sampling_of
 from instar.data.source import InMemorySource, Source, WeightedSource
-from instar.data.split import SampleSet
 from instar.data.user_sets import sample_set, split_samples
 from instar.extensions.graphs.arrays import Arrays, holds_arrays, open_arrays
 from instar.extensions.graphs.causal_sets import prepare_causal_sets, preview_causal_sets
@@ -69,7 +70,7 @@ class GraphSpec(SampleSetSpec):
     def open(cls, loaded_config: Loaded, world_size: int) -> Self:  # noqa: ARG003
         """See `TaskSpec`: reads every graph once."""
         config = _graph(loaded_config.config)
-        source, splits = _open_source(config)
+        source, splits, sampling = _open_source(config)
         survey = survey_graphs(source, splits, config.model)
         try:
             shape = _shape(config, survey)
@@ -82,7 +83,7 @@ class GraphSpec(SampleSetSpec):
             source = WeightedSource(source, _count_in_loss(source, config, nodes))
         # nearly all of a step's work is per node
         measure = NodeCounts(config.model.mask) if config.model.level == "node" else None
-        samples = SampleSet(source, splits, config.data, costs=nodes, measure=measure)
+        samples = SampleSet(source, splits, config.data, nodes, measure, sampling)
         samples.held_out("val")
         return cls(config, shape, samples, survey)
 
@@ -162,18 +163,21 @@ def _shape(config: GraphConfig, survey: GraphSurvey) -> GraphShape:
     return resolve_graph(config.model, survey.features, survey.graph_features, survey.edge_features)
 
 
-def _open_source(config: GraphConfig) -> tuple[Source, Mapping[str, Int64Array]]:
-    """Return all graphs, and those of each split."""
+def _open_source(
+    config: GraphConfig,
+) -> tuple[Source, Mapping[str, Int64Array], DrawRule | None]:
+    """Return all graphs, those of each split, and how those to train on are drawn."""
     data, seed = config.data, config.data_seed
     if _is_stored(config):
         arrays = open_arrays(_folder(config))
-        return arrays, split_samples(arrays, data, seed)
+        splits = split_samples(arrays, data, seed)
+        return arrays, splits, sampling_of(arrays, splits["train"], data)
     make = load_named(data.source, key="data.source")
     try:
         dataset = sample_set(make, make(), (), data, seed)
         if not isinstance(dataset, SampleSet):
             raise ValueError("an iterable is no source of graphs: return a list of them")
-        return dataset.source, dataset.splits
+        return dataset.source, dataset.splits, dataset.sampling
     except ConfigError:
         raise
     except ValueError as error:

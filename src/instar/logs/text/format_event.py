@@ -37,6 +37,7 @@ from instar.record.format import (
     TOK,
     asked_text,
     begins_anew_line,
+    data_lines,
     eval_line,
     finished_line,
     header_line,
@@ -44,7 +45,6 @@ from instar.record.format import (
     operation_lines,
     saved_line,
     si,
-    sizes_text,
     step_text,
     train_line,
     unit_text,
@@ -68,7 +68,7 @@ class EventFormatter:
         match event:
             case RunStarted():
                 self._unit = unit_text(event.unit)
-                data = [f"data  {sizes_text(event.splits)}"] if event.splits else []
+                data = data_lines(event.splits, event.drawing)
                 return [header_line(event, self.where), *data]
             case Train():
                 return [train_line(event, width=self.width, unit=self._unit)]

@@ -310,6 +310,7 @@ def _start_event(plan: RunPlan, run: OpenRun) -> RunStarted:
         best_metric=prepared_run.config.checkpoint.best_of[0],
         architecture=shape.to_dict(),
         splits=dict(prepared_run.forecast.splits),
+        drawing=prepared_run.forecast.drawing,
         versions=versions(),
         machine=facts | this_process(),
     )

@@ -24,8 +24,8 @@ from instar.config.schema import RunConfig
 from instar.config.user_code.named import what_happened
 from instar.data.columns import Columns, Ragged, cut, dtype_of, leaves, not_finite
 from instar.data.loader import OpenEnded
+from instar.data.sample_set import SampleSet
 from instar.data.source import InMemorySource
-from instar.data.split import SampleSet
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
 from instar.growth.folders import check_own_family
