@@ -38,6 +38,7 @@ OTHER: Mapping[str, Any] = {
     "device": "cpu",
     "schedule": [{"name": "change_lr", "value": 2}],
     "train.until": ["7it"],
+    "optimizer.options": {"amsgrad": True},
     "record.alerts.webhook": "https://example.org/",
     "early_stopping.rules": [{"patience": 2}],
     "model.heads": [{"name": "y", "kind": "regression"}],

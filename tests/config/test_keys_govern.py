@@ -146,6 +146,7 @@ FUNCTIONS: Mapping[str, tuple[Callable[[Any], Any], tuple[str, ...], list[Change
             ("optimizer.nesterov=true", SGD),
             ("optimizer.ns_steps=2", MUON),
             ("optimizer.ns_iteration=polar_express", MUON),
+            ("optimizer.options={alpha: 0.5}", ("optimizer.name=rmsprop",)),
         ],
     ),
     "learning_rate": (

@@ -11,15 +11,9 @@ from shapes import gpt2, llama
 
 from instar.checkpoint.tensor_file import Outline
 from instar.config.sections import Operation
-from instar.growth.apply import (
-    GrowthStep,
-    Role,
-    TensorReader,
-    apply,
-    apply_one,
-    grow_parameters,
-)
+from instar.growth.apply import GrowthStep, TensorReader, apply, apply_one, grow_parameters
 from instar.growth.operators import plan
+from instar.growth.states import Role
 from instar.models.architecture import Architecture
 from instar.models.lora import Lora
 from instar.models.shape import count_parameters

@@ -13,9 +13,10 @@ from shapes import gpt2, llama
 from torch import Tensor
 
 from instar.config.sections import Operation
-from instar.growth.apply import Role, apply, grow_state, grown_states, moments_mode
+from instar.growth.apply import apply, grow_state, grown_states, moments_mode
 from instar.growth.operators import plan
 from instar.growth.plan import Fresh, Grown, GrowthPlan, Old
+from instar.growth.states import Role
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT, named_generator
 from instar.models.lora import Lora

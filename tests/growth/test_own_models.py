@@ -13,10 +13,11 @@ from growing import KEY, operation
 from torch import Tensor
 
 from instar.config.sections import Operation
-from instar.growth.apply import Role, apply
+from instar.growth.apply import apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.proof import Probe, Proof, compare_outputs
+from instar.growth.states import Role
 from instar.models.gpt import named_generator
 from instar.models.shape import Growable, Parameter
 from instar.run.state.gradient_stats import split_grad_norms

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from instar.config.sections import Operation
-from instar.growth.apply import Role, apply
+from instar.growth.apply import apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
+from instar.growth.states import Role
 from instar.models.hf.families import FAMILIES
 from instar.models.hf.pretrained import PretrainedShape
 from instar.models.shape import ArchitectureError

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from instar.config.language import ModelConfig
+from instar.config.schema import OptimizerConfig
 from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.cost import TrainingSetup, chunk_rows, memory_estimate
 from instar.models.gpt import GPT
@@ -143,15 +144,16 @@ def test_state_is_counted_per_parameter() -> None:
     assert parts["optimizer"] == 8 * count
 
 
+def optimizer_bytes(**settings: object) -> int:
+    optimizer = OptimizerConfig.model_validate(settings)
+    return memory_estimate(LLAMA, TrainingSetup(1, optimizer=optimizer))["optimizer"]
+
+
 def test_muon_and_sgd_keep_one_moment() -> None:
-    adamw = memory_estimate(LLAMA, TrainingSetup(batch_size=1))["optimizer"]
-    muon = memory_estimate(LLAMA, TrainingSetup(batch_size=1, optimizer="muon"))["optimizer"]
     matrices = count_parameters(LLAMA).matmul - LLAMA.vocab_size * LLAMA.n_embd
-    assert adamw - muon == 4 * matrices
-    assert (
-        adamw
-        == 2 * memory_estimate(LLAMA, TrainingSetup(batch_size=1, optimizer="sgd"))["optimizer"]
-    )
+    assert optimizer_bytes() - optimizer_bytes(name="muon") == 4 * matrices
+    assert optimizer_bytes() == 2 * optimizer_bytes(name="sgd")
+    assert optimizer_bytes(name="sgd", momentum=0.0) == 0
 
 
 def test_checkpointing_keeps_one_stream_per_block_and_one_block() -> None:

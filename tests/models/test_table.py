@@ -14,9 +14,10 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from instar.growth.apply import Role, apply
+from instar.growth.apply import apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
+from instar.growth.states import Role
 from instar.models.table import Shape, Table, check_table
 
 SIZES = {"a": 4, "b": 8, "c": 6}

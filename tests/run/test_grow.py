@@ -30,8 +30,9 @@ from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.config.sections import Operation
 from instar.growth import operators
-from instar.growth.apply import Role, apply, moments_mode
+from instar.growth.apply import apply, moments_mode
 from instar.growth.offline import NotProven
+from instar.growth.states import Role
 from instar.models.architecture import Architecture, resolve_architecture
 from instar.models.gpt import GPT
 from instar.record.atomic import WriteError

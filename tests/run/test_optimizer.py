@@ -130,6 +130,7 @@ STEPS = """
 import sys
 import torch
 from instar.config.schema import OptimizerConfig
+from instar.config.torch_optim.optimizers import OPTIMIZERS
 from instar.run.optimizer import build_optimizers
 
 def trained(make):
@@ -143,7 +144,9 @@ def trained(make):
             optimizer.step()
     return weight
 
-configs = {name: OptimizerConfig(name=name, weight_decay=0.0) for name in ("adamw", "sgd", "muon")}
+configs = {name: OptimizerConfig.model_validate({"name": name}) for name in OPTIMIZERS}
+for name in ("adamw", "muon"):
+    configs[name] = OptimizerConfig(name=name, weight_decay=0.0)
 ours = {name: trained(lambda p: build_optimizers(p, config)) for name, config in configs.items()}
 assert "torch._dynamo" not in sys.modules
 adamw, sgd = configs["adamw"], configs["sgd"]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from instar.config.sections import Operation
-from instar.growth.apply import Key, Mode, Role, apply, grow_state, grown_states
+from instar.growth.apply import Key, Mode, apply, grow_state, grown_states
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthPlan
 from instar.growth.proof import Probe, Proof, compare_outputs
+from instar.growth.states import Role
 from instar.models.architecture import Architecture
 from instar.models.gpt import GPT, named_generator
 

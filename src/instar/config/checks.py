@@ -7,7 +7,8 @@ from itertools import chain
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigProblem, nearest_hint
-from instar.config.schema import RunConfig, SamplesConfig
+from instar.config.schema import MUONS, OptimizerConfig, RunConfig, SamplesConfig
+from instar.config.torch_optim.optimizers import OPTIMIZERS, optimizer_problems
 from instar.extensions import active_extensions, load_target
 
 DRAWN_ORDERS = {"balance": ("shuffled",), "sample_weights": ("shuffled", "random")}
@@ -190,18 +191,60 @@ def _diloco(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _optimizer(config: RunConfig) -> Iterator[ConfigProblem]:
     optimizer = config.optimizer
-    if optimizer.nesterov and (optimizer.name != "sgd" or optimizer.momentum == 0):
+    name, spec = optimizer.name, OPTIMIZERS[optimizer.name]
+    if optimizer.nesterov and (name != "sgd" or optimizer.momentum == 0):
         yield ConfigProblem(
             ("optimizer.nesterov", "optimizer.momentum", "optimizer.name"),
             "optimizer.nesterov is for SGD with momentum above 0",
             "set optimizer.name: sgd and optimizer.momentum: 0.9, or leave nesterov out",
         )
-    if optimizer.lr_base_depth is not None and optimizer.name == "sgd":
+    if optimizer.nesterov and optimizer.options.get("dampening"):
+        text = "optimizer.nesterov is for SGD without dampening"
+        keys = "optimizer.options.dampening", "optimizer.options", "optimizer.nesterov"
+        yield ConfigProblem(keys, text, "leave one of them out")
+    if optimizer.lr_base_depth is not None and name == "sgd":
         yield ConfigProblem(
             ("optimizer.lr_base_depth", "optimizer.name"),
             "optimizer.lr_base_depth is for adamw and muon: gradients of SGD depend on the scale of the branches",
             "leave it out, or set optimizer.name: adamw",
         )
+    for key in ("lr_base_width", "lr_base_depth"):
+        if getattr(optimizer, key) is not None and spec.steps_like is None:
+            text = f"optimizer.{key} is not for {name}: how its best rate follows the size is not known"
+            yield ConfigProblem((f"optimizer.{key}", "optimizer.name"), text, "leave it out")
+    fields = OptimizerConfig.model_fields
+    of_muon = {key: fields[key].default for key in MUONS}
+    for key, message, hint in optimizer_problems(name, optimizer.model_dump(), of_muon):
+        section = ("optimizer.options",) if key.startswith("options.") else ()
+        keys = (f"optimizer.{key}", *section, "optimizer.name")
+        yield ConfigProblem(keys, f"optimizer.{key} {message}", hint)
+    if config.parallel.strategy in ("fsdp", "hsdp", "auto") and not spec.is_elementwise:
+        yield ConfigProblem(
+            ("parallel.strategy", "optimizer.name"),
+            f"strategy {config.parallel.strategy} may divide parameters among ranks, and {name} cannot update some rows "
+            "of one alone",
+            "use strategy: ddp, or another optimizer",
+        )
+    if not spec.follows_rate:
+        yield from _first_rate_only(config)
+
+
+def _first_rate_only(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield what would change a learning rate that the optimizer reads at a parameter's first step alone."""
+    name, schedule = config.optimizer.name, config.learning_rate
+    changes: dict[str, tuple[bool, str]] = {
+        "shape": (schedule.shape != "constant", "set shape: constant"),
+        "warmup_iters": (schedule.warmup_iters > 0, "set warmup_iters: 0"),
+        "plateau.factor": (schedule.plateau.factor is not None, "leave it out"),
+    }
+    for key, (changes_rate, hint) in changes.items():
+        if changes_rate:
+            yield ConfigProblem(
+                (f"learning_rate.{key}", "optimizer.name"),
+                f"learning_rate.{key} has no effect on {name}, which finds its steps itself: optimizer.lr is only "
+                "the first one",
+                hint,
+            )
 
 
 def _schedule(config: RunConfig) -> Iterator[ConfigProblem]:

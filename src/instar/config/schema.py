@@ -7,7 +7,7 @@ field has a description, from which `instar init`, `instar config schema` and er
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, Strict, model_validator
 
@@ -40,13 +40,30 @@ from instar.config.sections import (
     subsection,
     with_fields,
 )
+from instar.config.torch_optim.optimizers import defaults_of
 from instar.extensions import load_target, sections_in
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 NAME = "the run's name, the first part of its folder's"
 Device = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 Direction = Literal["min", "max"]
-OptimizerName = Literal["adamw", "muon", "sgd"]
+OptimizerName = Literal[
+    "adamw",
+    "muon",
+    "sgd",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "asgd",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+]
+MUONS = ("muon_lr", "ns_steps", "ns_iteration")
+"""Keys of `optimizer` that Muon alone reads."""
 
 
 S = TypeVar("S", bound=BaseModel)
@@ -146,9 +163,16 @@ class OptimizerConfig(Section):
     """The optimizer and its hyperparameters."""
 
     name: OptimizerName = Field(
-        "adamw", description="adamw, sgd, or muon for the blocks' matrices and adamw for the rest"
+        "adamw",
+        description="adamw, sgd, muon for the blocks' matrices and adamw for the rest, or another of torch.optim, "
+        "with torch's defaults: adam, rmsprop, adagrad …",
     )
-    lr: Rate = Field(1e-3, description="peak learning rate (AdamW, SGD)")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of the optimizer that no other key names, as torch calls them, e.g. {alpha: 0.9} of "
+        "rmsprop",
+    )
+    lr: Rate = Field(1e-3, description="peak learning rate; of muon for all but its matrices")
     muon_lr: Rate = Field(0.02, description="peak learning rate of Muon's matrices")
     lr_base_width: Width | None = Field(
         None,
@@ -160,18 +184,26 @@ class OptimizerConfig(Section):
         description="adamw, muon: number of blocks for which the rates were found: those of what writes the residual "
         "stream fall as 1 / blocks from there, also when the model is deepened (CompleteP); null: they do not",
     )
-    beta1: Fraction = Field(0.9, description="AdamW's first-moment decay")
-    beta2: Fraction = Field(0.95, description="AdamW's second-moment decay")
-    eps: Epsilon = Field(1e-8, description="AdamW's ε")
-    weight_decay: NonNegativeFloat = Field(
-        0.1, description="decoupled weight decay; sgd: added to the gradient (L2), default 0"
+    beta1: Fraction | None = Field(
+        0.9, description="Adam's first-moment decay, also of its variants; null where there is none"
+    )
+    beta2: Fraction | None = Field(
+        0.95, description="Adam's second-moment decay; default of torch's optimizers: 0.999"
+    )
+    eps: Epsilon | None = Field(1e-8, description="ε of Adam and others; null where there is none")
+    weight_decay: NonNegativeFloat | None = Field(
+        0.1,
+        description="decoupled weight decay; sgd and torch's optimizers: default 0, added to the gradient (L2) unless "
+        "their options say otherwise",
     )
     no_decay: Texts = Field(
         ("*.bias", "*norm*", "*embed*", "*wte.*", "*wpe.*"),
         description="parameter-name patterns that are not decayed, nor are vectors; default: biases, norms and "
         "embeddings, also by their names in transformers",
     )
-    momentum: Fraction = Field(0.95, description="momentum of Muon, and of SGD (default 0.9)")
+    momentum: Fraction | None = Field(
+        0.95, description="momentum of Muon, of SGD (default 0.9) and of RMSprop (default 0)"
+    )
     nesterov: bool = Field(False, description="SGD: Nesterov momentum")
     ns_steps: Annotated[int, Field(gt=0, le=100)] = Field(
         5, description="Muon's orthogonalisation steps"
@@ -184,10 +216,10 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _sgd_defaults(cls, values: Any) -> Any:
-        """SGD has other defaults: weight decay as in AdamW would be far too strong in its gradient."""
-        if isinstance(values, dict) and values.get("name") == "sgd":
-            return {"weight_decay": 0.0, "momentum": 0.9, **values}
+    def _defaults_by_name(cls, values: Any) -> Any:
+        """Each optimizer has other defaults: weight decay as in AdamW would be far too strong in a gradient."""
+        if isinstance(values, dict) and values.get("name") in get_args(OptimizerName):
+            return {**defaults_of(values["name"]), **values}
         return values
 
     @property

@@ -11,6 +11,7 @@ from instar.config.budget import meant_number
 from instar.config.document import KeyPath, dotted_key, odd_space
 from instar.config.errors import is_secret, nearest, value_text
 from instar.config.fields import Root, alternatives, choices, default, schema_keys, section_types
+from instar.config.torch_optim.optimizers import REFUSED
 from instar.extensions import how_to_install
 
 ALIASES: Mapping[str, str] = {
@@ -90,6 +91,10 @@ ITEM_ALIASES: Mapping[str, str] = {
     "proportion": "weight",
 }
 """Aliases of keys in list items: operations, triggers, heads, parts of a mixture."""
+
+
+REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {"optimizer.name": REFUSED}
+"""What to write instead of words that other tools have, in lower case, by key."""
 
 
 @cache
@@ -290,6 +295,8 @@ def _hint_for_text(
     name: str, choices: Sequence[Mapping[str, Any]], types: Collection[str | None], value: str
 ) -> str:
     text, number = value.lower(), _number(value)
+    if instead := REFUSED_VALUES.get(name, {}).get(text):
+        return instead
     if "boolean" in types and text in _YES_NO:
         return f"YAML 1.2 reads '{value}' as text, write {_YES_NO[text]}"
     if odd := odd_space(value):

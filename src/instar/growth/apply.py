@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Literal
 
@@ -42,19 +41,17 @@ from instar.growth.plan import (
     source_of,
     sources_of,
 )
+from instar.growth.states import (
+    FACTORS,
+    KNOWN_STATES,
+    Role,
+    factor_shape,
+    shape_of_factors,
+    state_role,
+)
 from instar.models.gpt import named_generator
 from instar.models.module import empty_buffers, persistent_buffers
 from instar.models.shape import Parameter
-
-
-class Role(Enum):
-    """The role of a tensor. A moving average of parameters is a PARAMETER, a momentum buffer is a
-    FIRST_MOMENT."""
-
-    PARAMETER = auto()
-    FIRST_MOMENT = auto()
-    SECOND_MOMENT = auto()
-
 
 Key = tuple[int, ...]
 """The key of the random generator of new values: (seed of the run, index of the operation in its
@@ -70,22 +67,10 @@ Copies = Literal["asymmetric", "mapped"]
 Mode = Literal["asymmetric", "mapped", "reset"]
 """How optimizer states grow: as `Copies`, or all states are dropped."""
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""States that are moments also of a parameter without dimensions. Others without dimensions are
-numbers for the whole parameter, such as the count of steps, and are kept as they are."""
 _ROWS = 4096
 """means of rows that are made at once"""
 _SUMMED = 1 << 18
 """elements that are converted to float64 at once"""
-_SQUARES = ("sq", "square", "sum", "variance")
-"""Parts of the names of optimizer states that are sums or means of squared gradients."""
-
-
-def state_role(state: str) -> Role:
-    """Return the role of an optimizer state with the shape of its parameter, by its name: means of
-    squares such as `exp_avg_sq` and `square_avg`, or else of gradients, as all momenta."""
-    is_second = any(part in _SQUARES for part in state.split("_"))
-    return Role.SECOND_MOMENT if is_second else Role.FIRST_MOMENT
 
 
 def apply(
@@ -226,6 +211,7 @@ def apply_one(
         zero = role is Role.FIRST_MOMENT and copies == "asymmetric"
         return _average(tensor_plan, read).mul_(0.0 if zero else 1.0)
     if role is not Role.PARAMETER:
+        # an average of a matrix takes in a merged adapter as it goes on averaging
         if not isinstance(tensor_plan, Merged):
             return None
         # merging an adapter does not change the gradient of the matrix
@@ -257,11 +243,10 @@ def apply_one(
 
 def _stack(tensor_plan: Stacked, tensor: Tensor, role: Role, generator: torch.Generator) -> Tensor:
     stack = tensor.expand(tensor_plan.count, *tensor.shape).clone()
-    if role is not Role.PARAMETER:
-        return stack.div_(
-            tensor_plan.count * (tensor_plan.per_token if role is Role.SECOND_MOMENT else 1)
-        )
-    if tensor_plan.noise:
+    _, of_gradient = role.powers
+    if of_gradient:
+        return stack.div_(tensor_plan.count * (tensor_plan.per_token if of_gradient == 2 else 1))
+    if tensor_plan.noise and role is Role.PARAMETER:
         noise = torch.empty_like(stack)
         _fill(noise, New(1, "normal", tensor_plan.noise), generator)
         stack += noise * tensor.square().mean().sqrt()
@@ -312,7 +297,7 @@ class _Growing:
         self.role, self.copies, self.name, self.key = role, copies, name, key
 
     def grow(self, tensor_plan: Grown, tensor: Tensor) -> Tensor:
-        offset = tensor_plan.offset if self.role is Role.PARAMETER else 0.0
+        offset = tensor_plan.offset if self.role.is_weight else 0.0
         for edit in tensor_plan.edits:
             tensor = self._apply_edit(edit, tensor, offset)
         factor = self._factor(tensor_plan)
@@ -324,11 +309,9 @@ class _Growing:
         return tensor.clone() if is_other and not tensor_plan.edits else tensor
 
     def _factor(self, piece: Old | Grown) -> float:
-        if self.role is Role.PARAMETER:
-            return piece.value
-        if self.role is Role.SECOND_MOMENT:
-            return piece.gradient**2
-        return 0.0 if piece.is_copy and self.copies == "asymmetric" else piece.gradient
+        if self.role is Role.FIRST_MOMENT and piece.is_copy and self.copies == "asymmetric":
+            return 0.0
+        return self.role.factor(piece.value, piece.gradient)
 
     def _apply_edit(self, edit: Edit, tensor: Tensor, offset: float) -> Tensor:
         shape = list(tensor.shape)
@@ -350,7 +333,7 @@ class _Growing:
                 old.append(view)
             elif self._takes_mean(piece):
                 waiting.append(view)
-            elif self.role is Role.PARAMETER:
+            elif self.role.is_weight:
                 _fill(view, piece, generator, offset)
             else:
                 view.zero_()
@@ -361,9 +344,7 @@ class _Growing:
     def _takes_mean(self, piece: New) -> bool:
         # a second moment of 0 with a large step count would make the first updates of new slices
         # about 3 learning rates long (β₂ = 0.999)
-        return self.role is Role.SECOND_MOMENT or (
-            self.role is Role.PARAMETER and piece.fill == "mean"
-        )
+        return self.role.is_size or (self.role.is_weight and piece.fill == "mean")
 
 
 def _empty_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -470,7 +451,11 @@ def grow_state(
     tensor_plan = plan.tensors[parameter]
     first = source_of(tensor_plan)
     tensor = read(f"{first}/{state}")
-    if not tensor.ndim and state not in _MOMENTS:
+    if state in FACTORS and tensor.ndim > 1:
+        factors = {source: read(f"{source}/{state}") for source in sources_of(tensor_plan)}
+        shape = shape_of_factors(read(f"{first}/row_var"), read(f"{first}/col_var"))
+        return grow_factor(plan, parameter, factors, (FACTORS[state], shape), key, mode)
+    if not tensor.ndim and state not in KNOWN_STATES:
         is_second = isinstance(tensor_plan, Grown | Merged) and tensor_plan.is_second
         return tensor.clone() if is_second or not plan.source(parameter) else tensor
 
@@ -481,6 +466,32 @@ def grow_state(
     state_tensor = apply_one(plan, parameter, of, state_role(state), key, copies)
     assert state_tensor is not None
     return state_tensor
+
+
+def grow_factor(
+    plan: GrowthPlan,
+    parameter: str,
+    factors: Mapping[str, Tensor],
+    place: tuple[int, tuple[int, ...]],
+    key: Key,
+    mode: Mode,
+) -> Tensor:
+    """Grow a mean of squared gradients over one dimension as the matrix that it stands for, and take the mean again.
+
+    Args:
+        factors: the mean of each old parameter that the new one is made from.
+        place: the dimension, from the last one, and the shape of these parameters.
+    """
+    dim, shape = place
+    value = next(iter(factors.values()))
+    keeps_dim = value.ndim == len(shape)
+    squares = {
+        f"{source}/exp_avg_sq": (mean if keeps_dim else mean.unsqueeze(dim)).expand(shape)
+        for source, mean in factors.items()
+    }
+    grown = grow_state(plan, f"{parameter}/exp_avg_sq", squares.__getitem__, key, mode)
+    is_unchanged = any(grown is square for square in squares.values())
+    return value if is_unchanged else grown.mean(dim, keepdim=keeps_dim)
 
 
 @dataclass(frozen=True)
@@ -571,5 +582,8 @@ def _without_numbers(name: str) -> tuple[str, ...]:
 def _state_outline(step: GrowthStep, name: str, outlines: Mapping[str, Outline]) -> Outline:
     parameter, _, state = name.rpartition("/")
     before = outlines[f"{source_of(step.plan.tensors[parameter])}/{state}"]
+    shape = step.parameters[parameter].shape
+    if state in FACTORS and len(before.shape) > 1:
+        return Outline(before.dtype, factor_shape(shape, state))
     # a state without dimensions is one number for the whole parameter
-    return Outline(before.dtype, step.parameters[parameter].shape if before.shape else ())
+    return Outline(before.dtype, shape if before.shape else ())

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from instar.distributed.shards import GatheredTensors, is_sharded, redistribute_like
-from instar.growth.apply import GrowthStep, Role, apply_each, grow_buffers
+from instar.growth.apply import GrowthStep, apply_each, grow_buffers
 from instar.growth.peers import Peers, run_in_step
 from instar.growth.plan import GrowthError, GrowthPlan
 from instar.growth.proof import Doubled, Probe, Proof, prove
+from instar.growth.states import Role
 from instar.models.module import load_buffers, persistent_buffers
 
 C = TypeVar("C")

@@ -15,15 +15,14 @@ from instar.distributed.shards import GatheredTensors, is_sharded, local_rows, t
 from instar.growth.apply import (
     Key,
     Mode,
-    Role,
     apply_one,
     grow_state,
     grown_states,
     neighbours,
-    state_role,
 )
 from instar.growth.peers import Alone, Peers, run_in_step, unless_refused
 from instar.growth.plan import Fresh, Grown, GrowthError, GrowthPlan, Label, New, TensorPlan
+from instar.growth.states import FACTORS, Role, state_role
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The largest change of the logits, relative to the largest logit, and of the loss in nats, that
@@ -278,7 +277,8 @@ def _check_one(
     if source is not None and _laid_out_alike(source, new):
         _check(name, to_local(new), to_local(source), None)  # without communication
     else:
-        _check(name, to_local(new), local_rows(make(name), new), _margin(tensor_plan, role))
+        margin = 0.0 if state in FACTORS else _margin(tensor_plan, role)
+        _check(name, to_local(new), local_rows(make(name), new), margin)
 
 
 def _is_kept_whole(tensor_plan: TensorPlan) -> TypeGuard[Grown]:
@@ -298,7 +298,7 @@ def _margin(tensor_plan: TensorPlan, role: Role) -> float | None:
         pieces = [
             piece for edit in tensor_plan.edits for piece in edit.pieces if isinstance(piece, New)
         ]
-        means = pieces and role is Role.SECOND_MOMENT
+        means = pieces and role.is_size
         if tensor_plan.offset or means or any(piece.fill == "mean" for piece in pieces):
             return abs(tensor_plan.offset)
         return None

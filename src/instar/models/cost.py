@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from instar.config.schema import OptimizerName
+from instar.config.schema import OptimizerConfig, OptimizerName
+from instar.config.torch_optim.optimizers import OPTIMIZERS, shaped_states
 from instar.models import lora as adapters
 from instar.models.architecture import Architecture
 from instar.models.shape import (
@@ -103,37 +104,46 @@ def repeats_keys(low_precision: bool, device: str) -> bool:
     return not low_precision and device != "cpu"
 
 
+ADAMW = OptimizerConfig()
+
+
 def state_bytes(
     parameters: Mapping[str, Parameter],
     frozen: FrozenParameters = NONE_FROZEN,
     *,
-    optimizer: OptimizerName = "adamw",
+    optimizer: OptimizerConfig = ADAMW,
     ema: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients, optimizer states and EMA of a rank."""
     sizes = {name: _WIDE * math.prod(entry.shape) for name, entry in parameters.items()}
-    one_moment = {
-        name
-        for name, entry in parameters.items()
-        if optimizer == "sgd"
-        or (
-            optimizer == "muon"
-            and entry.kind in ("matrix", "experts")
-            and entry.dimensions > 1
-            and not adapters.is_adapter(name)
-        )
-    }
     total = sum(sizes.values())
+    updated_by = "adamw" if optimizer.name == "muon" else optimizer.name
+    states = len(shaped_states(updated_by, optimizer.model_dump()))
     return {
         "weights": total,
         "gradients": sum(size for name, size in sizes.items() if name not in frozen.now),
         "optimizer": sum(
-            size * (1 if name in one_moment else 2)
-            for name, size in sizes.items()
+            _optimizer_bytes(name, entry, optimizer.name, states)
+            for name, entry in parameters.items()
             if name not in frozen.ever
         ),
         "ema": total if ema else 0,
     }
+
+
+def _optimizer_bytes(name: str, entry: Parameter, optimizer: OptimizerName, states: int) -> int:
+    """Return the bytes of an optimizer's states of a parameter, without numbers such as the count of steps.
+
+    Args:
+        states: number of them that have its shape, unless Muon updates it.
+    """
+    size = _WIDE * math.prod(entry.shape)
+    if OPTIMIZERS[optimizer].is_factored:
+        matrix = entry.shape[-2:]
+        return size if len(matrix) < 2 else size // matrix[0] + size // matrix[1]
+    is_matrix = entry.kind in ("matrix", "experts") and entry.dimensions > 1
+    is_muons = optimizer == "muon" and is_matrix and not adapters.is_adapter(name)
+    return size * (1 if is_muons else states)
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,7 @@ class TrainingSetup:
     context: int | None = None
     """None: the model's"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerConfig = ADAMW
     ema: bool = False
     gradient_checkpointing: bool = False
     compiled: bool = False

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from instar.config.errors import value_text
 from instar.config.fields import values, with_values
 from instar.config.schema import RunConfig
+from instar.config.torch_optim.optimizers import OPTIMIZERS
 from instar.growth.values import without_x
 
 
@@ -83,14 +84,27 @@ def _is_factor(value: Any) -> bool:
     return _is_number(value) and 0 < value <= 1e6
 
 
-def _no_betas(config: RunConfig) -> str:
-    name = config.optimizer.name
-    return "optimizer.name sgd has no betas: set_momentum" if name == "sgd" else ""
+def _lacks(key: str, what: str) -> Callable[[RunConfig], str]:
+    """Return a refusal where the optimizer does not read a key of its section, which says what it reads instead."""
+
+    def refusal(config: RunConfig) -> str:
+        name, read = config.optimizer.name, OPTIMIZERS[config.optimizer.name].keys
+        if key in read:
+            return ""
+        dials = {
+            "beta1": "set_betas",
+            "momentum": "set_momentum",
+            "weight_decay": "set_weight_decay",
+        }
+        instead = next((dial for other, dial in dials.items() if other in read), "")
+        return f"optimizer.name {name} has no {what}" + (f": {instead}" if instead else "")
+
+    return refusal
 
 
-def _no_momentum(config: RunConfig) -> str:
-    name = config.optimizer.name
-    return "optimizer.name adamw has no momentum: set_betas" if name == "adamw" else ""
+_no_betas = _lacks("beta1", "betas")
+_no_momentum = _lacks("momentum", "momentum")
+_no_decay = _lacks("weight_decay", "weight decay")
 
 
 def _no_average(config: RunConfig) -> str:
@@ -116,9 +130,14 @@ _DECAY, _CLIP, _MOMENTUM, _AVERAGE = (
 
 CONFIG_OPERATIONS: Mapping[str, ConfigOperation] = {
     "set_weight_decay": ConfigOperation(
-        _DECAY, "a number of at least 0", lambda value: _is_number(value) and 0 <= value <= 1e6
+        _DECAY,
+        "a number of at least 0",
+        lambda value: _is_number(value) and 0 <= value <= 1e6,
+        refusal=_no_decay,
     ),
-    "change_weight_decay": ConfigOperation(_DECAY, _FACTOR, _is_factor, multiplies=True),
+    "change_weight_decay": ConfigOperation(
+        _DECAY, _FACTOR, _is_factor, multiplies=True, refusal=_no_decay
+    ),
     "set_clip": ConfigOperation(
         _CLIP,
         "a number above 0, or null, which does not clip",

@@ -115,7 +115,7 @@ class RankPlan:
             name: _rows(entry, self.shards)
             for name, entry in self.architecture.parameters().items()
         }
-        optimizer, ema = self.config.optimizer.name, self.config.train.ema is not None
+        optimizer, ema = self.config.optimizer, self.config.train.ema is not None
         return state_bytes(rows, self.frozen, optimizer=optimizer, ema=ema)
 
 

@@ -13,6 +13,7 @@ from instar.config.errors import nearest_hint, value_text
 from instar.config.fields import with_values
 from instar.config.schema import CheckpointConfig, RunConfig
 from instar.config.sections import LARGEST, Operation
+from instar.config.torch_optim.optimizers import OPTIMIZERS
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.growth.values import without_x
@@ -322,6 +323,7 @@ def plan_operation(
     state: State, operation: Operation, step: int
 ) -> tuple[State, GrowthPlan | None]:
     """Return the state after one operation, and the growth plan; None if no tensor changes."""
+    check_rate_change(operation, state.config)
     config, settings = _effective(state.config, state.settings, operation, step)
     with_config = partial(dataclasses.replace, state, config=config)
     if operation.name == OVERRIDE:
@@ -343,6 +345,24 @@ def plan_operation(
     if operation.name in SETTINGS:
         _check_result(operation, settings, state.architecture)
     return with_config(settings=settings), None
+
+
+_RATE_OPERATIONS = ("change_lr", "set_lr", "change_warmup_iters", "set_warmup_iters")
+
+
+def check_rate_change(operation: Operation, config: RunConfig) -> None:
+    """Raise ValueError if an operation changes a rate that the optimizer reads at a parameter's first step alone."""
+    optimizer = config.optimizer.name
+    if OPTIMIZERS[optimizer].follows_rate:
+        return
+    changes_rate = operation.name in _RATE_OPERATIONS
+    if operation.name == OVERRIDE:
+        changes_rate = "optimizer.lr" in operation.value
+    if changes_rate or operation.options.get("lr", "keep") != "keep":
+        raise ValueError(
+            f"{operation.name}: {optimizer} finds its steps itself, and the learning rate is only the first one of a "
+            "parameter, which nothing changes later"
+        )
 
 
 class OperationError(ValueError):

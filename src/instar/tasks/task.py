@@ -251,7 +251,7 @@ class TaskSpec(ABC):
             frozen_parameters: which are not trained.
         """
         del context, batch_size, device
-        optimizer, ema = self.config.optimizer.name, self.config.train.ema is not None
+        optimizer, ema = self.config.optimizer, self.config.train.ema is not None
         return state_bytes(
             architecture.parameters(), frozen_parameters, optimizer=optimizer, ema=ema
         )

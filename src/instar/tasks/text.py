@@ -234,7 +234,7 @@ class TextSpec(TaskSpec):
             batch_size=batch_size,
             context=context,
             precision=precision,
-            optimizer=config.optimizer.name,
+            optimizer=config.optimizer,
             ema=config.train.ema is not None,
             gradient_checkpointing=config.train.gradient_checkpointing,
             compiled=config.compile,

@@ -25,10 +25,11 @@ from instar.extensions.graphs.network import (
     reduce_by_graph,
 )
 from instar.extensions.graphs.shape import GraphShape, flops_per_graph, resolve_graph
-from instar.growth.apply import Role, apply
+from instar.growth.apply import apply
 from instar.growth.operators import plan
 from instar.growth.plan import GrowthError
 from instar.growth.proof import Probe, compare_outputs
+from instar.growth.states import Role
 from instar.models.gpt import named_generator
 from instar.models.shape import ArchitectureError, count_parameters
 from instar.run.state.gradient_stats import split_grad_norms

@@ -13,12 +13,13 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from instar.growth.apply import GrowthStep, Role, apply_each
+from instar.growth.apply import GrowthStep, apply_each
 from instar.growth.engine import check_shape, fill_buffers, fill_parameters
 from instar.growth.live.optimizers import homes
 from instar.growth.live.subject import Subject, wrappers
 from instar.growth.peers import Peers
 from instar.growth.plan import GrowthError, GrowthPlan
+from instar.growth.states import Role
 from instar.models.module import parameters_on_meta
 from instar.models.shape import Growable, layer_of
 

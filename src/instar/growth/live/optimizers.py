@@ -13,27 +13,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from instar.distributed.shards import full_tensor, is_sharded, redistribute_like
-from instar.growth.apply import GrowthStep, grow_state, nearest_source, neighbours
+from instar.growth.apply import GrowthStep, grow_factor, grow_state, nearest_source, neighbours
 from instar.growth.engine import GrownPart
 from instar.growth.peers import Peers, run_in_step
 from instar.growth.plan import GrowthError, GrowthPlan, sources_of
 from instar.growth.proof import verify_states
+from instar.growth.states import FACTORS, KNOWN_STATES
 
-_KNOWN = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "sum",
-        "variance",
-    }
-)
-"""States of a parameter's shape that are means of gradients or of their squares: AdamW, SGD, Muon, Adagrad,
-RMSprop, Lion, Adafactor."""
-_FACTORS = {"row_var": -1, "exp_avg_sq_row": -1, "col_var": -2, "exp_avg_sq_col": -2}
+_MEANS = {**FACTORS, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
 """Means of squared gradients over one dimension, in torch's Adafactor and in transformers'."""
 
 
@@ -149,7 +136,7 @@ def _tensors(states: Mapping[str, Mapping[str, Any]], *, is_factor: bool) -> dic
         f"{name}/{field}": value
         for name, state in states.items()
         for field, value in state.items()
-        if isinstance(value, Tensor) and (field in _FACTORS and value.ndim > 0) is is_factor
+        if isinstance(value, Tensor) and (field in _MEANS and value.ndim > 0) is is_factor
     }
 
 
@@ -185,7 +172,7 @@ def _grow_state(
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor) and value.is_floating_point():
-        if value.shape == parameter.shape and (field in _KNOWN or not value.ndim):
+        if value.shape == parameter.shape and (field in KNOWN_STATES or not value.ndim):
             whole_of = {source: full_tensor(state) for source, state in values.items()}
             new_state = grow_state(
                 step.plan,
@@ -197,7 +184,7 @@ def _grow_state(
             return redistribute_like(new_state, new) if value.ndim else new_state
         if not value.ndim:
             return value.clone()
-        if field in _FACTORS and not is_sharded(value):
+        if field in _MEANS and not is_sharded(value):
             return _grown_factor(step, name, values, parameter)
     kind = (
         f"{value.dtype} of {list(value.shape)}"
@@ -218,20 +205,7 @@ def _grow_state(
 def _grown_factor(
     step: GrowthStep, name: str, values: Mapping[str, Tensor], parameter: Parameter
 ) -> Tensor:
-    """Grow a mean over one dimension as the matrix that it stands for, and takes the mean again."""
+    """Return one of `_MEANS` of a grown parameter; `parameter`: the old one."""
     parameter_name, _, field = name.rpartition("/")
-    dim = _FACTORS[field]
-    value = next(iter(values.values()))
-    keeps_dim = value.ndim == parameter.ndim
-    full = {
-        f"{source}/exp_avg_sq": (mean if keeps_dim else mean.unsqueeze(dim)).expand(parameter.shape)
-        for source, mean in values.items()
-    }
-    full_state = grow_state(
-        step.plan, f"{parameter_name}/exp_avg_sq", full.__getitem__, step.key, step.mode
-    )
-    return (
-        value
-        if any(full_state is square for square in full.values())
-        else full_state.mean(dim, keepdim=keeps_dim)
-    )
+    place = _MEANS[field], tuple(parameter.shape)
+    return grow_factor(step.plan, parameter_name, values, place, step.key, step.mode)

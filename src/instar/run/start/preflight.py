@@ -20,7 +20,8 @@ from instar.config.budget import parse_budget
 from instar.config.checks import rank_checks
 from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.load import Loaded
-from instar.config.schema import RunConfig
+from instar.config.schema import MUONS, OptimizerConfig, RunConfig
+from instar.config.torch_optim.optimizers import unread_keys
 from instar.extensions import active_extensions, load_target
 from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
@@ -66,6 +67,11 @@ class Prepared:
                 f"{changes[0]} changes held-out samples too: losses before and after it cannot be "
                 "compared; eval.context sets one length for all evaluations"
             )
+        settings, fields = config.optimizer.model_dump(), OptimizerConfig.model_fields
+        keys_without_effect = unread_keys(settings, {key: fields[key].default for key in MUONS})
+        texts += [
+            f"optimizer.{key} has no effect on {settings['name']}" for key in keys_without_effect
+        ]
         return [*texts, *remarks(config), *self._short_run()]
 
     def _short_run(self) -> Iterator[str]:

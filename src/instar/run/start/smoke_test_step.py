@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
+from instar.config.torch_optim.optimizers import OPTIMIZERS
 from instar.config.user_code.named import what_happened
 from instar.data.columns import Columns, Ragged, cut, dtype_of, leaves, not_finite
 from instar.data.loader import OpenEnded
@@ -324,6 +325,9 @@ class _Trial:
         with self._task_errors("optimizer"):
             rate_factors(task.architecture, task.architecture, self.config.optimizer, "adamw")
             if task.optimizer(model) is None:
+                name = self.config.optimizer.name
+                if not OPTIMIZERS[name].follows_rate and task.lr_share(0, None) is not None:
+                    raise ValueError(f"schedule() gives rates, and {name} reads only the first")
                 return
             optimizers = task_optimizers(task, model, self.config.optimizer)
             for parameter in model.parameters():

@@ -1,0 +1,1 @@
+"""What `torch.optim` has, as tables that need no torch: names, arguments, and the values that these take"""
