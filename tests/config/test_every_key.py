@@ -39,6 +39,7 @@ OTHER: Mapping[str, Any] = {
     "schedule": [{"name": "change_lr", "value": 2}],
     "train.until": ["7it"],
     "optimizer.options": {"amsgrad": True},
+    "learning_rate.options": {"step_size": 3},
     "record.alerts.webhook": "https://example.org/",
     "early_stopping.rules": [{"patience": 2}],
     "model.heads": [{"name": "y", "kind": "regression"}],

@@ -170,6 +170,14 @@ FUNCTIONS: Mapping[str, tuple[Callable[[Any], Any], tuple[str, ...], list[Change
                 ),
             ),
             ("learning_rate.min_lr_ratio=0.5", ()),
+            (
+                "learning_rate.options={step_size: 7}",
+                (
+                    "learning_rate.shape=StepLR",
+                    "learning_rate.options={step_size: 5}",
+                    "learning_rate.lr_decay_iters=null",
+                ),
+            ),
         ],
     ),
     "data": (

@@ -14,9 +14,14 @@ from torch.optim import lr_scheduler
 
 from instar.config.language import LanguageConfig
 from instar.config.schema import LearningRateConfig
+from instar.config.torch_optim.schedulers import SCHEDULERS
 from instar.schedule.settings import Settings, initial_settings, is_frozen, learning_rate
 
-SHAPES = get_args(LearningRateConfig.model_fields["shape"].annotation)
+SHAPES = [
+    shape
+    for shape in get_args(LearningRateConfig.model_fields["shape"].annotation)
+    if shape not in SCHEDULERS
+]
 
 
 def settings(**changes: object) -> Settings:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 from instar.config.budget import parse_budget
 from instar.config.errors import ConfigProblem, nearest_hint
 from instar.config.schema import MUONS, OptimizerConfig, RunConfig, SamplesConfig
+from instar.config.torch_optim.arguments import argument_problems
 from instar.config.torch_optim.optimizers import OPTIMIZERS, optimizer_problems
+from instar.config.torch_optim.schedulers import INSTEAD, SCHEDULERS
 from instar.extensions import active_extensions, load_target
 
 DRAWN_ORDERS = {"balance": ("shuffled",), "sample_weights": ("shuffled", "random")}
@@ -258,6 +261,7 @@ def _schedule(config: RunConfig) -> Iterator[ConfigProblem]:
     if not config.train.until:
         message = "train.until is empty: the run would never end"
         yield ConfigProblem(("train.until",), message, "e.g. 2000it")
+    yield from _scheduler(config)
     if schedule.shape in ("step", "exponential") and schedule.decay_every is None:
         yield ConfigProblem(
             ("learning_rate.decay_every", "learning_rate.shape"),
@@ -271,6 +275,37 @@ def _schedule(config: RunConfig) -> Iterator[ConfigProblem]:
             f"learning_rate.warmup_iters ({schedule.warmup_iters}) must be less than "
             f"learning_rate.lr_decay_iters ({end})",
         )
+
+
+def _scheduler(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield options that the shape of the learning rate does not have, and keys that a scheduler of torch does not read."""
+    rate, shape, peak = config.learning_rate, config.learning_rate.shape, config.optimizer.lr
+    arguments = SCHEDULERS.get(shape)
+    if arguments is None:
+        if rate.options:
+            yield ConfigProblem(
+                ("learning_rate.options", "learning_rate.shape"),
+                f"learning_rate.options are for schedulers of torch, and the shape is {shape}",
+                "leave them out, or name the scheduler, e.g. shape: StepLR",
+            )
+        return
+    for option, message, hint in argument_problems(arguments, rate.options, INSTEAD):
+        keys = f"learning_rate.options.{option}", "learning_rate.options", "learning_rate.shape"
+        yield ConfigProblem(keys, f"learning_rate.options.{option} {message}", hint)
+    for option, argument in arguments.items():
+        value: Any = rate.options.get(option)
+        if argument.is_rate and argument.is_valid(value) and value > peak:
+            yield ConfigProblem(
+                (f"learning_rate.options.{option}", "learning_rate.options", "optimizer.lr"),
+                f"learning_rate.options.{option} ({value:g}) is more than the highest rate, optimizer.lr ({peak:g})",
+            )
+    for key in ("lr_decay_iters", "decay_fraction", "decay_every", "gamma"):
+        if getattr(rate, key) != type(rate).model_fields[key].default:
+            yield ConfigProblem(
+                (f"learning_rate.{key}", "learning_rate.shape"),
+                f"learning_rate.{key} is not for {shape}, whose arguments are learning_rate.options",
+                f"leave it out; the options are {', '.join(arguments)}",
+            )
 
 
 def _elastic(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -41,6 +41,7 @@ from instar.config.sections import (
     with_fields,
 )
 from instar.config.torch_optim.optimizers import defaults_of
+from instar.config.torch_optim.schedulers import SCHEDULERS
 from instar.extensions import load_target, sections_in
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -61,6 +62,24 @@ OptimizerName = Literal[
     "radam",
     "rmsprop",
     "rprop",
+]
+Shape = Literal[
+    "cosine",
+    "linear",
+    "wsd",
+    "step",
+    "exponential",
+    "constant",
+    "StepLR",
+    "MultiStepLR",
+    "ConstantLR",
+    "LinearLR",
+    "ExponentialLR",
+    "PolynomialLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "OneCycleLR",
+    "CyclicLR",
 ]
 MUONS = ("muon_lr", "ns_steps", "ns_iteration")
 """Keys of `optimizer` that Muon alone reads."""
@@ -272,12 +291,19 @@ class EarlyStoppingConfig(Section):
 class LearningRateConfig(Section):
     """The learning rate schedule; its peak is optimizer.lr."""
 
-    shape: Literal["cosine", "linear", "wsd", "step", "exponential", "constant"] = Field(
+    shape: Shape = Field(
         "cosine",
         description="after a linear warm-up: cosine, linear, wsd (stable, then a linear decay), step or "
-        "exponential (times gamma every decay_every steps, at once or smoothly), or constant",
+        "exponential (times gamma every decay_every steps, at once or smoothly), constant, or a scheduler of torch",
     )
-    warmup_iters: NonNegativeInt = Field(100, description="steps of linear warm-up")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of a scheduler of torch, as torch calls them, e.g. {step_size: 300} of StepLR; rates "
+        "among them are those of optimizer.lr",
+    )
+    warmup_iters: NonNegativeInt = Field(
+        100, description="steps of linear warm-up; schedulers of torch: default 0"
+    )
     lr_decay_iters: PositiveInt | None = Field(
         None, description="step at which the decay ends; default: the budget of train.until"
     )
@@ -291,11 +317,20 @@ class LearningRateConfig(Section):
         0.5, description="step, exponential: factor applied every decay_every steps"
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="lowest rate as a share of the peak"
+        0.1,
+        description="lowest rate as a share of the peak; schedulers of torch: default 0",
     )
     plateau: PlateauConfig = subsection(
         PlateauConfig, "reduce the rate when a metric has stopped improving"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _torchs_defaults(cls, values: Any) -> Any:
+        """A scheduler of torch is by itself: without a warm-up and a lowest rate."""
+        if isinstance(values, dict) and values.get("shape") in [*SCHEDULERS]:
+            return {"warmup_iters": 0, "min_lr_ratio": 0.0, **values}
+        return values
 
     @property
     def has_end(self) -> bool:

@@ -11,7 +11,7 @@ from instar.config.budget import meant_number
 from instar.config.document import KeyPath, dotted_key, odd_space
 from instar.config.errors import is_secret, nearest, value_text
 from instar.config.fields import Root, alternatives, choices, default, schema_keys, section_types
-from instar.config.torch_optim.optimizers import REFUSED
+from instar.config.torch_optim import optimizers, schedulers
 from instar.extensions import how_to_install
 
 ALIASES: Mapping[str, str] = {
@@ -93,7 +93,10 @@ ITEM_ALIASES: Mapping[str, str] = {
 """Aliases of keys in list items: operations, triggers, heads, parts of a mixture."""
 
 
-REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {"optimizer.name": REFUSED}
+REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optimizer.name": optimizers.REFUSED,
+    "learning_rate.shape": schedulers.REFUSED,
+}
 """What to write instead of words that other tools have, in lower case, by key."""
 
 

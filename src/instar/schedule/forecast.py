@@ -13,6 +13,7 @@ from instar.config.load import Loaded
 from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
+from instar.config.torch_optim.schedulers import SCHEDULERS
 from instar.growth.operators import is_growth
 from instar.growth.plan import GrowthPlan
 from instar.models.cost import FrozenParameters
@@ -193,10 +194,11 @@ def forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
 def decay_end(config: RunConfig, steps: int | None) -> int | None:
     """Return the step at which the decay of the learning rate ends in a run of so many steps, if the
     config leaves it open; None: it does not, or the steps are unknown."""
-    if steps is None or config.learning_rate.lr_decay_iters is not None:
+    schedule = config.learning_rate
+    if steps is None or schedule.lr_decay_iters is not None or schedule.shape in SCHEDULERS:
         return None
     # a run shorter than its warm-up still needs a valid learning-rate schedule
-    return max(steps, config.learning_rate.warmup_iters + 1)
+    return max(steps, schedule.warmup_iters + 1)
 
 
 def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:

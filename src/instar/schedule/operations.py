@@ -14,6 +14,7 @@ from instar.config.fields import with_values
 from instar.config.schema import CheckpointConfig, RunConfig
 from instar.config.sections import LARGEST, Operation
 from instar.config.torch_optim.optimizers import OPTIMIZERS
+from instar.config.torch_optim.schedulers import with_steps
 from instar.growth import operators as growth
 from instar.growth.plan import GrowthError, GrowthPlan, check_buffers
 from instar.growth.values import without_x
@@ -27,6 +28,7 @@ from instar.schedule.settings import (
     CONTEXT,
     SET_MIXTURE,
     THAWED,
+    Intervals,
     NewParamWarmup,
     Settings,
     initial_settings,
@@ -98,6 +100,7 @@ _INCOMPARABLE = frozenset({*CONTEXT, "resize_vocab", OVERRIDE})
 SETTING_OF = {
     "optimizer.lr": "lr",
     "learning_rate.shape": "lr_shape",
+    "learning_rate.options": "lr_options",
     "learning_rate.warmup_iters": "warmup_iters",
     "learning_rate.lr_decay_iters": "lr_decay_iters",
     "learning_rate.decay_fraction": "decay_fraction",
@@ -596,16 +599,25 @@ def _round(value: float) -> int:
 
 def _set_warmup(settings: Settings, warmup: int) -> Settings:
     """Set the warm-up; scale the decay by the same factor, so that the schedule keeps its shape."""
-    end, every = settings.lr_decay_iters, settings.decay_every
+    end, every, options = settings.lr_decay_iters, settings.decay_every, settings.lr_options
     if settings.warmup_iters > 0:
         factor = warmup / settings.warmup_iters
         end = None if end is None else max(warmup + 1, _round(end * factor))
         every = None if every is None else _round(every * factor)
-    return dataclasses.replace(settings, warmup_iters=warmup, lr_decay_iters=end, decay_every=every)
+        options = _with_steps(settings, options, lambda step: _round(step * factor))
+    return dataclasses.replace(
+        settings, warmup_iters=warmup, lr_decay_iters=end, decay_every=every, lr_options=options
+    )
 
 
-Intervals = tuple[int, int | None, int | None]
-"""(warmup_iters, lr_decay_iters, decay_every)"""
+def _with_steps(
+    settings: Settings, options: tuple[tuple[str, Any], ...], scale: Callable[[int], int]
+) -> tuple[tuple[str, Any], ...]:
+    scaled_options = with_steps(settings.lr_shape, dict(options), scale)
+    return tuple(
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in scaled_options.items()
+    )
 
 
 def _change_warmup(settings: Settings, factor: float) -> Settings:
@@ -614,9 +626,9 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
     The factor applies to the counts of the start of the run, or to those set explicitly since, so
     that rounding errors do not accumulate.
     """
-    now = (settings.warmup_iters, settings.lr_decay_iters, settings.decay_every)
+    now = settings.intervals
     first_intervals, before = settings.unscaled_intervals, settings.interval_factor
-    if first_intervals is None or _scale(first_intervals, before) != now:
+    if first_intervals is None or _scale(settings, first_intervals, before) != now:
         first_intervals, before = now, 1.0
     total = before * factor
     if not 1 / LARGEST <= total <= LARGEST:
@@ -624,24 +636,26 @@ def _change_warmup(settings: Settings, factor: float) -> Settings:
             f"change_warmup_iters {factor:g}: the product of all factors would be {total:g}; it "
             f"must be from {1 / LARGEST:g} to {LARGEST:g}"
         )
-    warmup, end, every = _scale(first_intervals, total)
+    warmup, end, every, options = _scale(settings, first_intervals, total)
     return dataclasses.replace(
         settings,
         warmup_iters=warmup,
         lr_decay_iters=end,
         decay_every=every,
+        lr_options=options,
         interval_factor=total,
         unscaled_intervals=first_intervals,
     )
 
 
-def _scale(intervals: Intervals, factor: float) -> Intervals:
+def _scale(settings: Settings, intervals: Intervals, factor: float) -> Intervals:
     warmup, end, every = int(intervals[0] * factor), intervals[1], intervals[2]
     # the decay ends after the warm-up, and a decay interval is at least one step
     return (
         warmup,
         None if end is None else max(warmup + 1, int(end * factor)),
         None if every is None else max(1, int(every * factor)),
+        _with_steps(settings, intervals[3], lambda step: max(1, int(step * factor))),
     )
 
 

@@ -100,6 +100,7 @@ _WORDS = {
     "warmup_iters": "warm-up",
     "lr_decay_iters": "decay ends after",
     "decay_every": "falls every",
+    "lr_options": "options of the rate",
     "batch_size": "batch_size",
     "grad_accum": "gradient accumulation",
     "eval_interval": "eval_interval",
@@ -128,7 +129,8 @@ def _change_texts(before: Settings, after: Settings) -> list[str]:
 
 def _short(value: object) -> str:
     if isinstance(value, tuple):
-        return ", ".join(value) or "nothing"
+        parts = (f"{part[0]} {part[1]}" if isinstance(part, tuple) else str(part) for part in value)
+        return ", ".join(parts) or "nothing"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

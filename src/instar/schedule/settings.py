@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
-from typing import Any, Literal
+from typing import Any
 
 from instar.config.errors import value_text
-from instar.config.schema import RunConfig
+from instar.config.schema import RunConfig, Shape
 from instar.config.sections import LARGEST
+from instar.config.torch_optim.curves import CURVES
+from instar.config.torch_optim.schedulers import complete_options
 
 THAWED = "!"
 """Prefix of a pattern in `Settings.frozen` whose matches are trained again."""
@@ -64,13 +66,17 @@ class NewParamWarmup:
         return _rising(step - self.step, self.iters)
 
 
+Intervals = tuple[int, int | None, int | None, tuple[tuple[str, Any], ...]]
+"""(warmup_iters, lr_decay_iters, decay_every, lr_options): the steps of a learning rate schedule."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Every hyperparameter that an operation may change."""
 
     lr: float
     """Peak learning rate; the rates of Muon and of other groups keep their ratio to it."""
-    lr_shape: Literal["cosine", "linear", "wsd", "step", "exponential", "constant"]
+    lr_shape: Shape
     warmup_iters: int
     lr_decay_iters: int | None
     """Steps from `lr_start` to the end of the decay; None: it does not decay."""
@@ -98,15 +104,21 @@ class Settings:
     """Growths with `lr: {rewarm_new: n}`, the latest last; without those that had ended at a later growth."""
     interval_factor: float = 1.0
     """Product of the factors of `change_warmup_iters`."""
-    unscaled_intervals: tuple[int, int | None, int | None] | None = None
-    """Values of warmup_iters, lr_decay_iters and decay_every without that factor; None: their
-    present values."""
+    unscaled_intervals: Intervals | None = None
+    """Intervals without that factor; None: the present ones."""
     decay_start: int = 0
     """Step at which the last decay of a branch begins."""
     decay_iters: int = 0
     """Length of that decay in steps; 0: none."""
+    lr_options: tuple[tuple[str, Any], ...] = ()
+    """Options of a scheduler of torch and their values, with rates as shares of the peak."""
     mixture: tuple[float, ...] = ()
     """Weights of the parts of `data.mixture`, in its order; empty: they have none."""
+
+    @property
+    def intervals(self) -> Intervals:
+        """The steps of the learning rate schedule."""
+        return self.warmup_iters, self.lr_decay_iters, self.decay_every, self.lr_options
 
     @property
     def global_batch(self) -> int:
@@ -142,6 +154,12 @@ def initial_settings(config: RunConfig) -> Settings:
         decay_every=schedule.decay_every,
         gamma=schedule.gamma,
         min_lr_ratio=schedule.min_lr_ratio,
+        lr_options=tuple(
+            (name, tuple(value) if isinstance(value, list) else value)
+            for name, value in complete_options(
+                schedule.shape, schedule.options, config.optimizer.lr
+            ).items()
+        ),
         lr_start=0,
         batch_size=config.train.batch_size,
         grad_accum=config.train.gradient_accumulation_steps,
@@ -229,6 +247,7 @@ def learning_rate(settings: Settings, step: int, share: float | None = None) -> 
     - *step*: `gamma` to the power of floor((n - w) / `decay_every`), at least m.
     - *exponential*: `gamma` to the power of (n - w) / `decay_every`, at least m.
     - *constant*: 1.
+    - *schedulers of torch*: as `torch.optim.lr_scheduler` has it at step n - w, at least m; see `CURVES`.
 
     From step e on, the first three stay at m, and without e they stay at 1; the others do not use e.
 
@@ -339,7 +358,10 @@ def _share_of_peak(settings: Settings, steps_done: int) -> float:
             return _share_after_falls(settings, steps_done - settings.warmup_iters)
         case "cosine" | "linear" | "wsd":
             return _falling(settings, steps_done)
-    return 1.0
+        case "constant":
+            return 1.0
+    share = CURVES[settings.lr_shape](dict(settings.lr_options), steps_done - settings.warmup_iters)
+    return max(settings.min_lr_ratio, share)
 
 
 def _share_after_falls(settings: Settings, steps_done: int) -> float:

@@ -1,1 +1,1 @@
-"""What `torch.optim` has, as tables that need no torch: names, arguments, and the values that these take"""
+"""What `torch.optim` has, without torch: names, arguments, the values that these take, and rates by the step."""

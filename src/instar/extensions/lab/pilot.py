@@ -12,6 +12,7 @@ from msgspec import structs
 from instar.config.errors import ConfigError
 from instar.config.schema import RunConfig
 from instar.config.sections import ScheduledOperation
+from instar.config.torch_optim.schedulers import with_steps
 from instar.distributed.failure import RunFailed
 from instar.extensions.lab import short_runs
 from instar.extensions.lab.expected import expected_saving
@@ -223,6 +224,10 @@ def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list
         **{key: value for key, value in counts.items() if value is not None},
         **short_runs.run_values(config, "pilot", folder, case.steps, case.seed),
     }
+    if schedule.options:
+        values["learning_rate.options"] = with_steps(
+            schedule.shape, schedule.options, lambda step: max(1, round(step * share))
+        )
     entries: list[dict[str, Any]] = []
     grown_at = list(case.grown_at)
     stages = measurement.forecast.stages
@@ -241,7 +246,7 @@ def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list
         entries.append({**options_of_entry, "when": {"at_step": step}})
     values["schedule"] = entries
     if case.arm == "small":
-        values["learning_rate.shape"] = "constant"
+        values |= {"learning_rate.shape": "constant", "learning_rate.options": {}}
     model = _model(measurement, len(stages) - 1) if case.arm == "final" else []
     return [*model, *short_runs.options(values)]
 

@@ -22,6 +22,7 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.load import Loaded
 from instar.config.schema import MUONS, OptimizerConfig, RunConfig
 from instar.config.torch_optim.optimizers import unread_keys
+from instar.config.torch_optim.schedulers import CYCLES_MOMENTUM
 from instar.extensions import active_extensions, load_target
 from instar.record.format import bytes_text
 from instar.record.rundir import check_run_dir
@@ -67,6 +68,11 @@ class Prepared:
                 f"{changes[0]} changes held-out samples too: losses before and after it cannot be "
                 "compared; eval.context sets one length for all evaluations"
             )
+        if schedule.shape in CYCLES_MOMENTUM:
+            texts.append(
+                f"learning_rate.shape {schedule.shape} changes the rate alone: momentum stays, as with torch's "
+                "cycle_momentum=False"
+            )
         settings, fields = config.optimizer.model_dump(), OptimizerConfig.model_fields
         keys_without_effect = unread_keys(settings, {key: fields[key].default for key in MUONS})
         texts += [
@@ -87,6 +93,12 @@ class Prepared:
             yield (
                 f"learning_rate.warmup_iters ({warmup:,}) is more than the {steps:,} steps of the run: the rate "
                 f"rises to {steps / warmup:.0%} of optimizer.lr"
+            )
+        total = config.learning_rate.options.get("total_steps")
+        if steps is not None and total is not None and steps > total + warmup and not has_changes:
+            yield (
+                f"learning_rate.options.total_steps ({total:,}) ends before the {steps:,} steps of the run: the rate stays "
+                "at its last"
             )
         for number, stage in enumerate(forecast.stages):
             if stage.is_idle:

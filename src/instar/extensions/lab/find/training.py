@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from instar.config.load import Loaded
 from instar.config.schema import RunConfig
+from instar.config.torch_optim.schedulers import with_steps
 from instar.distributed.rank_log import RankLog
 from instar.distributed.signals import StopSignal
 from instar.distributed.world import World, join_group
@@ -117,6 +118,9 @@ def shorten_config(
                     "warmup_iters": round(schedule.warmup_iters * share),
                     "lr_decay_iters": scale(schedule.lr_decay_iters),
                     "decay_every": scale(schedule.decay_every),
+                    "options": with_steps(
+                        schedule.shape, schedule.options, lambda step: max(1, round(step * share))
+                    ),
                 }
             ),
             "train": config.train.model_copy(
