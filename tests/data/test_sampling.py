@@ -306,7 +306,7 @@ REFUSALS: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"train": {"y": SIDE}, "val": {"y": SIDE[:4] + 2}},
         {"balance": "y"},
-        "class 2 of column 'y' has no training sample, nor has class 3: all are held out",
+        "class 2 of column 'y' has no training sample, nor has class 3: all are held out or unused",
     ),
     ({"x": SIDE, "w": -SIDE}, {"sample_weights": "w"}, r"w: the weight of sample \d+ is -1, and"),
     (

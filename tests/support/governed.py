@@ -98,6 +98,9 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "data.test": ("data/test_split.py::test_sizes_that_cannot_be",),
     "data.stratify": ("extensions/graphs/test_spec.py::test_classes_are_in_all_splits_alike",),
     "data.balance": ("data/test_sampling.py::test_classes_come_equally_often",),
+    "data.train_subset": (
+        "data/test_subset.py::test_a_subset_is_of_the_training_split_and_held_out_samples_stay",
+    ),
     "data.sample_weights": (
         "data/test_sampling.py::test_draws_have_the_distribution_of_torchs_sampler",
     ),

@@ -148,7 +148,10 @@ class DataConfig(FeedConfig):
         "file, folder or glob of .txt, .py, .md, .jsonl, .parquet …; rows and stream: files that "
         "`datasets` loads, a folder of `save_to_disk`, or a name on the hub; python: module:function",
     )
-    subset: str | None = Field(None, description="rows, stream: configuration of a hub data set")
+    subset: str | None = Field(
+        None,
+        description="rows, stream: configuration of a hub data set; a part of the training split is data.train_subset",
+    )
     source_split: str = Field("train", description="rows, stream: the data set's split to train on")
     mixture: Annotated[tuple[MixturePart, ...], Strict(False)] = Field(
         (), description="tokens, rows: several sources in place of `source`"
@@ -392,7 +395,7 @@ def shape_checks(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 def data_checks(data: DataConfig) -> list[ConfigProblem]:
     """Return the conflicts within the section."""
-    parts = (_source, _splits, _reading, _conversations, _mixture)
+    parts = (_source, _subset, _splits, _reading, _conversations, _mixture)
     return [problem for part in parts for problem in part(data)]
 
 
@@ -454,6 +457,30 @@ def _source(data: DataConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             ("data.max_bytes", "data.kind"),
             f"data.max_bytes limits what kind tokens prepares; kind {kind} reads its source as it is",
+        )
+
+
+def _subset(data: DataConfig) -> Iterator[ConfigProblem]:
+    """Yield reasons why no part of the training split can be chosen."""
+    if data.train_subset is None:
+        return
+    if data.read_from_start:
+        yield ConfigProblem(
+            ("data.train_subset", "data.kind"),
+            f"data.train_subset chooses from data with an index, and kind {data.kind} is read from its beginning",
+            "use kind rows, or let the source end earlier",
+        )
+    if data.mixture and isinstance(data.train_subset, int):
+        yield ConfigProblem(
+            ("data.train_subset", "data.mixture"),
+            "data.train_subset must be a share where data.mixture has several sources, of each of which it is taken",
+            "a share below 1",
+        )
+    if data.document_masks and data.kind == "tokens":
+        yield ConfigProblem(
+            ("data.train_subset", "data.document_masks"),
+            "data.train_subset cuts kind tokens anywhere, and data.document_masks needs documents that are not cut",
+            "say data.kind: rows, or leave one of them out",
         )
 
 

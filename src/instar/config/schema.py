@@ -123,6 +123,11 @@ class FeedConfig(Section):
         description="shuffled without replacement, sequential, random windows with replacement, or blocks: "
         "shuffled so that what is read together lies together; a stream is shuffled within shuffle_window",
     )
+    train_subset: PositiveInt | Share | None = Field(
+        None,
+        description="train on a part of the training split, which data.seed chooses: a share below 1, or a number of "
+        "samples (rows: of documents; chat: of conversations; tokens: of tokens)",
+    )
     block_samples: PositiveInt = Field(
         256, description="order blocks: number of neighbouring samples that are read together"
     )

@@ -47,6 +47,7 @@ ALIASES: Mapping[str, str] = {
     "data.order": "shuffle",
     "data.balance": "balanced class_balanced balance_classes balanced_sampler",
     "data.sample_weights": "sampler weighted_sampler sampling_weights weight_column",
+    "data.train_subset": "max_train_samples limit_train_batches train_size train_fraction select_range",
     "data.workers": "num_workers dataloader_num_workers",
     "train.batch_size": "batch micro_batch_size train_batch_size per_device_train_batch_size",
     "train.gradient_accumulation_steps": "grad_accum accumulate_grad_batches grad_accum_steps",

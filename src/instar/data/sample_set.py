@@ -23,7 +23,7 @@ from instar.data.source import (
     close,
     measure_of,
 )
-from instar.data.split import HELD_OUT, check_division
+from instar.data.split import HELD_OUT, UNUSED, check_division, subset_remark
 from instar.data.user_source import transform_source
 
 
@@ -82,7 +82,7 @@ class SampleSet:
     source: Source
     """Pickled for worker processes, if the config has any."""
     splits: Mapping[str, Int64Array]
-    """The samples of train, val and test, each ascending."""
+    """The samples of train, val and test, each ascending, and those that none of them has."""
     data: SamplesConfig
     costs: Int64Array | None = None
     """The cost of each sample of the source, if costs differ."""
@@ -103,8 +103,13 @@ class SampleSet:
 
     @property
     def drawing(self) -> str:
-        """How training samples are drawn, in words; empty: each once an epoch."""
-        return "" if self.sampling is None else self.sampling.describe(self.splits["train"])
+        """Which training samples are drawn and how, in words; empty: all, each once an epoch."""
+        texts, train = [], self.splits["train"]
+        if (size := self.data.train_subset) is not None and UNUSED in self.splits:
+            total = train.size + self.splits[UNUSED].size
+            texts.append(subset_remark(size, train.size, total, "samples"))
+        texts += [] if self.sampling is None else [self.sampling.describe(train)]
+        return "; ".join(texts)
 
     def size(self, split: str) -> int:
         """Return the number of samples of a split."""

@@ -296,10 +296,8 @@ def _check_classes(classes: Int64Array, train: Int64Array, name: str) -> None:
             else f"has class {absent[-1]}"
         )
         more = f", nor {others}" if absent.size > 1 else ""
-        text = (
-            f"class {absent[0]} of column {name!r} has no training sample{more}: all are held out"
-        )
-        raise ConfigError.at("data.balance", text, "hold out less, or set data.stratify too")
+        text = f"class {absent[0]} of column {name!r} has no training sample{more}: all are held out or unused"
+        raise ConfigError.at("data.balance", text, "set data.stratify too, or hold out less")
     if labels.size < 2:
         text = f"all training samples have the class {labels[0]} in column {name!r}"
         raise ConfigError.at("data.balance", text, "leave it out, or name another column")

@@ -141,6 +141,8 @@ def first_bytes(
 
 
 HELD_OUT = ("val", "test")
+UNUSED = "unused"
+"""The training samples that `data.train_subset` leaves out."""
 
 
 def divide_samples(
@@ -186,6 +188,51 @@ def divide_samples(
     splits = {name: np.flatnonzero(split_of == n) for n, name in enumerate(("train", *HELD_OUT))}
     check_division(splits, total)
     return splits
+
+
+def subset_of(
+    total: int, size: int | float, seed: int, unit: str, classes: Int64Array | None = None
+) -> Int64Array:
+    """Return which of `total` samples of a training split are trained on, ascending: as `data.train_subset` says.
+
+    Without classes, a larger subset has all of a smaller one.
+
+    Args:
+        unit: what is counted, in the plural.
+        classes: the class of each, of which the subset gets the same shares.
+
+    Raises:
+        ConfigError: there are fewer, or a share of them is none.
+    """
+    count, seed = subset_count(size, total, unit), subset_seed(seed)
+    order = Shuffled(total, seed).indices(0, 0, total)
+    chosen = order[_first_of_each(_codes(classes, total, seed)[order], count)]
+    return np.sort(chosen)
+
+
+def subset_count(size: int | float, total: int, unit: str) -> int:
+    """Return how many of `total` are trained on. Raises ConfigError as `subset_of`."""
+    count = size if isinstance(size, int) else math.floor(size * total + 0.5)
+    if not 0 < count <= total:
+        text = f"{size:g} of {total:,} {unit} of the training split is none"
+        if count:
+            text = f"{size:,} {unit}, and the training split has {total:,}"
+        raise _error(
+            "data.train_subset",
+            text,
+            "a larger share" if not count else "fewer, or a share below 1",
+        )
+    return count
+
+
+def subset_remark(size: int | float, count: int, total: int, unit: str) -> str:
+    """Say what was chosen of a training split."""
+    return f"data.train_subset {size:,}: {count:,} of {total:,} {unit} of the training split"
+
+
+def subset_seed(seed: int) -> int:
+    """Return the seed of the order in which a subset is chosen."""
+    return int.from_bytes(key_bytes("subset", seed, 0, 8), "little")
 
 
 def check_division(splits: Mapping[str, Int64Array], total: int) -> None:

@@ -23,7 +23,7 @@ from instar.data.order import Int64Array, Order
 from instar.data.sample_set import SampleSet
 from instar.data.sampling import classes_of, sampling_of
 from instar.data.source import InMemorySource, Source, close
-from instar.data.split import divide_samples
+from instar.data.split import UNUSED, divide_samples, subset_of
 from instar.data.text.streams.reader import LaneReader
 from instar.data.text.streams.samples import Note, SampleStream, StreamChanged
 from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
@@ -164,7 +164,13 @@ def split_samples(
     name = data.stratify
     classes = None if name is None else classes_of(source, name, "data.stratify")
     sizes = {"val": data.val, "test": data.test, **(split_members or {})}
-    return dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
+    splits = dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
+    if (size := data.train_subset) is not None:
+        train = splits["train"]
+        of_train = None if classes is None else classes[train]
+        chosen = subset_of(train.size, size, seed, "samples", of_train)
+        splits |= {"train": train[chosen], UNUSED: np.delete(train, chosen)}
+    return splits
 
 
 class IterableStream(SampleStream):
@@ -293,7 +299,7 @@ class StreamedSet:
             raise ConfigError.at(
                 "data.stratify", "splits of an iterable are given, not drawn", "leave it out"
             )
-        for key in ("balance", "sample_weights"):
+        for key in ("balance", "sample_weights", "train_subset"):
             if getattr(data, key) is not None:
                 text = f"data.{key} needs random access, and an iterable is read from its beginning"
                 raise ConfigError.at(

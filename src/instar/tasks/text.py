@@ -203,6 +203,10 @@ class TextSpec(TaskSpec):
         }
         return {} if self.dataset is None else super().split_sizes(context) | of_sets
 
+    @property
+    def drawing(self) -> str:
+        return "" if self.dataset is None else self.dataset.drawing
+
     def weight(self, context: int) -> float:
         return self._targets(context).mean
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.order import Int64Array
-from instar.data.source import IGNORED, check_indices
+from instar.data.source import IGNORED, TokenSequence, check_indices
 from instar.data.split import Parts, divide_whole, whole_documents
 from instar.data.text.chat_forms import EXPECTED, Conversation, conversation_of
 from instar.data.text.corpus import read_lines
@@ -30,7 +30,6 @@ from instar.data.text.shards import (
     Shard,
     ShardWriter,
     TokenizerRecord,
-    TokenSplit,
     write_once,
     write_record,
 )
@@ -282,6 +281,12 @@ def _marks(places: Places, rendering: Rendering) -> NDArray[np.uint8]:
     return marks
 
 
+def conversation_sizes(marks: TokenSequence) -> Int64Array:
+    """Return the tokens of each conversation, int64 [conversations]."""
+    begins = np.flatnonzero(marks.read(0, len(marks)) & BEGINS).astype(np.int64)
+    return np.diff(begins, append=len(marks))
+
+
 class ChatSamples:
     """A source of `context` tokens per sample, whose targets are the assistant's; other targets are -1.
 
@@ -291,8 +296,8 @@ class ChatSamples:
 
     def __init__(
         self,
-        tokens: TokenSplit,
-        marks: TokenSplit,
+        tokens: TokenSequence,
+        marks: TokenSequence,
         context: int,
         *,
         packing: bool,

@@ -19,12 +19,13 @@ from instar.config.user_code.named import load_named, what_happened
 from instar.data.mixture import Concatenated, mixture_order
 from instar.data.order import Order, make_order, order_of
 from instar.data.source import DocumentSamples, Source, TokenWindows, WorkerSource
-from instar.data.text.chat import MARKS, ChatSamples
+from instar.data.text.chat import MARKS, ChatSamples, conversation_sizes
 from instar.data.text.documents import open_rows
 from instar.data.text.files import STDLIB, find_files
 from instar.data.text.foreign.token_files import holds_ids
 from instar.data.text.origin import default_path, first_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
+from instar.data.text.selection import TrainingText, training_text
 from instar.data.text.shards import TokenDataset, open_dataset
 from instar.data.text.targets import (
     DocumentEdge,
@@ -215,6 +216,11 @@ class DataSet(ABC):
     @abstractmethod
     def fingerprint(self) -> str: ...
 
+    @property
+    def drawing(self) -> str:
+        """Which part of the training split is trained on, in words; empty: all."""
+        return ""
+
     @abstractmethod
     def train_samples(self, context: int) -> int | None:
         """Return the number of training samples, None if they are not counted."""
@@ -332,12 +338,22 @@ class TokenData(DataSet):
     def fingerprint(self) -> str:
         return self.dataset.fingerprint
 
+    @cached_property
+    def text(self) -> TrainingText:
+        """What is trained on. Raises ConfigError as `training_text`."""
+        split, sizes = self.dataset.split("train"), self.dataset.document_sizes
+        return training_text(split, sizes, self.data, self.seed)
+
+    @property
+    def drawing(self) -> str:
+        return self.text.remark
+
     def train_samples(self, context: int) -> int:
         return len(self.samples(context, self.seed)[0])
 
     def train_tokens(self, context: int) -> int | None:
         if self.data.packing:
-            return len(self.dataset.split("train"))
+            return len(self.text.split)
         return super().train_tokens(context)
 
     def train_source(self, context: int) -> Source:
@@ -350,7 +366,7 @@ class TokenData(DataSet):
     def samples(self, context: int, seed: int) -> tuple[Source, Order]:
         """Return samples and order, without `data.transform` and without workers."""
         data = self.data
-        split, sizes = self.dataset.split("train"), self.dataset.document_sizes
+        split, sizes = self.text.split, self.text.document_sizes
         if not data.packing and sizes is not None:
             missing = int(sizes.sum()) - len(split)
             separator = separator_of(load_saved_tokenizer(self.path))[:missing]
@@ -373,6 +389,10 @@ class MixtureData(DataSet):
     def fingerprint(self) -> str:
         lines = [f"{part.fingerprint}/{weight}" for part, weight in self._weighted_parts()]
         return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+    @property
+    def drawing(self) -> str:
+        return "; ".join(filter(None, (part.drawing for part in self.parts)))
 
     def train_samples(self, context: int) -> int:
         return sum(part.train_samples(context) for part in self.parts)
@@ -434,10 +454,29 @@ class ChatData(DataSet):
     def held_out(self, split: str, context: int) -> Source:
         return self.samples(split, context)
 
+    @cached_property
+    def texts(self) -> tuple[TrainingText, TrainingText]:
+        """The tokens that are trained on, and their marks. Raises ConfigError as `training_text`."""
+        splits = self.dataset.split("train"), self.marks.split("train")
+        sizes = None if self.data.train_subset is None else conversation_sizes(splits[1])
+        tokens, marks = (
+            training_text(split, sizes, self.data, self.seed, "conversations") for split in splits
+        )
+        return tokens, marks
+
+    @property
+    def drawing(self) -> str:
+        return self.texts[0].remark
+
     def samples(self, split: str, context: int) -> ChatSamples:
         """Return the conversations of a split, without `data.transform`."""
-        pair, data = (self.dataset.split(split), self.marks.split(split)), self.data
-        return ChatSamples(*pair, context, packing=data.packing, separate=data.document_masks)
+        data = self.data
+        if split == "train":
+            tokens, marks = (text.split for text in self.texts)
+        else:
+            tokens, marks = self.dataset.split(split), self.marks.split(split)
+        separate = data.document_masks
+        return ChatSamples(tokens, marks, context, packing=data.packing, separate=separate)
 
     def _separate(self, source: Source, context: int) -> Source:  # noqa: ARG002
         return source  # marks say where a conversation begins

@@ -20,6 +20,7 @@ from instar.data.order import Int64Array
 from instar.data.sample_set import SampleSet
 from instar.data.sampling import DrawRule, sampling_of
 from instar.data.source import InMemorySource, Source, WeightedSource
+from instar.data.split import UNUSED
 from instar.data.user_sets import sample_set, split_samples
 from instar.extensions.graphs.arrays import Arrays, holds_arrays, open_arrays
 from instar.extensions.graphs.causal_sets import prepare_causal_sets, preview_causal_sets
@@ -71,7 +72,8 @@ class GraphSpec(SampleSetSpec):
         """See `TaskSpec`: reads every graph once."""
         config = _graph(loaded_config.config)
         source, splits, sampling = _open_source(config)
-        survey = survey_graphs(source, splits, config.model)
+        used = {name: numbers for name, numbers in splits.items() if name != UNUSED}
+        survey = survey_graphs(source, used, config.model)
         try:
             shape = _shape(config, survey)
         except ArchitectureError as error:
