@@ -371,6 +371,16 @@ def test_a_val_source_too_short_is_named(tmp_path: Path, rows: Path) -> None:
         prepare_dataset(data, 1, tmp_path / "set")
 
 
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
+def test_a_source_too_short_to_hold_anything_out_is_named(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "words.txt").write_text("To be or not\n")
+    data = DataConfig(source=str(tmp_path / "words.txt"), tokenizer=tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"data\.source: .*words\.txt is too short: its \w+ split"
+    ):
+        prepare_dataset(data, 1, tmp_path / "set")
+
+
 def test_a_long_document_is_the_same_tokens_wherever_it_is_read_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

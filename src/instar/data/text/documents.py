@@ -214,6 +214,8 @@ def _encode_parts(tokenizer: Tokenizer, corpus: Corpus, parts: Parts, advance: A
             else:
                 yield number, piece
 
+    if not len(parts):  # of a source with a word or two
+        return
     characters = 0
     batch.append((0, begin))
     for number, piece in pieces_of(corpus, parts):
