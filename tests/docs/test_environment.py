@@ -27,7 +27,7 @@ PICKLE = "data/text/foreign/meta_pickle.py"
 """whose constants of this form are operations of pickle"""
 OTHERS = {
     *("CAUSAL_LM", "CUBLAS_STATUS", "CUDNN_STATUS", "F8_E4M3", "F8_E5M2"),
-    *("O_DIRECT", "PER_RANK", "STRICT_PACK", "STRICT_SPREAD", "INSTAR_ALERT_"),
+    *("O_DIRECT", "PER_RANK", "STRICT_PACK", "STRICT_SPREAD", "INSTAR_ALERT_", "T_0"),
 }
 """constants of this form that name something else"""
 OUTSIDE = {"INSTAR_TORTURE", "INSTAR_ALERT_RUN", "INSTAR_ALERT_NAME", "INSTAR_ALERT_STEP"}
