@@ -62,6 +62,16 @@ COMMANDS = ("apply", "cancel", "list", "save", "status", "stop")
 @profile_option
 @click.option("--dry-run", is_flag=True, help="Print a forecast of the run without starting it.")
 @click.option(
+    "--on",
+    metavar="HARDWARE",
+    help="With --dry-run: time, memory and cost on other devices, e.g. 8xH100, or 2x8xH100 for 2 hosts.",
+)
+@click.option(
+    "--utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="With --on: share of the devices' peak that a step reaches.  [default: 0.4 with compile, else 0.25]",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="One line of JSON; with --dry-run, the forecast."
 )
 def train() -> None:

@@ -32,7 +32,11 @@ from instar.record.start_folder import begun_in
 from instar.record.system import host_bytes
 from instar.run.load_config import load_run_config
 from instar.run.resume import Resume, automatic, named_checkpoint, with_restoring
+from instar.run.start.other_hardware import forecast_on
 from instar.run.start.preflight import foreseen_precision, preflight, suggestion
+from instar.schedule.hardware.devices import parse_hardware
+from instar.schedule.hardware.estimate import COMPILED_SHARE, EAGER_SHARE
+from instar.schedule.hardware.estimate_text import render_estimate
 from instar.schedule.memory import in_force
 from instar.schedule.render import render
 from instar.tasks.task import SampleSetSpec
@@ -61,6 +65,8 @@ class _TrainOptions:
     profile: int
     dry_run: bool
     as_json: bool
+    on: str | None = None
+    utilization: float | None = None
 
     def all_overrides(self) -> tuple[str, ...]:
         """Return the texts of `--set`, with the options that are short for one."""
@@ -82,7 +88,10 @@ def _train(options: _TrainOptions) -> int:
             click.echo(f"in {base}, where the run was started", err=True)
             with chdir(base):
                 return _train(replace(options, resume=str(run.path)))
+    _check_forecast_options(options)
     loaded_config, resume, argv = _load(options)
+    if options.on is not None:
+        return _forecast_on_hardware(options, options.on, loaded_config, argv)
     place = placement(os.environ)
     count = resolve_ranks(loaded_config.config.parallel, place, options.nproc, options.devices)
     if options.dry_run:
@@ -92,6 +101,25 @@ def _train(options: _TrainOptions) -> int:
             os.environ[DEVICES_VARIABLE] = ",".join(map(str, options.devices))
         return _one_rank(loaded_config, resume, options)
     return _launch(options, loaded_config, resume, argv, count)
+
+
+def _check_forecast_options(options: _TrainOptions) -> None:
+    """Raise ConfigError if options of a forecast on other hardware contradict each other."""
+    if options.on is None:
+        if options.utilization is not None:
+            hint = "e.g. --dry-run --on 8xH100 --utilization 0.5"
+            raise ConfigError.of("is a share of the speed of --on", "--utilization", hint)
+        return
+    if not options.dry_run:
+        hint = "add --dry-run; --nproc and --devices say where a run is started"
+        raise ConfigError.of("forecasts a run, and starts none", "--on", hint)
+    if options.resume is not None:
+        hint = "leave --resume out: give the config, and --until"
+        raise ConfigError.of("forecasts a new run, from its first step to its end", "--on", hint)
+    if options.nproc is not None or options.devices is not None:
+        raise ConfigError.of(
+            "says how many ranks there are, as --nproc and --devices do", "--on", "leave them out"
+        )
 
 
 def _load(options: _TrainOptions) -> tuple[Loaded, Resume | None, list[str]]:
@@ -205,5 +233,36 @@ def _forecast(
     click.echo(f"same as: {line}")
     if isinstance(preparation.spec, SampleSetSpec):
         click.echo("No micro-batch was tried; the run tries one before it creates anything.")
+    click.echo("Nothing was started.")
+    return 0
+
+
+def _forecast_on_hardware(
+    options: _TrainOptions, hardware: str, loaded_config: Loaded, argv: Sequence[str]
+) -> int:
+    """Print a forecast of a run on devices that are not here."""
+    from instar.run.init_weights import starting_weights
+
+    devices = parse_hardware(hardware)
+    share = options.utilization or (COMPILED_SHARE if loaded_config.config.compile else EAGER_SHARE)
+    result = forecast_on(loaded_config, devices, share, lambda text: click.echo(text, err=True))
+    forecast, spec = result.checked_run.forecast, result.checked_run.spec
+    weights = starting_weights(loaded_config, spec)
+    notes = forecast_notes(forecast, loaded_config, options.cfg)
+    if options.as_json:
+        more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
+        more |= values_of_notes(notes) | {"precision": result.precision, "remedy": result.remedy}
+        print_json({**forecast.to_dict(), **more, "on": result.estimate.to_dict()})
+        return 0
+    if weights:
+        click.echo(f"weights   {weights.about}")
+    click.echo(render(forecast, [note.text for note in notes]))
+    click.echo(f"precision   {result.precision}")
+    click.echo(render_estimate(result.estimate, forecast, result.remedy, spec.flops_remark))
+    for warning in result.checked_run.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if devices.hosts == 1:
+        port = loaded_config.config.parallel.master_port
+        click.echo(f"same as: {torchrun_line(argv, devices.devices, None, port=port)}")
     click.echo("Nothing was started.")
     return 0

@@ -95,17 +95,32 @@ class Stage:
     """Keys of the config that the operation changes, with their values before and after."""
     is_idle: bool = False
     """Whether the operation changes nothing."""
+    early: Totals | None = None
+    """Its own totals if every operation fires at its earliest; None: it is not reached, or has no known end."""
+    late: Totals | None = None
+    """Its own totals if every operation fires at its latest."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of a run."""
+    """Totals of a run, or of a stage."""
 
     steps: int
     samples: int
     tokens: int
     epochs: float | None
+    """None: unknown, and of a stage."""
     flops: int
+
+    def since(self, clock: Clock) -> Totals:
+        """Return the totals without those at a moment before."""
+        return Totals(
+            self.steps - clock.step,
+            self.samples - clock.samples,
+            self.tokens - clock.tokens,
+            None,
+            self.flops - clock.flops,
+        )
 
 
 @dataclass(frozen=True)
@@ -229,6 +244,10 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
                 stages[-1] if stages else None,
             )
         )
+    stages = [
+        replace(stage, early=_totals_of_leg(early, number), late=_totals_of_leg(late, number))
+        for number, stage in enumerate(stages)
+    ]
     return Forecast(
         stages=tuple(stages),
         world_size=world_size,
@@ -351,16 +370,7 @@ def _own_totals(
         clock=start,
     )
     totals = _totals(end)
-    if totals is None:
-        return None
-    return replace(
-        totals,
-        steps=totals.steps - start.step,
-        samples=totals.samples - start.samples,
-        tokens=totals.tokens - start.tokens,
-        epochs=None,
-        flops=totals.flops - start.flops,
-    )
+    return None if totals is None else totals.since(start)
 
 
 def _leg(before: State, entry: Entry, spec: TaskSpec, world_size: int) -> Leg:
@@ -564,10 +574,14 @@ def _totals(timeline: Timeline) -> Totals | None:
     if end is None:
         return None
     has_epochs = timeline.end_pace.samples_per_epoch is not None
-    return Totals(
-        steps=end.step,
-        samples=end.samples,
-        tokens=end.tokens,
-        epochs=float(end.epochs(timeline.end_pace)) if has_epochs else None,
-        flops=end.flops,
-    )
+    return _totals_at(end, float(end.epochs(timeline.end_pace)) if has_epochs else None)
+
+
+def _totals_of_leg(timeline: Timeline, number: int) -> Totals | None:
+    """Return the totals of a leg alone; None: it is not reached, or its end is not known."""
+    begin, end = _clock_at(timeline, number), _clock_at(timeline, number + 1) or timeline.end
+    return None if begin is None or end is None else _totals_at(end, None).since(begin)
+
+
+def _totals_at(clock: Clock, epochs: float | None) -> Totals:
+    return Totals(clock.step, clock.samples, clock.tokens, epochs, clock.flops)

@@ -13,6 +13,8 @@ from instar.models.shape import Growable, Parameter, layer_of
 from instar.schedule.settings import Settings
 
 Strategy = Literal["ddp", "fsdp", "hsdp", "diloco"]
+FORECAST_SHARE = 0.9
+"""Share of a device's memory that a forecast may take: it leaves out the allocator's."""
 PROBE_SAMPLES = 8
 """The largest number of held-out samples on which a grown model is compared with the old one."""
 KEPT = ("weights", "gradients", "optimizer", "ema", "outer")

@@ -235,6 +235,16 @@ class TaskSpec(ABC):
     def flops(self, architecture: Any, context: int) -> int:
         """Forward and backward FLOPs per unit of weight."""
 
+    def computed_units(self, context: int) -> float:
+        """Units of a sample that the model computes, whether the loss counts them or not; the mean if samples
+        differ. Default: its weight."""
+        return self.weight(context)
+
+    @property
+    def flops_remark(self) -> str:
+        """Why `flops` says nothing of how long a step takes; empty: it does."""
+        return ""
+
     def memory(
         self,
         architecture: Any,

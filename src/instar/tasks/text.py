@@ -228,6 +228,10 @@ class TextSpec(TaskSpec):
     def flops(self, architecture: TransformerShape, context: int) -> int:
         return flops_per_token(architecture, context)
 
+    def computed_units(self, context: int) -> float:
+        """See `TaskSpec`: all tokens of a sample, also those of prompts, which are no targets."""
+        return context
+
     def training_setup(self, context: int, batch_size: int, device: str) -> TrainingSetup:
         """Return what the memory of a step depends on besides the shape; for `precision: auto`, with the likely one of
         a device that is not initialised yet."""

@@ -28,7 +28,7 @@ from instar.distributed.failure import exits_fail
 from instar.models.loss import at_least_float32
 from instar.models.module import check_trainable, persistent_buffers
 from instar.models.shape import Fixed, Growable, ModuleFacts
-from instar.models.table import check_shape_buffers, check_table
+from instar.models.table import Shape, check_shape_buffers, check_table
 from instar.tasks.basis import digest_of_sources
 from instar.tasks.custom import NEEDED, CustomTask
 from instar.tasks.task import Batch, Measured, SampleSetSpec, SavedModel, Tally, Task
@@ -106,6 +106,14 @@ class CustomSpec(SampleSetSpec):
 
     def flops(self, architecture: Any, context: int) -> int:  # noqa: ARG002
         return self.custom_task.flops(architecture)
+
+    @property
+    def flops_remark(self) -> str:
+        """See `TaskSpec`: without a table, how often a module is applied to a sample is not known."""
+        counts = type(self.custom_task).flops is not CustomTask.flops
+        if counts or isinstance(self.architecture, Shape):
+            return ""
+        return f"{self.config.task} has no flops(self, shape), nor a shape() whose table tells the FLOPs of a sample"
 
 
 class UserTask(Task):

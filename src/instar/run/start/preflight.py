@@ -33,7 +33,7 @@ from instar.schedule.branches import BRANCH, branch_folder, read_branch
 from instar.schedule.branches import branch_problems as schedule_problems
 from instar.schedule.checks import has_end, remarks
 from instar.schedule.forecast import Forecast, checked_forecast, decay_end
-from instar.schedule.memory import in_force
+from instar.schedule.memory import FORECAST_SHARE, in_force
 from instar.schedule.settings import CONTEXT
 from instar.schedule.triggers import evaluates_at_start, operation
 from instar.tasks.task import Say, TaskSpec, spec_class
@@ -251,8 +251,6 @@ def foreseen_precision(prepared_run: Prepared) -> str:
     return "bf16, if the run measures at its start that the device is faster in it"
 
 
-FORECAST_SHARE = 0.9
-"""Share of a device's memory that a forecast may take: it leaves out the allocator's."""
 MAX_ERROR_FACTOR = 10
 """Upper bound on the error factor of the forecast of activation memory."""
 

@@ -29,7 +29,8 @@ from instar.record.device import gpu_bytes, measure_bf16_gain
 from instar.record.format import bytes_text
 from instar.record.rundir import RunDir, folder_key
 from instar.record.system import has_bf16_units, host_bytes, versions
-from instar.run.start.preflight import FORECAST_SHARE, Prepared, sharding_problems
+from instar.run.start.preflight import Prepared, sharding_problems
+from instar.schedule.memory import FORECAST_SHARE
 
 _LOCAL = {"device", "parallel", "record"}
 """sections that may differ between machines"""
