@@ -269,7 +269,7 @@ def test_accuracies_are_reached_from_below(tmp_path: Path) -> None:
 def test_json_says_all_of_it_by_name(two: tuple[RunDir, RunDir]) -> None:
     found = side_by_side(*two, target=2.5)
     said = json.loads(json.dumps(comparison_to_json(found), allow_nan=False))
-    assert set(said) == {"arms", "warnings", "places", "metrics", "config", "to_loss"}
+    assert set(said) == {"arms", "warnings", "places", "metrics", "results", "config", "to_loss"}
     assert said["warnings"] == []
     assert said["metrics"]["loss"]["fast"][-1]["mean"] == 2.0
     assert said["config"]["optimizer.lr"] == {"slow": 0.001, "fast": 0.1}
@@ -346,7 +346,9 @@ def test_even_places_rise_to_the_furthest(furthest: float, axis: str) -> None:
 def test_an_arm_pairs_runs_of_one_seed_by_their_order(tmp_path: Path) -> None:
     runs = tuple(RunDir(tmp_path / str(n)) for n in range(3))
     group = RunGroup("a", runs, ({"seed": 1}, {"seed": 1}, {"seed": 2}))
-    assert group.keys == ((1, 0), (1, 1), (2, 0))
+    assert group.keys == ((1, None, 0), (1, None, 1), (2, None, 0))
+    folds = tuple({"seed": 1, "data.folds": 3, "data.fold": fold} for fold in (2, 0, 2))
+    assert RunGroup("b", runs, folds).keys == ((1, 2, 0), (1, 0, 0), (1, 2, 1))
 
 
 def test_a_long_value_does_not_stand_whole_in_a_name(tmp_path: Path) -> None:

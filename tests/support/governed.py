@@ -96,6 +96,8 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "data.lanes": ("data/test_iterable.py::test_a_folder_of_save_to_disk_is_a_stream_of_lanes",),
     "data.val": ("data/test_split.py::test_sizes_that_cannot_be",),
     "data.test": ("data/test_split.py::test_sizes_that_cannot_be",),
+    "data.fold": ("data/test_folds.py::test_a_test_set_of_ones_own_is_in_no_fold",),
+    "data.folds": ("data/test_folds.py::test_a_test_set_of_ones_own_is_in_no_fold",),
     "data.stratify": ("extensions/graphs/test_spec.py::test_classes_are_in_all_splits_alike",),
     "data.balance": ("data/test_sampling.py::test_classes_come_equally_often",),
     "data.train_subset": (

@@ -16,7 +16,7 @@ from instar.extensions import run_set
 from instar.logs.query.alignment import axis_named, parse_place
 from instar.logs.query.compare import Comparison, compare_groups
 from instar.logs.query.config import config_values
-from instar.logs.query.groups import group_runs
+from instar.logs.query.groups import By, group_runs
 from instar.logs.query.runs import find_runs, list_rows, row_to_json
 from instar.logs.query.summary import summarize, summary_to_json
 from instar.logs.read.columns import Column
@@ -223,6 +223,7 @@ def compare(
     at: Sequence[str] = (),
     axis: str = "step",
     at_loss: float | None = None,
+    by: By = "run",
 ) -> Comparison:
     """Compare two or more runs at equal places, as `instar logs compare` does.
 
@@ -231,13 +232,15 @@ def compare(
         metrics: names or patterns, such as `val/*`; default: the losses.
         at: places such as "step=1000" or "tokens=1.5B"; default: five along `axis`.
         at_loss: also where each run first reaches this validation loss.
+        by: "run": each by itself; "name": mean and deviation of runs of one name; "seed": of runs that differ only in
+            the seed, or in the fold of a cross-validation.
 
     Raises:
         ConfigError: there is no such run, no run has such a metric, or a place cannot be parsed.
         RecordError: a record cannot be read.
     """
     records = _records(runs, "instar.compare")
-    groups, _ = group_runs([record.run for record in records])
+    groups, _ = group_runs([record.run for record in records], by)
     return compare_groups(
         groups,
         records,

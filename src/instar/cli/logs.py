@@ -129,14 +129,14 @@ def summary() -> None:
 @click.option(
     "--by",
     type=click.Choice(["run", "name", "seed"]),
-    help="What to compare: single runs, groups of one name, or groups that differ only in the seed. "
+    help="What to compare: single runs, groups of one name, or groups that differ only in the seed or the fold. "
     "[default: run; of a fleet, groups that its matrix makes]",
 )
 @output_options("text", "json", "md")
 def compare() -> None:
     """Compare RUNs at equal steps, tokens, FLOPs or time, interpolating between measurements.
 
-    A RUN may also be a fleet, such as fleets/NAME: its runs, in groups that differ only in the seed.
+    A RUN may also be a fleet, such as fleets/NAME: its runs, in groups that differ only in the seed or the fold.
     "-" marks a place that a run has not reached. Groups (--by) show the mean and the standard
     deviation over runs. The keys in which the configs differ follow at the end.
     """

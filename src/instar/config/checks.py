@@ -21,7 +21,8 @@ DRAWN_ORDERS = {"balance": ("shuffled",), "sample_weights": ("shuffled", "random
 def cross_checks(config: RunConfig) -> list[ConfigProblem]:
     """Return the conflicts within the config."""
     rules = (
-        *(_metrics, _eval_context, _sampling, _schedule, _elastic, _optimizer, _sharding, _diloco),
+        *(_metrics, _eval_context, _folds, _sampling, _schedule, _elastic, _optimizer),
+        *(_sharding, _diloco),
         *(extension_conflicts, parallel_checks),
     )
     return [*config.conflicts(), *chain.from_iterable(rule(config) for rule in rules)]
@@ -79,6 +80,26 @@ def _sampling(config: RunConfig) -> Iterator[ConfigProblem]:
             f"data.order is {data.order}, and data.{keys[0]} draws samples in an order of its own",
             "leave one of them out",
         )
+
+
+def _folds(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield why the folds of a cross-validation contradict each other, or `data.val`."""
+    data = config.data
+    if not isinstance(data, SamplesConfig):
+        return
+    if data.folds is None:
+        if data.fold:
+            text = f"data.fold {data.fold} is one of data.folds, which is not set"
+            yield ConfigProblem(("data.fold", "data.folds"), text, "e.g. data.folds: 5")
+        return
+    if data.fold >= data.folds:
+        text = f"data.fold {data.fold}: {data.folds} folds are 0 to {data.folds - 1}"
+        yield ConfigProblem(("data.fold", "data.folds"), text)
+    # a config that is read back has all keys, this one with its default
+    if data.val != type(data).model_fields["val"].default:
+        text = f"data.val {data.val} and data.folds both say what the validation split is"
+        hint = f"leave data.val out: a fold has 1/{data.folds} of the samples that are not for the test"
+        yield ConfigProblem(("data.val", "data.folds"), text, hint)
 
 
 def _virtual_ranks(config: RunConfig, world_size: int) -> Iterator[ConfigProblem]:

@@ -711,3 +711,11 @@ class SamplesConfig(FeedConfig):
         description="column of classes, each of which is drawn equally often in training, its samples in a shuffled "
         "order of their own",
     )
+    folds: Annotated[int, Field(ge=2, le=10**6)] | None = Field(
+        None,
+        description="cross-validation: number of parts, alike in size, into which all samples but those of test are "
+        "drawn; one of them is the validation split, in place of val",
+    )
+    fold: NonNegativeInt = Field(
+        0, description="which of data.folds is the validation split, from 0; the others are trained"
+    )

@@ -143,6 +143,8 @@ def first_bytes(
 HELD_OUT = ("val", "test")
 UNUSED = "unused"
 """The training samples that `data.train_subset` leaves out."""
+_VAL, _TEST = 1, 2
+"""their numbers among the splits; that of train is 0"""
 
 
 def divide_samples(
@@ -167,6 +169,60 @@ def divide_samples(
     Raises:
         ConfigError: with all problems of the sizes and files; or all samples of a class would be held out.
     """
+    split_of, _, _ = _draw(total, val, test, seed, classes)
+    return _splits(split_of, classes)
+
+
+def divide_folds(
+    total: int,
+    fold: int,
+    folds: int,
+    *,
+    val: Size | Int64Array,
+    test: Size | Int64Array,
+    seed: int,
+    classes: Int64Array | None = None,
+) -> dict[str, Int64Array]:
+    """Split sample indices into train, val and test, where val is one of several folds.
+
+    Test is that of `divide_samples`. All other samples are dealt out to the folds in turn, with classes one class
+    after the other: sizes of folds differ by at most one, and so do their counts of a class, as those of
+    scikit-learn's `StratifiedKFold`.
+
+    Args:
+        fold: from 0.
+        val: of the division that has this test split.
+
+    Raises:
+        ConfigError: as `divide_samples`; or there are fewer samples than folds.
+    """
+    split_of, order, codes = _draw(total, val, test, seed, classes)
+    rest = order[split_of[order] != _TEST]
+    if rest.size < folds:
+        raise _error("data.folds", f"{folds:,} folds of {rest.size:,} samples: some would be empty")
+    by_class = rest[np.argsort(codes[rest], kind="stable")]
+    split_of[rest] = 0
+    split_of[by_class[fold::folds]] = _VAL
+    return _splits(split_of, classes)
+
+
+def _splits(split_of: NDArray[np.int8], classes: Int64Array | None) -> dict[str, Int64Array]:
+    """Return the samples of each split; `split_of`: its number for each sample."""
+    if classes is not None:
+        _check_classes(classes, split_of)
+    splits = {name: np.flatnonzero(split_of == n) for n, name in enumerate(("train", *HELD_OUT))}
+    check_division(splits, split_of.size)
+    return splits
+
+
+def _draw(
+    total: int,
+    val: Size | Int64Array,
+    test: Size | Int64Array,
+    seed: int,
+    classes: Int64Array | None,
+) -> tuple[NDArray[np.int8], Int64Array, Int64Array]:
+    """Return the number of each sample's split, the order of the draw, and the samples' classes as codes."""
     if total < 1:
         raise _error("data.path", "there are no samples to divide")
     if classes is not None and classes.shape != (total,):
@@ -183,11 +239,7 @@ def divide_samples(
         if isinstance(count := resolved_sizes[name], int):
             remaining = order[split_of[order] == 0]
             split_of[remaining[_first_of_each(codes[remaining], count)]] = number
-    if classes is not None:
-        _check_classes(classes, split_of)
-    splits = {name: np.flatnonzero(split_of == n) for n, name in enumerate(("train", *HELD_OUT))}
-    check_division(splits, total)
-    return splits
+    return split_of, order, codes
 
 
 def subset_of(

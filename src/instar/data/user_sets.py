@@ -23,7 +23,7 @@ from instar.data.order import Int64Array, Order
 from instar.data.sample_set import SampleSet
 from instar.data.sampling import classes_of, sampling_of
 from instar.data.source import InMemorySource, Source, close
-from instar.data.split import UNUSED, divide_samples, subset_of
+from instar.data.split import UNUSED, divide_folds, divide_samples, subset_of
 from instar.data.text.streams.reader import LaneReader
 from instar.data.text.streams.samples import Note, SampleStream, StreamChanged
 from instar.data.text.streams.seek_points import START, SeekPoint, SeekPoints
@@ -164,7 +164,16 @@ def split_samples(
     name = data.stratify
     classes = None if name is None else classes_of(source, name, "data.stratify")
     sizes = {"val": data.val, "test": data.test, **(split_members or {})}
-    splits = dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
+    if data.folds is None:
+        splits = dict(divide_samples(len(source), **sizes, seed=seed, classes=classes))
+    elif "val" in (split_members or {}):
+        message = "data.folds draws the validation split, and the samples come with one"
+        raise ConfigError.at("data.folds", message, "leave data.folds out, or return no val split")
+    else:
+        folds = divide_folds(
+            len(source), data.fold, data.folds, **sizes, seed=seed, classes=classes
+        )
+        splits = dict(folds)
     if (size := data.train_subset) is not None:
         train = splits["train"]
         of_train = None if classes is None else classes[train]
@@ -294,6 +303,11 @@ class StreamedSet:
         if data.workers:
             raise ConfigError.at(
                 "data.workers", "an iterable is read by one process", "set data.workers: 0"
+            )
+        if data.folds is not None:
+            message = "data.folds divides samples, and an iterable is read forward"
+            raise ConfigError.at(
+                "data.folds", message, "return all samples in place of an iterable"
             )
         if data.stratify is not None:
             raise ConfigError.at(

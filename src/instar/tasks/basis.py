@@ -28,6 +28,7 @@ Basis = Mapping[str, str]
 """What a metric depends on, by name."""
 
 SAMPLES = "held-out samples"
+_NUMBER = "evaluated samples"
 _TOKENIZER = "tokenizer"
 _CHOICE = "seed of their choice"
 _SOURCE = "source of the task"
@@ -58,7 +59,7 @@ def basis_of(config: RunConfig, task: Task, source: HeldOut, limit: int | None =
     basis = {
         SAMPLES: source.fingerprint,
         "tokens per sample": f"{task.held_out_context:,}",
-        "evaluated samples": f"{limit if is_subset else total:,}",
+        _NUMBER: f"{limit if is_subset else total:,}",
         _CHOICE: f"{config.data_seed}" if is_subset else "",
         _TOKENIZER: task.spec.fingerprints.get("tokenizer", ""),
         "vocabulary": f"{task.architecture.sizes().get('vocab', 0):,}",
@@ -89,10 +90,10 @@ def incomparable(before: Basis, after: Basis) -> tuple[str, ...]:
     return changes or tuple(f"other {name}" for name in names)
 
 
-def without_seed(basis: Basis) -> Basis:
+def without_seed(basis: Basis, *, with_folds: bool = False) -> Basis:
     """Return a basis without what a seed may decide: also a tokenizer, which may be trained on the samples that
-    are not held out."""
-    by_seed = (SAMPLES, _CHOICE, _TOKENIZER)
+    are not held out; `with_folds`: and without the number of samples, which differs by one between folds."""
+    by_seed = (SAMPLES, _CHOICE, _TOKENIZER, *((_NUMBER,) if with_folds else ()))
     return {name: value for name, value in basis.items() if name not in by_seed}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from instar.logs.plot.transforms import thin
-from instar.logs.query.groups import By, given_values, group_indices
+from instar.logs.query.groups import REPEATED, By, given_values, group_indices
 from instar.logs.query.stages import WHOLE_AXES, marks
 from instar.logs.query.summary import summarize
 from instar.logs.read.columns import Floats, Ints
@@ -84,20 +84,27 @@ def chart_groups(
     """Return the groups of runs over which a page draws means: `{name, runs, of}`, see `group_indices`.
 
     Args:
-        runs: by the key that the page knows them by; `of` is "seeds" if no two runs of a group have
-            the same one, else "runs".
+        runs: by the key that the page knows them by; `of` is "seeds" or "folds" if no two runs of a group
+            have the same one, else "runs".
     """
     keys, every = list(runs), list(runs.values())
     values = given_values(every)
-    seeds = [run_values.get("seed") for run_values in values]
     return [
         {
             "name": encodable(name),
             "runs": [keys[n] for n in group],
-            "of": "seeds" if len({seeds[n] for n in group} - {None}) == len(group) else "runs",
+            "of": _repeats([values[n] for n in group]),
         }
         for name, group in group_indices(every, by, group_names, values=values).items()
     ]
+
+
+def _repeats(values: Sequence[Mapping[str, str]]) -> str:
+    """Return what no two runs of a group share: "seeds", "folds", or else "runs"."""
+    for key, name in zip(REPEATED, ("seeds", "folds"), strict=True):
+        if len({run_values.get(key) for run_values in values} - {None}) == len(values):
+            return name
+    return "runs"
 
 
 def _columns(series: Series) -> dict[str, Any]:

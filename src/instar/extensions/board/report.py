@@ -98,7 +98,7 @@ def report_html(records: Sequence[RunRecord], groups: Mapping[RunDir, str] | Non
     """Return the page of one run, or of several side by side.
 
     `groups`: names of the groups of some runs, of which the page shows means first; other runs that
-    differ only in the seed can be shown so.
+    differ only in the seed or the fold can be shown so.
     """
     charts = panels(records)
     rows = max(10, MAX_ROWS // len(records))

@@ -28,6 +28,16 @@ only_option = click.option(
 )
 
 
+matrix_option = click.option(
+    "--matrix",
+    "dimensions",
+    multiple=True,
+    metavar="KEY=VALUES",
+    help="FILE is a run config, trained once for each value, e.g. data.fold=0-4 or seed=1,2,3; several: for each "
+    "combination.",
+)
+
+
 detach_option = click.option(
     "--detach", is_flag=True, help="Return when the jobs are in SLURM's queue."
 )

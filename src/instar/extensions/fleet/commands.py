@@ -22,6 +22,7 @@ from instar.extensions.fleet.cli import (
     detach_option,
     engine_option,
     gpus_option,
+    matrix_option,
     only_option,
     say_to_terminal,
 )
@@ -43,6 +44,7 @@ from instar.extensions.fleet.folder import (
     reopen_fleet,
     signal_launcher,
 )
+from instar.extensions.fleet.matrix import load_fleet_or_run
 from instar.extensions.fleet.placement import numbers_in
 from instar.extensions.fleet.plan import instances_of, load_fleet
 from instar.extensions.fleet.state import CONTROL, FLEETS, STATE_FILE
@@ -76,15 +78,21 @@ def complete_fleets(
 
 @click.command("plan", cls=StrictCommand)
 @click.argument("file")
+@matrix_option
 @set_option
 @gpus_option
 @engine_option
 @json_option
 def plan_fleet(
-    file: str, overrides: tuple[str, ...], gpus: str | None, engine: str | None, as_json: bool
+    file: str,
+    dimensions: tuple[str, ...],
+    overrides: tuple[str, ...],
+    gpus: str | None,
+    engine: str | None,
+    as_json: bool,
 ) -> None:
     """Check FILE and print which instance would get which GPUs and ports."""
-    loaded_config = load_fleet(file, _with_engine(overrides, engine))
+    loaded_config = load_fleet_or_run(file, dimensions, _with_engine(overrides, engine))
     fleet_plan, _ = plan_and_gpus(loaded_config, gpus, on_this_machine=False)
     for problem in missing_commands(loaded_config):
         click.echo(f"{problem.where}: {problem.message}; `up` needs it: {problem.hint}", err=True)
@@ -112,6 +120,7 @@ def plan_fleet(
 
 @click.command("up", cls=StrictCommand)
 @click.argument("file")
+@matrix_option
 @set_option
 @gpus_option
 @engine_option
@@ -127,6 +136,7 @@ def plan_fleet(
 @trust_option
 def up(
     file: str,
+    dimensions: tuple[str, ...],
     overrides: tuple[str, ...],
     gpus: str | None,
     engine: str | None,
@@ -141,7 +151,7 @@ def up(
     fleet resume` then runs what is left. Ctrl-C stops jobs, then services; a second one kills them.
     """
     check_own_file(Path(file))
-    loaded_config = load_fleet(file, _with_engine(overrides, engine))
+    loaded_config = load_fleet_or_run(file, dimensions, _with_engine(overrides, engine))
     if max_steps is not None:
         loaded_config = as_test(loaded_config, max_steps)
     fleet_plan, _ = plan_and_gpus(loaded_config, gpus)

@@ -75,6 +75,14 @@ def load_fleet(path: str, overrides: Sequence[str] = ()) -> LoadedFleet:
     document, problems = read_document(path, "docs/fleet.md has examples")
     if document is None:
         raise ConfigError(*problems)
+    return load_fleet_document(document, overrides, problems)
+
+
+def load_fleet_document(
+    document: Document, overrides: Sequence[str] = (), problems: Sequence[ConfigProblem] = ()
+) -> LoadedFleet:
+    """Do what `load_fleet` does with a document that was read, and the problems of reading it."""
+    problems = [*problems]
     if not isinstance(document.data, dict):
         message, hint = "a fleet file is made of 'key: value' lines", "docs/fleet.md has examples"
         raise ConfigError(*problems, problem_at(document.place(), message, hint))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -82,6 +82,9 @@ class Comparison:
     places: tuple[AxisValue, ...]
     metrics: Mapping[str, tuple[tuple[Cell, ...], ...]]
     """by metric, group and place"""
+    results: Mapping[str, tuple[Cell, ...]]
+    """by metric and group: the best value of each run in its evaluations, as `best val/loss`, and the last of its
+    tests, wherever the runs ended"""
     config: Mapping[str, tuple[Any, ...]]
     """keys that differ between groups, with a value per group"""
     warnings: tuple[str, ...]
@@ -97,6 +100,8 @@ class _Curves:
     metrics: Mapping[str, Mapping[str, tuple[Floats, Floats]]]
     """by metric and axis: places and values, shapes [n]"""
     reached: LossReached | None
+    results: Mapping[str, float]
+    """the best value of metrics of evaluations, and the last one of tests"""
 
 
 def compare_groups(
@@ -149,6 +154,7 @@ def compare_groups(
             )
             for name in sorted(names, key=_rank(patterns))
         },
+        results=_results(curves),
         config=differing_keys([group.config() or None for group in groups]),
         warnings=(
             *evaluations.differing,
@@ -169,6 +175,7 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
                 "name": group.name,
                 "runs": [str(run.path) for run in group.runs],
                 "seeds": group.seeds,
+                "folds": group.folds,
             }
             for group in comparison.groups
         ],
@@ -177,6 +184,9 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
         "metrics": {
             metric: dict(zip(names, cells, strict=True))
             for metric, cells in comparison.metrics.items()
+        },
+        "results": {
+            name: dict(zip(names, cells, strict=True)) for name, cells in comparison.results.items()
         },
         "config": {
             key: dict(zip(names, values, strict=True)) for key, values in comparison.config.items()
@@ -254,7 +264,39 @@ def _curves(
         unit=starts[0].event.unit if starts else "token",
         metrics=metrics,
         reached=_reached(record, goal, target) if target is not None and goal in record else None,
+        results=dict(_results_of(record)),
     )
+
+
+def _results_of(record: RunRecord) -> Iterator[tuple[str, float]]:
+    """Yield the best value of each metric of a run's evaluations, and the last one of its tests."""
+    for name in record.metrics:
+        split = name.partition("/")[0]
+        if split not in ("val", "test"):
+            continue
+        series = record.series(name)
+        usable = series.is_current & np.isfinite(series.value)
+        if split == "val" and (index := series.best(usable)) is not None:
+            yield f"best {name}", float(series.value[index])
+        elif split == "test" and series.better is not None and series.is_current.any():
+            yield name, float(series.value[series.is_current][-1])
+
+
+def _results(curves: Sequence[Sequence[_Curves]]) -> dict[str, tuple[Cell, ...]]:
+    """Return the results of the runs of each group, by metric."""
+    names = dict.fromkeys(name for group in curves for run in group for name in run.results)
+    cells: dict[str, tuple[Cell, ...]] = {}
+    for name in names:
+        values = [
+            np.array([run.results[name] for run in group if name in run.results])
+            for group in curves
+        ]
+        finite = [column[np.isfinite(column)] for column in values]
+        cells[name] = tuple(
+            _cell(column, len(every) - len(column))
+            for column, every in zip(finite, values, strict=True)
+        )
+    return cells
 
 
 def _anew(record: RunRecord) -> str:
@@ -347,7 +389,7 @@ def _to_loss(
     base = by_key[0]
     savings = []
     for other in by_key[1:]:
-        if len(base) == len(other) == 1:  # a pair even if their seeds differ
+        if len(base) == len(other) == 1:  # a pair even if their seeds or folds differ
             other = dict(zip(base, other.values(), strict=True))
         savings.append({axis: saving(base, other, axis) for axis in PLACED_BY})
     return ToLoss(metric, target, losses_reached, tuple(savings))

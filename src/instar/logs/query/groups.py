@@ -1,4 +1,4 @@
-"""Groups runs that differ only in the seed, names the groups, and tells which of their values can be compared:
+"""Groups runs that differ only in the seed or the fold of a cross-validation, names the groups, and tells which of their values can be compared:
 according to their configs, and to what their evaluations were made on, as their checkpoints say."""
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _LONGEST = 24
 _LONGEST_IN_TABLE = 60
 _KEPT = ("name", "resume", "record", "checkpoint")
 """keys and sections that do not influence training"""
+REPEATED = ("seed", "data.fold")
+"""keys in which the runs of a group may differ: they train the same thing again"""
 Given = dict[str, str]
 """the underived values of a run's config, by dotted key"""
 Config = Mapping[str, Any]
@@ -61,10 +63,18 @@ class RunGroup:
         return tuple(config.get("seed") for config in self.configs)
 
     @property
+    def folds(self) -> tuple[int | None, ...]:
+        """The fold that each run holds out; None: of a run without folds."""
+        return tuple(
+            config.get("data.fold", 0) if config.get("data.folds") else None
+            for config in self.configs
+        )
+
+    @property
     def keys(self) -> tuple[object, ...]:
-        """Keys that pair its runs with those of another group: seed and number among equal seeds."""
-        seeds = self.seeds
-        return tuple((seed, seeds[:number].count(seed)) for number, seed in enumerate(seeds))
+        """Keys that pair its runs with those of another group: seed, fold, and number among equal ones."""
+        pairs = tuple(zip(self.seeds, self.folds, strict=True))
+        return tuple((*pair, pairs[:number].count(pair)) for number, pair in enumerate(pairs))
 
     def config(self) -> dict[str, Any]:
         """Return the values that all runs share, and for other keys a list with one value per run.
@@ -133,7 +143,7 @@ def group_indices(
 
     Args:
         by: "run": each run is a group; "name": runs of one name; "seed": runs whose configs differ
-            only in the seed and in how they are recorded. A run whose config cannot be read is then
+            only in the seed, the fold and in how they are recorded. A run whose config cannot be read is then
             a group of its own.
         group_names: names of the groups of some runs, whatever `by`; an empty one names none.
         label: names the other groups, given their first runs; default `names`.
@@ -154,7 +164,7 @@ def group_indices(
     if label:
         labels = label(firsts)
     else:
-        ignored_keys = ("seed",) if by == "seed" else ()
+        ignored_keys = REPEATED if by == "seed" else ()
         labels = run_labels(firsts, ignored_keys, [values[n] for n in numbers] if values else None)
     for name, group in zip(labels, numbers_by_key.values(), strict=True):
         groups[str(runs[group[0]].path) if name in groups else name] = group
@@ -167,7 +177,7 @@ def _key(number: int, run: RunDir, by: By, values: Given) -> object:
         return number
     if by == "name":
         return run.name
-    return frozenset((values | {"seed": ""}).items()) if values else run.path
+    return frozenset((values | dict.fromkeys(REPEATED, "")).items()) if values else run.path
 
 
 def notes_on_data(groups: Mapping[str, Sequence[RunDir]]) -> list[str]:
@@ -333,6 +343,7 @@ def comparability(groups: Sequence[RunGroup]) -> Comparability:
     first = groups[0]
     partners = dict(zip(first.keys, first.runs, strict=True))
     has_several_runs = any(len(group.runs) > 1 for group in groups)
+    has_folds = any(fold is not None for group in groups for fold in group.folds)
     is_known = all(bases.values())
     lines: dict[tuple[str, ...], tuple[str, list[str]]] = {}
     for group in groups:
@@ -340,7 +351,9 @@ def comparability(groups: Sequence[RunGroup]) -> Comparability:
             partner = first.runs[0] if group is first else partners.get(key, first.runs[0])
             before, after = bases[partner], bases[run]
             if has_several_runs and (group is first or key not in partners) and run != partner:
-                before, after = without_seed(before), without_seed(after)
+                before, after = (
+                    without_seed(basis, with_folds=has_folds) for basis in (before, after)
+                )
                 is_known = is_known and group is first
             if before and after and (reasons := incomparable(before, after)):
                 lines.setdefault(reasons, (partner.path.name, []))[1].append(run.path.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from instar.config.origins import plain_text
 from instar.logs.query.alignment import LossReached, Saving, saving_text
 from instar.logs.query.compare import Cell, Comparison, ToLoss
-from instar.logs.query.groups import short_values
+from instar.logs.query.groups import RunGroup, short_values
 from instar.logs.text.stdout import align_columns, wrap_line
 from instar.logs.text.summary import NONE, markdown_table, metric_value_text
 from instar.record.format import duration, scientific, si, unit_text
@@ -45,6 +45,8 @@ def comparison_blocks(comparison: Comparison) -> Iterator[Block]:
                 for group, row in zip(comparison.groups, cells, strict=True)
             ),
         )
+    if comparison.results and any(len(group.runs) > 1 for group in comparison.groups):
+        yield _results(comparison, names)
     if comparison.to_loss is not None:
         yield _to_loss(comparison, comparison.to_loss, names)
     if len(names) > 1:
@@ -76,8 +78,12 @@ def comparison_markdown(comparison: Comparison) -> list[str]:
     return lines
 
 
-def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
-    """Yield e.g. `b reaches val/loss 3 with 31% fewer FLOPs, 12% fewer tokens than a`."""
+def sentences(goal: ToLoss, names: Sequence[str], unit: str, and_fold: str = "") -> Iterator[str]:
+    """Yield e.g. `b reaches val/loss 3 with 31% fewer FLOPs, 12% fewer tokens than a`.
+
+    Args:
+        and_fold: what runs that are paired have in common besides the seed.
+    """
     base = names[0]
     axes = (
         ("flops", "FLOPs"),
@@ -92,7 +98,7 @@ def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
         if savings:
             words = ", ".join(saving_text(share, what) for share, what in savings)
             note = _pairing_note(
-                max((share for share, _ in savings), key=lambda share: share.pairs)
+                max((share for share, _ in savings), key=lambda share: share.pairs), and_fold
             )
             yield f"{name} reaches {goal.metric} {goal.target:g} with {words} than {base}{note}"
         else:
@@ -106,14 +112,14 @@ def sentences(goal: ToLoss, names: Sequence[str], unit: str) -> Iterator[str]:
             why = (
                 f"{runs_missing} {verb} not reach it"
                 if runs_missing
-                else "no pair of runs with equal seed reaches it"
+                else f"no pair of runs with equal seed{and_fold} reaches it"
             )
             yield f"{name} and {base} cannot be compared: {why}"
 
 
-def _pairing_note(share: Saving) -> str:
-    parts = [f"{share.pairs} pairs of equal seed"] if share.pairs > 1 else []
-    parts += [] if share.pairs else ["no seed in common: means"]
+def _pairing_note(share: Saving, and_fold: str) -> str:
+    parts = [f"{share.pairs} pairs of equal seed{and_fold}"] if share.pairs > 1 else []
+    parts += [] if share.pairs else [f"no seed{and_fold} in common: means"]
     if share.left_out:
         is_plural, what = share.left_out > 1, "pair" if share.pairs else "run"
         parts.append(
@@ -123,17 +129,43 @@ def _pairing_note(share: Saving) -> str:
 
 
 def _groups(comparison: Comparison) -> Block:
+    has_folds = _has_folds(comparison)
     rows = tuple(
         (
             group.name,
             str(len(group.runs)),
             ", ".join(NONE if seed is None else str(seed) for seed in group.seeds),
+            *([_folds(group)] if has_folds else []),
             ", ".join(run.path.name for run in group.runs),
         )
         for group in comparison.groups
     )
     note = "below: mean ± standard deviation over runs; n= where not all of them have a value"
-    return Block("groups", ("", "runs", "seeds", "folders"), rows, (note,), numbers=False)
+    headers = ("", "runs", "seeds", *(["folds"] if has_folds else []), "folders")
+    return Block("groups", headers, rows, (note,), numbers=False)
+
+
+def _has_folds(comparison: Comparison) -> bool:
+    return any(fold is not None for group in comparison.groups for fold in group.folds)
+
+
+def _folds(group: RunGroup) -> str:
+    return ", ".join(NONE if fold is None else str(fold) for fold in group.folds)
+
+
+def _results(comparison: Comparison, names: Sequence[str]) -> Block:
+    """Return the table of best values and of tests: a row for each metric, a column for each group."""
+    rows = tuple(
+        (
+            name,
+            *(
+                _cell(name.removeprefix("best "), cell, len(group.runs))
+                for group, cell in zip(comparison.groups, cells, strict=True)
+            ),
+        )
+        for name, cells in comparison.results.items()
+    )
+    return Block("best and test", ("", *names), rows)
 
 
 def _cell(metric: str, cell: Cell, runs: int) -> str:
@@ -161,7 +193,8 @@ def _to_loss(comparison: Comparison, goal: ToLoss, names: Sequence[str]) -> Bloc
                     "end; ended there, it would be lower: compare runs at their ends"
                 )
     headers = ("", "step", unit, "FLOPs", "active", "wall")
-    notes = [*sentences(goal, names, comparison.unit), *notes]
+    and_fold = " and fold" if _has_folds(comparison) else ""
+    notes = [*sentences(goal, names, comparison.unit, and_fold), *notes]
     return Block(f"{goal.metric} {goal.target:g} is reached at", headers, tuple(rows), tuple(notes))
 
 

@@ -118,7 +118,7 @@ const repeated = (groups) => groups.some((group) => group.runs.length > 1);
 const panelOf = (metric) => ({ title: metric, metrics: [metric] });
 
 class CurvesView {
-  /** `app`: `drawn()` gives the runs, `groups` those that differ only in the seed, `setMetrics` changes
+  /** `app`: `drawn()` gives the runs, `groups` those that differ only in the seed or the fold, `setMetrics` changes
       what is shown, and `recolour` what has the colours of the curves. `charts`: those of an exported
       page; without them, one for each chosen metric. */
   constructor(parent, app, charts) {
@@ -136,7 +136,7 @@ class CurvesView {
       this.#group();
       app.recolour?.();
     });
-    this.of = el("label", { title: "The band is the mean ± one standard deviation over runs that differ only in the seed." }, "Draw", this.mean);
+    this.of = el("label", { title: "The band is the mean ± one standard deviation over runs that differ only in the seed or the fold." }, "Draw", this.mean);
     this.log = el("input", { type: "checkbox", name: "log", checked: state.log });
     this.log.addEventListener("change", () => this.#set({ log: this.log.checked ? "1" : "" }));
     this.marks = el("input", { type: "checkbox", name: "marks", checked: state.marks });

@@ -149,7 +149,7 @@ class App {
     if (keys.length === 1 && this.runs.rows.has(first)) await this.#shape(first);
   }
 
-  /** Which of the shown runs differ only in the seed. */
+  /** Which of the shown runs differ only in the seed or the fold. */
   async #group() {
     const { keys } = this.selection;
     const asked = JSON.stringify(keys);

@@ -118,7 +118,7 @@ class FleetView:
 
 @dataclass(frozen=True)
 class GroupMean:
-    """The last loss of runs that differ only in the seed."""
+    """The last loss of runs that differ only in the seed, or the fold."""
 
     group: str
     runs: int
@@ -226,11 +226,13 @@ def fleet_view(
 
 
 def group_name(fleet: str, instance: Instance, status: InstanceStatus | None) -> str:
-    """Return the fleet's name and the values of the matrix, or of a search, other than seeds."""
+    """Return the fleet's name and the values of the matrix, or of a search, other than seeds and folds."""
     values = {**instance.values, **(status.values if status else {})}
     last = {key: key.rpartition(".")[2] for key in values}
     settings = [
-        f"{last[key]}={text_of(value)}" for key, value in values.items() if last[key] != "seed"
+        f"{last[key]}={text_of(value)}"
+        for key, value in values.items()
+        if last[key] not in ("seed", "fold")
     ]
     return printable_text(" ".join([fleet, *settings]))
 
