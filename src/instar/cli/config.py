@@ -253,6 +253,7 @@ def short_type(words: str) -> str:
         ("at most", "≤"),
         (" and", ","),
         ("one of ", ""),
+        (" or a ", " or "),
     ):
         words = words.replace(long, short)
     return words.removeprefix("a ")

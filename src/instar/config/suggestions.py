@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -214,7 +215,7 @@ def _in_words(root: Root, node: dict[str, Any], value: Any) -> str:
             words = " or ".join(_in_words(root, item, None) for item in items)
             if words.startswith("one of "):
                 return f"a list, each {words}"
-            return f"a list of {words.removeprefix('a ')}s"
+            return "a list of " + re.sub(r"^(?:a )?(whole number|number|text)", r"\1s", words)
         case "string" if "pattern" in node:
             return PATTERNS.get(node["pattern"], f"text that matches {node['pattern']}")
         case "string":
