@@ -182,7 +182,6 @@ NO_CHECKS = (
     NoCheck("src/instar/config/language.py", "of documents that are equal", SAME),
     NoCheck("*", "whole[- ](number|factor)|numbers? must be whole|(low|high) to a whole", NUMBER),
     NoCheck("src/instar/config/budget.py", "are whole, got", NUMBER),
-    NoCheck("src/instar/config/language.py", "which must then be whole", NUMBER),
     NoCheck("*", "whole (copies|groups|lanes?|ones|windows|characters|blocks|stack|head)", PARTS),
     NoCheck(
         "*",

@@ -45,7 +45,8 @@ class ModelConfig(ModelSection):
     """The shape of the GPT. What is left out is derived when the run starts."""
 
     n_layer: LayersOrNone = Field(
-        4, description="number of blocks; 0: none yet, insert_layers with from: normal adds them"
+        4,
+        description="number of blocks; 0: none at first; insert_layers with from: normal adds them",
     )
     n_head: Heads = Field(4, description="query heads per block")
     n_kv_head: Heads | None = Field(
@@ -53,7 +54,8 @@ class ModelConfig(ModelSection):
     )
     n_embd: Width = Field(128, description="width of the residual stream")
     head_dim: Width | None = Field(
-        None, description="channels per head; default n_embd / n_head, which must then be whole"
+        None,
+        description="channels per head; default n_embd / n_head, which must then be an integer",
     )
     n_mlp: MLPWidth | None = Field(
         None,
@@ -138,9 +140,9 @@ class DataConfig(FeedConfig):
     )
     path: str | None = Field(
         None,
-        description="folder of token shards; made from `source` if it is not there yet "
+        description="folder of token shards; made from `source` if it does not exist "
         "(default: data/<source>-<tokenizer>, named from the fields below); for stream and python "
-        "it holds the tokenizer, what is held out and what was counted",
+        "it holds the tokenizer, the held-out text and the counts",
     )
     source: str = Field(
         "stdlib",
@@ -167,8 +169,8 @@ class DataConfig(FeedConfig):
     )
     if_changed: Literal["refuse", "keep", "prepare"] = Field(
         "refuse",
-        description="what a new run does if its sources have changed since its data were prepared: refuse; "
-        "keep: use what was prepared; prepare: do so anew, in a folder beside",
+        description="what a new run does if its sources have changed since its data were prepared: "
+        "refuse; keep: use the prepared data; prepare: prepare them again, in a folder beside",
     )
     tokenizer: str = Field(
         "byte",
@@ -199,7 +201,7 @@ class DataConfig(FeedConfig):
     )
     chat_form: Literal["messages", "sharegpt", "alpaca", "prompt_completion"] = Field(
         "messages",
-        description="chat: what a line is: messages (role, content), sharegpt (from, value), alpaca (instruction, "
+        description="chat: format of a line: messages (role, content), sharegpt (from, value), alpaca (instruction, "
         "input, output), or prompt_completion (two lists of messages, of which the second is learnt)",
     )
     chat_answers: Literal["all", "last"] = Field(
@@ -212,18 +214,18 @@ class DataConfig(FeedConfig):
     )
     packing: bool = Field(
         True,
-        description="rows, stream, python, chat: documents end to end, cut into samples; false: a sample "
-        "is one document, cut off after the context",
+        description="rows, stream, python, chat: documents are concatenated and cut into "
+        "samples; false: a sample is one document, truncated to the context",
     )
     document_masks: bool = Field(
         False,
-        description="tokens, rows, chat: documents that are packed into a sample do not see each other, and positions "
-        "begin anew in each",
+        description="tokens, rows, chat: documents in the same sample do not attend to each "
+        "other, and positions start again in each",
     )
     lanes: Annotated[int, Field(gt=0, le=2**16)] = Field(
         8,
-        description="stream: parts of it that are read side by side, as many as the data set has "
-        "shards at most; sharded ranks share them, and the order does not depend on how",
+        description="stream: parts of it that are read side by side, at most one for each shard "
+        "of the data set; ranks share them, and the order does not depend on how",
     )
 
     @property

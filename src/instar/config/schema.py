@@ -45,7 +45,7 @@ from instar.config.torch_optim.schedulers import SCHEDULERS
 from instar.extensions import load_target, sections_in
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-NAME = "the run's name, the first part of its folder's"
+NAME = "name of the run, and first part of its folder's name"
 Device = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 Direction = Literal["min", "max"]
 OptimizerName = Literal[
@@ -120,8 +120,8 @@ class FeedConfig(Section):
     )
     order: Literal["shuffled", "sequential", "random", "blocks"] = Field(
         "shuffled",
-        description="shuffled without replacement, sequential, random windows with replacement, or blocks: "
-        "shuffled so that what is read together lies together; a stream is shuffled within shuffle_window",
+        description="shuffled without replacement, sequential, random windows with replacement, "
+        "or blocks: blocks of neighbouring samples, shuffled; a stream is shuffled within shuffle_window",
     )
     train_subset: PositiveInt | Share | None = Field(
         None,
@@ -150,8 +150,8 @@ class FeedConfig(Section):
     )
     prefetch: bool = Field(
         True,
-        description="prepare the next steps' batches in a thread; without, samples are read when a step "
-        "needs them, and a signal to stop waits for that",
+        description="prepare the next steps' batches in a thread; false: samples are read when a "
+        "step needs them, and a stop waits for that",
     )
 
     @property
@@ -200,13 +200,15 @@ class OptimizerConfig(Section):
     muon_lr: Rate = Field(0.02, description="peak learning rate of Muon's matrices")
     lr_base_width: Width | None = Field(
         None,
-        description="width of the residual stream for which the rates were found: those of matrices follow "
-        "the width from there, also when the model is widened (µP); null: rates do not depend on the width",
+        description="width of the residual stream for which the rates were tuned: from there, "
+        "those of matrices are scaled with the width, also when the model is widened (µP); null: "
+        "not scaled",
     )
     lr_base_depth: Layers | None = Field(
         None,
-        description="adamw, muon: number of blocks for which the rates were found: those of what writes the residual "
-        "stream fall as 1 / blocks from there, also when the model is deepened (CompleteP); null: they do not",
+        description="adamw, muon: number of blocks for which the rates were tuned: from there, "
+        "those of the parameters that write the residual stream fall as 1 / blocks, also when "
+        "the model is deepened (CompleteP); null: not scaled",
     )
     beta1: Fraction | None = Field(
         0.9, description="Adam's first-moment decay, also of its variants; null where there is none"
@@ -234,8 +236,8 @@ class OptimizerConfig(Section):
     )
     ns_iteration: Literal["quintic", "polar_express"] = Field(
         "quintic",
-        description="Muon's orthogonalisation: quintic Newton–Schulz (5 steps), or Polar Express, "
-        "which converges as far in 3",
+        description="Muon's orthogonalisation: quintic Newton–Schulz (5 steps), or Polar "
+        "Express, which is as accurate in 3",
     )
 
     @model_validator(mode="before")
@@ -376,7 +378,7 @@ class EvalConfig(Section):
         "changes; default: as many as training samples have",
     )
     sets: Annotated[tuple[EvalSet, ...], Strict(False)] = Field(
-        (), description="text: further held-out texts, each evaluated by itself"
+        (), description="text: further held-out texts, each evaluated separately"
     )
     at_start: bool | None = Field(
         None,
@@ -415,8 +417,8 @@ class CheckpointConfig(Section):
     on_growth: bool = Field(True, description="save after every operation that changes the model")
     asynchronous: bool = Field(
         True,
-        description="write in the background while training continues; what a stop, a signal or the "
-        "end saves is always waited for",
+        description="write in the background while training continues; saves at a stop, a signal "
+        "or the end are always waited for",
     )
     keep_last: PositiveInt = Field(3, description="number of latest checkpoints to keep")
     keep_best: NonNegativeInt = Field(
@@ -443,8 +445,8 @@ class DDPConfig(Section):
     broadcast_buffers: bool = Field(False, description="send rank 0's buffers at every forward")
     exchange: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="how gradients travel, and in what they are added; bfloat16, for slow networks: half as "
-        "much is sent",
+        description="type in which gradients are sent and added; bfloat16, for slow networks: "
+        "half as many bytes",
     )
 
 
@@ -453,11 +455,13 @@ class ElasticConfig(Section):
 
     virtual_ranks: Annotated[int, Field(gt=0, le=4096)] = Field(
         4,
-        description="slices that every step is cut into, a power of two; "
-        "as many ranks or 2, 4, 8 … times fewer share them",
+        description="slices of every step, a power of two, which as many ranks or 2, 4, 8 … "
+        "times fewer share",
     )
     threads: Annotated[int, Field(gt=0, le=MOST_PROCESSES)] = Field(
-        1, description="CPU threads of each rank: other numbers of them round otherwise"
+        1,
+        description="CPU threads of each rank; with another number, results are rounded "
+        "differently",
     )
 
 
@@ -470,13 +474,14 @@ class FSDPConfig(Section):
     )
     reshard_after_forward: bool = Field(
         True,
-        description="give a block's parameters back after its forward pass, and gather them again in "
-        "the backward pass: less memory, half as much communication again",
+        description="free a block's gathered parameters after its forward pass, and gather them "
+        "again in the backward pass: less memory, half as much communication again",
     )
     gather: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="how the weights of the blocks' linear layers travel; bfloat16, with precision bf16, "
-        "sends half as much and changes no bit where autocast rounds them to it anyway",
+        description="type in which the weights of the blocks' linear layers are sent; bfloat16, "
+        "with precision bf16, sends half as much and changes no bit where autocast rounds them "
+        "to it anyway",
     )
     offload: bool = Field(
         False,
@@ -485,8 +490,8 @@ class FSDPConfig(Section):
     )
     reduce_each_micro_batch: bool = Field(
         False,
-        description="send the gradients of every micro-batch, not of a whole step: no rank keeps those "
-        "of all blocks whole, for as many messages more; not with reproducible: elastic",
+        description="send the gradients of every micro-batch, not of a whole step: no rank keeps "
+        "the gradients of all blocks, at the cost of more messages; not with reproducible: elastic",
     )
 
 
@@ -494,7 +499,7 @@ class DiLoCoConfig(Section):
     """Options of training with local steps and an outer optimizer, DiLoCo."""
 
     sync_every: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        50, description="steps of a round, in which ranks do not communicate; the paper has 500"
+        50, description="steps of a round, in which ranks do not communicate; the paper uses 500"
     )
     outer_lr: Annotated[float, Field(gt=0, le=10)] = Field(
         0.7, description="learning rate of the outer optimizer, SGD"
@@ -504,7 +509,8 @@ class DiLoCoConfig(Section):
     )
     exchange: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="how changes of weights, and the optimizer's state, travel; bfloat16: half as much",
+        description="type in which changes of weights, and the optimizer's state, are sent; "
+        "bfloat16: half as many bytes",
     )
 
 
@@ -563,8 +569,8 @@ class RunConfig(Section):
     name: Name = Field("run", description=NAME)
     preset: Texts | str = Field(
         (),
-        description="ready-made settings under this file's: gpt2, llama, plain, fast; moult and family, "
-        "for which this file names the final shape, make a schedule of growth",
+        description="ready-made settings, which this file overrides: gpt2, llama, plain, fast; "
+        "moult and family derive a schedule of growth to the shape in this file",
     )
     sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] = Field(
         (),

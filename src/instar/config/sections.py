@@ -232,7 +232,7 @@ class ScheduledOperation(Sparse):
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(description="name of the operation")
-    value: Any = Field(None, description="a factor, a number, a list …: as the operation wants it")
+    value: Any = Field(None, description="a factor, a number, a list …, depending on the operation")
     trigger_loss: Score | None = Field(
         None, description="fires when the validation loss is less than this …"
     )
@@ -241,7 +241,7 @@ class ScheduledOperation(Sparse):
         description="… or when this many steps have passed since the last operation; 0: at once",
     )
     when: When | None = Field(None, description="a trigger, instead of these two")
-    desc: str | None = Field(None, description="a comment, which changes nothing")
+    desc: str | None = Field(None, description="a comment without effect")
     min_steps: PositiveInt | None = Field(
         None, description="fires only when this many steps have passed since the last operation"
     )
@@ -382,8 +382,8 @@ class RecordConfig(Section):
     sample_tokens: Annotated[int, Field(ge=0, le=10**6)] = Field(
         128, description="longest sample, tokens; 0: take none"
     )
-    report: bool = Field(True, description="write report.html when the run ends, however it does")
-    out_dir: str = Field("runs", description="folder in which the run's own folder is made")
+    report: bool = Field(True, description="write report.html when the run ends, for any reason")
+    out_dir: str = Field("runs", description="folder in which the run's own folder is created")
     run_dir: str | None = Field(
         None, description="the run's own folder; default: <out_dir>/<name>-<id>"
     )

@@ -98,7 +98,7 @@ class RayCluster(Section):
         description="HOST:PORT; auto: of this machine's cluster; local: of one to be started",
     )
     restarts: NonNegativeInt = Field(
-        3, description="how often an instance begins again after the loss of its node"
+        3, description="how often an instance is restarted after the loss of its node"
     )
 
 
@@ -163,7 +163,7 @@ class Healthcheck(Section):
         None, description="the model that the probe names; default: the first that the server lists"
     )
     tcp: bool = Field(False, description="the port must accept a connection")
-    command: str | None = Field(None, description="a command that must end with 0")
+    command: str | None = Field(None, description="a command that must end with exit code 0")
     interval: PositiveDuration = Field(2.0, description="time between checks")
     timeout: PositiveDuration = Field(1.0, description="limit of a check of a ready service")
     start_period: Duration = Field(300.0, description="time in which it must become ready")
@@ -327,7 +327,7 @@ class Pruner(Section):
         None, description="evaluations of a whole run; default: of the first that has succeeded"
     )
     reduction_factor: Annotated[int, Field(ge=2, le=1000)] | None = Field(
-        None, description="one trial of so many goes on; default 3, successive_halving 4"
+        None, description="one of this many trials continues; default 3, successive_halving 4"
     )
     n_startup_trials: NonNegativeInt | None = Field(
         None, description="trials that must have succeeded before one is pruned; default 5"
@@ -409,7 +409,7 @@ class Search(Section):
 class FleetSpec(Section):
     """A fleet: a matrix of instances, each with the same services and jobs."""
 
-    name: FleetName = Field(description="the fleet's name, and its folder's in `fleets`")
+    name: FleetName = Field(description="name of the fleet, and of its folder in `fleets`")
     engine: EngineName = Field(
         "local", description="what runs the instances: this machine, a Ray cluster, or SLURM"
     )
@@ -425,7 +425,7 @@ class FleetSpec(Section):
     exclude: Annotated[tuple[Mapping[str, Scalar], ...], Strict(False)] = Field(
         (), description="combinations, or parts of them, that are left out"
     )
-    search: Search | None = Field(None, description="draw values instead of a matrix")
+    search: Search | None = Field(None, description="search for values instead of a matrix")
     max_parallel: Annotated[int, Field(gt=0, le=MOST_INSTANCES)] | None = Field(
         None, description="instances at a time; default: as many as there are resources for"
     )

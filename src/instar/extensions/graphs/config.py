@@ -125,7 +125,7 @@ class GraphModelConfig(ModelSection):
     norm: Norm = Field("layernorm", description="normalisation of each node")
     norm_eps: Epsilon = Field(1e-5, description="ε of the normalisations")
     activation: Activation = Field("gelu", description="MLP nonlinearity")
-    dropout: Fraction = Field(0.0, description="dropout probability of what a block adds")
+    dropout: Fraction = Field(0.0, description="dropout probability of a block's output")
     pooling: Annotated[tuple[Pooling, ...], Strict(False)] = Field(
         ("mean", "max"),
         description="how nodes become a graph, one or several side by side: mean, sum, max, or "
