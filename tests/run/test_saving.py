@@ -13,12 +13,14 @@ import pytest
 import science
 import torch
 from live import carry_out, restore, save_when_due
+from tiny_run import codes, events, said
 
 from instar.checkpoint import tensor_file
 from instar.checkpoint.listing import BEST, list_checkpoints, pointer_target
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import load_checkpoint
 from instar.config.budget import Counters
+from instar.config.load import load_config
 from instar.config.schema import CheckpointConfig
 from instar.config.sections import Operation
 from instar.distributed.failure import RunFailed
@@ -26,7 +28,9 @@ from instar.record.control import send_request
 from instar.record.events import Saved, Warn, read_events
 from instar.run.checkpointing import intervals, snapshot
 from instar.run.output.save import MAX_FAILURES
+from instar.run.start.preflight import preflight
 from instar.run.trainer import Trainer
+from instar.schedule.render import render
 
 Make = Callable[..., Trainer]
 
@@ -71,6 +75,127 @@ def test_counts_that_a_step_passes_by_are_not_missed(trainer: Make) -> None:
     assert reasons(config, before, now) == ["every 1,000 tokens"]
     assert reasons(config, now, later) == ["every 10 steps"]
     assert reasons(CheckpointConfig(), before, now) == []
+
+
+EPOCH = 36
+"""samples that `science.Halves` trains on"""
+CHANGES = (
+    "schedule=[{name: set_batch_size, value: 7, when: {at_step: 7}}, "
+    "{name: set_batch_size, value: 36, when: {at_step: 14}}]"
+)
+
+
+@pytest.mark.parametrize(
+    ("every", "keys", "samples"),
+    [
+        (1, (), [EPOCH * n for n in range(1, 9)]),
+        (3, (), [EPOCH * n for n in (3, 6, 8)]),  # and at the end
+        (2, (CHANGES,), [EPOCH * n for n in (2, 4, 6, 8)]),
+        # the step with which the batch grows passes the rest of epoch 4 and is all of epoch 5
+        (1, (CHANGES, "data.drop_last=true"), [EPOCH * n for n in (1, 2, 3, 5, 6, 7, 8)]),
+    ],
+)
+def test_it_is_saved_at_the_ends_of_epochs_whatever_the_batch(
+    tmp_path: Path, every: int, keys: tuple[str, ...], samples: list[int]
+) -> None:
+    science.place(tmp_path)
+    epochs = ("train.until=[8ep]", f"checkpoint.every_epochs={every}", "checkpoint.keep_last=9")
+    other = ("checkpoint.on_best=false", "early_stopping.rules=[]", "test.at_end=false")
+    with science.trainer(tmp_path / "run", *epochs, *other, *keys) as run:
+        run.train()
+        run.save("the end")
+        run.parts.saver.finish()
+        manifests = [
+            load_checkpoint(path).manifest for path in list_checkpoints(run.parts.saver.root)
+        ]
+    assert [manifest.progress["samples"] for manifest in manifests] == samples
+    text = "every epoch" if every == 1 else f"every {every} epochs"
+    assert {manifest.reason for manifest in manifests[:-1]} == {text}
+
+
+def steps_of_epochs(run: Trainer) -> list[int]:
+    manifests = [load_checkpoint(path).manifest for path in list_checkpoints(run.parts.saver.root)]
+    assert {manifest.reason for manifest in manifests} == {"every epoch"}
+    return [manifest.step for manifest in manifests]
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("stopped_at", [None, 3, 6, 7])
+def test_an_operation_that_changes_the_samples_ends_no_epoch_and_hides_none(
+    trainer: Make, at_end: bool, stopped_at: int | None
+) -> None:
+    """784 windows are 6 steps; of half their length, 1,567 are 12."""
+    at_step = 6 if at_end else 3
+    keys = (
+        *("train.batch_size=131", "train.gradient_accumulation_steps=1", "eval.eval_epochs=1"),
+        *("checkpoint.every_epochs=1", "checkpoint.keep_last=9", "checkpoint.on_best=false"),
+        f"schedule=[{{name: set_context, value: 8, when: {{at_step: {at_step}}}}}]",
+    )
+    until = "train.until=[31it]"
+    run = trainer(*keys, until if stopped_at is None else f"train.until=[{stopped_at}it]")
+    assert run.state.phase.samples_per_epoch == 784
+    trained(run)
+    if stopped_at is not None:
+        run.save("every epoch", wait=True)
+        saved = run.state.to_json()
+        after = trainer(*keys, until, name="resumed")
+        path = run.parts.saver.root / "checkpoints" / f"step-{stopped_at}"
+        restore(after, load_checkpoint(path))
+        assert after.state.to_json()["course"] == saved["course"]
+        run = trained(after)
+        first = [step for step in (6,) if at_end and stopped_at < step]
+    else:
+        first = [6] * at_end
+    ends = [*first, at_step + 12, at_step + 24]
+    assert steps_of_epochs(run) == ends
+    assert [step for step, _ in run.state.losses][-1:] == ends[-1:]
+
+
+def test_ranks_save_at_the_ends_of_the_same_epochs(tmp_path: Path) -> None:
+    place = science.place(tmp_path)
+    saves = []
+    for ranks in (1, 2):
+        run_dir = tmp_path / f"{ranks}"
+        keys = (
+            CHANGES,
+            "checkpoint.every_epochs=2",
+            "checkpoint.on_best=false",
+            "train.until=[5ep]",
+            "test.at_end=false",
+        )
+        children = place.train(run_dir, *keys, "data.strategy=dispatched", ranks=ranks)
+        assert codes(children) == [0] * ranks, said(children)
+        saves.append(
+            [(e["step"], e["samples"], e["reason"]) for e in events(run_dir, "checkpoint")]
+        )
+    assert saves[0] == saves[1]
+    assert [(samples, reason) for _, samples, reason in saves[0][:2]] == [
+        (2 * EPOCH, "every 2 epochs"),
+        (4 * EPOCH, "every 2 epochs"),
+    ]
+
+
+def test_the_forecast_lists_when_a_run_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    science.place(tmp_path)
+    keys = ["checkpoint.every_epochs=2", "checkpoint.every_steps=1000", "checkpoint.best_of=[loss]"]
+    forecast = preflight(load_config("run.yaml", keys), 1).forecast
+    told = ("every 1,000 steps", "every 2 epochs (10 steps)", "every 10 min", "at the best loss")
+    assert forecast.saves == (*told, "after growth")
+    assert f"saves       {', '.join(told)}" in " ".join(render(forecast).split("\n")).replace(
+        "             ", " "
+    )
+    silent = [
+        "checkpoint.every_minutes=null",
+        "checkpoint.on_best=false",
+        "checkpoint.on_growth=false",
+    ]
+    silent.append("test.weights=last")
+    assert "saves       at the end\n" in render(
+        preflight(load_config("run.yaml", silent), 1).forecast
+    )
 
 
 def test_what_is_saved_in_the_background_is_the_moment_it_was_asked_for(trainer: Make) -> None:

@@ -173,6 +173,9 @@ GOVERNED: Mapping[str, tuple[str, ...]] = {
     "checkpoint.every_minutes": (
         "run/test_saving.py::test_rank_0s_clock_says_when_minutes_have_passed",
     ),
+    "checkpoint.every_epochs": (
+        "run/test_saving.py::test_it_is_saved_at_the_ends_of_epochs_whatever_the_batch",
+    ),
     "checkpoint.best_of": (
         "run/test_saving.py::test_the_first_metric_of_best_of_decides_which_checkpoints_stay",
     ),

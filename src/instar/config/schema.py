@@ -83,6 +83,7 @@ Shape = Literal[
 ]
 MUONS = ("muon_lr", "ns_steps", "ns_iteration")
 """Keys of `optimizer` that Muon alone reads."""
+SaveUnit = Literal["steps", "tokens", "epochs"]
 
 
 S = TypeVar("S", bound=BaseModel)
@@ -408,6 +409,9 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt | None = Field(None, description="steps between saves")
     every_tokens: PositiveInt | None = Field(None, description="tokens between saves")
+    every_epochs: PositiveInt | None = Field(
+        None, description="epochs between saves, each after the last step of one"
+    )
     every_minutes: Seconds | None = Field(10.0, description="minutes between saves")
     on_best: bool = Field(True, description="save whenever a metric of best_of is the best so far")
     best_of: Texts = Field(
@@ -433,6 +437,16 @@ class CheckpointConfig(Section):
     )
     save_dataset_state: bool = Field(True, description="save the cursor: the position in the data")
     save_rng_state: bool = Field(True, description="save each rank's random generators")
+
+    @property
+    def intervals(self) -> Mapping[SaveUnit, int]:
+        """The counts between saves, by what is counted."""
+        counts: dict[SaveUnit, int | None] = {
+            "steps": self.every_steps,
+            "tokens": self.every_tokens,
+            "epochs": self.every_epochs,
+        }
+        return {unit: count for unit, count in counts.items() if count is not None}
 
 
 class DDPConfig(Section):

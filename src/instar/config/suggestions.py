@@ -71,6 +71,7 @@ ALIASES: Mapping[str, str] = {
     "eval.batch_size": "eval_batch_size per_device_eval_batch_size",
     "early_stopping.rules": "early_stopping_patience",
     "checkpoint.every_steps": "save_every save_steps save_interval checkpoint_every ckpt_interval",
+    "checkpoint.every_epochs": "save_epochs save_every_epochs every_n_epochs",
     "checkpoint.keep_last": "save_total_limit",
     "checkpoint.best_of": "metric_for_best_model monitor",
     "record.trackers": "logger report_to",

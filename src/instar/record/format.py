@@ -231,6 +231,11 @@ def header_line(event: RunStarted, where: Path) -> str:
     return "  ".join([part for part in parts if part] + [f"→ {where}"])
 
 
+def interval_text(count: int, unit: str) -> str:
+    """`every 1,000 steps`, or `every epoch`; the unit is in the plural."""
+    return f"every {unit.removesuffix('s')}" if count == 1 else f"every {count:,} {unit}"
+
+
 def data_lines(splits: Mapping[str, int | None], drawing: str = "") -> list[str]:
     """Return lines on the samples of a run: those of each split, and how training samples are drawn."""
     lines = [sizes_text(splits)] if splits else []

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from instar.checkpoint.listing import list_checkpoints, pointer_target, update_pointer
 from instar.checkpoint.manifest import (
@@ -24,6 +23,7 @@ from instar.config.schema import CheckpointConfig
 from instar.distributed.agree import raise_on_all_ranks
 from instar.models.module import persistent_buffers
 from instar.record.control import REQUESTED
+from instar.record.format import interval_text
 from instar.run.components import Components
 from instar.run.output.extension import barrier_of
 from instar.run.output.save import Snapshot
@@ -171,10 +171,11 @@ def finish_extensions(state: RunState, parts: Components) -> None:
 
 
 def intervals(config: CheckpointConfig) -> list[tuple[Interval, str]]:
-    """Return the intervals of saves in steps and tokens, with their descriptions."""
-    units: tuple[Literal["steps", "tokens"], ...] = ("steps", "tokens")
-    counts = ((getattr(config, f"every_{unit}"), unit) for unit in units)
-    return [(Interval(count, unit), f"every {count:,} {unit}") for count, unit in counts if count]
+    """Return the intervals of saves in steps, tokens and epochs, with their descriptions."""
+    return [
+        (Interval(count, unit), interval_text(count, unit))
+        for unit, count in config.intervals.items()
+    ]
 
 
 def update_best_pointers(state: RunState, parts: Components, start: Path) -> None:

@@ -11,13 +11,14 @@ from instar.config.errors import ConfigError, ConfigProblem
 from instar.config.fields import values, with_values
 from instar.config.load import Loaded
 from instar.config.origins import in_yaml
-from instar.config.schema import RunConfig
+from instar.config.schema import CheckpointConfig, RunConfig
 from instar.config.sections import Operation
 from instar.config.torch_optim.schedulers import SCHEDULERS
 from instar.growth.operators import is_growth
 from instar.growth.plan import GrowthPlan
 from instar.models.cost import FrozenParameters
 from instar.models.shape import Growable, ParameterCount, count_parameters
+from instar.record.format import interval_text
 from instar.schedule.branches import BRANCH, Branch, read_branch
 from instar.schedule.checks import mistakes
 from instar.schedule.config_operations import changed_config
@@ -158,6 +159,8 @@ class Forecast:
     """Samples of each split; None if unknown."""
     drawing: str
     """How training samples are drawn, in words; empty: as `data.order` says."""
+    saves: tuple[str, ...]
+    """When checkpoints are saved, in words."""
     until: tuple[str, ...]
     early: Totals | None
     """Totals if every operation fires at its earliest; None: only time or the loss ends it."""
@@ -257,6 +260,7 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
         samples_per_epoch=legs[0].pace.samples_per_epoch,
         splits=spec.split_sizes(config.context),
         drawing=spec.drawing,
+        saves=tuple(_saves(config.checkpoint, stages[0].steps_per_epoch)),
         until=tuple(config.train.until),
         early=_totals(early),
         late=_totals(late),
@@ -265,6 +269,19 @@ def _forecast(config: RunConfig, spec: TaskSpec, world_size: int) -> Forecast:
             {step: None for line in (early, late) for step in partial_steps(line, legs)}
         ),
     )
+
+
+def _saves(config: CheckpointConfig, steps_per_epoch: int | None) -> Iterator[str]:
+    """Yield when checkpoints are saved, beside the end of the run."""
+    for unit, count in config.intervals.items():
+        steps = unit == "epochs" and steps_per_epoch and count * steps_per_epoch
+        yield interval_text(count, unit) + (f" ({steps:,} steps)" if steps else "")
+    if config.every_minutes is not None:
+        yield f"every {config.every_minutes:g} min"
+    if config.on_best:
+        yield f"at the best {', '.join(config.best_of)}"
+    if config.on_growth:
+        yield "after growth"
 
 
 def checked_forecast(loaded_config: Loaded, spec: TaskSpec, world_size: int) -> Forecast:

@@ -196,7 +196,11 @@ def _totals(forecast: Forecast) -> list[Row]:
         data = f"{si(forecast.dataset_tokens)} {forecast.unit}s, {forecast.samples_per_epoch:,} samples"
     sizes = [sizes_text(forecast.splits)] if forecast.splits else []
     drawing = [forecast.drawing] if forecast.drawing else []
-    rows: list[Row] = [("data", [data, *sizes, *drawing]), ("until", [" or ".join(forecast.until)])]
+    rows: list[Row] = [
+        ("data", [data, *sizes, *drawing]),
+        ("until", [" or ".join(forecast.until)]),
+        ("saves", [", ".join([*forecast.saves, "at the end"])]),
+    ]
     if forecast.early is None or forecast.late is None:
         text_lines = ["open: only the clock or the loss ends this run"]
         if any("ep" in text for text in forecast.until) and forecast.dataset_tokens is None:

@@ -363,8 +363,8 @@ def _apply_settings(
     if now.context != was.context:
         parts.stepper.task = parts.task.at(after.architecture, now.context)
     if begins_phase(was, now):
-        cursor = state.progress.samples
-        phase = parts.loaders.next(state.phase, parts.task, now, cursor)
+        before_step, cursor = state.before.samples, state.progress.samples
+        phase = parts.loaders.next(state.phase, parts.task, now, cursor, before_step)
         parts.read(phase)
         state = replace(state, phase=phase)
     # a grown model is built with its parameters frozen

@@ -43,6 +43,8 @@ class DataPhase:
     """cursor at the start of the phase, in samples of the run"""
     epochs_before: float = 0.0
     """passes over the data in earlier phases"""
+    epochs_ended: tuple[int, int] = (0, 0)
+    """epochs that ended in earlier phases: before the last step, or round, of these, and at its end"""
     course: int = 0
     """changes of the length so far: each has an order of its own"""
     mixture: MixtureStage | None = None
@@ -61,8 +63,10 @@ class DataPhase:
         return () if self.mixture is None else self.mixture.counts(self.place(cursor))
 
     def whole_epochs(self, cursor: int) -> int:
-        """Return the number of complete epochs of this phase at a cursor of the run."""
-        return max(0, self.place(cursor)) // self.samples_per_epoch
+        """Return the number of epochs that ended up to a cursor of the run: that of the step before this phase, or later."""
+        before, at_start = self.epochs_ended
+        place = self.place(cursor)
+        return before if place < 0 else at_start + place // self.samples_per_epoch
 
     def learnt(self, samples_per_epoch: int) -> DataPhase:
         """Return the phase with the length of an epoch, now that it is known."""
@@ -74,6 +78,8 @@ class DataPhase:
             "samples_per_epoch": self.samples_per_epoch,
             "epochs_before": self.epochs_before,
         }
+        if any(self.epochs_ended):
+            values["epochs_ended"] = self.epochs_ended
         if self.mixture is not None:
             values["mixture"] = asdict(self.mixture)
         return values
@@ -84,6 +90,7 @@ class DataPhase:
             self,
             samples_per_epoch=msgspec.convert(state["samples_per_epoch"], int),
             epochs_before=msgspec.convert(state["epochs_before"], float),
+            epochs_ended=msgspec.convert(state.get("epochs_ended", (0, 0)), tuple[int, int]),
             mixture=msgspec.convert(state.get("mixture"), MixtureStage | None),
         )
 
@@ -130,21 +137,37 @@ class LoaderFactory:
         per_epoch = self._per_epoch(task, 0)
         return DataPhase(settings.context, per_epoch, mixture=_first_stage(settings))
 
-    def next(self, phase: DataPhase, task: Task, settings: Settings, cursor: int) -> DataPhase:
+    def next(
+        self,
+        phase: DataPhase,
+        task: Task,
+        settings: Settings,
+        cursor: int,
+        before: int | None = None,
+    ) -> DataPhase:
         """Return the phase after `phase`, which starts at `cursor`. A collective.
 
         Args:
             task: has samples of the new phase.
             settings: in force from then on.
+            before: the cursor before the last step, or round; default: one sample.
         """
-        number, epochs = phase.number + 1, phase.epochs(cursor)
         if settings.context != phase.context:
             course = phase.course + 1
-            per_epoch = self._per_epoch(task, course)
+            next_phase = DataPhase(settings.context, self._per_epoch(task, course), course=course)
             stage = _first_stage(settings)
-            return DataPhase(settings.context, per_epoch, number, cursor, epochs, course, stage)
-        stage = MixtureStage(settings.mixture, self._drawn(phase, task, cursor))
-        return replace(phase, number=number, since=cursor, epochs_before=epochs, mixture=stage)
+        else:
+            next_phase = phase
+            stage = MixtureStage(settings.mixture, self._drawn(phase, task, cursor))
+        earlier = cursor - 1 if before is None else before
+        return replace(
+            next_phase,
+            number=phase.number + 1,
+            since=cursor,
+            epochs_before=phase.epochs(cursor),
+            epochs_ended=(phase.whole_epochs(earlier), phase.whole_epochs(cursor)),
+            mixture=stage,
+        )
 
     def passed(self, phase: DataPhase, settings: Settings, cursor: int) -> DataPhase:
         """Return the phase after `phase` without opening its data, for a phase that is over; the
