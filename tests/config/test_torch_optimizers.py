@@ -24,6 +24,7 @@ from instar.config.torch_optim.optimizers import (
     defaults_of,
     shaped_states,
 )
+from instar.run.start.preflight import preflight
 
 OF_TORCH = {
     name.lower(): kind
@@ -206,6 +207,18 @@ def test_the_rate_of_the_others_does_not_follow_the_size_if_nobody_knows_how() -
     for name in ("adadelta", "adafactor", "asgd"):
         (problem,) = refusals(f"optimizer.name={name}", "optimizer.lr_base_width=64")
         assert problem.startswith(f"optimizer.lr_base_width is not for {name}")
+
+
+def test_of_instars_own_optimizers_it_is_said_what_has_no_effect() -> None:
+    def said(*overrides: str) -> list[str]:
+        prepared = preflight(load_config(None, overrides), 1, assume=lambda _: None)
+        return [text for text in prepared.warnings if "has no effect" in text]
+
+    assert said() == said("optimizer.name=muon", "optimizer.muon_lr=0.1") == []
+    assert said("optimizer.momentum=0.5", "optimizer.muon_lr=0.1") == [
+        f"optimizer.{key} has no effect on adamw" for key in ("momentum", "muon_lr")
+    ]
+    assert said("optimizer={name: sgd, beta2: 0.5}") == ["optimizer.beta2 has no effect on sgd"]
 
 
 def test_no_optimizer_needs_torch_to_be_checked() -> None:

@@ -122,6 +122,26 @@ def test_tied_weights_stay_tied() -> None:
     assert len(held(optimizer)) == len([*model.parameters()])
 
 
+BY_NAME = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+@pytest.mark.parametrize("moments", ["asymmetric", "reset"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_optimizers_of_torch_go_on_with_what_is_new(name: str, moments: str) -> None:
+    """Also Adagrad, which makes its states in the constructor."""
+    model = fresh("llama")
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-4)
+    train(model, optimizer, 0, 2)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    grow(model, "widen_mlp", "x2", optimizer=optimizer, moments=moments)
+    grow(model, "insert_layers", 1, where="end", optimizer=optimizer, moments=moments)
+    train(model, optimizer, 2, 2)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert len(held(optimizer)) == len([*model.parameters()]) > len(before)
+    state = optimizer.state[model.model.layers[-1].mlp.down_proj.weight]
+    assert all(torch.as_tensor(value).isfinite().all() for value in state.values())
+
+
 @pytest.mark.parametrize("made", ["sgd", "muon", "adafactor", "torch_adafactor", "amsgrad"])
 def test_states_of_optimizers_grow(made: str) -> None:
     model = fresh("llama")

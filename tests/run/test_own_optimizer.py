@@ -71,6 +71,27 @@ def test_rates_keep_their_ratio_to_the_configs() -> None:
     assert values == [(pytest.approx(0.3), 0.0), (pytest.approx(0.1), 0.5)]
 
 
+def test_parameter_groups_are_also_for_optimizers_of_torch_by_name() -> None:
+    loaded = load_config(None, settings("Grouped", "optimizer={name: rmsprop, momentum: 0.5}"))
+    prepared = preflight(loaded, 1)
+    task = prepared.spec.task(prepared.config)
+    (optimizer,) = task_optimizers(task, task.build(), prepared.config.optimizer)
+    assert isinstance(optimizer, torch.optim.RMSprop)
+    set_learning_rate([optimizer], 0.1, 0)
+    values = [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
+    assert values == [(pytest.approx(0.3), 0.5), (pytest.approx(0.1), 0.5)]
+
+
+def test_a_schedule_of_ones_own_is_refused_where_the_rate_is_read_once() -> None:
+    rate = ("learning_rate.shape=constant", "learning_rate.warmup_iters=0")
+    _refused(
+        "schedule() gives rates, and rprop reads only the first",
+        "Scheduled",
+        "optimizer={name: rprop, weight_decay: null}",
+        *rate,
+    )
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [

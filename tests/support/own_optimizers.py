@@ -76,6 +76,13 @@ class Own(Halves):
         return 1 - step / steps
 
 
+class Scheduled(Halves):
+    """A schedule, for the optimizer that the config names."""
+
+    def schedule(self, step: int, steps: int | None) -> float:  # noqa: ARG002
+        return 1 / (step + 1)
+
+
 class Grouped(Halves):
     """Parameter groups for the optimizer that the config names."""
 

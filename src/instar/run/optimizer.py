@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from instar.config.schema import OptimizerConfig
 from instar.config.torch_optim.optimizers import OPTIMIZERS, OptimizerSpec, constructor_arguments
 from instar.distributed.shards import distribute_like, is_dense, local_rows, to_local
+from instar.growth.live.optimizers import adagrad_states
 from instar.growth.plan import GrowthError
 from instar.growth.states import is_growable
 from instar.models.experts import expert_parameters
@@ -55,14 +56,9 @@ class Adagrad(torch.optim.Adagrad):
         self.state.clear()
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
-        first_sum = group["initial_accumulator_value"]
         for parameter in group["params"]:
-            if parameter.grad is not None and not self.state[parameter]:
-                first_states = {
-                    "step": torch.tensor(0.0),
-                    "sum": torch.full_like(parameter, first_sum),
-                }
-                self.state[parameter].update(first_states)
+            if parameter.grad is not None and not self.state.get(parameter):
+                self.state[parameter] = adagrad_states(group, parameter)
         of_torch: Any = super()
         return of_torch._init_group(group, *lists)
 

@@ -80,8 +80,22 @@ def prepare_optimizer(
             group["params"][:] = parameters
             if names:
                 group["param_names"] = names
+            for parameter in group["params"] if isinstance(optimizer, torch.optim.Adagrad) else ():
+                if not optimizer.state.get(parameter):
+                    optimizer.state[parameter] = adagrad_states(group, parameter)
 
     return GrownPart(partial(_verify, step, before, states, old), commit)
+
+
+def adagrad_states(group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the states of a parameter that Adagrad makes in its constructor, and needs at every step.
+
+    Args:
+        group: the parameter's.
+    """
+    first_sum = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
+    device = parameter.device if group["fused"] else None
+    return {"step": torch.zeros((), device=device), "sum": first_sum}
 
 
 def _refilled_groups(
