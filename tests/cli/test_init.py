@@ -7,7 +7,7 @@ from needed import without_deleted
 from instar.cli.main import main
 from instar.config import STARTERS
 from instar.config.load import load_config
-from instar.config.starter import starter_files
+from instar.config.writers.starter import starter_files
 from instar.schedule.checks import load_checked
 from instar.schedule.forecast import checked_forecast
 from instar.tasks.task import spec_class

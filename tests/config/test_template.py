@@ -12,7 +12,7 @@ from instar.config.fields import known_tasks, root_of, schema_keys
 from instar.config.growing import DIVISORS
 from instar.config.load import load_config
 from instar.config.origins import in_yaml, plain_text
-from instar.config.starter import starter, starter_files
+from instar.config.writers.starter import starter, starter_files
 
 TASKS = {
     kind: parse(path.read_text(), kind)[0].data.get("task", "language")

@@ -13,6 +13,7 @@ import instar
 from instar.api import load_run
 from instar.cli.main import main
 from instar.config.errors import ConfigError
+from instar.config.load import load_config
 from instar.extensions.fleet.matrix import load_fleet_or_run
 from instar.extensions.fleet.plan import instances_of
 from instar.logs.text.summary import metric_value_text
@@ -111,6 +112,32 @@ def test_two_configs_are_paired_by_their_folds(capsys: pytest.CaptureFixture[str
     assert "optimizer.lr" in text
     assert "not comparable" not in text
     assert "2 pairs of equal seed and fold" in text
+
+
+def test_the_config_of_the_best_trial_is_a_file(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "rates.yaml").write_text(
+        "name: rates\nmax_parallel: 1\n"
+        "search: {sampler: grid, pruner: none, space: {optimizer.lr: {choices: [1e-3, 0.1]}, w: {choices: [4]}}}\n"
+        "jobs: {train: {run: lines.yaml, set: {train.batch_size: '${w}', optimizer.weight_decay: 0.0}}}\n"
+    )
+    assert main(["fleet", "up", "rates.yaml"]) == 0
+    said = capsys.readouterr().err
+    assert "fleets/rates/best.yaml\nnext: instar train fleets/rates/best.yaml" in said
+    text = (place / "fleets/rates/best.yaml").read_text()
+    assert text.startswith("# written by instar fleet\n# best: trial ")
+    trial = text.partition("trial ")[2][0]
+    run = load_config(f"runs/rates-{trial}/run.yaml", import_task=False).config
+    best = load_config("fleets/rates/best.yaml", import_task=False).config
+    assert best.optimizer.lr == run.optimizer.lr
+    assert (best.train.batch_size, best.optimizer.weight_decay) == (4, 0.0)
+    assert (best.record.run_dir, best.resume) == (None, "never")
+    assert main(["train", "fleets/rates/best.yaml", "--until", "1it"]) == 0
+    # somebody's own file stays
+    (place / "fleets/rates/best.yaml").write_text("name: mine\n")
+    assert main(["fleet", "resume", "rates"]) == 2
+    assert (place / "fleets/rates/best.yaml").read_text() == "name: mine\n"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from instar.config.load import load_config
 from instar.config.schema import Watch
-from instar.config.starter import starter
+from instar.config.writers.starter import starter
 from instar.extensions.graphs.config import HeadConfig
 
 

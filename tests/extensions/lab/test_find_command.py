@@ -25,6 +25,30 @@ def test_the_rate_that_is_printed_can_be_put_into_the_config(instar: Instar, pla
     assert {run["steps"] for run in again["runs"]} == {2, 4, 8}
 
 
+def test_the_config_with_the_rate_is_a_file_that_can_be_trained(
+    instar: Instar, place: Path
+) -> None:
+    sets = ("--set", "model.n_embd=16", "--set", "train.until=40it")
+    done = instar("find", "lr", "tiny.yaml", "--steps", "8", *sets)
+    assert done.stdout.endswith("tiny.lr.yaml\nnext: instar train tiny.lr.yaml\n")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("optimizer.lr: ")]
+    config = load_config(str(place / "tiny.lr.yaml")).config
+    rate = float(line.split(": ")[1])
+    settings = [*sets[1::2], f"optimizer.lr={config.optimizer.lr}"]
+    assert config == load_config(str(place / "tiny.yaml"), settings).config
+    assert config.optimizer.lr == float(f"{rate:.4g}")
+    instar("train", "tiny.lr.yaml", "--until", "1it")
+    # its own file is written again, another is not, and nothing is trained before that is said
+    found = json.loads(instar("find", "lr", "tiny.yaml", "--steps", "8", "--json").stdout)
+    assert found["config"] == "tiny.lr.yaml"
+    assert load_config(str(place / "tiny.lr.yaml")).config.train.until == ("8it",)
+    (place / "tiny.lr.yaml").write_text("name: mine\n")
+    refused = instar("find", "lr", "tiny.yaml", "--steps", "8", code=2)
+    assert "tiny.lr.yaml: exists, and is not replaced" in refused.stderr
+    assert "steps" not in refused.stdout
+    assert (place / "tiny.lr.yaml").read_text() == "name: mine\n"
+
+
 def test_mistakes_are_found_before_any_training(instar: Instar) -> None:
     assert (
         "unknown kind of picture" in instar("find", "lr", "tiny.yaml", "-o", "a.gif", code=2).stderr

@@ -16,6 +16,8 @@ import figures
 import pytest
 from forks import Forks
 
+from instar.run.load_config import load_run_config
+
 Instar = Callable[..., subprocess.CompletedProcess[str]]
 SEARCH = ("schedule", "search", "deep.yaml", "--steps", "80")
 KILLS = ((20, 9), (20, 25), (40, 45), (80, 90), (80, 110))[:: figures.times(2, 1)]
@@ -87,6 +89,18 @@ def weights(run: Path) -> Mapping[str, bytes]:
 
 def latest(run: Path) -> str:
     return (run / "checkpoints" / "latest").read_text().strip()
+
+
+def test_the_best_config_is_that_with_the_schedule(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made)
+    schedule = load_run_config("deep.yaml", ["schedule=deep.schedule.yaml"]).config
+    best = load_run_config("deep.best.yaml").config
+    assert best.schedule == schedule.schedule
+    assert best == schedule
+    said = (made / "said.txt").read_text()
+    assert said.endswith("deep.best.yaml\nnext: instar train deep.best.yaml\n")
 
 
 def test_all_are_compared_at_equal_flops_and_half_of_them_go_on(made: Path) -> None:

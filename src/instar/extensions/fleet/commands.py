@@ -48,6 +48,7 @@ from instar.extensions.fleet.matrix import load_fleet_or_run
 from instar.extensions.fleet.placement import numbers_in
 from instar.extensions.fleet.plan import instances_of, load_fleet
 from instar.extensions.fleet.state import CONTROL, FLEETS, STATE_FILE
+from instar.extensions.fleet.view.best_config import write_best_configs
 from instar.extensions.fleet.view.live import (
     HEADERS,
     OPTIONAL,
@@ -364,6 +365,8 @@ def _summarize(fleet_folder: FleetFolder, code: int) -> None:
     say_to_terminal(title(view))
     for text in view.best_lines:
         say_to_terminal(text)
+    for path in write_best_configs(fleet_folder, view.best):
+        say_to_terminal(f"{path}\nnext: {shlex.join(['instar', 'train', str(path)])}")
     if code:
         name = fleet_folder.path if fleet_folder.path.is_absolute() else fleet_folder.path.name
         say_to_terminal(f"next: instar fleet resume {shlex.quote(str(name))}")

@@ -128,8 +128,8 @@ def search(request: ShortRunRequest, dry_run: bool, as_json: bool) -> None:
 
     Trains candidates from shared trunks as ordinary runs in the folder of runs, and compares them with the final
     shape from scratch at equal FLOPs. The better half of them goes on with twice as many, twice. The winner is
-    written as a schedule's file, for `instar train CONFIG --schedule FILE`. The same command goes on after
-    an interruption.
+    written as a schedule's file, for `instar train CONFIG --schedule FILE`, and as a config that has it. The same
+    command goes on after an interruption.
     """
     result = run_search(request, dry_run=dry_run)
     schedule_search, saving = result.search, result.saving
@@ -140,8 +140,8 @@ def search(request: ShortRunRequest, dry_run: bool, as_json: bool) -> None:
     if saving is not None:
         click.echo(render_saving(saving))
     if result.file is not None:
-        words = shlex.join(["instar", "train", str(request.config), "--schedule", str(result.file)])
-        click.echo(f"{result.file}\nnext: {words}")
+        words = shlex.join(["instar", "train", str(result.config)])
+        click.echo(f"{result.file}\n{result.config}\nnext: {words}")
     elif not dry_run and schedule_search.missing is None:
         click.echo(
             "no schedule is better than the final size from scratch with the same FLOPs: none is written"
@@ -154,6 +154,7 @@ def _search_values(result: SearchResult) -> dict[str, Any]:
     flops, runs = search.work(lambda per_token: per_token * search.tokens_per_step)
     return {
         "file": None if result.file is None else str(result.file),
+        "config": None if result.config is None else str(result.config),
         "saving": None if result.saving is None else result.saving.to_dict(),
         "complete": search.missing is None,
         "losses": {candidate.name: search.losses(candidate) for candidate in search.candidates},

@@ -18,8 +18,10 @@ import xxhash
 from msgspec import structs
 
 from instar.config.errors import ConfigError
+from instar.config.files import read_regular
 from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
+from instar.config.writers.edit import check_replaceable, edited_config
 from instar.distributed.failure import RunFailed
 from instar.extensions.lab import short_runs
 from instar.extensions.lab.halving import RUNGS, rung_steps
@@ -44,6 +46,8 @@ from instar.schedule.branches import branch_folder
 
 _RUN = "search"
 _SUFFIX = ".schedule.yaml"
+_BEST = ".best.yaml"
+AUTHOR = "instar schedule search"
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class SearchResult:
     file: Path | None = None
     """The winner's schedule; None: the search is not complete, or no schedule is better than the final size
     from scratch."""
+    config: Path | None = None
+    """The config with it, for `instar train`."""
     saving: ExpectedSaving | None = None
     """Of the config's run with it; None also if nothing can be predicted."""
 
@@ -85,7 +91,7 @@ def run_search(request: ShortRunRequest, *, dry_run: bool = False) -> SearchResu
     half goes on. A search that was interrupted goes on.
 
     The request's `out` is the schedule's file, by default the config's name with `.schedule.yaml`, beside it. Beside
-    it in turn are the search's file, `.search.json`, and a pilot's, from which forecasts predict the saving.
+    it in turn are the config with it, `.best.yaml`, the search's file, `.search.json`, and a pilot's, from which forecasts predict the saving.
 
     Args:
         dry_run: only plan.
@@ -99,6 +105,7 @@ def run_search(request: ShortRunRequest, *, dry_run: bool = False) -> SearchResu
     final = _final(short_runs.prepare_measurement(request))
     file = request.out or _file(request.config, final.config)
     state = file.with_suffix(SUFFIX)
+    check_replaceable(_best_path(file), AUTHOR, "-o", has_folder=False)
     plan = _read_or_plan(file, state, final, request)
     if dry_run:
         return SearchResult(plan)
@@ -417,7 +424,20 @@ def _result(final: _Final, plan: ScheduleSearch, file: Path) -> SearchResult:
     write_json(pilot_path(file), structs.replace(pilot, found=pilot_summary(pilot)))
     if not file.exists():  # what was added to it stays
         replace_file(file, _text(final, plan, winner, saving).encode())
-    return SearchResult(plan, file, saving)
+    text = _config_text(measurement.path)
+    remarks = [f"{winner.name}: the winner of {file.with_suffix(SUFFIX).name}"]
+    best = edited_config(text, [*measurement.overrides, *settings], AUTHOR, remarks)
+    replace_file(_best_path(file), best.encode())
+    return SearchResult(plan, file, _best_path(file), saving)
+
+
+def _best_path(file: Path) -> Path:
+    """Return where the config with the schedule of a file is written."""
+    return file.with_name(f"{file.name.removesuffix('.yaml').removesuffix('.schedule')}{_BEST}")
+
+
+def _config_text(path: str | None) -> str:
+    return "" if path is None else read_regular(path, follow=True).decode("utf-8-sig")
 
 
 def _text(

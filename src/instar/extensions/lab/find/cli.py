@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 import click
 
 from instar.cli.options import CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import picture_kind, print_json, print_named, print_table, write_picture
+from instar.config.files import read_regular
+from instar.config.writers.edit import check_replaceable, edited_config
+from instar.record.atomic import replace_file
 from instar.record.format import bytes_text, si
+
+_LR = "instar find lr"
 
 
 @click.group(cls=CommandGroup)
@@ -37,6 +43,12 @@ def find() -> None:
     metavar="FILE",
     help="Plot the losses into FILE (.png, .svg or .pdf).",
 )
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The config with the rate, for `instar train`; default: CFG's name, ending in .lr.yaml, beside it.",
+)
 @trust_option
 @json_option
 def lr(
@@ -45,19 +57,23 @@ def lr(
     steps: int | None,
     budget: int | None,
     output: Path | None,
+    write: Path | None,
     as_json: bool,
 ) -> None:
     """Find the learning rate with the lowest validation loss after a short training.
 
     Trains CFG's model on its data with rates around optimizer.lr, all from the same weights on the
     same samples: many for a quarter of the steps, the best for half, the best of these for all. Each
-    training has the whole learning rate schedule in small.
+    training has the whole learning rate schedule in small. The config with the rate, and with what --set
+    says, is written as a file.
     """
     kind = None if output is None else picture_kind(output, "-o")
 
     from instar.run.load_config import load_run_config
 
     loaded_config = load_run_config(cfg, overrides)
+    path = write or Path(cfg or loaded_config.config.name).with_suffix(".lr.yaml")
+    check_replaceable(path, _LR, "--write")
 
     from instar.extensions.lab.find.learning_rate import find_learning_rate, rates_chart
 
@@ -73,8 +89,11 @@ def lr(
         }
         write_picture(output, picture(rates_chart(rounds, result.rate.lr), kind), "-o")
         _say(f"wrote {output}")
+    settings = [*overrides, *(f"{key}={value:.4g}" for key, value in result.settings.items())]
+    text = "" if cfg is None else read_regular(cfg, follow=True).decode("utf-8-sig")
+    replace_file(path, edited_config(text, settings, _LR, result.notes()).encode())
     if as_json:
-        print_json(result.to_dict())
+        print_json(result.to_dict() | {"config": str(path)})
         return
     headers, *rows = result.table()
     print_table(headers, rows, right=headers)
@@ -82,6 +101,7 @@ def lr(
         click.echo(f"{key}: {value:g}")
     for note in result.notes():
         _say(note)
+    click.echo(f"{path}\nnext: {shlex.join(['instar', 'train', str(path)])}")
 
 
 @find.command()
