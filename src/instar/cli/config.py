@@ -29,7 +29,6 @@ from instar.config.load import Loaded
 from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
 from instar.config.suggestions import expected, suggest_key
-from instar.config.suggestions import expected, suggest_key
 from instar.config.user_code.trust import is_trusted
 from instar.config.writers.starter import starter
 from instar.extensions import how_to_install, starters
