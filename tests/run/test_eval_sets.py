@@ -16,6 +16,7 @@ from instar.config.errors import ConfigError
 from instar.config.load import load_config
 from instar.config.schema import RunConfig
 from instar.data.source import Source
+from instar.data.text.dataset import create_dataset_files
 from instar.logs.plot.compose import ChartRequest, compose
 from instar.logs.read.record import read_record
 from instar.record.rundir import RunDir
@@ -121,6 +122,20 @@ def test_sets_and_parts_have_the_losses_of_their_texts(place: tiny_run.Place) ->
     assert {curve.metric for curve in panel.curves} == {"loss", "val/loss", *sets}
     compared = instar.compare([run, two]).metrics
     assert {*compared} == {"val/loss", *sets, "val/bits_per_byte", "loss"}
+
+
+def test_files_that_are_trained_on_too_are_said(place: tiny_run.Place) -> None:
+    said: list[str] = []
+    config = load_run_config("run.yaml").config
+    sets = config.eval.sets
+    create_dataset_files(config.data, config.data_seed, say=said.append, sets=sets)
+    assert not [text for text in said if "eval.sets" in text]
+    (place.path / "link.txt").symlink_to("code.jsonl")
+    mixed = sets[0].model_copy(update={"source": "*.txt"})
+    create_dataset_files(config.data, config.data_seed, say=said.append, sets=(mixed,))
+    assert [text for text in said if "eval.sets" in text] == [
+        "warning: 1 of 2 files of eval.sets german are files of code.jsonl too: their text is trained on"
+    ]
 
 
 def test_a_resumed_run_evaluates_its_sets_where_it_would_have(place: tiny_run.Place) -> None:

@@ -66,11 +66,31 @@ def create_dataset_files(
         verify_changed(folder)
     for number, entry in enumerate(sets):
         with _of_set(number):
+            _say_overlap(data, entry, say)
             set_data = _set_data(data, seed, entry)
             folder = prepare_dataset(set_data, seed, set_data.path, say, held_out=True)
             verify_changed(folder)
     if data.transform is not None:
         load_named(data.transform, key="data.transform")
+
+
+def _say_overlap(data: DataConfig, entry: EvalSet, say: Say) -> None:
+    """Say how many files of a held-out set are those of a source, too."""
+    held_out = _files_of(entry.source)
+    for source in [part.source for part in data.mixture] or [data.source]:
+        if source is not None and (count := len(held_out & _files_of(source))):
+            say(
+                f"warning: {count:,} of {len(held_out):,} files of eval.sets {entry.name} are files of {source} too: "
+                "their text is trained on"
+            )
+
+
+def _files_of(source: str) -> set[Path]:
+    """Return the files of a source; none of the standard library, or of what only its reader finds."""
+    try:
+        return set() if source == STDLIB else {file.resolve() for file in find_files(source).files}
+    except ConfigError:
+        return set()
 
 
 def _check_stream(data: DataConfig, folder: Path, world_size: int, say: Say) -> None:
