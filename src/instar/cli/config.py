@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from instar.api.editor_schemas import config_schema
 from instar.cli.options import CommandGroup, json_option, set_option, trust_option
 from instar.cli.output import print_json, print_table
 from instar.config import PRESETS, STARTERS, names_in
@@ -18,7 +19,6 @@ from instar.config.errors import ConfigError, ConfigProblem, nearest
 from instar.config.fields import (
     default,
     differing_keys,
-    editor_schema,
     schedule_keys,
     schema_keys,
     section_types,
@@ -149,7 +149,8 @@ def show(cfg: str | None, origin: bool, overrides: tuple[str, ...], as_json: boo
 def schema(section: str | None, task: str, as_json: bool) -> None:
     """List all config keys, or those of one SECTION.
 
-    --json prints the JSON Schema of a config file, which editors use to complete and check.
+    --json prints the JSON Schema of a config file, which editors use to complete and check; a file names it with
+    the key `$schema`, which changes nothing.
     """
     name, root = section or "", task_config_class(task, [section or ""])
     names = list(filter(None, section_types(root)))
@@ -158,7 +159,7 @@ def schema(section: str | None, task: str, as_json: bool) -> None:
         hint = f"did you mean '{suggestion}'?" if suggestion else f"there are {', '.join(names)}"
         raise ConfigError.of(f"unknown section or key '{name}'", hint=hint)
     if as_json:
-        print_json(editor_schema(root, name))
+        print_json(config_schema(root, name))
     else:
         print_table(("key", "type", "default", "meaning"), schema_rows(root, name))
 

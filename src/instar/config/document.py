@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from instar.config.errors import (
 )
 from instar.config.files import HINT, is_address, message_of, open_regular
 
+SCHEMA_KEY = "$schema"
+"""The key of a file by which editors find its JSON Schema; it is no part of a config."""
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 40
 MAX_PROBLEMS = 100
@@ -141,8 +143,22 @@ def read_document(
         return None, [problem_at(location, f"cannot be read: {reason}")]
     document, problems = parse(text, path, within=within)
     if document is not None and document.data is not None:
-        return document, problems
+        document, more = _without_schema(document)
+        return document, [*problems, *more]
     return None, problems or [problem_at(location, "the file is empty", start)]
+
+
+def _without_schema(document: Document) -> tuple[Document, list[ConfigProblem]]:
+    """Return a file's content without the key by which editors find its schema."""
+    data = document.data
+    if not isinstance(data, dict) or SCHEMA_KEY not in data:
+        return document, []
+    problems = []
+    if not isinstance(data[SCHEMA_KEY], str):
+        message = f"{SCHEMA_KEY} is the address or the path of a schema, for editors"
+        problems.append(problem_at(document.place((SCHEMA_KEY,)), message, "leave it out"))
+    rest = {key: value for key, value in data.items() if key != SCHEMA_KEY}
+    return replace(document, data=rest), problems
 
 
 def parse_option(

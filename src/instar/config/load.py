@@ -398,7 +398,7 @@ def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Fin
     document = findings.read(entry.value, hint, location, (SCHEDULE,))
     data = None if document is None else document.data
     inside: KeyPath = ()
-    if document is not None and isinstance(data, dict) and data.keys() == {"model", SCHEDULE}:
+    if isinstance(data, dict) and SCHEDULE in data and data.keys() <= {"model", SCHEDULE}:
         inside, data = (SCHEDULE,), data[SCHEDULE]
     if document is not None and not isinstance(data, list):
         message = f"a schedule is a list of operations, got {value_text(data)}"
@@ -413,7 +413,7 @@ def _open_schedule(root: Root, layer: dict[KeyPath, ConfigEntry], findings: _Fin
     if inside:
         layer |= _entries(root, document, findings, "")
     layer[SCHEDULE,] = replace(entry, value=data, document=document, inside=inside)
-    return bool(inside)
+    return bool(inside) and "model" in document.data
 
 
 def _translate_schedule(
