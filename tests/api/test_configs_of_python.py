@@ -58,6 +58,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "path": {"data": {"path": Path("folder/of data")}},
     "enum": {"model": {"n_layer": Size.TWO, "n_head": 2}},
+    "schema": {"$schema": "instar.json"},
     "tuple": {"train": {"until": ("5it", "1ep"), "ema": None}},
 }
 

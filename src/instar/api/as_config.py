@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from pydantic import BaseModel
 
+from instar.config.document import SCHEMA_KEY
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.origins import in_yaml
@@ -65,7 +66,11 @@ def as_arguments(config: Config, overrides: Overrides = ()) -> tuple[str | None,
 
 
 def _texts(content: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={in_yaml(plain_data(value, str(key)))}" for key, value in content.items()]
+    return [
+        f"{key}={in_yaml(plain_data(value, str(key)))}"
+        for key, value in content.items()
+        if key != SCHEMA_KEY
+    ]
 
 
 def plain_data(value: Any, key: str) -> Any:
