@@ -77,7 +77,7 @@ def test_everything_that_is_shipped_is_valid(name: str, data: Any) -> None:
         ("language", "model: {n_layers: 2}", "n_layers"),
         ("language", "model: {n_layer: two}", "two"),
         ("language", "train: {batch_size: 0}", "0"),
-        ("language", "optimizer: {name: adam}", "adam"),
+        ("language", "optimizer: {name: lbfgs}", "lbfgs"),
         ("language", "schedule: [{name: widen_mpl, value: x2}]", "widen_mpl"),
         ("language", "schedule: [{name: widen_mlp, value: [2]}]", "[2]"),
         ("language", "schedule: [{name: widen_mlp}]", "'value' is a required property"),
