@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from instar.config.errors import ConfigError
 from instar.logs.plot.chart import Chart
@@ -18,9 +19,6 @@ from instar.logs.query.summary import summarize
 from instar.logs.read.record import RunRecord, read_record
 from instar.record.events import RecordError
 from instar.record.rundir import RunDir
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Curves = bool | Sequence[str] | None
 """metrics that are drawn while a run trains; True: its losses; None: its losses, in a notebook; False: none"""
@@ -45,20 +43,16 @@ class Plot:
     def __repr__(self) -> str:
         return f"Plot({self.chart.title!r})"
 
-    def figure(self) -> Figure:
-        """Return it as a figure of matplotlib, which can be changed.
+    def figure(self) -> Any:
+        """Return it as a `matplotlib.figure.Figure`, which can be changed.
 
         Raises:
             ConfigError: matplotlib is not installed; names the extra.
         """
         check_matplotlib()
-        from matplotlib import rc_context
+        from instar.logs.plot.figure import draw_styled
 
-        from instar.logs.plot.figure import draw
-        from instar.logs.plot.legend import RC
-
-        with rc_context(RC):
-            return draw(self.chart)
+        return draw_styled(self.chart)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it to a file, in the format that its name ends with: .png, .svg or .pdf.
@@ -121,9 +115,9 @@ class LiveCurves:
 
     def _show(self, plot: Plot) -> None:
         if self._display is None:
-            from IPython.display import display  # installed where there is a notebook
-
-            self._display = display(plot, display_id=True)  # type: ignore[no-untyped-call]
+            # installed where there is a notebook
+            display = import_module("IPython.display").display
+            self._display = display(plot, display_id=True)
         else:
             self._display.update(plot)
 

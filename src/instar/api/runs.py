@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from instar.api.curves import Plot, plot_records, watch_run
 from instar.config.errors import ConfigError
 from instar.extensions import run_set
 from instar.logs.query.alignment import axis_named, parse_place
@@ -27,8 +28,6 @@ from instar.record.rundir import RunDir, runs_in
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from instar.api.curves import Plot
 
 RUNS = Path("runs")
 """where ids and names of runs are looked up"""
@@ -105,8 +104,6 @@ class Run:
         Raises:
             ConfigError: this is no notebook, or matplotlib is not installed.
         """
-        from instar.api.curves import watch_run
-
         watch_run(self.record.run, metrics)
 
     def summary(self) -> dict[str, Any]:
@@ -275,8 +272,6 @@ def plot(
         ConfigError: there is no such run or metric, or nothing to draw.
         RecordError: a record cannot be read.
     """
-    from instar.api.curves import plot_records  # brings the room of plots
-
     records = _records(runs, "instar.plot")
     return plot_records(records, metrics, axis=axis_named(axis), smooth=smooth, log=log)
 

@@ -14,13 +14,10 @@ from pathlib import Path
 
 from instar.api.as_config import Config, Overrides, as_arguments
 from instar.api.curves import Curves, draw_end, live_curves
+from instar.api.definitions import packed_definitions
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
-from instar.config.user_code.definitions import (
-    DEFINITIONS_VARIABLE,
-    module_folders,
-    packed_definitions,
-)
+from instar.config.user_code.definitions import DEFINITIONS_VARIABLE, module_folders
 from instar.config.user_code.trust import code_names
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
 from instar.distributed.launch import environment, print_stderr, run_ranks, threads_per_rank

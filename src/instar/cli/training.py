@@ -39,7 +39,7 @@ from instar.schedule.hardware.estimate import COMPILED_SHARE, EAGER_SHARE
 from instar.schedule.hardware.estimate_text import render_estimate
 from instar.schedule.memory import in_force
 from instar.schedule.render import render
-from instar.tasks.task import SampleSetSpec
+from instar.tasks.task import SampleSetSpec, TaskSpec
 
 
 def train(**options: Any) -> int:
@@ -195,13 +195,11 @@ def _forecast(
     argv: Sequence[str],
     ranks: int,
 ) -> int:
-    from instar.run.init_weights import starting_weights
-
     new = automatic(loaded_config.config) is None
     preparation = preflight(
         loaded_config, ranks, new=new, assume=lambda text: click.echo(text, err=True)
     )
-    weights = starting_weights(loaded_config, preparation.spec) if new else None
+    weights = _starting_weights(loaded_config, preparation.spec) if new else None
     line = torchrun_line(
         argv, ranks, options.devices, port=loaded_config.config.parallel.master_port
     )
@@ -237,17 +235,22 @@ def _forecast(
     return 0
 
 
+def _starting_weights(loaded_config: Loaded, spec: TaskSpec) -> Any:
+    """Return the `Weights` that a run starts from; None: random ones."""
+    from instar.run.init_weights import starting_weights  # takes a while, and launches need none
+
+    return starting_weights(loaded_config, spec)
+
+
 def _forecast_on_hardware(
     options: _TrainOptions, hardware: str, loaded_config: Loaded, argv: Sequence[str]
 ) -> int:
     """Print a forecast of a run on devices that are not here."""
-    from instar.run.init_weights import starting_weights
-
     devices = parse_hardware(hardware)
     share = options.utilization or (COMPILED_SHARE if loaded_config.config.compile else EAGER_SHARE)
     result = forecast_on(loaded_config, devices, share, lambda text: click.echo(text, err=True))
     forecast, spec = result.checked_run.forecast, result.checked_run.spec
-    weights = starting_weights(loaded_config, spec)
+    weights = _starting_weights(loaded_config, spec)
     notes = forecast_notes(forecast, loaded_config, options.cfg)
     if options.as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}

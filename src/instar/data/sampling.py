@@ -227,7 +227,7 @@ def sampling_of(
         of_loader = "the DataLoader's weights"
         return WeightedSampling(_checked_weights(weights, train, "task", of_loader), of_loader)
     if (name := data.sample_weights) is not None:
-        column = column_of(source, name, "data.sample_weights", "weights")
+        column = numbers_in_column(source, name, "data.sample_weights", "weights")
         return WeightedSampling(_checked_weights(column, train, "data.sample_weights", name), name)
     if data.balance is not None:
         classes = classes_of(source, data.balance, "data.balance")
@@ -236,7 +236,7 @@ def sampling_of(
     return None
 
 
-def column_of(source: Source, name: str, key: str, content: str) -> NDArray[Any]:
+def numbers_in_column(source: Source, name: str, key: str, content: str) -> NDArray[Any]:
     """Return a column with a number for each sample, [samples]. Of a source that only reads samples, all are read.
 
     Args:
@@ -270,9 +270,9 @@ def classes_of(source: Source, name: str, key: str) -> Int64Array:
     """Return a column of classes, int64 [samples].
 
     Raises:
-        ConfigError: as `column_of`; or a value is no whole number.
+        ConfigError: as `numbers_in_column`; or a value is no whole number.
     """
-    column = column_of(source, name, key, "classes")
+    column = numbers_in_column(source, name, key, "classes")
     if column.dtype.kind == "c":
         raise ConfigError.at(key, f"column {name!r} is {column.dtype}: classes are whole numbers")
     with np.errstate(invalid="ignore"):  # of what is no number

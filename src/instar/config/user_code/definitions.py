@@ -14,9 +14,7 @@ import linecache
 import os
 import pickle
 import sys
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
-from io import BytesIO
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -58,40 +56,6 @@ def code_name(code: Callable[..., Any]) -> str:
             hint="define it at the top level of a cell or module, and pass what has that name now",
         )
     return f"{module}:{name}"
-
-
-def packed_definitions(names: Iterable[str]) -> bytes:
-    """Pickle what `__main__` defines by these names, with what it uses from there; empty: none is of `__main__`.
-
-    Raises:
-        ConfigError: it holds something that another process cannot be given, such as an open file.
-    """
-    from cloudpickle import CloudPickler  # few processes need it
-
-    main = sys.modules[MAIN]
-    codes = {name: getattr(main, name.partition(":")[2]) for name in names if is_local(name)}
-    if not codes:
-        return b""
-    # a cell has no file, and its entry no time of change
-    cells = {file: entry for file, entry in linecache.cache.items() if entry[1:2] == (None,)}
-
-    def with_file(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
-        # cloudpickle leaves out the name of the file, which tracebacks need
-        make, arguments = CloudPickler.dispatch_table[CodeType](code)
-        return make, tuple(code.co_filename if a == "<dynamic-code>" else a for a in arguments)
-
-    table = ChainMap({CodeType: with_file}, CloudPickler.dispatch_table)
-    pickler_class = type("Pickler", (CloudPickler,), {"dispatch_table": table})
-    content = BytesIO()
-    try:
-        pickler_class(content).dump((codes, cells))
-    except Exception as error:
-        raise ConfigError.of(
-            f"{', '.join(codes)} cannot be passed to other processes: {type(error).__name__}: {error}",
-            where="instar.launch",
-            hint="define it in a module, or train in this process with instar.train",
-        ) from error
-    return content.getvalue()
 
 
 def bring_definitions() -> None:

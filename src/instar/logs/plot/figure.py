@@ -201,6 +201,12 @@ def render_figure(make: Callable[[], Figure], kind: Literal["png", "svg", "pdf"]
     return file.getvalue()
 
 
+def draw_styled(chart: Chart) -> Figure:
+    """Return the chart as a figure in the style of all plots."""
+    with rc_context(RC):
+        return draw(chart)
+
+
 def draw(chart: Chart) -> Figure:
     """Return the chart as a figure in the style of the caller's `rc_context`."""
     labels = place_labels(chart)

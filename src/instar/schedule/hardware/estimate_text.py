@@ -36,7 +36,7 @@ def render_estimate(result: Estimate, forecast: Forecast, remedy: str, flops_rem
         ("speed", list(_speeds(result, forecast))),
         ("time", list(_time(result, unit, flops_remark))),
         ("cost", list(_cost(result))),
-        ("data", list(data_lines(forecast, result.units_within_limit))),
+        ("data", list(lines_on_data(forecast, result.units_within_limit))),
         (
             "checkpoint",
             [f"{bytes_text(result.checkpoint_bytes)} each; writing them is not counted"],
@@ -110,7 +110,7 @@ def _cost(result: Estimate) -> Iterator[str]:
         yield f"{amount} device hours"
 
 
-def data_lines(forecast: Forecast, units_within_limit: float | None = None) -> Iterator[str]:
+def lines_on_data(forecast: Forecast, units_within_limit: float | None = None) -> Iterator[str]:
     """Yield how much data a run needs, and how much there is."""
     unit, size, totals = forecast.unit, forecast.dataset_tokens, forecast.late
     amount = units_within_limit or (None if totals is None else totals.tokens)
