@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import science
 import torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image
 from tiny_run import Place, codes, events, said
@@ -23,7 +25,8 @@ from instar.extensions import built_in
 from instar.logs.read.record import read_record
 from instar.record.media import read_image, to_png
 from instar.record.rundir import RunDir
-from instar.tasks.logged import Logged, log, recording, to_pixels, to_table, weighted
+from instar.tasks.images import to_pixels
+from instar.tasks.logged import Logged, log, log_image, recording, to_table, weighted
 
 ALONE = World(0, 0, 1, torch.device("cpu"), "none")
 SETTINGS = (
@@ -124,9 +127,57 @@ def test_an_image_is_read_back_as_it_was(shape: tuple[int, ...], dtype: str) -> 
     np.testing.assert_array_equal(shown.reshape(shape), wanted)
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "float16", "bfloat16"])
+def test_channels_may_come_first_as_in_torch(channels: int, dtype: str) -> None:
+    drawn = torch.randint(0, 256, (channels, 5, 7), generator=torch.Generator().manual_seed(1))
+    image = drawn.to(torch.uint8) if dtype == "uint8" else (drawn / 255).to(getattr(torch, dtype))
+    wanted = drawn.numpy() if dtype == "uint8" else np.rint(255 * image.double().numpy())
+    for given in (image, image.requires_grad_() if dtype != "uint8" else image):
+        np.testing.assert_array_equal(to_pixels("x", given), wanted.transpose(1, 2, 0))
+    last = to_pixels("x", image.permute(1, 2, 0))
+    np.testing.assert_array_equal(last, wanted.transpose(1, 2, 0))
+
+
+def test_where_both_layouts_fit_channels_are_last() -> None:
+    drawn = np.random.default_rng(0).integers(0, 256, (3, 9, 4)).astype("u1")
+    np.testing.assert_array_equal(to_pixels("x", drawn), drawn)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "RGB", "RGBA", "P", "LA", "CMYK", "I;16", "F"])
+def test_images_of_pil_look_as_they_do(mode: str) -> None:
+    colors = np.random.default_rng(0).integers(0, 256, (6, 5, 3)).astype("u1")
+    image = Image.fromarray(colors).convert("L" if mode == "I;16" else mode)
+    image = image.convert("I").convert("I;16") if mode == "I;16" else image
+    shown = Image.open(io.BytesIO(to_png(to_pixels("x", image)))).convert("RGBA")
+    np.testing.assert_array_equal(np.asarray(shown), np.asarray(image.convert("RGBA")))
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_a_figure_of_matplotlib_is_drawn_and_stays_open(window: bool) -> None:
+    figure_of = pyplot.figure if window else Figure
+    figure = figure_of(figsize=(2, 1), dpi=50)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.imshow(np.broadcast_to([1.0, 0.5, 0.0], (2, 2, 3)), aspect="auto")
+    canvas = figure.canvas
+    pixels = to_pixels("x", figure)
+    assert pixels.shape == (50, 100, 4)
+    assert np.abs(pixels[25, 50].astype(int) - [255, 128, 0, 255]).max() <= 1
+    assert figure.canvas is canvas
+    if window:
+        assert pyplot.fignum_exists(figure.number)
+        pyplot.close(figure)
+    logged = Logged(ALONE)
+    with recording(logged):
+        log_image("drawn", figure)
+    np.testing.assert_array_equal(logged.images["drawn"], pixels)
+
+
 WRONG = {
-    "permute": (torch.zeros(3, 8, 8), "permute(1, 2, 0)"),
-    "a batch": (np.zeros((2, 8, 8, 3)), "not [2, 8, 8, 3]"),
+    "a batch": (np.zeros((2, 8, 8, 3)), "not [2, 8, 8, 3]: take one of the batch"),
+    "two channels": (np.zeros((2, 8, 8)), "not [2, 8, 8]"),
+    "no image": (object(), "not an object of another kind"),
     "empty": (np.zeros((0, 8)), "not [0, 8]"),
     "large": (np.zeros((1, 2049)), "2049 × 1 pixels are more than 2048"),
     "whole numbers": (np.zeros((4, 4), dtype=np.int64), "not int64"),

@@ -17,27 +17,21 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from instar.config.errors import shorten_text
 from instar.distributed.agree import Json, gather
 from instar.distributed.all_reduce import exact_sum, nearest_float, parse_sum
 from instar.distributed.world import World
-from instar.models.loss import at_least_float32
 from instar.record.events import TRAIN_METRICS, Event, ImageEvent, TableEvent, Warn
 from instar.record.media import save_image
+from instar.tasks.images import Pixels, to_pixels
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
 Cell = str | int | float | bool | None
-Pixels = NDArray[np.uint8]
-"""[height, width, channels], of which there are 1, 3 or 4"""
 
 MOST_NAMES, MOST_IMAGES, MOST_TABLES = 200, 16, 16
 """names of numbers, of images and of tables until they are recorded"""
-LARGEST_SIDE = 2048
-"""pixels of an image in each direction"""
 MOST_ROWS, MOST_COLUMNS, LONGEST_TEXT = 200, 30, 500
 _Sums = tuple[Reduction, str, str, str]
 """reduction, exact sums of values and of weights, and the decisive value"""
@@ -100,11 +94,11 @@ class Logged:
             entry.values.append(value)
             entry.weights.append(weight)
 
-    def image(self, name: str, pixels: object) -> None:
+    def image(self, name: str, image: object) -> None:
         """Add an image; see `to_pixels`."""
         _check_name(name, self.images, MOST_IMAGES)
         if self.weight and self.world.is_main and name not in self.images:
-            self.images[name] = to_pixels(name, pixels)
+            self.images[name] = to_pixels(name, image)
 
     def table(self, name: str, rows: object, columns: Sequence[str] | None = None) -> None:
         """Add a table; see `to_table`."""
@@ -234,8 +228,12 @@ def log(name: str, value: Tensor | float, *, reduce: Reduction = "mean") -> None
 
 
 def log_image(name: str, pixels: object) -> None:
-    """Log an image of rank 0, [height, width] or [height, width, 1, 3 or 4]: uint8, or floats from
-    0 to 1. Each record has the first image of a name."""
+    """Log an image of rank 0. Each record has the first image of a name.
+
+    Args:
+        pixels: a tensor or an array, [height, width], [height, width, channels] or [channels, height, width] with 1, 3 or
+            4 channels, uint8 or floats from 0 to 1; an image of PIL; or a figure of matplotlib, which stays open.
+    """
     if (log_buffer := _current.get()) is not None:
         log_buffer.image(name, pixels)
 
@@ -245,40 +243,6 @@ def log_table(name: str, rows: object, columns: Sequence[str] | None = None) -> 
     has the first table of a name."""
     if (log_buffer := _current.get()) is not None:
         log_buffer.table(name, rows, columns)
-
-
-def to_pixels(name: str, pixels: object) -> Pixels:
-    """Convert to bytes: floats from 0 to 1 are scaled and clipped, NaN becomes 0.
-
-    Raises:
-        ValueError: this is no image, or it is too large.
-    """
-    plain = at_least_float32(pixels.detach()).cpu() if isinstance(pixels, Tensor) else pixels
-    array = np.asarray(plain)
-    shape = array.shape
-    if array.ndim == 2:
-        array = array[:, :, None]
-    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or not array.size:
-        is_channels_first = array.ndim == 3 and array.shape[0] in (1, 3, 4)
-        hint = "; write x.permute(1, 2, 0)" if is_channels_first else ""
-        raise ValueError(
-            f"log_image({name!r}): an image is [height, width] or [height, width, 1, 3 or 4], not "
-            f"{list(shape)}{hint}"
-        )
-    if max(array.shape) > LARGEST_SIDE:
-        raise ValueError(
-            f"log_image({name!r}): {array.shape[1]} × {array.shape[0]} pixels are more than "
-            f"{LARGEST_SIDE} in one direction; log a smaller image"
-        )
-    if array.dtype.kind == "f":
-        array = np.rint(255 * np.clip(np.nan_to_num(array, nan=0.0), 0, 1))
-    elif array.dtype.kind == "b":
-        array = array * 255
-    elif array.dtype != np.uint8:
-        raise ValueError(
-            f"log_image({name!r}): values are uint8, or floats from 0 to 1, not {array.dtype}"
-        )
-    return np.ascontiguousarray(array.astype(np.uint8))
 
 
 def to_table(name: str, rows: object, columns: Sequence[str] | None = None) -> TableData:

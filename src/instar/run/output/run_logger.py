@@ -52,7 +52,8 @@ from instar.run.state.gradient_stats import GradientWatch, GradNorm, LayerStats
 from instar.run.state.run_state import Decision, Interval, RunState
 from instar.run.step.evaluate import Evaluation, TestResult
 from instar.run.step.stepper import StepResult
-from instar.tasks.logged import Logged, Pixels, TableData, media_events
+from instar.tasks.images import Pixels
+from instar.tasks.logged import Logged, TableData, media_events
 
 logger = logging.getLogger(__name__)
 

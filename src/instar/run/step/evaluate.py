@@ -32,7 +32,8 @@ from instar.run.state.generators import EVALUATION, generators_kept, seed_genera
 from instar.run.state.sync_point import Stopped, SyncPoint
 from instar.run.step.stepper import to_device
 from instar.tasks.basis import Basis
-from instar.tasks.logged import Logged, Pixels, TableData, recording, weighted
+from instar.tasks.images import Pixels
+from instar.tasks.logged import Logged, TableData, recording, weighted
 from instar.tasks.metrics import compute, set_metrics, update
 from instar.tasks.task import Tally, Task
 
