@@ -12,6 +12,9 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from instar.config.origins import in_yaml
+from instar.config.schema import RunConfig
+
 _SAMPLERS = {"RandomSampler", "SequentialSampler", "_InfiniteConstantSampler"}
 _SAMPLERS |= {"BatchSampler", "NoneType"}
 """Samplers that `data.order` replaces."""
@@ -24,11 +27,32 @@ def is_loader(value: object) -> TypeGuard[Any]:
     return torch is not None and isinstance(value, torch.DataLoader)
 
 
-def loader_batch(value: object) -> int | None:
-    """Return the batch size of a torch `DataLoader`, that of the training samples if it is one of
-    several; None for anything else."""
-    train = value.get("train") if isinstance(value, Mapping) else value
-    return train.batch_size if is_loader(train) else None
+def unused_settings(value: object, config: RunConfig) -> list[str]:
+    """Return which settings of a torch `DataLoader` the run does not follow, in words: of that of the training samples if
+    it is one of several; of anything else, none."""
+    loader = value.get("train") if isinstance(value, Mapping) else value
+    if not is_loader(loader):
+        return []
+    data, sampler = config.data, type(loader.sampler).__name__
+    rows: list[tuple[str, object, str, object]] = []
+    if loader.batch_size is not None:
+        rows.append(("train.batch_size", config.train.batch_size, "batch_size", loader.batch_size))
+    if loader.drop_last:  # the default leaves nothing out, as the run's does
+        rows.append(("data.drop_last", data.drop_last, "drop_last", True))
+    if loader.num_workers:
+        rows.append(("data.workers", data.workers, "num_workers", loader.num_workers))
+    unused = [
+        f"{key} {in_yaml(ours)} is used, not the {name} {theirs} of the DataLoader"
+        for key, ours, name, theirs in rows
+        if ours != theirs
+    ]
+    shuffles, is_shuffled = sampler == "RandomSampler", data.order != "sequential"
+    if sampler in ("RandomSampler", "SequentialSampler") and shuffles != is_shuffled:
+        text = f"data.order {data.order} is used, not the shuffle={shuffles} of the DataLoader"
+        unused.append(text)
+    if loader.generator is not None:
+        unused.append("the run's seed is used, not the generator of the DataLoader")
+    return unused
 
 
 def loader_weights(value: object) -> NDArray[np.float64] | None:

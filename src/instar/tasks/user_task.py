@@ -22,7 +22,7 @@ from instar.config.sections import Section
 from instar.config.user_code.named import what_happened
 from instar.data.columns import Columns
 from instar.data.sample_set import SampleSet
-from instar.data.torch_loader import loader_batch
+from instar.data.torch_loader import unused_settings
 from instar.data.user_sets import StreamedSet, sample_set
 from instar.distributed.failure import exits_fail
 from instar.models.loss import at_least_float32
@@ -43,8 +43,8 @@ class CustomSpec(SampleSetSpec):
     custom_task: CustomTask[Any, Any]
     first: tuple[weakref.ref[nn.Parameter], ...]
     """parameters of the model that was built to open the data"""
-    unused_batch: int | None
-    """the batch size of a DataLoader that `samples` returned; None: it returned something else"""
+    unused: tuple[str, ...]
+    """settings of a DataLoader that `samples` returned and the run does not follow, in words"""
 
     @classmethod
     def open(cls, loaded_config: Loaded, world_size: int) -> Self:  # noqa: ARG003
@@ -61,9 +61,9 @@ class CustomSpec(SampleSetSpec):
             check_shape_buffers(config.task, shape, _facts_in(module))
         first = tuple(map(weakref.ref, module.parameters()))
         del module
-        data, unused_batch = _open_source(task, config)
+        data, unused = _open_source(task, config)
         data.held_out("val")
-        return cls(config, shape, data, task, first, unused_batch)
+        return cls(config, shape, data, task, first, tuple(unused))
 
     @classmethod
     def saved(cls, config: RunConfig, architecture: Mapping[str, Any]) -> SavedModel:
@@ -85,13 +85,7 @@ class CustomSpec(SampleSetSpec):
 
     @property
     def warnings(self) -> list[str]:
-        size, unused_batch = self.config.train.batch_size, self.unused_batch
-        if unused_batch in (None, size):
-            return []
-        text = (
-            f"train.batch_size {size} is used, not the batch_size {unused_batch} of the DataLoader"
-        )
-        return [f"{self.config.task}: {text}"]
+        return [f"{self.config.task}: {text}" for text in self.unused]
 
     @property
     def refuses_shards(self) -> str:
@@ -287,16 +281,16 @@ def _section(task: type[CustomTask[Any, Any]], config: RunConfig) -> Section:
 
 def _open_source(
     task: CustomTask[Any, Any], config: RunConfig
-) -> tuple[SampleSet | StreamedSet, int | None]:
-    """Return the user's samples, split by themselves or as the config says, and the batch size of a
-    DataLoader that held them."""
+) -> tuple[SampleSet | StreamedSet, Sequence[str]]:
+    """Return the user's samples, split by themselves or as the config says, and which settings of a
+    DataLoader that held them are not used."""
     name, data = config.task, config.data
     assert isinstance(data, SamplesConfig)
     with _telling(f"{name}.samples() failed"):
         samples = task.samples()
     try:
         dataset = sample_set(task.samples, samples, task.fields, data, config.data_seed)
-        return dataset, loader_batch(samples)
+        return dataset, unused_settings(samples, config)
     except ConfigError:
         raise
     except ValueError as error:
