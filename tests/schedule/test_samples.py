@@ -96,8 +96,9 @@ def test_the_large_one_ends_as_gpt2() -> None:
 
 
 def test_the_page_names_every_operation_option_trigger_and_guard() -> None:
-    page = (ROOT / "docs/schedule.md").read_text("utf-8")
-    said = set(re.findall(r"\w+", page))
+    # those of adapters have a page of their own
+    pages = [(ROOT / "docs" / name).read_text("utf-8") for name in ("schedule.md", "lora.md")]
+    said = set(re.findall(r"\w+", "\n".join(pages)))
     assert {*operation_names()} - {"fold_masks"} <= said
     assert {option for operator in OPERATORS.values() for option in operator.options} <= said
     for section in (ScheduledOperation, When, PlateauTrigger):

@@ -253,7 +253,7 @@ CONFIGS = {
     "epochs in words": Broken(G, "until: 10ep", "until: 10 epochs", "10ep"),
     "minutes as a budget": Broken(L, "every_minutes: 10", "every_minutes: 10min", "10"),
     # values that cannot be
-    "optimizer": Broken(L, "name: adamw", "name: adam", "adamw"),
+    "optimizer": Broken(L, "name: adamw", "name: adamv", "adamw"),
     "no such preset": Broken(L, "preset: llama", "preset: lama", "llama"),
     "no such task": Broken(G, "task: graph", "task: graphs", "graph"),
     "no such pooling": Broken(G, "pooling: [mean, max]", "pooling: [mean, maximum]", "max"),
