@@ -219,6 +219,9 @@ def test_of_instars_own_optimizers_it_is_said_what_has_no_effect() -> None:
         f"optimizer.{key} has no effect on adamw" for key in ("momentum", "muon_lr")
     ]
     assert said("optimizer={name: sgd, beta2: 0.5}") == ["optimizer.beta2 has no effect on sgd"]
+    assert said("learning_rate={gamma: 0.3}") == [
+        "learning_rate.gamma has no effect on the shape cosine"
+    ]
 
 
 def test_no_optimizer_needs_torch_to_be_checked() -> None:

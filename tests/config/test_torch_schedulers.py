@@ -126,3 +126,19 @@ def test_options_without_a_scheduler_are_refused() -> None:
     assert problem == "learning_rate.options are for schedulers of torch, and the shape is cosine"
     hint = problems("learning_rate.shape=steplr")
     assert [*hint.values()] == ["did you mean 'StepLR'?"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "unread"),
+    [
+        ({"shape": "cosine", "gamma": 0.3, "decay_every": 5}, ["decay_every", "gamma"]),
+        ({"shape": "step", "gamma": 0.3, "decay_every": 5}, []),
+        ({"shape": "exponential", "decay_fraction": 0.3, "decay_every": 5}, ["decay_fraction"]),
+        ({"shape": "wsd", "decay_fraction": 0.3}, []),
+        ({"shape": "constant", "gamma": 0.5}, []),
+    ],
+)
+def test_keys_that_a_shape_does_not_read_are_known(
+    keys: dict[str, object], unread: list[str]
+) -> None:
+    assert LearningRateConfig(**keys).unread == unread  # type: ignore[arg-type]

@@ -341,6 +341,22 @@ class LearningRateConfig(Section):
         return values
 
     @property
+    def unread(self) -> list[str]:
+        """Keys that are set and that the shape does not read; a scheduler of torch refuses them."""
+        readers = {
+            "decay_fraction": ("wsd",),
+            **dict.fromkeys(("decay_every", "gamma"), ("step", "exponential")),
+        }
+        if self.shape in SCHEDULERS:
+            return []
+        fields = type(self).model_fields
+        return [
+            key
+            for key, shapes in readers.items()
+            if self.shape not in shapes and getattr(self, key) != fields[key].default
+        ]
+
+    @property
     def has_end(self) -> bool:
         """Whether the learning rate depends on the last step."""
         return self.shape in ("cosine", "linear", "wsd")

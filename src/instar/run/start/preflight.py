@@ -78,6 +78,11 @@ class Prepared:
         texts += [
             f"optimizer.{key} has no effect on {settings['name']}" for key in keys_without_effect
         ]
+        if not config.schedule:  # whose branches may have another shape
+            texts += [
+                f"learning_rate.{key} has no effect on the shape {schedule.shape}"
+                for key in schedule.unread
+            ]
         return [*texts, *remarks(config), *self._short_run()]
 
     def _short_run(self) -> Iterator[str]:
