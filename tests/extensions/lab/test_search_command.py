@@ -139,7 +139,7 @@ def test_the_winner_is_trained_by_its_file_bit_for_bit(
     best = winner(made)
     assert best["candidate"] != "scratch"
     said = (made / "said.txt").read_text()
-    assert "next: instar train deep.yaml --schedule deep.schedule.yaml" in said
+    assert "deep.schedule.yaml\ndeep.best.yaml\nnext: instar train deep.best.yaml\n" in said
     told = json.loads(
         instar(
             "train", "deep.yaml", "--schedule", "deep.schedule.yaml", "--dry-run", "--json"
