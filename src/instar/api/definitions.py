@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
+import tempfile
 from collections import ChainMap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
+from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar
 
 from cloudpickle import CloudPickler
 
 from instar.config.errors import ConfigError
-from instar.config.user_code.definitions import MAIN, is_local
+from instar.config.load import Loaded
+from instar.config.user_code.definitions import (
+    DEFINITIONS_VARIABLE,
+    MAIN,
+    is_local,
+    module_folders,
+)
+from instar.config.user_code.trust import code_names
+from instar.distributed.launch import environment
 
 
 def _with_file(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
@@ -48,3 +60,26 @@ def packed_definitions(names: Iterable[str]) -> bytes:
             hint="define it in a module, or train in this process with instar.train",
         ) from error
     return content.getvalue()
+
+
+@contextmanager
+def code_for_children(loaded_config: Loaded, *, is_parent: bool = True) -> Iterator[None]:
+    """Let processes that are started inside find what this one does: the modules of a config's code, and the classes and
+    functions of a notebook or script.
+
+    Args:
+        is_parent: whether processes are started.
+    """
+    names = set(code_names(loaded_config.data))
+    if not (names and is_parent):
+        yield
+        return
+    folders = [os.environ.get("PYTHONPATH", ""), *module_folders()]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders)))}
+    with tempfile.TemporaryDirectory(prefix="instar-code-") as folder:
+        if content := packed_definitions(names):
+            file = Path(folder) / "definitions.pickle"
+            file.write_bytes(content)
+            variables[DEFINITIONS_VARIABLE] = str(file)
+        with environment(variables):
+            yield

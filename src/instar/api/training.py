@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import chdir, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import chdir
 from pathlib import Path
 
 from instar.api.as_config import Config, Overrides, as_arguments
 from instar.api.curves import Curves, draw_end, live_curves
-from instar.api.definitions import packed_definitions
+from instar.api.definitions import code_for_children
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded
-from instar.config.user_code.definitions import DEFINITIONS_VARIABLE, module_folders
-from instar.config.user_code.trust import code_names
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
 from instar.distributed.launch import environment, print_stderr, run_ranks, threads_per_rank
 from instar.distributed.placement import (
@@ -268,29 +265,6 @@ def preflight_launch(
     check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
     if checkpoint is None:
         starting_weights(loaded_config, preparation.spec)
-
-
-@contextmanager
-def code_for_children(loaded_config: Loaded, *, is_parent: bool = True) -> Iterator[None]:
-    """Let processes that are started inside find what this one does: the modules of a config's code, and the classes and
-    functions of a notebook or script.
-
-    Args:
-        is_parent: whether processes are started.
-    """
-    names = set(code_names(loaded_config.data))
-    if not (names and is_parent):
-        yield
-        return
-    folders = [os.environ.get("PYTHONPATH", ""), *module_folders()]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders)))}
-    with tempfile.TemporaryDirectory(prefix="instar-code-") as folder:
-        if content := packed_definitions(names):
-            file = Path(folder) / "definitions.pickle"
-            file.write_bytes(content)
-            variables[DEFINITIONS_VARIABLE] = str(file)
-        with environment(variables):
-            yield
 
 
 def _variables(rank: int | None, world_size: int | None, port: int | None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Code that a notebook or a script defines, for the processes that it starts.
 
 A config names code as `module:name`. What is defined in a notebook, or in the script that runs, has the module
-`__main__`, which is another one in every process. `packed_definitions` are the classes and functions themselves,
+`__main__`, which is another one in every process. `instar.api.definitions` packs the classes and functions themselves,
 with the lines of their source for tracebacks; a process that finds none in its own `__main__` takes them
 from the file that `DEFINITIONS_VARIABLE` names, if this user has written it.
 """
@@ -20,13 +20,11 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from instar.config.errors import ConfigError
-from instar.config.files import read_regular
+from instar.config.files import open_regular
 
 MAIN = "__main__"
 DEFINITIONS_VARIABLE = "INSTAR_DEFINITIONS"
 """path of the file with the definitions that a parent process has packed"""
-_MOST_BYTES = 1 << 34
-"""A notebook's function may hold large arrays."""
 
 
 def module_folders() -> list[str]:
@@ -68,8 +66,9 @@ def bring_definitions() -> None:
     if path is None:
         return
     try:
-        is_own = Path(path).stat().st_uid == os.geteuid()
-        content = read_regular(path, _MOST_BYTES) if is_own else b""
+        with open_regular(path) as file:  # its owner is asked of what is read, not of the path
+            is_own = os.fstat(file.fileno()).st_uid == os.geteuid()
+            content = file.read() if is_own else b""
     except OSError as error:
         raise ConfigError.of(
             f"cannot read {path}: {error.strerror}", DEFINITIONS_VARIABLE
