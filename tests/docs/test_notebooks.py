@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,8 @@ def error_of(cell: Any) -> str:
 def _own_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    # as in an environment that is activated: `!instar` of a cell is a command of the shell
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
 
 
 def cells_of_page() -> list[str]:
