@@ -11,9 +11,10 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig, MixturePart
 from instar.config.load import load_config
+from instar.data.columns import Ragged
 from instar.data.source import IGNORED
 from instar.data.text.dataset import create_dataset_files, open_data
-from instar.data.text.targets import positions_after
+from instar.data.text.targets import documents_between
 from instar.data.text.tokenizer import load_saved_tokenizer, named_tokenizer, train_bpe
 
 DOCUMENTS = [f"document {n}: {'word ' * (n % 7)}" + "end" * (n % 3) for n in range(60)]
@@ -164,7 +165,13 @@ def test_documents_that_nothing_tells_apart_are_refused(
     ],
 )
 def test_positions_after_ends(ends: list[int], positions: list[int]) -> None:
-    assert positions_after(np.array([ends], dtype=bool)).tolist() == [positions]
+    columns = documents_between(np.array([ends, ends], dtype=bool))
+    assert np.asarray(columns["positions"]).tolist() == [positions, positions]
+    sizes = columns["documents"]
+    assert isinstance(sizes, Ragged)
+    begins = [*np.flatnonzero(np.array(positions) == 0).tolist(), len(positions)]
+    assert sizes[1:2].flat.tolist() == np.diff(begins).tolist()
+    assert sizes.flat.sum() == 2 * len(positions)
 
 
 @pytest.mark.parametrize(

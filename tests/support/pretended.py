@@ -248,7 +248,14 @@ class _Pretending(TorchFunctionMode):
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, enable_gqa: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None = None,
+    *,
+    dropout_p: float,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Attention whose mask is on the tensors' device; that of torch is made in C++."""
     if enable_gqa:
@@ -257,6 +264,8 @@ def _attention(
     if is_causal:
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
+    if added is not None:
+        scores = scores + added
     return F.dropout(scores.softmax(-1), dropout_p) @ v
 
 

@@ -183,7 +183,11 @@ def memory_estimate(
             arch, setup.batch_size, context, low, device, checkpointing=setup.gradient_checkpointing
         )
         + _adapter_bytes(arch, tokens, low, setup.gradient_checkpointing)
-        + (_document_bytes(arch, setup.batch_size, context, low) if setup.document_masks else 0)
+        + (
+            _document_bytes(arch, setup, context, low)
+            if masks_documents(setup, arch.dropout)
+            else 0
+        )
         + (low * count.matmul if low < _WIDE else 0),
         "logits": logit_bytes(
             arch.vocab_size, arch.n_embd, tokens, low, device, compiled=setup.compiled
@@ -191,10 +195,17 @@ def memory_estimate(
     }
 
 
-def _document_bytes(arch: Architecture, samples: int, context: int, low: int) -> int:
+def masks_documents(setup: TrainingSetup, dropout: float) -> bool:
+    """Return whether masks of context × context keep documents apart, and not a GPU's kernel, see `models.documents`."""
+    return setup.document_masks and (
+        setup.device == "cpu" or setup.precision == "fp32" or dropout > 0
+    )
+
+
+def _document_bytes(arch: Architecture, setup: TrainingSetup, context: int, low: int) -> int:
     """Return the bytes of the masks of packed documents: one for all layers, and one for each with a window."""
     windowed = sum(window is not None for window in _windows_of_passes(arch))
-    return samples * context**2 * low * (1 + windowed)
+    return setup.batch_size * context**2 * low * (1 + windowed)
 
 
 def _activation_bytes(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,8 @@ from instar.checkpoint.layout import check_shapes
 from instar.checkpoint.manifest import CheckpointError
 from instar.checkpoint.store import check_finite, load_checkpoint
 from instar.models.architecture import Architecture
-from instar.models.cost import materializes_scores, repeats_keys, window_block
+from instar.models.attention import causal_attention
+from instar.models.documents import Attention, PackedDocuments, computed_type
 from instar.models.experts import ExpertMLP, load_balancing_loss
 from instar.models.layers import (
     HeadNorm,
@@ -84,6 +85,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         balance: bool = False,
         positions_BT: Tensor | None = None,
+        sizes_J: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits or the loss.
 
@@ -106,7 +108,10 @@ class GPT(nn.Module):
         """
         begin = len(cache) if cache is not None else 0
         x_BTD, rotation = self._embed(inputs_BT, begin, positions_BT)
-        documents = None if positions_BT is None else PackedDocuments.at(positions_BT, x_BTD)
+        documents = None
+        if positions_BT is not None:
+            attention = self.attention_kinds(computed_type(x_BTD))
+            documents = PackedDocuments.at(positions_BT, sizes_J, attention)
         x_BTD = _dropout(x_BTD, self.arch.dropout, self.training)
         openings = self.openings if self.arch.mask is not None else None
         router_logits: list[Tensor] = []
@@ -131,6 +136,15 @@ class GPT(nn.Module):
         assert self.arch.num_experts_per_tok is not None
         stacked_LBTE = torch.stack(router_logits)
         return loss, load_balancing_loss(stacked_LBTE, targets_BT, self.arch.num_experts_per_tok)
+
+    def attention_kinds(self, dtype: torch.dtype) -> list[Attention]:
+        """Return the attention of each kind of layer, with values of a type."""
+        arch = self.arch
+        size = dtype, arch.n_head, arch.n_kv_head, arch.head_dim
+        dropout = arch.dropout if self.training else 0.0
+        return [
+            Attention(*size, window, dropout=dropout) for window in {*(arch.windows or (None,))}
+        ]
 
     def _run_block(
         self,
@@ -210,25 +224,6 @@ class GPT(nn.Module):
         set_parameters(self, self.arch.parameters(), seed)
 
 
-class PackedDocuments(NamedTuple):
-    """The documents of samples in which several lie end to end."""
-
-    numbers: Tensor
-    """of each token's document in its sample, from 1 on, (B, T)"""
-    mask: Tensor
-    """added to scores: −∞ but for the keys of a query's own document that are not later, (B, 1, T, T)"""
-
-    @classmethod
-    def at(cls, positions_BT: Tensor, x_BTD: Tensor) -> PackedDocuments:
-        """Return the documents of tokens at these positions, of which each begins at 0, for attention to `x_BTD`."""
-        kind = x_BTD.device.type
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x_BTD.dtype
-        numbers_BT = (positions_BT == 0).cumsum(1)
-        seen_BTT = (numbers_BT[:, :, None] == numbers_BT[:, None, :]).tril()
-        # of the type of scores, so that no layer makes and keeps one of its own
-        return cls(numbers_BT, _as_added(seen_BTT[:, None], low))
-
-
 class KVCache:
     """Keys and values (B, K, T, C) of the tokens that a model has seen, for each pass through a layer, and the inputs of
     its short convolutions (B, K − 1, D) that the next token needs."""
@@ -287,8 +282,7 @@ class _Block(nn.Module):
         documents: PackedDocuments | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the stream (B, T, D) and, with experts, the router's logits (B, T, E)."""
-        mask = None if documents is None else documents.mask
-        attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache, mask)
+        attention = self.attn(self.attn_norm(x, openings), rotation, openings, cache, documents)
         if self.is_masked and openings is not None:
             attention = attention * openings[self.layer]
         x = x + _dropout(attention, self.dropout, self.training)
@@ -336,7 +330,7 @@ class _Attention(nn.Module):
         rotation: tuple[Tensor, Tensor] | None,
         openings_H: Tensor | None,
         cache: KVCache | None,
-        mask_B1TT: Tensor | None,
+        documents: PackedDocuments | None,
     ) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = self.heads(x_BTD, rotation)
         q_BHTC = q_BTHC.to(v_BTKC.dtype).transpose(1, 2)
@@ -345,135 +339,11 @@ class _Attention(nn.Module):
         if cache is not None:
             k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC, self.window)
         dropout = self.dropout if self.training else 0.0
-        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, dropout, self.window, mask_B1TT)
+        y_BHTC = causal_attention(q_BHTC, k_BKTC, v_BKTC, dropout, self.window, documents)
         if self.masked and openings_H is not None:
             y_BHTC = y_BHTC * openings_H[:, None, None].to(y_BHTC.dtype)
         out: Tensor = self.output(y_BHTC.transpose(1, 2).flatten(2))
         return out
-
-
-def causal_attention(
-    q_BHTC: Tensor,
-    k_BKTC: Tensor,
-    v_BKTC: Tensor,
-    dropout: float,
-    window: int | None = None,
-    mask_B1TT: Tensor | None = None,
-) -> Tensor:
-    """softmax(q kᵀ / √C + causal mask) v, (B, H, T, C); K divides H (arXiv 2305.13245).
-
-    A single query, with any number of keys, is that of the last token.
-
-    Args:
-        window: tokens that a token attends to, itself included, as in Mistral (arXiv 2310.06825); None: all. A
-            single query attends to all keys.
-        mask_B1TT: added to scores in place of the causal mask, of several documents end to end; None: of one.
-    """
-    if mask_B1TT is not None:
-        if window is not None:
-            last_TT = _last_keys(q_BHTC, k_BKTC.shape[2], window)
-            mask_B1TT = mask_B1TT.masked_fill(~last_TT, -torch.inf)
-        return _masked_attention(q_BHTC, k_BKTC, v_BKTC, dropout, mask_B1TT)
-    is_grouped = k_BKTC.shape[1] < q_BHTC.shape[1]
-    if q_BHTC.shape[2] == 1:
-        return F.scaled_dot_product_attention(
-            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, enable_gqa=is_grouped
-        )
-    if window is not None and window < q_BHTC.shape[2]:
-        return _windowed_attention(q_BHTC, k_BKTC, v_BKTC, dropout, window)
-    low = q_BHTC.dtype == torch.bfloat16
-    device = q_BHTC.device.type
-    scores_held = materializes_scores(q_BHTC.shape[-2], low, device)
-    use_fused = not scores_held or torch.compiler.is_compiling()
-    if is_grouped and (not use_fused or repeats_keys(q_BHTC.dtype.itemsize < 4, device)):
-        k_BKTC, v_BKTC = _repeated(q_BHTC, k_BKTC, v_BKTC)
-        is_grouped = False
-    if use_fused:
-        return F.scaled_dot_product_attention(
-            q_BHTC, k_BKTC, v_BKTC, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped
-        )
-    T = q_BHTC.shape[2]
-    mask_TT = torch.full((T, T), -torch.inf, dtype=q_BHTC.dtype).triu(1)
-    return _materialized_attention(q_BHTC, k_BKTC, v_BKTC, dropout, mask_TT)
-
-
-def _windowed_attention(
-    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, dropout: float, window: int
-) -> Tensor:
-    """`causal_attention` in blocks of at least `window` queries, each of which attends to keys of its own block and
-    of the one before, so that the work grows with T · window rather than T²."""
-    T = q_BHTC.shape[2]
-    S = window_block(window, T)
-    q_BHSC, k_BKSC, v_BKSC = (x[:, :, :S] for x in (q_BHTC, k_BKTC, v_BKTC))
-    first_BHSC = _masked_attention(q_BHSC, k_BKSC, v_BKSC, dropout, _last_keys(q_BHSC, S, window))
-    if S == T:
-        return first_BHSC
-    B, padding = q_BHTC.shape[0], -T % S
-    q_BHTC, k_BKTC, v_BKTC = (F.pad(x, (0, 0, 0, padding)) for x in (q_BHTC, k_BKTC, v_BKTC))
-    blocks = (q_BHTC[:, :, S:].unfold(2, S, S), *(x.unfold(2, 2 * S, S) for x in (k_BKTC, v_BKTC)))
-    q_NHSC, k_NKSC, v_NKSC = (x.mT.transpose(1, 2).flatten(0, 1) for x in blocks)
-    seen_SS = _last_keys(q_NHSC, 2 * S, window)
-    y_NHSC = _masked_attention(q_NHSC, k_NKSC, v_NKSC, dropout, seen_SS)
-    y_BHTC = y_NHSC.view(B, -1, *y_NHSC.shape[1:]).transpose(1, 2).flatten(2, 3)
-    return torch.cat((first_BHSC, y_BHTC[:, :, : T - S]), 2)
-
-
-def _last_keys(q_BHTC: Tensor, keys: int, window: int) -> Tensor:
-    """Return which of S keys each query sees: `window` of them, the last query the last ones; (T, S)."""
-    T, S = q_BHTC.shape[2], keys
-    seen_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTC.device)
-    return seen_TS.tril(S - T).triu(S - T - window + 1)
-
-
-def _masked_attention(
-    q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dropout: float, mask_TS: Tensor
-) -> Tensor:
-    """Attention of each query to the keys that it sees.
-
-    Args:
-        mask_TS: whether it sees them, or what is added to their scores; may begin with B and 1.
-    """
-    T = q_BHTC.shape[2]
-    low, device = q_BHTC.dtype == torch.bfloat16, q_BHTC.device
-    use_fused = not materializes_scores(T, low, device.type) or torch.compiler.is_compiling()
-    is_grouped = k_BKSC.shape[1] < q_BHTC.shape[1]
-    # on a GPU the kernel that takes a mask reads no groups
-    if is_grouped and not (use_fused and device.type == "cpu"):
-        k_BKSC, v_BKSC = _repeated(q_BHTC, k_BKSC, v_BKSC)
-        is_grouped = False
-    if use_fused:
-        return F.scaled_dot_product_attention(
-            q_BHTC, k_BKSC, v_BKSC, mask_TS, dropout_p=dropout, enable_gqa=is_grouped
-        )
-    if mask_TS.dtype == torch.bool:
-        mask_TS = _as_added(mask_TS, q_BHTC.dtype)
-    return _materialized_attention(q_BHTC, k_BKSC, v_BKSC, dropout, mask_TS)
-
-
-def _as_added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores so that keys which are not seen have no share."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
-
-
-def _repeated(q_BHTC: Tensor, *pair_BKTC: Tensor) -> tuple[Tensor, ...]:
-    """Return keys and values (B, H, T, C), one for each query head."""
-    times = q_BHTC.shape[1] // pair_BKTC[0].shape[1]
-    return tuple(x.repeat_interleave(times, 1) for x in pair_BKTC)
-
-
-def _materialized_attention(
-    q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, dropout: float, mask_TS: Tensor
-) -> Tensor:
-    """softmax(q kᵀ / √C + mask) v, by a matrix of scores per head; the mask may begin with B and 1."""
-    q_NTC, k_NSC, v_NSC = (x.flatten(0, 1) for x in (q_BHTC, k_BHSC, v_BHSC))
-    scale = q_NTC.shape[-1] ** -0.5
-    if mask_TS.ndim == 2:
-        scores_NTS = torch.baddbmm(mask_TS, q_NTC, k_NSC.mT, alpha=scale)
-    else:
-        scores_BHTS = torch.bmm(q_NTC * scale, k_NSC.mT).view(*q_BHTC.shape[:3], k_BHSC.shape[2])
-        scores_NTS = (scores_BHTS + mask_TS).flatten(0, 1)
-    shares_NTS = F.dropout(scores_NTS.softmax(-1), dropout) if dropout else scores_NTS.softmax(-1)
-    return torch.bmm(shares_NTS, v_NSC).view(q_BHTC.shape)
 
 
 def rope_table(arch: Architecture) -> tuple[Tensor, Tensor]:

@@ -355,6 +355,11 @@ class Task(ABC):
         """Names of all metrics, including `loss`."""
         return tuple(self.config.metrics)
 
+    def start_warnings(self, model: Module) -> Sequence[str]:
+        """Return what is said once when a run starts, of what only its device tells. Default: nothing."""
+        del model
+        return ()
+
     @property
     def cluster(self) -> int:
         """Number of consecutive held-out samples that are one unit of the standard error; 1 if

@@ -305,8 +305,28 @@ class TextTask(Task):
         return max(1, UNIT_TOKENS // self.held_out_context)
 
     def places_of(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the argument of a model that says where tokens are in their documents, if these are separate."""
-        return {"positions_BT": batch["positions"]} if self.config.data.document_masks else {}
+        """Return the arguments of a model that tell documents apart, if these are separate."""
+        if not self.config.data.document_masks:
+            return {}
+        positions, sizes = batch["positions"], batch["documents"]
+        # on CPUs nothing reads sizes, and a compiled model would be compiled again for another number of documents
+        of_gpu = {} if positions.device.type == "cpu" else {"sizes_J": sizes}
+        return {"positions_BT": positions, **of_gpu}
+
+    def start_warnings(self, model: Module) -> Sequence[str]:
+        """See `Task`: why a GPU masks documents, where its kernel does not compute them apart."""
+        from instar.models.documents import kernel_fault
+        from instar.record.device import torch_dtype
+
+        device = next(model.parameters()).device
+        if device.type == "cpu" or not self.config.data.document_masks:
+            return ()
+        kinds: Any = model.attention_kinds  # of a GPT and of a model of transformers
+        reasons = (kernel_fault(kind, device) for kind in kinds(torch_dtype(self.config.precision)))
+        text = (
+            "attention makes masks of context × context for documents; torch's kernel is not used: "
+        )
+        return [text + reason for reason in dict.fromkeys(reasons) if reason]
 
     def loss_sum(self, model: Module, batch: Batch) -> Tensor:
         loss: Tensor = model(batch["inputs"], batch["targets"], **self.places_of(batch))

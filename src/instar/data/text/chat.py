@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
+from instar.data.columns import Column
 from instar.data.order import Int64Array
 from instar.data.source import IGNORED, TokenSequence, check_indices
 from instar.data.split import Parts, divide_whole, whole_documents
@@ -33,7 +34,7 @@ from instar.data.text.shards import (
     write_once,
     write_record,
 )
-from instar.data.text.targets import positions_after
+from instar.data.text.targets import documents_between
 from instar.data.text.tokenizer import BPETokenizer, named_tokenizer, tokenizer_files
 
 MARKS = "marks"
@@ -344,8 +345,8 @@ class ChatSamples:
         """Return the number of targets in the samples."""
         return float(self._counts[indices].sum())
 
-    def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, NDArray[Any]]:  # noqa: ARG002
-        """Return `inputs` and `targets`, int64 [len(indices), context], contiguous.
+    def read(self, indices: Int64Array, epoch: int = 0) -> dict[str, Column]:  # noqa: ARG002
+        """Return `inputs` and `targets`, int64 [len(indices), context], contiguous, and what tells documents apart.
 
         Raises IndexError outside 0 … len-1.
         """
@@ -363,4 +364,4 @@ class ChatSamples:
         if not self._separate:
             return {"inputs": inputs, "targets": targets}
         targets[ends] = IGNORED
-        return {"inputs": inputs, "targets": targets, "positions": positions_after(ends)}
+        return {"inputs": inputs, "targets": targets, **documents_between(ends)}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instar.data.columns import Columns
+from instar.data.columns import Column, Columns, Ragged
 from instar.data.order import Int64Array
 from instar.data.source import (
     IGNORED,
@@ -72,8 +72,8 @@ class DocumentEdge:
 class SeparateDocuments(WrappedSource):
     """Windows of text in which documents do not see each other.
 
-    `positions`, int64 [samples, context], count from 0 in each document. The first token of a document is no target, since
-    the token before it is another document's.
+    `positions` and `documents` are those of `documents_between`. The first token of a document is no target, since the
+    token before it is another document's.
     """
 
     source: Source
@@ -96,7 +96,7 @@ class SeparateDocuments(WrappedSource):
         return {
             **columns,
             "targets": np.where(ends, IGNORED, targets),
-            "positions": positions_after(ends),
+            **documents_between(ends),
         }
 
     def weights(self, indices: Int64Array) -> float:
@@ -104,17 +104,20 @@ class SeparateDocuments(WrappedSource):
         return float(self.targets.weights(self.read(indices)).sum())
 
 
-def positions_after(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the position of each token in its document, int64 [samples, tokens].
+def documents_between(ends: NDArray[np.bool_]) -> dict[str, Column]:
+    """Return `positions`, int64 [samples, tokens], of each token in its document, and `documents`, int64, how many tokens
+    each document of a sample has.
 
     Args:
-        ends: whether a token is the last of its document, [samples, tokens].
+        ends: whether a token is the last of its document, [samples, tokens]. The last of a sample always is.
     """
+    begins = np.ones_like(ends)
+    begins[:, 1:] = ends[:, :-1]
     places = np.arange(ends.shape[1], dtype=np.int64)
-    begins = np.zeros(ends.shape, dtype=np.int64)
-    begins[:, 1:] = np.where(ends[:, :-1], places[1:], 0)
-    positions: NDArray[np.int64] = places - np.maximum.accumulate(begins, axis=1)
-    return positions
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    sizes = np.diff(np.flatnonzero(begins), append=begins.size).astype(np.int64)
+    offsets = np.concatenate(([0], begins.sum(1).cumsum())).astype(np.int64)
+    return {"positions": places - first, "documents": Ragged(sizes, offsets)}
 
 
 @dataclass(frozen=True)

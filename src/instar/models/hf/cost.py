@@ -16,6 +16,7 @@ from instar.models.cost import (
     FrozenParameters,
     TrainingSetup,
     logit_bytes,
+    masks_documents,
     state_bytes,
 )
 from instar.models.hf.pretrained import LoraShape
@@ -80,7 +81,8 @@ def pretrained_memory(
     if setup.gradient_checkpointing:
         blocks = layers * _WIDE * embed + layer
     activations = tokens * (blocks + (2 * _WIDE + low) * embed + low * _adapter_ranks(shape, setup))
-    if setup.document_masks:  # which torch's attention makes anew in every layer
+    dropouts = (shape.config.get(key) or 0.0 for key in ("attention_dropout", "attn_pdrop"))
+    if masks_documents(setup, max(dropouts)):  # which torch's attention makes anew in every layer
         activations += layers * tokens * context * low
     activations += low * _cast_elements(shape) if low < _WIDE else 0
     logits = logit_bytes(sizes["vocab"], embed, tokens, low, setup.device, compiled=setup.compiled)

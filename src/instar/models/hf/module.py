@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from instar.checkpoint.layout import check_shapes
 from instar.checkpoint.manifest import CheckpointError, read_manifest
 from instar.checkpoint.store import Checkpoint, check_finite, load_checkpoint
+from instar.models.documents import Attention
 from instar.models.gpt import GPT, load_gpt
+from instar.models.hf.documents import attention_kinds, of_documents
 from instar.models.hf.families import BUILT_IN
 from instar.models.hf.pretrained import LoraShape, PretrainedShape
 from instar.models.layers import Linear
@@ -56,16 +58,19 @@ class PretrainedModel(nn.Module):
         per_sample: bool = False,
         cache: PretrainedCache | None = None,
         positions_BT: Tensor | None = None,
+        sizes_J: Tensor | None = None,
     ) -> Tensor:
         """Compute logits or the loss; arguments and results are those of `GPT`."""
         # what a family of one's own makes of its last states (a scale, say) only its class knows
         custom = self.arch.config["model_type"] not in BUILT_IN
+        documents = {}
+        if positions_BT is not None:
+            documents = of_documents(self.inner, self.arch, positions_BT, sizes_J)
         read = (self.inner if custom else self.inner.base_model)(
             input_ids=inputs_BT,
             use_cache=cache is not None,
             past_key_values=None if cache is None else cache.layers,
-            # transformers masks documents of each other where positions begin anew
-            **({} if positions_BT is None else {"position_ids": positions_BT}),
+            **documents,
         )
         if targets_BT is None:
             logits_BTV: Tensor = read.logits if custom else self._logits(read.last_hidden_state)
@@ -103,6 +108,10 @@ class PretrainedModel(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self._head(x)
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    def attention_kinds(self, dtype: torch.dtype) -> list[Attention]:
+        """Return the attention of each kind of layer, with values of a type."""
+        return attention_kinds(self.arch, dtype, training=self.training)
 
     def new_cache(self) -> PretrainedCache:
         return PretrainedCache(self.inner.config)
