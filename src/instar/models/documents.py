@@ -10,11 +10,12 @@ Suffixes of tensor names are those of `instar.models.gpt`; J: documents of a bat
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 KERNEL_DEVICES = ("cuda",)
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
@@ -102,8 +103,6 @@ def attend_by_document(
     Args:
         ends_J: see `PackedDocuments`. No document is longer than T.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     T = q_BHTC.shape[2]
     q_NHC, k_NKC, v_NKC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
     y_NHC = varlen_attn(
@@ -185,3 +184,15 @@ def _trial_fault(attention: Attention, device: torch.device) -> str:
                 what = name if name == "outputs" else f"gradients of {name}"
                 return f"its {what} are off by {difference:.2g} of the largest"
     return ""
+
+
+def mask_reasons(model: nn.Module) -> list[str]:
+    """Return why documents are masked in a GPT or a model of transformers that is on a GPU, in the present autocast
+    context; empty: they are not, or it is on a CPU."""
+    weight = next(model.parameters())
+    if weight.device.type == "cpu":
+        return []
+    kinds = cast("Any", model).attention_kinds(computed_type(weight))
+    reasons = dict.fromkeys(kernel_fault(kind, weight.device) for kind in kinds)
+    text = "attention makes masks of context × context for documents; torch's kernel is not used: "
+    return [text + reason for reason in reasons if reason]

@@ -356,7 +356,8 @@ class Task(ABC):
         return tuple(self.config.metrics)
 
     def start_warnings(self, model: Module) -> Sequence[str]:
-        """Return what is said once when a run starts, of what only its device tells. Default: nothing."""
+        """Return what is said once when a run starts, of what only its device tells. Called in the autocast context of
+        forward passes. Default: nothing."""
         del model
         return ()
 

@@ -315,18 +315,11 @@ class TextTask(Task):
 
     def start_warnings(self, model: Module) -> Sequence[str]:
         """See `Task`: why a GPU masks documents, where its kernel does not compute them apart."""
-        from instar.models.documents import kernel_fault
-        from instar.record.device import torch_dtype
-
-        device = next(model.parameters()).device
-        if device.type == "cpu" or not self.config.data.document_masks:
+        if not self.config.data.document_masks:
             return ()
-        kinds: Any = model.attention_kinds  # of a GPT and of a model of transformers
-        reasons = (kernel_fault(kind, device) for kind in kinds(torch_dtype(self.config.precision)))
-        text = (
-            "attention makes masks of context × context for documents; torch's kernel is not used: "
-        )
-        return [text + reason for reason in dict.fromkeys(reasons) if reason]
+        from instar.models.documents import mask_reasons
+
+        return mask_reasons(model)
 
     def loss_sum(self, model: Module, batch: Batch) -> Tensor:
         loss: Tensor = model(batch["inputs"], batch["targets"], **self.places_of(batch))

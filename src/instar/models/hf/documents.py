@@ -63,8 +63,8 @@ def attention_kinds(shape: LoraShape, dtype: torch.dtype, *, training: bool) -> 
 
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+
+    attend_to_all, mask_of_all = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
     def attend(
         module: Any,
@@ -78,7 +78,7 @@ def _register() -> None:
         **options: Any,
     ) -> tuple[Tensor, None]:
         if attention_mask is None or attention_mask.dtype != torch.int32:
-            done: tuple[Tensor, None] = sdpa_attention_forward(
+            done: tuple[Tensor, None] = attend_to_all(
                 module, query, key, value, attention_mask, scaling=scaling, **options
             )
             return done
@@ -89,4 +89,4 @@ def _register() -> None:
         return y_BHTC.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    AttentionMaskInterface.register(_NAME, mask_of_all)

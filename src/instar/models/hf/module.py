@@ -147,9 +147,8 @@ def class_name(shape: PretrainedShape) -> str:
 
 
 def _build_model(shape: PretrainedShape, seed: int | None) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values: dict[str, Any] = copy.deepcopy(dict(shape.config))
     kind = values.pop("model_type")

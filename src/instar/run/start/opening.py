@@ -273,7 +273,9 @@ def _log_start(plan: RunPlan, run: OpenRun) -> None:
     continuation, trainer = plan.run.continuation, run.trainer
     run_logger, only_test = trainer.parts.logger, plan.run.request.only_test
     run_logger.log_start(_start_event(plan, run), run.run_dir.path, only_test=only_test)
-    of_task = trainer.parts.task.start_warnings(trainer.parts.stepper.unwrapped_model)
+    stepper = trainer.parts.stepper
+    with stepper.autocast():
+        of_task = trainer.parts.task.start_warnings(stepper.unwrapped_model)
     for warning in (*plan.warnings, *of_task):
         run_logger.warn(warning, trainer.state.step)
     if run_logger.peak is not None and (slow := run_logger.peak.warning):
