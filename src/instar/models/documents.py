@@ -105,18 +105,10 @@ def attend_by_document(
     """
     T = q_BHTC.shape[2]
     q_NHC, k_NKC, v_NKC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
-    y_NHC = varlen_attn(
-        q_NHC,
-        k_NKC,
-        v_NKC,
-        ends_J,
-        ends_J,
-        T,
-        T,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=k_NKC.shape[1] < q_NHC.shape[1],
-    )
+    # torch 2.11 does not know groups, and has no such argument
+    options: dict[str, Any] = {"enable_gqa": True} if k_NKC.shape[1] < q_NHC.shape[1] else {}
+    options["window_size"] = (-1 if window is None else window - 1, 0)
+    y_NHC = varlen_attn(q_NHC, k_NKC, v_NKC, ends_J, ends_J, T, T, scale=scale, **options)
     assert isinstance(y_NHC, Tensor)
     return y_NHC.view(-1, T, *y_NHC.shape[1:]).transpose(1, 2)
 
