@@ -412,6 +412,7 @@ def test_out_to_transformers_and_back_into_a_run(capsys: pytest.CaptureFixture[s
         (["diff", "tiny", "nothing"], "no run 'nothing' in runs"),
         (["export", "tiny", "runs", "--to", "hf"], "runs is not empty"),
         (["export", "tiny", "hf", "--to", "hf", "--ema"], "no moving average was kept"),
+        (["export", "tiny", "adapter", "--to", "peft"], "and this is a GPT: --to hf merges them"),
         (["import", "runs", "--to", "here"], "runs: no config.json"),
     ],
 )

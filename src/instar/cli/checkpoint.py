@@ -56,7 +56,7 @@ from instar.cli.options import CommandGroup, NewFolder, byte_size, json_option
 from instar.cli.output import print_json, print_named
 from instar.config.errors import ConfigError
 from instar.extensions import checkpoint_importer, how_to_install
-from instar.models.hf import CONFIG, is_pretrained
+from instar.models.hf import is_pretrained
 from instar.record.progress import track_items
 from instar.record.rundir import RunDir, find_run
 
@@ -301,7 +301,7 @@ def export_checkpoint(
 
     from instar.models.architecture import Architecture
     from instar.models.hf.config import to_config
-    from instar.models.hf.folder import BASE, export_adapter, export_folder
+    from instar.models.hf.folder import export_adapter, export_folder
     from instar.models.hf.module import class_name
 
     if with_base and form != "peft":
@@ -310,12 +310,11 @@ def export_checkpoint(
         checkpoint = load_checkpoint(path)
     if form == "peft":
         with _checkpoint_errors():
-            base = None if with_base else _base_of(path)
-            export_adapter(
-                checkpoint, folder, averaged=ema, base=base, max_shard_bytes=max_shard_size
+            base = export_adapter(
+                checkpoint, folder, averaged=ema, with_base=with_base, max_shard_bytes=max_shard_size
             )
         if as_json:
-            print_json({"path": str(folder), "base": str(base or folder / BASE)})
+            print_json({"path": str(folder), "base": str(base)})
         else:
             click.echo(str(folder))
         click.echo(f"next: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})", err=True)
@@ -331,22 +330,6 @@ def export_checkpoint(
     else:
         click.echo(str(folder))
     click.echo(f"next: {name}.from_pretrained({str(folder)!r})", err=True)
-
-
-def _base_of(path: Path) -> Path:
-    """Return the folder of transformers that the run of a checkpoint began from.
-
-    Raises:
-        CheckpointError: it began otherwise.
-    """
-    values = read_manifest(path).config
-    base = Path(str(values.get("model.from") or ""))
-    if not values.get("model.from") or not (base / CONFIG).is_file():
-        raise CheckpointError(
-            f"{path}: there is no folder of transformers that its run began from; --with-base writes the model under "
-            "the adapters into the folder, too"
-        )
-    return base
 
 
 def _steps(_context: click.Context, _option: click.Parameter, text: str | None) -> list[int] | None:

@@ -115,6 +115,7 @@ def export_folder(
 
 BASE = "base"
 """folder of the base model in that of an adapter, where it is written too"""
+_WITH_BASE = "--with-base writes the model under the adapters into the folder, too"
 
 
 def export_adapter(
@@ -122,14 +123,17 @@ def export_adapter(
     folder: Path,
     *,
     averaged: bool = False,
-    base: Path | None = None,
+    with_base: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+) -> Path:
     """Write the adapters of a model of transformers as a folder that `PeftModel.from_pretrained` loads.
 
     Args:
-        base: the model that they are for, whose weights must be those under the adapters; None: it is written
-            into the folder `base` within.
+        with_base: write the model that they are for into the folder `base` within; otherwise it is the folder that the
+            run began from, whose weights must be those under the adapters.
+
+    Returns:
+        The model that they are for.
 
     Raises:
         CheckpointError: the model has no adapters that peft could have, or the base has other weights.
@@ -145,13 +149,14 @@ def export_adapter(
     if component not in checkpoint.components:
         raise CheckpointError(f"{path}: no moving average was kept (train.ema)")
     shape, run = pretrained_shape(checkpoint, component), path.absolute().parent.parent
+    base = folder / BASE if with_base else _base_of(checkpoint)
     with ExitStack() as stack:
         read = stack.enter_context(checkpoint.reading(component))
         weights = Parts(read, outlines(read.layout), lambda _: None)
-        if base is not None:
+        if not with_base:
             _check_base(base, shape, weights)
         temporary = stack.enter_context(atomic_dir(folder))
-        if base is None:
+        if with_base:
             plain = _PretrainedExport(shape.without_adapters(), run)
             (temporary / BASE).mkdir()
             tensor_outlines = plain.outlines(outlines(read.layout))
@@ -159,25 +164,39 @@ def export_adapter(
             write_weights(temporary / BASE, tensor_outlines, conversions_of, max_shard_bytes)
             for name, content in plain.files().items():
                 atomic.write_synced(temporary / BASE / name, content)
-        write_adapter(temporary, shape, weights, str((base or folder / BASE).absolute()))
+        write_adapter(temporary, shape, weights, str(base.absolute()))
         for name, content in companion_files(run).items():
             atomic.write_synced(temporary / name, content)
+    return base
+
+
+def _base_of(checkpoint: Checkpoint) -> Path:
+    """Return the folder of transformers that the run of a checkpoint began from.
+
+    Raises:
+        CheckpointError: it began otherwise.
+    """
+    start = checkpoint.manifest.config.get("model.from")
+    if not start or not (Path(str(start)) / CONFIG).is_file():
+        raise CheckpointError(
+            f"{checkpoint.path}: there is no folder of transformers that its run began from; {_WITH_BASE}"
+        )
+    return Path(str(start))
 
 
 def _check_base(base: Path, shape: LoraShape, weights: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless a folder's model has the weights under the adapters."""
-    remedy = "--with-base writes the model under the adapters into the folder, too"
     opened = open_folder(base)
     names = list(shape.without_adapters().parameters())
     if [*opened.shape.parameters()] != names:
-        raise CheckpointError(f"{base}: another model than that under the adapters; {remedy}")
+        raise CheckpointError(f"{base}: another model than that under the adapters; {_WITH_BASE}")
     with opened.reading() as read:
         for name in names:
             theirs, ours = read(name), weights[name]
             if theirs.shape != ours.shape or not torch.equal(theirs.to(ours.dtype), ours):
                 raise CheckpointError(
                     f"{base}: {shape.module_name(name)} is not that under the adapters, which has been trained or grown "
-                    f"since; {remedy}"
+                    f"since; {_WITH_BASE}"
                 )
 
 
