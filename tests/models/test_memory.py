@@ -112,6 +112,25 @@ def test_masks_of_documents_are_kept_once(windows: tuple[int | None, ...], bf16:
         assert estimate == pytest.approx(measured, rel=0.1 if not windows else 0.25)
 
 
+def test_a_gpu_keeps_masks_of_documents_only_where_its_kernel_is_not_used() -> None:
+    setup = TrainingSetup(4, precision="bf16", device="cuda", document_masks=True)
+    plain = replace(setup, document_masks=False)
+    shape = LoraShape(complete_config(AutoConfig.for_model("llama").to_dict()))
+    drops = replace(LLAMA, dropout=0.1)
+    for precision, arch in (("bf16", LLAMA), ("fp32", LLAMA), ("bf16", drops)):
+        masked, unmasked = (
+            memory_estimate(arch, replace(options, precision=precision))["activations"]
+            for options in (setup, plain)
+        )
+        assert (masked > unmasked) == (precision == "fp32" or arch is drops)
+    for precision in ("bf16", "fp32"):
+        masked, unmasked = (
+            pretrained_memory(shape, replace(options, context=64, precision=precision))["activations"]
+            for options in (setup, plain)
+        )
+        assert (masked > unmasked) == (precision == "fp32")
+
+
 @pytest.mark.parametrize("window", [4, 64, 100])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_windows_keep_what_autograd_keeps(window: int, bf16: bool) -> None:
