@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import figures
+from forks import WARM_PYTHON
 
 import instar
 from instar.extensions import BUILT_IN
@@ -37,7 +38,9 @@ def test_the_cores_tests_pass_without_extensions(tmp_path: Path) -> None:
     marks = "not torture and not hosts and not gpu"
     options = ["-q", "-rfEs", "-p", "no:cacheprovider", "-m", marks, *files]
     workers = ["-n", "2", "--dist", "loadfile"] if figures.FULL else []
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "INSTAR_TORTURE": ""}
+    # a worker of `pytest -n` would hand down what its commands are forked from: a process that has imported the extensions
+    env = {name: value for name, value in os.environ.items() if name != WARM_PYTHON}
+    env |= {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "INSTAR_TORTURE": ""}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *workers],
         capture_output=True,
