@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import science
 from cases import shortened
+from needed import needs
 from tiny_run import Place, codes, events, fingerprint, said, weights
 
 from instar.config.errors import ConfigError
@@ -141,6 +142,7 @@ def test_a_resume_with_another_drawing_is_refused_unless_it_is_allowed(place: Pl
     assert [event["step"] for event in events(run, "train")] == list(range(1, 8))
 
 
+@needs("graphs")
 @pytest.mark.parametrize("drawing", ["data.balance=side", "data.sample_weights=size"])
 def test_graphs_are_drawn_so_too(place: Place, drawing: str) -> None:
     spec = preflight(load_config("graphs.yaml", [drawing]), 2).spec
