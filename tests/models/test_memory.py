@@ -125,7 +125,9 @@ def test_a_gpu_keeps_masks_of_documents_only_where_its_kernel_is_not_used() -> N
         assert (masked > unmasked) == (precision == "fp32" or arch is drops)
     for precision in ("bf16", "fp32"):
         masked, unmasked = (
-            pretrained_memory(shape, replace(options, context=64, precision=precision))["activations"]
+            pretrained_memory(shape, replace(options, context=64, precision=precision))[
+                "activations"
+            ]
             for options in (setup, plain)
         )
         assert (masked > unmasked) == (precision == "fp32")

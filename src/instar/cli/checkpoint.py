@@ -311,7 +311,11 @@ def export_checkpoint(
     if form == "peft":
         with _checkpoint_errors():
             base = export_adapter(
-                checkpoint, folder, averaged=ema, with_base=with_base, max_shard_bytes=max_shard_size
+                checkpoint,
+                folder,
+                averaged=ema,
+                with_base=with_base,
+                max_shard_bytes=max_shard_size,
             )
         if as_json:
             print_json({"path": str(folder), "base": str(base)})
