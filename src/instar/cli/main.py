@@ -170,7 +170,7 @@ def entry() -> NoReturn:
 
     share_cores(os.environ)
     watch_streams()
-    with PromptInterrupt(_leave):
+    with PromptInterrupt(lambda: _leave(exit_now)):
         code = main()
         ignore_stop_signals()
     if code == INTERRUPTED:
@@ -178,9 +178,8 @@ def entry() -> NoReturn:
     sys.exit(code)
 
 
-def _leave() -> NoReturn:
+def _leave(exit_now: Callable[[int], NoReturn]) -> NoReturn:
     """End an interrupted command that cannot end by itself in time: a library is at work in it."""
-    from instar.distributed.signals import exit_now
     from instar.record.atomic import abandon  # not before: `instar --help` does not wait for it
 
     abandon()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 KERNEL_DEVICES = ("cuda",)
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
@@ -103,6 +102,9 @@ def attend_by_document(
     Args:
         ends_J: see `PackedDocuments`. No document is longer than T.
     """
+    # not before: it brings torch's compiler, which takes a third of the time to a first step
+    from torch.nn.attention.varlen import varlen_attn
+
     T = q_BHTC.shape[2]
     q_NHC, k_NKC, v_NKC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
     # torch 2.11 does not know groups, and has no such argument
@@ -124,13 +126,15 @@ def kernel_fault(attention: Attention, device: torch.device) -> str:
     if attention.softcap is not None:
         return "it cannot cap scores"
     # of plain values, which a compiler takes as constants
-    fault: str = _constant_fault(*attention, device)
-    return fault
+    return _constant_fault(*attention, device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_fault(*values: Any) -> str:
     return _trial_fault(Attention(*values[:-1]), values[-1])
+
+
+# all that `torch.compiler.assume_constant_result` does, without the import of the compiler
+_constant_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
