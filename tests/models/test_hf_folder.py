@@ -154,7 +154,7 @@ def test_a_large_model_is_several_files(tmp_path: Path, most: int, files: int) -
 
 
 def test_a_model_in_parts_is_exported_a_tensor_at_a_time(forks: Forks, tmp_path: Path) -> None:
-    arch = llama(300, n_layer=16, n_embd=512)
+    arch = llama(300, n_layer=32, n_embd=512)
     model = random_model(arch)
     weights = dict(model.named_parameters())
     in_parts.save(tmp_path, {"model": weights}, 3, arch.to_dict())
