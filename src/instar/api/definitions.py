@@ -20,11 +20,9 @@ from instar.config.errors import ConfigError
 from instar.config.load import Loaded
 from instar.config.user_code.definitions import (
     DEFINITIONS_VARIABLE,
-    MAIN,
-    is_local,
     module_folders,
 )
-from instar.config.user_code.trust import code_names
+from instar.config.user_code.trust import MAIN, code_names, is_local
 from instar.distributed.launch import environment
 
 

@@ -41,7 +41,7 @@ from instar.config.load import Loaded, load_config
 from instar.config.origins import DEFAULT, DERIVED, PRESET, SET
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
-from instar.config.user_code.definitions import is_local
+from instar.config.user_code.trust import is_local
 from instar.data.text.files import same_place
 from instar.record.imported import refuse_imported
 from instar.record.rundir import RunDir, check_folders

@@ -20,8 +20,8 @@ import xxhash
 from instar.config.fields import values
 from instar.config.files import read_regular
 from instar.config.schema import FeedConfig, RunConfig, SamplesConfig
-from instar.config.user_code.definitions import definition_sources, is_local
-from instar.config.user_code.trust import module_files
+from instar.config.user_code.definitions import definition_sources
+from instar.config.user_code.trust import is_local, module_files
 from instar.tasks.task import Task
 
 Basis = Mapping[str, str]

@@ -21,8 +21,8 @@ from typing import Any
 
 from instar.config.errors import ConfigError
 from instar.config.files import open_regular
+from instar.config.user_code.trust import MAIN
 
-MAIN = "__main__"
 DEFINITIONS_VARIABLE = "INSTAR_DEFINITIONS"
 """path of the file with the definitions that a parent process has packed"""
 
@@ -32,11 +32,6 @@ def module_folders() -> list[str]:
     ours = (Path(folder) for folder in sys.path if folder and Path(folder).is_dir())
     prefixes = (sys.prefix, sys.base_prefix)
     return [str(folder) for folder in ours if not any(map(folder.is_relative_to, prefixes))]
-
-
-def is_local(name: str) -> bool:
-    """Return whether "module:name" is defined in a notebook or in the script that runs."""
-    return name.startswith(f"{MAIN}:")
 
 
 def code_name(code: Callable[..., Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import instar
 from instar.config.errors import ConfigError, nearest
-from instar.config.user_code.definitions import MAIN, bring_definitions, is_local
+from instar.config.user_code.definitions import bring_definitions
+from instar.config.user_code.trust import MAIN, is_local
 
 _INSTAR = str(Path(instar.__file__).parent)
 _NOT_THE_USERS = (_INSTAR, str(Path(os.__file__).parent), "<frozen")

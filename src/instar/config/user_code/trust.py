@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from instar.config.errors import ConfigError, ConfigProblem, value_text
-from instar.config.user_code.definitions import is_local
 
+MAIN = "__main__"
 TRUST_VARIABLE = "INSTAR_TRUST_CODE"
 """Set to 1 by `--trust-code`; ranks and data workers inherit it."""
 FLAG = "--trust-code"
@@ -32,6 +32,11 @@ _PLACES = (
 )
 """Keys whose value says where a run sends or writes what is not in its folder."""
 _NAME = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+
+
+def is_local(name: str) -> bool:
+    """Return whether "module:name" is defined in a notebook or in the script that runs."""
+    return name.startswith(f"{MAIN}:")
 
 
 def code_names(document: Mapping[str, Any], keys: Sequence[str] = _CODE) -> Iterator[str]:
