@@ -115,7 +115,6 @@ def test_masks_of_documents_are_kept_once(windows: tuple[int | None, ...], bf16:
 def test_a_gpu_keeps_masks_of_documents_only_where_its_kernel_is_not_used() -> None:
     setup = TrainingSetup(4, precision="bf16", device="cuda", document_masks=True)
     plain = replace(setup, document_masks=False)
-    shape = LoraShape(complete_config(AutoConfig.for_model("llama").to_dict()))
     drops = replace(LLAMA, dropout=0.1)
     for precision, arch in (("bf16", LLAMA), ("fp32", LLAMA), ("bf16", drops)):
         masked, unmasked = (
@@ -123,14 +122,16 @@ def test_a_gpu_keeps_masks_of_documents_only_where_its_kernel_is_not_used() -> N
             for options in (setup, plain)
         )
         assert (masked > unmasked) == (precision == "fp32" or arch is drops)
-    for precision in ("bf16", "fp32"):
+    for kind, precision in (("llama", "bf16"), ("llama", "fp32"), ("gemma2", "bf16")):
+        shape = LoraShape(complete_config(AutoConfig.for_model(kind).to_dict()))
         masked, unmasked = (
             pretrained_memory(shape, replace(options, context=64, precision=precision))[
                 "activations"
             ]
             for options in (setup, plain)
         )
-        assert (masked > unmasked) == (precision == "fp32")
+        # Gemma 2 caps its scores, which the kernel cannot
+        assert (masked > unmasked) == (precision == "fp32" or kind == "gemma2")
 
 
 @pytest.mark.parametrize("window", [4, 64, 100])

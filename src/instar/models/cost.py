@@ -185,7 +185,7 @@ def memory_estimate(
         + _adapter_bytes(arch, tokens, low, setup.gradient_checkpointing)
         + (
             _document_bytes(arch, setup, context, low)
-            if masks_documents(setup, arch.dropout)
+            if masks_documents(setup, has_kernel=arch.dropout == 0)
             else 0
         )
         + (low * count.matmul if low < _WIDE else 0),
@@ -195,11 +195,14 @@ def memory_estimate(
     }
 
 
-def masks_documents(setup: TrainingSetup, dropout: float) -> bool:
-    """Return whether masks of context × context keep documents apart, and not a GPU's kernel, see `models.documents`."""
-    return setup.document_masks and (
-        setup.device == "cpu" or setup.precision == "fp32" or dropout > 0
-    )
+def masks_documents(setup: TrainingSetup, *, has_kernel: bool) -> bool:
+    """Return whether masks of context × context keep documents apart, and not a GPU's kernel, see `models.documents`.
+
+    Args:
+        has_kernel: whether there is one for the model's attention.
+    """
+    on_gpu = setup.device != "cpu" and setup.precision != "fp32"
+    return setup.document_masks and not (on_gpu and has_kernel)
 
 
 def _document_bytes(arch: Architecture, setup: TrainingSetup, context: int, low: int) -> int:

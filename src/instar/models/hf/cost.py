@@ -81,14 +81,20 @@ def pretrained_memory(
     if setup.gradient_checkpointing:
         blocks = layers * _WIDE * embed + layer
     activations = tokens * (blocks + (2 * _WIDE + low) * embed + low * _adapter_ranks(shape, setup))
-    dropouts = (shape.config.get(key) or 0.0 for key in ("attention_dropout", "attn_pdrop"))
-    if masks_documents(setup, max(dropouts)):  # which torch's attention makes anew in every layer
+    capped = shape.config.get("attn_logit_softcapping") is not None
+    has_kernel = not attention_dropout(shape) and not capped
+    if masks_documents(setup, has_kernel=has_kernel):  # torch's attention makes them in every layer
         activations += layers * tokens * context * low
     activations += low * _cast_elements(shape) if low < _WIDE else 0
     logits = logit_bytes(sizes["vocab"], embed, tokens, low, setup.device, compiled=setup.compiled)
     if shape.config.get("final_logit_softcapping") is not None:
         logits = _CAPPED * _WIDE * tokens * sizes["vocab"]
     return {**parts, "activations": activations, "logits": logits}
+
+
+def attention_dropout(shape: LoraShape) -> float:
+    """Return the dropout of attention in training."""
+    return max(shape.config.get(key) or 0.0 for key in ("attention_dropout", "attn_pdrop"))
 
 
 def _layer_bytes(shape: LoraShape, context: int, low: int, device: str) -> int | None:

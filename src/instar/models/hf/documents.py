@@ -14,6 +14,7 @@ from instar.models.documents import (
     ends_of,
     kernel_fault,
 )
+from instar.models.hf.cost import attention_dropout
 from instar.models.hf.pretrained import LoraShape
 
 _NAME = "instar_documents"
@@ -49,13 +50,12 @@ def of_documents(
 def attention_kinds(shape: LoraShape, dtype: torch.dtype, *, training: bool) -> list[Attention]:
     """Return the attention of layers with and without a window, whichever of them there are."""
     sizes, config = shape.sizes(), shape.config
-    dropouts = (config.get(key) or 0.0 for key in ("attention_dropout", "attn_pdrop"))
     first = Attention(
         dtype,
         sizes["heads"],
         sizes["kv_heads"],
         sizes["head_dim"],
-        dropout=max(dropouts) if training else 0.0,
+        dropout=attention_dropout(shape) if training else 0.0,
         softcap=config.get("attn_logit_softcapping"),
     )
     return [first._replace(window=window) for window in {None, config.get("sliding_window")}]
