@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import chdir
 from pathlib import Path
 
@@ -15,14 +15,10 @@ from instar.api.as_config import Config, Overrides, as_arguments
 from instar.api.curves import Curves, draw_end, live_curves
 from instar.api.definitions import code_for_children
 from instar.config.errors import ConfigError
-from instar.config.load import Loaded
 from instar.distributed.failure import NOTHING_STARTED, Interrupted, RunFailed, StoppedUnsaved
 from instar.distributed.launch import environment, print_stderr, run_ranks, threads_per_rank
 from instar.distributed.placement import (
     LAUNCH_VARIABLE,
-    LaunchOptions,
-    Placement,
-    RankCount,
     placement,
     resolve_ranks,
     share_cores,
@@ -32,8 +28,8 @@ from instar.distributed.signals import StopSignal
 from instar.record.rundir import find_run
 from instar.record.start_folder import begun_in
 from instar.run.load_config import load_run_config
-from instar.run.resume import Resume, automatic, choose_checkpoint, continuation, named_checkpoint
-from instar.run.start.preflight import check_memory, preflight, prepare_run_data
+from instar.run.resume import Resume, named_checkpoint
+from instar.run.start.launch import launch_options, preflight_launch
 
 
 def train(
@@ -203,68 +199,6 @@ def _launch(
     if result.code or run_dir is None:
         raise RunFailed(result.text)
     return run_dir
-
-
-def launch_options(
-    loaded_config: Loaded,
-    argv: Sequence[str],
-    count: RankCount,
-    resume: Resume | None = None,
-    max_restarts: int = 0,
-) -> LaunchOptions:
-    """Return how the ranks of a run are launched on this machine.
-
-    Args:
-        argv: words of `instar train` that each rank is given.
-    """
-    parallel = loaded_config.config.parallel
-    return LaunchOptions(
-        argv,
-        count.ranks,
-        count.devices or None,
-        device=loaded_config.config.device,
-        host=parallel.master_address,
-        port=parallel.master_port,
-        max_restarts=max_restarts,
-        resumable=resume is not None or loaded_config.config.resume == "auto",
-        config=loaded_config.to_json(),
-    )
-
-
-def preflight_launch(
-    loaded_config: Loaded,
-    ranks: int,
-    resume: Resume | None,
-    say: Callable[[str], None],
-    devices: Sequence[int] | None = None,
-) -> None:
-    """Prepare the data and raise all errors that can be found before any rank is started.
-
-    Args:
-        devices: GPUs of the ranks; None: the config's.
-    """
-    from instar.data.text.origin import NOTE
-    from instar.run.init_weights import starting_weights
-
-    resume = resume or automatic(loaded_config.config)
-    checkpoint = None
-    if resume is not None:
-        checkpoint, _ = choose_checkpoint(resume, check=ranks > 1)
-        loaded_config = continuation(resume, loaded_config, checkpoint).loaded_config
-    devices = loaded_config.config.parallel.devices if devices is None else devices
-    if devices or loaded_config.config.device.startswith("cuda"):
-        # before the data: tokenising may take hours
-        from instar.distributed.world import device_of
-
-        device_of(loaded_config.config.device, Placement(size=ranks, local_size=ranks), devices)
-    # rank 0 compares the sources again, and says what has changed
-    prepare_run_data(
-        loaded_config, ranks, lambda text: None if text.startswith(NOTE) else say(text)
-    )
-    preparation = preflight(loaded_config, ranks, new=resume is None)
-    check_memory(loaded_config, preparation.forecast, loaded_config.config.device, ranks_here=ranks)
-    if checkpoint is None:
-        starting_weights(loaded_config, preparation.spec)
 
 
 def _variables(rank: int | None, world_size: int | None, port: int | None) -> dict[str, str]:

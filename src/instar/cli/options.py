@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -406,7 +405,9 @@ class LazyGroup(click.Group):
 def suggest_command(name: str, table: Collection[str]) -> str:
     """Return the command that an unknown word probably means; empty if it is ambiguous."""
     if "train" in table and name.endswith((".yaml", ".yml")):
-        return f"instar train {shlex.quote(name)}"
+        from shlex import quote  # not before: `instar --help` does not wait for it
+
+        return f"instar train {quote(name)}"
     suggestion = FOREIGN_COMMANDS.get(name, "")
     if suggestion.partition(" ")[0] in (*table, "--help"):
         return suggestion

@@ -12,10 +12,7 @@ from typing import Any
 
 import click
 
-from instar.api.training import launch_options, preflight_launch
-from instar.cli.options import (
-    schedule_option,
-)
+from instar.cli.options import schedule_option
 from instar.cli.output import print_json
 from instar.config.errors import ConfigError
 from instar.config.load import Loaded, from_launcher
@@ -30,16 +27,14 @@ from instar.record.format import bytes_text
 from instar.record.rundir import find_run
 from instar.record.start_folder import begun_in
 from instar.record.system import host_bytes
+from instar.run.init_weights import starting_weights
 from instar.run.load_config import load_run_config
 from instar.run.resume import Resume, automatic, named_checkpoint, with_restoring
-from instar.run.start.other_hardware import forecast_on
+from instar.run.start.launch import launch_options, preflight_launch
 from instar.run.start.preflight import foreseen_precision, preflight, suggestion
-from instar.schedule.hardware.devices import parse_hardware
-from instar.schedule.hardware.estimate import COMPILED_SHARE, EAGER_SHARE
-from instar.schedule.hardware.estimate_text import render_estimate
 from instar.schedule.memory import in_force
 from instar.schedule.render import render
-from instar.tasks.task import SampleSetSpec, TaskSpec
+from instar.tasks.task import SampleSetSpec
 
 
 def train(**options: Any) -> int:
@@ -199,7 +194,7 @@ def _forecast(
     preparation = preflight(
         loaded_config, ranks, new=new, assume=lambda text: click.echo(text, err=True)
     )
-    weights = _starting_weights(loaded_config, preparation.spec) if new else None
+    weights = starting_weights(loaded_config, preparation.spec) if new else None
     line = torchrun_line(
         argv, ranks, options.devices, port=loaded_config.config.parallel.master_port
     )
@@ -235,22 +230,18 @@ def _forecast(
     return 0
 
 
-def _starting_weights(loaded_config: Loaded, spec: TaskSpec) -> Any:
-    """Return the `Weights` that a run starts from; None: random ones."""
-    from instar.run.init_weights import starting_weights  # takes a while, and launches need none
-
-    return starting_weights(loaded_config, spec)
-
-
 def _forecast_on_hardware(
     options: _TrainOptions, hardware: str, loaded_config: Loaded, argv: Sequence[str]
 ) -> int:
     """Print a forecast of a run on devices that are not here."""
-    devices = parse_hardware(hardware)
-    share = options.utilization or (COMPILED_SHARE if loaded_config.config.compile else EAGER_SHARE)
-    result = forecast_on(loaded_config, devices, share, lambda text: click.echo(text, err=True))
+    # devices that are not here are the business of this forecast alone
+    from instar.run.start.other_hardware import forecast_on
+
+    result = forecast_on(
+        loaded_config, hardware, options.utilization, lambda text: click.echo(text, err=True)
+    )
     forecast, spec = result.checked_run.forecast, result.checked_run.spec
-    weights = _starting_weights(loaded_config, spec)
+    weights = starting_weights(loaded_config, spec)
     notes = forecast_notes(forecast, loaded_config, options.cfg)
     if options.as_json:
         more: dict[str, Any] = {"from": str(weights.path)} if weights else {}
@@ -261,11 +252,11 @@ def _forecast_on_hardware(
         click.echo(f"weights   {weights.about}")
     click.echo(render(forecast, [note.text for note in notes]))
     click.echo(f"precision   {result.precision}")
-    click.echo(render_estimate(result.estimate, forecast, result.remedy, spec.flops_remark))
+    click.echo(result.text())
     for warning in result.checked_run.warnings:
         click.echo(f"warning: {warning}", err=True)
-    if devices.hosts == 1:
+    if result.hardware.hosts == 1:
         port = loaded_config.config.parallel.master_port
-        click.echo(f"same as: {torchrun_line(argv, devices.devices, None, port=port)}")
+        click.echo(f"same as: {torchrun_line(argv, result.hardware.devices, None, port=port)}")
     click.echo("Nothing was started.")
     return 0

@@ -21,7 +21,7 @@ EXTENSION = Extension(
     },
     conflicts=f"{_HERE}.config:delta_conflicts",
     missing=f"{_HERE}.config:missing_library",
-    hook=f"{_HERE}.saver:open_deltas",
+    hook=f"{_HERE}.config:open_deltas",
     events={"delta": f"{_HERE}.events:Delta"},
     metrics={
         "delta_density": MetricName(

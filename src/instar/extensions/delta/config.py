@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import Field
 
 from instar.config.errors import ConfigProblem
 from instar.config.sections import PositiveInt, Section
+from instar.extensions import load_target
 
 if TYPE_CHECKING:
     from instar.config.schema import RunConfig
+    from instar.run.output.extension import RunPlace
 
 
 class DeltaConfig(Section):
@@ -34,6 +36,13 @@ class DeltaConfig(Section):
 def delta_config(config: RunConfig) -> DeltaConfig:
     """Return the section of a run's config."""
     return cast(DeltaConfig, config.checkpoint.delta)  # type: ignore[attr-defined]
+
+
+def open_deltas(place: RunPlace) -> Any:
+    """Return the `DeltaSaver` of a run; None if it saves no deltas, and then what saves them is not imported."""
+    if delta_config(place.config).every is None:
+        return None
+    return load_target("instar.extensions.delta.saver:DeltaSaver")(place)
 
 
 def delta_conflicts(config: RunConfig) -> Iterator[ConfigProblem]:

@@ -15,11 +15,6 @@ from instar.models.module import model_tensors
 from instar.run.output.extension import RunExtension, RunPlace
 
 
-def open_deltas(place: RunPlace) -> DeltaSaver | None:
-    """Return what saves a run's deltas; None if it saves none."""
-    return None if delta_config(place.config).every is None else DeltaSaver(place)
-
-
 class DeltaSaver(RunExtension):
     """Saves deltas of a model while it trains, and logs each that is on disk; on other ranks than 0, nothing."""
 

@@ -15,8 +15,10 @@ from instar.config.schema import RunConfig
 from instar.record.format import bytes_text
 from instar.run.start.preflight import Prepared, preflight, sharding_problems
 from instar.schedule.forecast import forecast
-from instar.schedule.hardware.devices import Hardware
+from instar.schedule.hardware.devices import Hardware, parse_hardware
 from instar.schedule.hardware.estimate import (
+    COMPILED_SHARE,
+    EAGER_SHARE,
     Assumptions,
     Estimate,
     Fit,
@@ -24,6 +26,7 @@ from instar.schedule.hardware.estimate import (
     estimate,
     fit_of,
 )
+from instar.schedule.hardware.estimate_text import render_estimate
 from instar.schedule.memory import FORECAST_SHARE
 from instar.tasks.task import Say, TaskSpec
 
@@ -32,24 +35,35 @@ from instar.tasks.task import Say, TaskSpec
 class OtherHardware:
     """A checked run on devices that are not here."""
 
+    hardware: Hardware
     checked_run: Prepared
     precision: str
     estimate: Estimate
     remedy: str
     """what makes it fit; empty: it fits, or nothing is known"""
 
+    def text(self) -> str:
+        """Return the estimate as lines."""
+        remark = self.checked_run.spec.flops_remark
+        return render_estimate(self.estimate, self.checked_run.forecast, self.remedy, remark)
+
 
 def forecast_on(
-    loaded_config: Loaded, hardware: Hardware, utilization: float, assume: Say
+    loaded_config: Loaded, devices: str, utilization: float | None, assume: Say
 ) -> OtherHardware:
-    """Check a run, and estimate what it takes on this hardware, with a rank on each device. No torch, unless the task needs it.
+    """Check a run, and estimate what it takes on these devices, with a rank on each. No torch, unless the task needs it.
 
     Args:
+        devices: such as 8xH100.
+        utilization: share of their speed that is reached; None: what is usual for compiled or uncompiled models.
         assume: see `preflight`; also told which keys of the config do not count.
 
     Raises:
         ConfigError: lists all mistakes.
     """
+    hardware = parse_hardware(devices)
+    if utilization is None:
+        utilization = COMPILED_SHARE if loaded_config.config.compile else EAGER_SHARE
     for key, value in _keys_of_place(loaded_config.config).items():
         assume(f"{key} {value} does not count: --on has {hardware.devices} devices")
     loaded_config = _with_values(loaded_config, {"device": "cuda", "parallel.devices": ()})
@@ -78,7 +92,7 @@ def forecast_on(
     )
     result = estimate(checked_run.forecast, config, spec, assumptions)
     remedy = _remedy(loaded_config, checked_run, hardware) if result.fit.fits is False else ""
-    return OtherHardware(checked_run, precision, result, remedy)
+    return OtherHardware(hardware, checked_run, precision, result, remedy)
 
 
 def _keys_of_place(config: RunConfig) -> Mapping[str, object]:

@@ -29,8 +29,8 @@ from instar.data.sample_set import SampleSet
 from instar.data.source import InMemorySource
 from instar.distributed.failure import RunFailed
 from instar.distributed.world import World
-from instar.growth.folders import check_own_family
 from instar.growth.plan import GrowthError
+from instar.models.hf.pretrained import PretrainedShape
 from instar.models.table import check_table
 from instar.record.device import torch_dtype
 from instar.run.optimizer import check_states, optimizer_tensors, shapes_of, task_optimizers
@@ -92,9 +92,15 @@ def _undo_at_end(world: World) -> Iterator[None]:
 
 
 def _check_family(prepared_run: Prepared) -> None:
-    operations = (entry.operation for entry in schedule_entries(prepared_run.config))
+    operations = [entry.operation for entry in schedule_entries(prepared_run.config)]
+    shape = prepared_run.spec.architecture
+    if not operations or not isinstance(shape, PretrainedShape):
+        return
+    # only a model of transformers has a table of its own to try, and the trial grows a folder
+    from instar.growth.folders import check_own_family
+
     try:
-        check_own_family(prepared_run.spec.architecture, operations)
+        check_own_family(shape, operations)
     except GrowthError as error:
         raise ConfigError.at("schedule", str(error)) from error
 
