@@ -11,9 +11,10 @@ import pytest
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig, MixturePart
 from instar.config.load import load_config
+from instar.config.schema import EvalSet
 from instar.data.columns import Ragged
 from instar.data.source import IGNORED
-from instar.data.text.dataset import create_dataset_files, open_data
+from instar.data.text.dataset import create_dataset_files, open_data, open_sets
 from instar.data.text.targets import documents_between
 from instar.data.text.tokenizer import load_saved_tokenizer, named_tokenizer, train_bpe
 
@@ -100,21 +101,74 @@ def test_columns_of_a_transform_stay(config: DataConfig, monkeypatch: pytest.Mon
 
 def test_ids_of_llm_c_begin_with_the_token(config: DataConfig) -> None:
     """Which is the first of a document then, and no target of the document before."""
-    tokenizer = named_tokenizer("bpe.json")
-    assert tokenizer is not None
-    end = tokenizer.end_id
-    ids = [np.array([end, *tokenizer.encode(text)], dtype=np.uint16) for text in DOCUMENTS]
-    np.concatenate(ids).tofile("train.bin")
+    as_ids_of_llm_c("train.bin", DOCUMENTS)
     config = config.model_copy(update={"source": "train.bin"})
     create_dataset_files(config, 0)
     columns = open_data(config, 0).train(CONTEXT, 0)[0].read(np.arange(1))
     inputs, targets, positions = (columns[name][0] for name in ("inputs", "targets", "positions"))
-    first = ids[0].size
+    tokenizer = named_tokenizer("bpe.json")
+    assert tokenizer is not None
+    end, first = tokenizer.end_id, 1 + tokenizer.encode(DOCUMENTS[0]).size
     assert inputs[0] == inputs[first] == end
     assert positions[: first + 2].tolist() == [*range(first), 0, 1]
     assert targets[first - 1] == IGNORED
     assert targets[first] == inputs[first + 1]
     assert (targets == end).sum() == 0
+
+
+def as_ids_of_llm_c(path: str, texts: list[str]) -> None:
+    tokenizer = named_tokenizer("bpe.json")
+    assert tokenizer is not None
+    ids = [np.array([tokenizer.end_id, *tokenizer.encode(text)], np.uint16) for text in texts]
+    np.concatenate(ids).tofile(path)
+
+
+def test_each_source_of_a_mixture_has_documents_of_its_own_form(config: DataConfig) -> None:
+    """Where the token begins the documents of the one and ends those of the other, each is read as alone."""
+    as_ids_of_llm_c("train.bin", DOCUMENTS)
+    sources = ("train.jsonl", "train.bin")
+    parts = tuple(MixturePart(source=source, name=source) for source in sources)
+    mixture = config.model_copy(update={"source": "stdlib", "mixture": parts, "path": "mixed"})
+    create_dataset_files(mixture, 0)
+    data = open_data(mixture, 0)
+    train, held_out = data.train(CONTEXT, 0)[0], data.held_out("val", CONTEXT)
+    begin = begin_held_out = 0
+    for source in sources:
+        alone_config = config.model_copy(update={"source": source, "path": f"{source}-alone"})
+        create_dataset_files(alone_config, 0)
+        alone = open_data(alone_config, 0)
+        samples, held = alone.train(CONTEXT, 0)[0], alone.held_out("val", CONTEXT)
+        for mixed_source, source_alone, first in (
+            (train, samples, begin),
+            (held_out, held, begin_held_out),
+        ):
+            numbers = np.arange(len(source_alone))
+            columns, expected = mixed_source.read(first + numbers), source_alone.read(numbers)
+            for name in ("inputs", "targets", "positions"):
+                np.testing.assert_array_equal(np.asarray(columns[name]), expected[name])
+        begin, begin_held_out = begin + len(samples), begin_held_out + len(held)
+    assert (begin, begin_held_out) == (len(train), len(held_out))
+
+
+def test_text_that_is_held_out_beside_ids_has_its_own_form(config: DataConfig) -> None:
+    """Named by `val_source`, or as a set of `eval.sets`."""
+    as_ids_of_llm_c("train.bin", DOCUMENTS)
+    keys = {"source": "train.bin", "val_source": "train.jsonl", "path": "ids"}
+    ids = config.model_copy(update=keys)
+    create_dataset_files(ids, 0)
+    named = open_data(ids, 0).held_out("val", CONTEXT)
+    sets = [EvalSet(name="text", source="train.jsonl")]
+    alone = config.model_copy(update={"source": "train.bin", "path": "alone"})
+    create_dataset_files(alone, 0, sets=sets)
+    of_set = open_data(alone, 0).windows_of(open_sets(alone, 0, sets)["text"], "val", CONTEXT)
+    tokenizer = named_tokenizer("bpe.json")
+    assert tokenizer is not None
+    for source in (named, of_set):
+        columns = source.read(np.arange(len(source)))
+        inputs, positions = (np.asarray(columns[name]) for name in ("inputs", "positions"))
+        after_an_end = inputs[:, :-1] == tokenizer.end_id
+        assert after_an_end.any()
+        np.testing.assert_array_equal(positions[:, 1:] == 0, after_an_end)
 
 
 def without_edge(kind: str) -> dict[str, object]:

@@ -134,3 +134,22 @@ def test_what_is_no_regular_file_is_told_at_once(
 def test_a_named_pipe_is_called_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a regular file"):
         load_config(str(pipe(tmp_path / "run.yaml")))
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in it would else be left out without a word. Root may list all, so the system's answer is replaced."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    (tmp_path / "a.txt").write_text("some text")
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path) == locked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ConfigError, match=f"cannot list {locked}: Permission denied"):
+        open_corpus(str(tmp_path), "text")

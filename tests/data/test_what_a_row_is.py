@@ -130,6 +130,35 @@ def test_conversations_are_read_from_the_same_files(
     assert len(list(conversations(str(file), DataConfig(kind="chat")))) == 7
 
 
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.compress,
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("ending", PACKERS)
+def test_a_packed_file_that_is_cut_or_damaged_is_named(
+    tmp_path: Path, ending: str, kind: str
+) -> None:
+    """Wherever it is cut: no row is lost without a word."""
+    file = tmp_path / f"p.jsonl.{ending}"
+    parts = [
+        PACKERS[ending](of([{"text": f"{number} {text}"} for text in TEXTS])) for number in (0, 1)
+    ]
+    file.write_bytes(b"".join(parts))
+    assert len(READERS[kind](str(file))) == 2 * len(TEXTS)
+    damaged = bytearray(parts[0])
+    damaged[len(damaged) // 2] ^= 255
+    cuts = (1, len(parts[0]) // 2, len(parts[0]) - 1)
+    for content in (*(parts[0] + parts[1][:cut] for cut in cuts), parts[1][:9], bytes(damaged)):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"p\.jsonl\.{ending}"):
+            READERS[kind](str(file))
+
+
 BAD: dict[str, tuple[str, bytes]] = {
     "a row without the text": ("p.jsonl", of([*ROWS, {"body": "x"}])),
     "a number": ("p.jsonl", of([*ROWS, {"text": 3}])),

@@ -170,7 +170,7 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
     """
     opened = _opened(data, seed, world_size)
     if data.document_masks and data.kind != "chat":
-        _ = opened.document_edge  # which is looked for before a run starts
+        _ = opened.document_edges  # which are looked for before a run starts
     return opened
 
 
@@ -266,7 +266,15 @@ class DataSet(ABC):
 
     def windows_of(self, dataset: TokenDataset, split: str, context: int) -> Source:
         """Return the text of a split of a data set, whose documents are separate if those of this one are."""
-        return self._masked(TokenWindows(dataset.split(split), context), context)
+        windows = TokenWindows(dataset.split(split), context)
+        if not self.data.document_masks:
+            return windows
+        # what is held out of a text has its form; what is named for it has its own
+        named = dataset.source.get("val_source") if split == "val" else None
+        edge = self._edge(
+            dataset, named or dataset.source.get("source", ""), "val" if named else "train"
+        )
+        return SeparateDocuments(windows, (edge,), TokenTargets(context, self.vocab_size))
 
     def held_out_parts(self, context: int) -> dict[str, range]:  # noqa: ARG002
         """Return the samples of the validation split that are of each source of a mixture, by its name."""
@@ -308,35 +316,39 @@ class DataSet(ABC):
 
     def _separate(self, source: Source, context: int) -> Source:
         """Return samples of this data set whose documents do not see each other, if `data.document_masks` says so."""
-        return self._masked(source, context)
-
-    def _masked(self, source: Source, context: int) -> Source:
         if not self.data.document_masks:
             return source
         targets = TokenTargets(context, self.vocab_size)
-        return SeparateDocuments(source, self.document_edge, targets)
+        return SeparateDocuments(source, self.document_edges, targets, self._offsets(context))
+
+    def _offsets(self, context: int) -> Sequence[int]:  # noqa: ARG002
+        """Return the first training sample of each text."""
+        return (0,)
 
     @cached_property
-    def document_edge(self) -> DocumentEdge:
-        """The token by which documents of `data.document_masks` are told apart.
+    def document_edges(self) -> tuple[DocumentEdge, ...]:
+        """By which tokens documents of `data.document_masks` are told apart, in each text that is trained on.
 
         Raises:
             ConfigError: there is none, or the tokens do not have it.
         """
+        return (self._edge(self.dataset, self.data.source),)
+
+    def _edge(self, dataset: TokenDataset, source: str, split: str = "train") -> DocumentEdge:
         tokenizer = load_saved_tokenizer(self.path)
         end = end_of_document(tokenizer)
-        are_ids = self.data.tokens_field is not None or holds_ids(self.data.source)
+        are_ids = dataset.source.get("tokens_field") is not None or holds_ids(source)
         if end is None:
             hint = "" if are_ids else "name it in data.eos"
             raise _no_edge("no token of the tokenizer ends a document", hint)
         if not are_ids and end in tokenizer.before.tolist():
-            text = "one token of the tokenizer begins and ends a document"
-            raise _no_edge(text, "name another in data.bos or data.eos, or data.bos: ''")
-        split = self.dataset.split("train" if "train" in self.dataset.splits else "val")
-        tokens = split.read(0, min(len(split), _LOOKED_AT))
+            message = "one token of the tokenizer begins and ends a document"
+            raise _no_edge(message, "name another in data.bos or data.eos, or data.bos: ''")
+        text = dataset.split(split if split in dataset.splits else "val")
+        tokens = text.read(0, min(len(text), _LOOKED_AT))
         if not (tokens == end).any():
-            text = f"the token {end}, which ends a document, is not among the first {tokens.size:,} tokens"
-            raise _no_edge(text, "leave it out, or name the token in data.eos")
+            message = f"the token {end}, which ends a document, is not among the first {tokens.size:,} tokens"
+            raise _no_edge(message, "leave it out, or name the token in data.eos")
         # ids of others are used as they are
         return DocumentEdge(end, begins=are_ids and int(tokens[0]) == end)
 
@@ -432,6 +444,14 @@ class MixtureData(DataSet):
             partial(order_of, self.data), [*map(len, sources)], weights or None, seed
         )
         return self._host(Concatenated(sources), context, seed), order
+
+    @cached_property
+    def document_edges(self) -> tuple[DocumentEdge, ...]:
+        return tuple(edge for part in self.parts for edge in part.document_edges)
+
+    def _offsets(self, context: int) -> Sequence[int]:
+        sizes = [len(part.train_source(context)) for part in self.parts]
+        return [0, *np.cumsum(sizes[:-1]).tolist()]
 
     def held_out(self, split: str, context: int) -> Source:
         # val_source is the same for all parts

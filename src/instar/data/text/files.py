@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NoReturn, cast
 
 import msgspec
 
@@ -45,6 +45,8 @@ _COMPANION = re.compile(
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _NAMED = 5
 _BOM = b"\xef\xbb\xbf"
+_PACKED_BYTES = 1 << 10
+"""of zstd read at once: four of them may hold 128 KiB"""
 
 
 class NoFiles(ConfigError):  # noqa: N818
@@ -156,7 +158,7 @@ def walk(
     """
     without |= {"__pycache__"}
     notes: list[str] = [] if left_out is None else left_out
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_cannot_be_listed):
         inside = sorted(n for n in folders if not n.startswith(".") and n not in without)
         folders[:] = []
         for name in inside:
@@ -166,6 +168,10 @@ def walk(
             else:
                 folders.append(name)
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _cannot_be_listed(error: OSError) -> NoReturn:
+    raise ConfigError.at("data.source", f"cannot list {error.filename}: {error.strerror}") from None
 
 
 def names_text(names: Sequence[str]) -> str:
@@ -293,9 +299,49 @@ def _unpack(path: Path, file: IO[bytes]) -> IO[bytes]:
                     f"unpacking {path} needs zstandard, which is not installed",
                     "install the extra: pip install 'instar[delta]'",
                 ) from None
-            reader: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-            return io.BufferedReader(reader)
+            return io.BufferedReader(_Frames(file, zstandard))
     return file
+
+
+class _Frames(io.RawIOBase):
+    """The content of the frames of a zstd file. Unlike the library's reader it says where a frame is cut or damaged.
+
+    Raises, while it is read:
+        EOFError: the file ends within a frame.
+        OSError: it is not zstd, or damaged.
+    """
+
+    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
+        self._file, self._zstandard = file, zstandard
+        self._frame: Any = None
+        self._packed, self._content = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._packed = self._packed or self._file.read(_PACKED_BYTES)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame: a part of the file is missing")
+                return 0
+            self._unpack()
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+    def _unpack(self) -> None:
+        if self._frame is None:
+            self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+        try:
+            self._content = memoryview(self._frame.decompress(self._packed))
+        except self._zstandard.ZstdError as error:
+            raise OSError(str(error)) from None
+        self._packed = b""
+        if self._frame.eof:
+            self._packed, self._frame = self._frame.unused_data, None
 
 
 def _rows(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:

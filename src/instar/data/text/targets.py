@@ -74,16 +74,23 @@ class SeparateDocuments(WrappedSource):
 
     `positions` and `documents` are those of `documents_between`. The first token of a document is no target, since the
     token before it is another document's.
+
+    Args:
+        edges: of each text, of which a mixture has several.
+        offsets: the first sample of each text.
     """
 
     source: Source
-    edge: DocumentEdge
+    edges: Sequence[DocumentEdge]
     targets: TokenTargets
+    offsets: Sequence[int] = (0,)
 
     @property
     def fingerprint(self) -> str:
-        side = "begin" if self.edge.begins else "end"
-        return f"{self.source.fingerprint}/documents/{side}/{self.edge.token}"
+        edges = [f"{'begin' if edge.begins else 'end'}/{edge.token}" for edge in self.edges]
+        # texts of one form are told apart in one way
+        text = "/".join(edges if len(set(edges)) > 1 else edges[:1])
+        return f"{self.source.fingerprint}/documents/{text}"
 
     @property
     def measure(self) -> Measure:
@@ -92,7 +99,10 @@ class SeparateDocuments(WrappedSource):
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
         columns = self.source.read(indices, epoch)
         inputs, targets = (np.asarray(columns[name]) for name in ("inputs", "targets"))
-        ends = (targets if self.edge.begins else inputs) == self.edge.token
+        texts = np.searchsorted(self.offsets, indices, side="right") - 1
+        tokens = np.array([edge.token for edge in self.edges])[texts, None]
+        begins = np.array([edge.begins for edge in self.edges])[texts, None]
+        ends = np.where(begins, targets, inputs) == tokens
         return {
             **columns,
             "targets": np.where(ends, IGNORED, targets),
