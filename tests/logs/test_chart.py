@@ -164,6 +164,20 @@ def test_runs_are_called_by_what_tells_them_apart(tmp_path):
     assert group_indices([one, two, other], "name") == {"demo": [0, 1], "other": [2]}
 
 
+def test_a_mean_over_less_than_all_runs_says_so(tmp_path):
+    records = [
+        read_run(
+            tmp_path / f"demo-{letter * 5}",
+            [train(1, 4.0), *([evaluated(2, loss)] if loss else [])],
+            CONFIG.format(seed=seed, n_mlp=64),
+        )
+        for seed, (letter, loss) in enumerate((("a", 3.0), ("b", 4.0), ("c", None)))
+    ]
+    chart = compose(records, ChartRequest(panels=(("val/loss",),), by="seed"))
+    assert chart.panels[0].curves[0].line.y.tolist() == [3.5]
+    assert "val/loss: 2 of 3 runs have values" in chart.panels[0].notes
+
+
 def test_seeds_become_a_mean_with_a_band_over_what_all_have(tmp_path):
     records = [
         read_run(

@@ -87,3 +87,10 @@ def test_a_folder_without_runs_has_none(tmp_path: Path) -> None:
 def test_a_folder_named_by_hand_is_its_own_name(tmp_path: Path) -> None:
     assert written(tmp_path / "by-hand", {1: 1.0}).name == "by-hand"
     assert written(tmp_path / "grow-abcde", {1: 1.0}).name == "grow"
+
+
+def test_within_its_folder_a_run_is_named_by_a_dot(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs / "grow-fghjk")
+    assert names(".") == names("events.jsonl") == ["grow-fghjk"]

@@ -1,6 +1,7 @@
 """Tags, notes and the archive: written by commands, beside the runs and never into them."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def test_a_broken_file_is_ignored_when_read_and_kept_when_written(
     with pytest.raises(ConfigError, match="is not valid"):
         change_labels(runs, lambda _: RunLabels(note="new"))
     assert path.read_bytes() == content
+
+
+def test_a_note_that_is_no_text_is_refused(runs: list[RunDir]) -> None:
+    """A shell passes any bytes."""
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        change_labels(runs, lambda _: RunLabels(note=os.fsdecode(b"caf\xe9")))
 
 
 def test_nothing_is_written_through_a_link(runs: list[RunDir], tmp_path: Path) -> None:

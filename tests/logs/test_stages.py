@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
-from shown_runs import LARGE, SMALL, place, started, steps, told_run, widened, write
+from shown_runs import LARGE, SMALL, START, place, started, steps, told_run, widened, write
 
 from instar.logs.query.stages import last_place, place_at, stages
 from instar.logs.read.record import read_record
+from instar.record.events import Eval, encode_event
+from instar.record.rundir import RunDir
 
 
 def test_a_stage_ends_where_the_shape_changes(tmp_path: Path) -> None:
@@ -55,3 +57,16 @@ def test_places_between_train_lines_are_interpolated(tmp_path: Path) -> None:
     assert place_at(record, 15)["tokens"] == 128 * 15
     assert place_at(record, 5)["tokens"] == 128 * 5
     assert last_place(record)["step"] == 20
+
+
+def test_an_evaluation_after_a_growth_at_its_step_is_of_the_grown_model(tmp_path: Path) -> None:
+    """As with `reevaluate: true`."""
+    before, after = (Eval(split="val", loss=loss, **place(20)) for loss in (3.0, 9.0))
+    run = RunDir(tmp_path / "again")
+    run.path.mkdir()
+    trained = [(event, START + event.step) for event, _ in steps(1, 20) if event.step is not None]
+    events = [(started(), START), *trained, (before, START + 21), (widened(20), START + 22)]
+    with run.events.open("wb") as file:
+        file.writelines(encode_event(*event, 1) for event in (*events, (after, START + 23)))
+    first, second = stages(read_record(run))
+    assert (first.val_loss, second.val_loss) == (3.0, 9.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from written_runs import BEGAN, Writer, writing
 
+from instar.distributed.rank_log import RankLog
 from instar.logs.query.state import NO_REASON, QUIET_S, RunStatus, last_error, run_status
 from instar.logs.read.record import read_record
 from instar.processes.identity import this_process
@@ -208,3 +210,22 @@ def test_a_path_with_a_space_is_quoted_in_the_command(tmp_path: Path) -> None:
     with writing(run.path) as writer:
         writer.save(10)
     assert status(run).go_on == f"instar resume '{run.path}'"
+
+
+def test_the_logs_of_another_time_zone_explain_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(tmp_path / "run")
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    try:
+        with RankLog(0) as rank_log:
+            rank_log.open(run.path)
+            logging.getLogger("instar").error("rank 0 failed at step 10: RuntimeError: no memory")
+        monkeypatch.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        assert last_error(run, time.time() - 60).endswith("RuntimeError: no memory")
+        assert last_error(run, time.time() + 60) == ""
+    finally:
+        monkeypatch.undo()
+        time.tzset()

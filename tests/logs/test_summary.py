@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from written_runs import BEGAN, place, writing, written
 
 from instar.logs.query.summary import MetricValue, Summary, summarize, summary_to_json
+from instar.logs.read.reader_cache import cached_summary
 from instar.logs.read.record import direction, read_record
 from instar.logs.text.summary import metric_value_text, one_lines, page, summary_markdown
 from instar.record.events import (
     Alert,
+    BeginsAnew,
     Eval,
     Event,
     OperationEvent,
@@ -274,3 +276,55 @@ def test_the_direction_that_a_run_has_said_counts_before_the_metric_s_name(tmp_p
     guessed = summarize(read_run(tmp_path / "guessed", events))
     assert "val/kind/doubt" not in guessed.best
     assert guessed.best["val/score"].step == 30
+
+
+def test_what_is_recorded_under_another_name_of_a_metric_is_that(tmp_path: Path) -> None:
+    """`memory` is short for memory_bytes, and here a number of the task's own; training hides no evaluation."""
+    with writing(tmp_path / "own-abcde") as writer:
+        writer.start()
+        writer.train(1, 4.0, memory_bytes=3000, extra={"memory": 0.25, "val/loss": 99.0})
+        writer.val(1, 3.0)
+    summary = summary_of(tmp_path / "own-abcde")
+    assert (summary.last["memory"].value, summary.last["memory_bytes"].value) == (0.25, 3000)
+    assert summary.best["val/loss"].value == 3.0
+    record = read_record(RunDir(tmp_path / "own-abcde"))
+    assert record.series("memory").value.tolist() == [0.25]
+    with writing(tmp_path / "plain-abcde") as writer:
+        writer.start()
+        writer.train(1, 4.0, memory_bytes=3000)
+    plain = read_record(RunDir(tmp_path / "plain-abcde"))
+    assert plain.series("memory").value.tolist() == [3000]
+
+
+def test_the_best_of_a_held_out_set_is_shown_where_it_decides(tmp_path: Path) -> None:
+    """In a list and in a summary, comparable values only."""
+    folder = tmp_path / "sets-abcde"
+    with writing(folder) as writer:
+        writer.start(best_metric="german/loss")
+        for step, german in ((10, 4.0), (20, 3.0), (30, 3.5), (40, 3.75)):
+            if step == 30:
+                writer.write(BeginsAnew(reasons=("tokens per sample 64 → 128",), **place(29)))
+            writer.train(step, 4.0)
+            writer.val(step, 2.5)
+            writer.write(Eval(split="german", loss=german, **place(step)))
+    summary = summary_of(folder)
+    assert summary.best_metric == "german/loss"
+    assert (summary.best["german/loss"].value, summary.best["german/loss"].step) == (3.5, 30)
+    assert "best german/loss 3.5" in "\n".join(one_lines([summary]))
+    listed = cached_summary(RunDir(folder))
+    assert (listed.best_metric, listed.best, listed.best_step) == ("german/loss", 3.5, 30)
+
+
+def test_values_of_a_machine_whose_clock_is_behind_are_comparable(tmp_path: Path) -> None:
+    """Resumed there after what is evaluated has changed."""
+    with writing(tmp_path / "clock-abcde") as writer:
+        writer.start()
+        writer.val(10, 3.0)
+        writer.write(BeginsAnew(reasons=("tokens per sample 64 → 128",), **place(15)))
+        writer.val(20, 3.5)
+    path = RunDir(tmp_path / "clock-abcde").events
+    late = [RunStarted(step=20, run_id="clock"), Eval(split="val", loss=2.9, **place(30))]
+    with path.open("ab") as file:
+        file.writelines(encode_event(event, BEGAN - 600, 2) for event in late)
+    best = summary_of(tmp_path / "clock-abcde").best["val/loss"]
+    assert (best.value, best.step) == (2.9, 30)

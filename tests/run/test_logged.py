@@ -208,6 +208,13 @@ def test_tables_are_bounded() -> None:
         to_table("t", [(1,)], ["x", "y"])
 
 
+@pytest.mark.parametrize("name", ["val/loss", "test/x", "grad_norm/blocks.0"])
+def test_names_of_what_is_measured_are_refused_in_training(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be logged in training"):
+        Logged(ALONE, of_training=True).number(name, 1.0)
+    Logged(ALONE).number(name, 1.0)
+
+
 @pytest.mark.parametrize("name", ["", "loss", "1st", "a b", "x" * 101, "a\nb", "<b>"])
 def test_names_that_could_be_mistaken_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="cannot be logged"), recording(Logged(ALONE)):

@@ -63,7 +63,8 @@ class RankLog:
         self._streams: tuple[int, int, TextIO, TextIO] | None = None
         self._is_recorded = False
         form = f"[RANK {rank}] %(asctime)s %(levelname)s: %(message)s"
-        self._format = logging.Formatter(form, "%Y-%m-%d %H:%M:%S")
+        # with the zone, since a log is also read elsewhere
+        self._format = logging.Formatter(form, "%Y-%m-%d %H:%M:%S%z")
         self._handler: logging.Handler = logging.handlers.MemoryHandler(
             10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False
         )

@@ -37,6 +37,7 @@ _Sums = tuple[Reduction, str, str, str]
 """reduction, exact sums of values and of weights, and the decisive value"""
 _SUM = re.compile(r"-?\d{1,4000}(/[1-9]\d{0,3999})?|nan|-?inf")
 _NAME = re.compile(r"[A-Za-z][\w./-]{0,99}")
+_MEASURED = ("val/", "test/", "grad_norm/", "update_ratio/")
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,12 @@ class _Number:
 class Logged:
     """Collects what user code logs on one rank until it is recorded."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, *, of_training: bool = False) -> None:
+        """
+        Args:
+            of_training: whether it is logged in training steps, where some names are taken.
+        """
+        self.world, self.of_training = world, of_training
         self.weight = 1.0
         """of the next number in its mean: samples of the micro-batch; 0: log nothing"""
         self.images: dict[str, Pixels] = {}
@@ -75,6 +80,11 @@ class Logged:
             ValueError: the name, the value or the reduction is not possible.
         """
         _check_name(name, self._numbers, MOST_NAMES)
+        if self.of_training and name.startswith(_MEASURED):
+            raise ValueError(
+                f"{name!r} cannot be logged in training: names with {', '.join(_MEASURED)} are those of what is "
+                "measured on held-out samples and by layer"
+            )
         entry = self._numbers.setdefault(name, _Number(reduce))
         if reduce not in get_args(Reduction) or reduce != entry.reduce:
             raise ValueError(

@@ -13,7 +13,7 @@ from instar.logs.query.groups import REPEATED, By, given_values, group_indices
 from instar.logs.query.stages import WHOLE_AXES, marks
 from instar.logs.query.summary import summarize
 from instar.logs.read.columns import Floats, Ints
-from instar.logs.read.record import ALIASES, AXES, RunRecord, Series, read_record
+from instar.logs.read.record import AXES, RunRecord, Series, read_record
 from instar.record.format import encodable
 from instar.record.rundir import RunDir
 
@@ -153,7 +153,7 @@ def curves_of_run(
         RecordError: the record cannot be read.
     """
     record = read_record(run)
-    present = [name for name in dict.fromkeys(metrics) if ALIASES.get(name, name) in record]
+    present = [name for name in dict.fromkeys(metrics) if name in record]
     series_by_name = {name: record.series(name) for name in present}
     return {
         "key": key,

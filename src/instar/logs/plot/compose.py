@@ -25,7 +25,7 @@ from instar.logs.plot.transforms import band, smooth, thin
 from instar.logs.query.groups import By, group_indices, notes_on_data
 from instar.logs.query.stages import marks
 from instar.logs.read.columns import Bools, Floats
-from instar.logs.read.record import ALIASES, RunRecord, Series, losses_of_parts, unknown_metric
+from instar.logs.read.record import RunRecord, Series, losses_of_parts, metric_of, unknown_metric
 from instar.record.events import RunStarted
 from instar.record.rundir import RunDir
 
@@ -145,9 +145,10 @@ def _panel(
     *,
     right: bool,
 ) -> Panel:
+    recorded = {metric for group in members for record in group for metric in record.metrics}
     curves = [
         _curve(metric, run, [record for record in group if metric in record], request)
-        for metric in (ALIASES.get(name, name) for name in metrics)
+        for metric in (metric_of(name, recorded) for name in metrics)
         for run, group in enumerate(members)
         if any(metric in record for record in group)
     ]
@@ -161,6 +162,11 @@ def _panel(
     ]
     left_out = sum(curve.left_out for curve in drawn_curves)
     notes = [f"{left_out} point{'' if left_out == 1 else 's'} cannot be drawn"] if left_out else []
+    for run, group in enumerate(members):
+        for metric in dict.fromkeys(curve.metric for curve in drawn_curves if curve.run == run):
+            count = sum(metric in record for record in group)
+            if count < len(group):
+                notes.append(f"{metric}: {count} of {len(group)} runs have values")
     limits = None
     if request.clip is not None and (clip_result := _clip(drawn_curves, request.clip)) is not None:
         limits, cut = clip_result

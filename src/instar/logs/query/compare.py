@@ -32,7 +32,7 @@ from instar.logs.query.groups import (
     warnings_on_data,
 )
 from instar.logs.read.columns import Floats
-from instar.logs.read.record import ALIASES, RunRecord, losses_of_parts, unknown_metric
+from instar.logs.read.record import RunRecord, losses_of_parts, metric_of, unknown_metric
 from instar.record.events import BeginsAnew, RunStarted, to_words
 from instar.record.rundir import RunDir
 
@@ -126,9 +126,10 @@ def compare_groups(
     Raises:
         ConfigError: no run has such a metric, or nothing has been measured yet.
     """
-    metrics = [ALIASES.get(metric, metric) for metric in metrics]
+    recorded = {metric for record in records for metric in record.metrics}
+    metrics = [metric_of(metric, recorded) for metric in metrics]
     patterns = metrics or _default_metrics(records)
-    goal = ALIASES.get(target_metric, target_metric)
+    goal = metric_of(target_metric, recorded)
     by_run = {record.run: record for record in records}
     axes = {place.axis for place in places} or {axis}
     curves = [

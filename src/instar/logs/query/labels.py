@@ -16,6 +16,7 @@ import msgspec
 from instar.config.errors import ConfigError
 from instar.config.files import make_folder, own_regular, read_regular
 from instar.record.atomic import replace_file
+from instar.record.format import encodable
 from instar.record.rundir import RunDir
 
 MAX_BYTES = 1 << 24
@@ -112,6 +113,8 @@ def _check_labels(labels: RunLabels) -> RunLabels:
         if not _TAG.fullmatch(tag):
             hint = "up to 40 letters, digits and any of . : / + = - _"
             raise ConfigError.of(f"invalid tag {tag!r}", where="--add", hint=hint)
+    if encodable(labels.note) != labels.note:
+        raise ConfigError.of("the note is not text in UTF-8", where="-m")
     if len(labels.note) > MAX_NOTE:
         raise ConfigError.of(
             f"the note has {len(labels.note):,} characters, more than {MAX_NOTE:,}", where="-m"

@@ -54,7 +54,7 @@ def find_runs(texts: Sequence[str], out_dir: Path = Path("runs")) -> list[RunDir
 
 def _resolve(text: str, out_dir: Path) -> list[RunDir]:
     path = Path(text)
-    if (run := _run_containing(path)) is not None:
+    if text and (run := _run_containing(path)) is not None:
         return [run]
     if text and path.is_dir() and (inside := runs_in(path)):
         return inside
@@ -73,9 +73,10 @@ def _resolve(text: str, out_dir: Path) -> list[RunDir]:
 
 def _run_containing(path: Path) -> RunDir | None:
     """Return the run whose folder is `path` or contains it."""
-    if path.is_file():
-        return next((run for run in map(RunDir, path.parents) if run.holds_run()), None)
-    return RunDir(path) if path.name and RunDir(path).holds_run() else None
+    folders = path.parents if path.is_file() else [path]
+    # the working directory has no name by which a run could be called
+    runs = (RunDir(folder if folder.name else folder.absolute()) for folder in folders)
+    return next((run for run in runs if run.holds_run()), None)
 
 
 def _matching(pattern: str, out_dir: Path) -> Iterator[RunDir]:

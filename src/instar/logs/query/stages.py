@@ -70,8 +70,10 @@ def stages(record: RunRecord) -> list[RunStage]:
     places = [place_at(record, first.step), *map(event_place, growths), last_place(record)]
     model, parameters, architecture = first.model, first.parameters or None, first.architecture
     run_stages = []
+    # what is measured at the step of a growth is of the model that was there then
+    times = [-math.inf, *(growth.time for growth in growths), math.inf]
     for number, (begin, end) in enumerate(pairwise(places)):
-        growth = growths[number - 1] if number else None
+        growth, begun, ended = growths[number - 1] if number else None, *times[number : number + 2]
         if growth is not None:
             model = architecture_text(growth.architecture) or model
             after = growth.proof.get("parameters_after", math.nan)
@@ -90,8 +92,8 @@ def stages(record: RunRecord) -> list[RunStage]:
                 flops=end["flops"] - begin["flops"],
                 wall_s=end["wall_s"] - begin["wall_s"],
                 active_s=end["active_s"] - begin["active_s"],
-                loss=_last(record, "loss", begin["step"], end["step"]),
-                val_loss=_last(record, "val/loss", begin["step"], end["step"]),
+                loss=_last(record, "loss", (begin["step"], begun), (end["step"], ended)),
+                val_loss=_last(record, "val/loss", (begin["step"], begun), (end["step"], ended)),
             )
         )
     return run_stages
@@ -158,11 +160,17 @@ def _began(record: RunRecord) -> float:
     return starts[0].event.time if starts else 0.0
 
 
-def _last(record: RunRecord, metric: str, after: float, until: float) -> float | None:
+def _last(
+    record: RunRecord, metric: str, begin: tuple[float, float], end: tuple[float, float]
+) -> float | None:
+    """Return the last value after `begin` and until `end`, each a step and Unix seconds within it."""
     if metric not in record:
         return None
     series = record.series(metric).current()
-    inside = series.value[(series.step > after) & (series.step <= until)]
+    is_late, is_early = series.step > begin[0], series.step < end[0]
+    is_late |= (series.step == begin[0]) & (series.time > begin[1]) & (begin[1] > -math.inf)
+    is_early |= (series.step == end[0]) & (series.time <= end[1])
+    inside = series.value[is_late & is_early]
     return float(inside[-1]) if len(inside) else None
 
 

@@ -30,7 +30,9 @@ QUIET_S = 60.0
 NO_REASON = "ended without a message: killed, or the machine went down"
 
 _LOG_TAIL_BYTES = 1 << 16
-_ERROR = re.compile(r"\[RANK \d+\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:ERROR|CRITICAL): (.+)")
+_ERROR = re.compile(
+    r"\[RANK \d+\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)([+-]\d{4})? (?:ERROR|CRITICAL): (.+)"
+)
 _FATAL = re.compile(r"Fatal Python error: .+")
 _SECONDARY = re.compile(r"\b(?:PeerLost|PeerError|RankMissing)\b")
 
@@ -158,8 +160,9 @@ def _error_of(path: Path) -> tuple[float, str] | None:
     for line in reversed(lines):
         if match := _ERROR.match(line):
             with suppress(ValueError, OverflowError):  # not a valid time
-                written_at = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp()
-            return written_at, match[2].strip()
+                form = "%Y-%m-%d %H:%M:%S" + ("%z" if match[2] else "")
+                written_at = datetime.strptime(match[1] + (match[2] or ""), form).timestamp()
+            return written_at, match[3].strip()
         if match := _FATAL.match(line):
             return written_at, match[0]
     return None

@@ -131,6 +131,7 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
     operations = tuple(event for event in current_events if isinstance(event, OperationEvent))
     curves = {name: record.series(name) for name in record.metrics}
     ends = {name: end for name, series in curves.items() if (end := _end(series)) is not None}
+    best_metric = current.best_metric if current else "loss"
     at = _furthest(current_events, curves, ends)
     last_seen = _last_time(events, curves)
     status = run_status(run, events, last_seen, now)
@@ -158,7 +159,9 @@ def summarize(record: RunRecord, now: float | None = None) -> Summary:
         tokens_per_s=at.tokens / at.active_s if at.active_s > 0 else None,
         last=_last_values(curves, ends),
         best=_best_values(curves),
-        best_metric=f"val/{current.best_metric if current else 'loss'}",
+        best_metric=best_metric
+        if "/" in best_metric and best_metric in curves
+        else f"val/{best_metric}",
         drawn=next(
             (e.drawn for e in reversed(current_events) if isinstance(e, Eval) and e.drawn), {}
         ),

@@ -45,7 +45,7 @@ from instar.record.rundir import RunDir
 
 SMALL_BYTES = 1 << 15
 """bytes up to which new lines are read again rather than cached"""
-_FORM = 4
+_FORM = 5
 _FILE = "summary.json"
 _MEASUREMENTS = tuple(b'{"v":%d,"kind":"%s"' % (VERSION, kind) for kind in (b"train", b"layers"))
 MOST_BYTES = 1 << 32
@@ -252,9 +252,19 @@ def _take(scan_state: _ScanState, block: bytes) -> None:
             scan_state.evals.append(
                 (event.segment, event.step, _finite(event.loss), _finite(value))
             )
+        elif isinstance(event, Eval) and scan_state.metric.startswith(f"{event.split}/"):
+            _take_set(scan_state, event)
         elif isinstance(event, OperationEvent):
             scan_state.operations.append((event.segment, event.step))
     _take_last(scan_state, lines)
+
+
+def _take_set(scan_state: _ScanState, event: Eval) -> None:
+    """Take the metric of a held-out set as that of the validation before it, which is of the same step."""
+    name = scan_state.metric.removeprefix(f"{event.split}/")
+    value = event.loss if name == "loss" else event.extra.get(name)
+    if scan_state.evals and scan_state.evals[-1][:2] == (event.segment, event.step):
+        scan_state.evals[-1] = (*scan_state.evals[-1][:3], _finite(value))
 
 
 def _finite(value: float | None) -> float | None:

@@ -6,9 +6,8 @@ Written events are never deleted. Steps superseded by a resume from an earlier s
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -71,13 +70,14 @@ class Series:
         axes: Mapping[str, Column],
         is_current: Bools,
         better: Direction | None = None,
-        since: float = -math.inf,
+        since: tuple[int, float] | None = None,
     ) -> None:
         """
         Args:
             axes: by name: `AXES` and `segment`.
             better: the direction that the run declares; None: inferred from the name.
-            since: Unix seconds from which values are comparable with the last one.
+            since: from when values are comparable with the last one: segment, and Unix seconds by the clock of its
+                machine; None: all are.
         """
         self.name = name
         self.since = since
@@ -141,8 +141,10 @@ class Series:
     def best(self, usable: Bools) -> int | None:
         """Return the index of the first best of the usable values that are comparable with the last one;
         None: there is none, or no direction."""
-        if math.isfinite(self.since):
-            usable = usable & (self.time >= self.since)
+        if self.since is not None:
+            segment, seconds = self.since
+            is_later = (self.segment == segment) & (self.time >= seconds)
+            usable = usable & ((self.segment > segment) | is_later)
         if self.better is None or not usable.any():
             return None
         values = np.where(usable, self.value, np.inf if self.better == "min" else -np.inf)
@@ -187,7 +189,7 @@ class RunRecord:
         return tuple(self._table)
 
     def __contains__(self, metric: object) -> bool:
-        return ALIASES.get(str(metric), metric) in self._table
+        return metric_of(str(metric), self._table) in self._table
 
     def series(self, metric: str) -> Series:
         """Return a metric by its name or an alias, superseded points included.
@@ -195,7 +197,7 @@ class RunRecord:
         Raises:
             ConfigError: the run has no such metric; suggests one.
         """
-        name = ALIASES.get(metric, metric)
+        name = metric_of(metric, self._table)
         if name not in self._table:
             raise unknown_metric(metric, self.metrics, str(self.run.path))
         return self._table[name]
@@ -207,6 +209,11 @@ class RunRecord:
             for entry in self.events
             if isinstance(entry.event, kind)
         ]
+
+
+def metric_of(name: str, metrics: Container[str]) -> str:
+    """Return the metric that a name means: the one recorded under it, else the one that has it as another name."""
+    return name if name in metrics else ALIASES.get(name, name)
 
 
 def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigError:
@@ -261,7 +268,7 @@ def _decode_record(run: RunDir, content: Content, attempt: int) -> RunRecord:
     changes = [
         entry.event for entry in entries if entry.is_current and isinstance(entry.event, BeginsAnew)
     ]
-    since = changes[-1].time if changes else -math.inf
+    since = (changes[-1].segment, changes[-1].time) if changes else None
     table = _Metrics(run, content, last_steps, better, since, attempt)
     return RunRecord(run, entries, table, _faults(run, content), content.end)
 
@@ -275,7 +282,7 @@ class _Metrics(Mapping[str, Series]):
         content: Content,
         last_steps: dict[int, int],
         better: Mapping[str, Direction],
-        since: float,
+        since: tuple[int, float] | None,
         attempt: int,
     ) -> None:
         self._better, self._since = better, since
@@ -288,7 +295,9 @@ class _Metrics(Mapping[str, Series]):
             columns = content.tables[table].metrics
             first = [metric for metric in TRAIN_METRICS if table == "train" and metric in columns]
             for metric in (*first, *columns):
-                self._tables.setdefault(metric, table)
+                # a number that training logged as `val/loss` hides no evaluation
+                if table.startswith("eval ") or metric not in self._tables:
+                    self._tables[metric] = table
         self._is_current = LazyColumns([*content.tables], self._currents_of)
         self._series = LazyColumns([*self._tables], self._series_of)
 
@@ -326,7 +335,8 @@ class _Metrics(Mapping[str, Series]):
         value = self._column(table, "metrics", metric)
         axes = LazyColumns([*AXES, "segment"], lambda name: self._column(table, "axes", name))
         better = self._better.get(metric.partition("/")[2]) if "/" in metric else None
-        since = self._since if metric.startswith("val/") else -math.inf
+        is_compared = table.startswith("eval ") and table != "eval test"
+        since = self._since if is_compared else None
         all_values = Series(metric, value, axes, self._is_current[table], better, since)
         is_present = present(value)
         return all_values if is_present.all() else all_values.take(is_present)

@@ -83,7 +83,9 @@ def best_held_out(summary: Summary) -> tuple[str, MetricValue] | None:
     """Return the best value of the metric that `checkpoints/best` follows, else of the first
     held-out metric."""
     held_out = [name for name in summary.best if name.startswith("val/")]
-    name = summary.best_metric if summary.best_metric in held_out else next(iter(held_out), None)
+    name = (
+        summary.best_metric if summary.best_metric in summary.best else next(iter(held_out), None)
+    )
     return None if name is None else (name, summary.best[name])
 
 

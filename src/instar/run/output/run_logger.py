@@ -94,7 +94,7 @@ class RunLogger:
         self.best_metric = config.checkpoint.best_of[0]
         """metric of the pointer `checkpoints/best`"""
         self.folder = folder
-        self.logged_values = Logged(world)
+        self.logged_values = Logged(world, of_training=True)
         """what the task's code has logged in this interval"""
         self.peak = (
             None

@@ -205,7 +205,8 @@ class _Trial:
         with self._task_errors("loss", samples, model):
             calls: list[object] = []
             counting = model.register_forward_pre_hook(lambda *_: calls.append(None))
-            with counting, self._autocast(), recording(Logged(self.world)):
+            logged_values = Logged(self.world, of_training=True)
+            with counting, self._autocast(), recording(logged_values):
                 loss = task.loss_sum(model, batch)
             self._check_loss(loss, model, samples)
             if self._is_wrapped and not calls:

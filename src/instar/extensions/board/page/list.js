@@ -11,8 +11,8 @@ const SORTS = {
   best: ["best value", (row) => last(row.higher_is_better && row.best != null ? -numeric(row.best) : row.best)],
   step: ["most steps", (row) => -(row.step || 0)],
 };
-/** The held-out metric that `best` follows. */
-const bestMetric = (row) => `val/${row.best_metric || "loss"}`;
+/** The held-out metric that `best` follows; those of sets and of parts name their samples. */
+const bestMetric = (row) => (row.best_metric?.includes("/") ? row.best_metric : `val/${row.best_metric || "loss"}`);
 
 const last = (value) => (Number.isFinite(numeric(value)) ? numeric(value) : Infinity);
 
