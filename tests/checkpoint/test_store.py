@@ -19,7 +19,13 @@ from safetensors.torch import load_file
 
 from instar.checkpoint.compare import verify_checkpoint
 from instar.checkpoint.listing import latest_checkpoint, resolve_checkpoint
-from instar.checkpoint.manifest import CheckpointError, encode_manifest, read_manifest
+from instar.checkpoint.manifest import (
+    CheckpointError,
+    Facts,
+    encode_manifest,
+    identify,
+    read_manifest,
+)
 from instar.checkpoint.store import CheckpointContent, load_checkpoint, publish_checkpoint
 from instar.config.errors import ConfigError
 from instar.record import atomic
@@ -59,6 +65,24 @@ def test_what_is_published_is_what_is_loaded(tmp_path: Path) -> None:
     for name, tensor in tensors().items():
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
+
+
+def test_a_text_that_is_the_word_of_a_number_stays_a_text(tmp_path: Path) -> None:
+    """In a config, such as `missing: NaN`, and in what a hook keeps."""
+    config = {
+        "model.missing": "NaN",
+        "name": "-Infinity",
+        "model.limit": math.inf,
+        "odd": ["\\NaN"],
+    }
+    state = {**STATE, "hooks": {"text": "NaN", "list": ["Infinity", math.inf]}}
+    content = CheckpointContent(
+        {"model": tensors()}, state, ARCHITECTURE, facts=Facts(config=config)
+    )
+    checkpoint = load_checkpoint(publish_checkpoint(tmp_path, 10, content))
+    assert checkpoint.manifest.config == config
+    assert checkpoint.state == state
+    assert identify(checkpoint.path).manifest in (checkpoint.path / "manifest.json").read_text()
 
 
 def test_it_reads_without_instar(tmp_path: Path) -> None:

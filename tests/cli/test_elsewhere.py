@@ -46,6 +46,21 @@ def test_a_run_is_resumed_tested_and_analysed_from_another_folder(
     assert not [path for path in elsewhere.iterdir() if not path.name.startswith("said-")]
 
 
+def test_a_run_of_a_mixture_goes_on_from_another_folder(typed: Typed, place: Path) -> None:
+    project = place / "project"
+    project.mkdir()
+    text = (place / "squares.txt").read_text()
+    for name in ("a.txt", "b.txt"):
+        (project / name).write_text(text)
+    (place / "tiny.yaml").rename(project / "tiny.yaml")
+    mixture = "[{source: a.txt, weight: 1, name: a}, {source: b.txt, weight: 1, name: b}]"
+    words = ("--set", f"data.mixture={mixture}", "--set", "data.source=stdlib")
+    words = (*words, "--set", "data.tokenizer=byte")
+    words = (*words, "--set", "data.path=null", "--set", "record.run_dir=runs/r", "--until", "2it")
+    typed("train", "tiny.yaml", *words, where=project)
+    assert "done  3 steps" in typed("resume", project / "runs" / "r", "--until", "3it")
+
+
 def test_a_project_that_was_moved_or_copied_goes_on_with_its_own_files(
     typed: Typed, run: Path, place: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from instar.config.errors import ConfigError
 from instar.distributed.failure import Interrupted, PeerError, read_failure
-from instar.distributed.rank_log import RankLog, rank_log_path, running_rank
+from instar.distributed.rank_log import MAX_HELD_BYTES, RankLog, rank_log_path, running_rank
 
 Python = Callable[..., "subprocess.Popen[str]"]
 logger = logging.getLogger("instar.test")
@@ -39,10 +39,20 @@ def test_lines_before_and_after_the_folder_is_known_are_in_the_log(tmp_path: Pat
         assert log.open(tmp_path) == rank_log_path(tmp_path, 0)
         logger.warning("after %d", 2)
     lines = rank_log_path(tmp_path, 0).read_text().splitlines()
-    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4}"
     assert re.fullmatch(rf"\[RANK 0\] {time} INFO: before", lines[0])
     assert re.fullmatch(rf"\[RANK 0\] {time} WARNING: after 2", lines[1])
     assert len(lines) == 2
+
+
+def test_a_line_longer_than_what_is_held_for_a_full_disk_is_written(tmp_path: Path) -> None:
+    with RankLog(0) as log:
+        log.open(tmp_path)
+        logger.info("x" * 2 * MAX_HELD_BYTES)
+        logger.info("after")
+    text = rank_log_path(tmp_path, 0).read_text()
+    assert "x" * 2 * MAX_HELD_BYTES in text
+    assert text.endswith("after\n")
 
 
 def test_a_second_start_goes_on_in_the_same_file(tmp_path: Path) -> None:
@@ -191,7 +201,9 @@ def test_a_full_disk_under_a_log_ends_nothing(tmp_path: Path, python: Python, en
     process = python(FULL, str(tmp_path), ends, **env)
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert said == errors == ""
+    # what is lost is said where somebody looks
+    lost = f"warning: the disk refused 3 writes to {rank_log_path(tmp_path, 1)}\n"
+    assert (said, errors) == ("", lost if ends == "full" else "")
     lines = rank_log_path(tmp_path, 1).read_text().splitlines()
     assert lines[:3] == ["printed before", "printed", "on stderr"][: len(lines)]
     assert len(lines) == (4 if ends == "freed" else 1)

@@ -196,6 +196,14 @@ def test_skips_in_a_row_are_told_once() -> None:
     assert len(raised([*skips, *skips])) == 2
 
 
+def test_single_skips_are_told_each_where_one_is_enough() -> None:
+    skips: list[Event] = [Skip(step=step, consecutive=1) for step in (5, 35, 45)]
+    alerts = raised(skips, AlertsConfig(nan_skips=1))
+    assert [alert.message for alert in alerts] == [
+        f"step {step}: a step was skipped: gradients were not finite" for step in (5, 35, 45)
+    ]
+
+
 @pytest.mark.parametrize("rule", ["divergence", "stall", "nan_skips"])
 def test_a_rule_that_is_switched_off_says_nothing(rule: str) -> None:
     events = [

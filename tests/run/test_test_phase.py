@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from science import evaluations, last_step, pointed, result
 from tiny_run import Place, codes, events, said
 
+from instar.checkpoint.manifest import encode_json, read_json
 from instar.data.split import divide_samples
 from instar.logs.query.summary import summarize
 from instar.logs.read.record import read_record
@@ -27,7 +28,7 @@ from instar.logs.text.summary import best_held_out
 from instar.record.events import Eval, RunFinished, read_events
 from instar.record.format import eval_line, finished_line
 from instar.record.rundir import RunDir
-from instar.run.output.predictions import confusion_matrices
+from instar.run.output.predictions import MAX_CLASSES, confusion_matrices
 
 SEED = 1337
 FOREVER = ("early_stopping.rules=[]",)
@@ -242,3 +243,38 @@ def test_whole_numbers_that_are_no_classes_have_no_confusion_matrix(tmp_path: Pa
     assert confusion_matrices(tmp_path / "predictions.parquet") == {"kind": [[1, 0], [1, 1]]}
     pq.write_table(pa.table(table).slice(0, 0), tmp_path / "empty.parquet")
     assert confusion_matrices(tmp_path / "empty.parquet") == {}
+
+
+@pytest.mark.parametrize(
+    ("target", "matrix"),
+    [
+        (np.array([0, 1, 1], np.uint8), [[1, 0], [1, 1]]),
+        (np.array([False, True, True]), [[1, 0], [1, 1]]),
+        (np.array([0.0, 1.0, 1.0], np.float32), [[1, 0], [1, 1]]),
+        (np.array([0.0, np.nan, 1.0]), [[1, 0], [0, 1]]),
+        (np.array([0.0, 0.5, 1.0]), None),
+        (np.array([0.0, 1e300, 1.0]), None),
+        (["a", "b", "c"], None),
+        ([[1, 0], [0, 1], [0, 1]], None),
+        ([0, 1, 10**4], None),
+    ],
+    ids=str,
+)
+def test_a_target_of_any_type_has_a_matrix_if_it_is_classes(
+    tmp_path: Path, target: object, matrix: list[list[int]] | None
+) -> None:
+    """And never ends the test of a run that is trained."""
+    table = pa.table({"kind": pa.array(target), "kind.predicted": pa.array([0, 0, 1], pa.uint8())})
+    pq.write_table(table, tmp_path / "predictions.parquet")
+    matrices = confusion_matrices(tmp_path / "predictions.parquet")
+    assert matrices == ({} if matrix is None else {"kind": matrix})
+
+
+def test_the_largest_matrices_can_be_read_again(tmp_path: Path) -> None:
+    classes = np.arange(MAX_CLASSES)
+    columns = {f"{name}{end}": classes for name in "abcd" for end in ("", ".predicted")}
+    pq.write_table(pa.table(columns), tmp_path / "predictions.parquet")
+    matrices = confusion_matrices(tmp_path / "predictions.parquet")
+    assert [*matrices] == ["a", "b"]
+    (tmp_path / "result.json").write_bytes(encode_json({"confusion": matrices}))
+    assert read_json(tmp_path / "result.json")["confusion"] == matrices

@@ -26,7 +26,7 @@ import xxhash
 from instar.config.errors import InstarError
 from instar.config.files import of_bounded_depth, open_regular, read_regular
 from instar.record import atomic
-from instar.record.events import Count, Moment, from_words, to_words
+from instar.record.events import Count, Moment, escape_words, from_words, to_words, unescape_words
 from instar.record.progress import Advance, progress
 
 SUFFIX = ".safetensors"
@@ -240,8 +240,12 @@ def file_errors(folder: Path, manifest: Manifest) -> list[CheckpointError]:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the content of `manifest.json`; its last field is the checksum of the others."""
-    body = msgspec.to_builtins(manifest)
+    body = _body(manifest)
     return encode_json({**body, _CHECKSUM: xxhash.xxh3_128_hexdigest(encode_json(body))})
+
+
+def _body(manifest: Manifest) -> dict[str, Any]:
+    return {**msgspec.to_builtins(manifest), "config": escape_words(manifest.config)}
 
 
 class CheckpointId(msgspec.Struct, frozen=True):
@@ -259,7 +263,7 @@ def identify(folder: Path) -> CheckpointId:
     Raises:
         CheckpointError: see `read_manifest`.
     """
-    body = msgspec.to_builtins(read_manifest(folder))
+    body = _body(read_manifest(folder))
     return CheckpointId(folder.name, xxhash.xxh3_128_hexdigest(encode_json(body)))
 
 
@@ -279,7 +283,9 @@ def read_manifest(folder: Path) -> Manifest:
         checksum = xxhash.xxh3_128_hexdigest(encode_json(body))
         if raw != encode_json({**body, _CHECKSUM: checksum}):
             raise CheckpointError(f"{path}: content has changed: its checksum does not match")
-        manifest = msgspec.convert(from_words(body), Manifest)
+        numbers = from_words(body)
+        numbers["config"] = unescape_words(numbers.get("config", {}))
+        manifest = msgspec.convert(numbers, Manifest)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest: {error}") from error
     for name, entry in manifest.files.items():

@@ -62,7 +62,7 @@ from instar.checkpoint.manifest import (
 )
 from instar.distributed.failure import is_secondary
 from instar.record import atomic
-from instar.record.events import from_words
+from instar.record.events import escape_words, from_words, unescape_words
 from instar.record.system import versions
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class CheckpointWriter:
         for folder in {(self.temporary / file.name).parent for file in files}:
             atomic.sync_folder(folder)
         if rank == 0:
-            atomic.write_synced(self.temporary / STATE, encode_json(state))
+            atomic.write_synced(self.temporary / STATE, encode_json(escape_words(state)))
             self.add_files([self.temporary / STATE])
 
     def add_files(self, paths: Iterable[Path]) -> None:
@@ -328,7 +328,7 @@ def load_checkpoint(path: Path, *, check: bool = True) -> Checkpoint:
     manifest = read_manifest(path)
     if check:
         verify_files(path, manifest)
-    return Checkpoint(path, manifest, from_words(read_json(path / STATE)))
+    return Checkpoint(path, manifest, unescape_words(from_words(read_json(path / STATE))))
 
 
 def _component(name: str) -> StateComponent:

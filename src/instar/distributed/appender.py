@@ -29,7 +29,7 @@ class Appender:
             descriptor: a file opened with O_APPEND; owned by this object.
             size: bytes in the file, if it has no other writer: a partly written chunk is then
                 truncated; otherwise it is completed later.
-            max_bytes: limit of held bytes, beyond which chunks are dropped; None: no limit.
+            max_bytes: limit of held bytes, beyond which chunks are dropped while the disk refuses; None: no limit.
         """
         self.size = size or 0
         """bytes of complete chunks in the file"""
@@ -64,7 +64,8 @@ class Appender:
         with self._lock:
             if self._descriptor < 0:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            if self._max_bytes is not None and self.held_bytes + len(chunk) > self._max_bytes:
+            is_full = self._max_bytes is not None and self.held_bytes + len(chunk) > self._max_bytes
+            if is_full and self.refused_since is not None:
                 self.dropped += 1
             else:
                 self._held_lines.append(chunk)

@@ -122,7 +122,11 @@ class RankLog:
         if self._file is not None and self._appender is not None:
             faulthandler.disable()
             self._file.flush()
-            self._appender.close()
+            if lost := self._appender.close():
+                with suppress(OSError, AttributeError):
+                    print(
+                        f"warning: the disk refused {lost} writes to {self.path}", file=sys.stderr
+                    )
         self._file = self._appender = None
 
     def record_failure(self, error: BaseException) -> None:

@@ -76,7 +76,7 @@ class Rules:
         config = self._config
         self._divergence = Divergence(config.divergence) if config.divergence else None
         self._stall = Stall(config.stall) if config.stall else None
-        self._skipping = False
+        self._skips = 0
 
     def update(self, event: Event) -> list[Alert]:
         """Return the alerts that an event raises."""
@@ -102,10 +102,13 @@ class Rules:
 
     def _skip(self, consecutive: int) -> str:
         max_skips = self._config.nan_skips
-        before, self._skipping = self._skipping, max_skips is not None and consecutive >= max_skips
-        if before or not self._skipping:
+        # a series that is not longer than the last one is a new one
+        was_told = max_skips is not None and max_skips <= self._skips < consecutive
+        self._skips = consecutive
+        if max_skips is None or consecutive < max_skips or was_told:
             return ""
-        return f"{consecutive} steps in a row were skipped: their gradients were not finite"
+        steps = "a step was" if consecutive == 1 else f"{consecutive} steps in a row were"
+        return f"{steps} skipped: gradients were not finite"
 
 
 def _alert(event: Placed, name: str, message: str) -> Alert:

@@ -9,7 +9,8 @@ when read. Absent fields have their defaults.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args
@@ -22,6 +23,7 @@ from instar.config.files import open_regular
 from instar.extensions import event_type, event_types
 
 VERSION = 1
+_WORD = re.compile(r"\\*(NaN|-?Infinity)")
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -440,13 +442,26 @@ def to_words(value: Any) -> Any:
 
 def from_words(value: Any) -> Any:
     """Inverse of `to_words` for free-form values: converts the three words to numbers."""
+    return _mapped(value, lambda text: _WORDS.get(text, text))
+
+
+def escape_words(value: Any) -> Any:
+    """Return a value in which texts that are words of numbers, such as `NaN`, come back from `from_words` as texts:
+    with a backslash, which `unescape_words` removes."""
+    return _mapped(value, lambda text: f"\\{text}" if _WORD.fullmatch(text) else text)
+
+
+def unescape_words(value: Any) -> Any:
+    """Inverse of `escape_words`, after `from_words`."""
+    return _mapped(value, lambda text: text.removeprefix("\\") if _WORD.fullmatch(text) else text)
+
+
+def _mapped(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, str):
-        return _WORDS.get(value, value)
+        return change(value)
     if isinstance(value, dict):
-        return {key: from_words(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [from_words(item) for item in value]
-    return value
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _word(value: float) -> str:

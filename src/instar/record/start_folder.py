@@ -81,7 +81,9 @@ def paths_folder(run: RunDir, paths: Mapping[str, Any]) -> Path:
         paths: values of the run's config by key.
     """
     current, start_folder = Path.cwd(), read_start(run)
-    marks = [*_relative(paths.get(key) for key in _PATHS), *_modules(paths)]
+    items = [*(paths.get("data.mixture") or ()), *(paths.get("eval.sets") or ())]
+    texts = [*(paths.get(key) for key in _PATHS), *(item.get("source") for item in items)]
+    marks = [*_relative(texts), *_modules(paths)]
     if start_folder is None or not marks:
         return current
     beside_run = Path(os.path.normpath(run.path.absolute() / start_folder.relative))

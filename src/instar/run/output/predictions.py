@@ -18,8 +18,10 @@ from instar.distributed.agree import gather_parts, raise_on_all_ranks
 from instar.distributed.world import World
 from instar.record.atomic import replace_file
 
-MAX_CLASSES = 4096
+MAX_CLASSES = 1024
 """of a confusion matrix"""
+MAX_COUNTS = 2 * MAX_CLASSES**2
+"""of all confusion matrices, so that `result.json` can be read again"""
 SAMPLE = "sample"
 """column of the sample's number in the data"""
 PREDICTED = ".predicted"
@@ -86,11 +88,12 @@ def confusion_matrices(file: Path) -> dict[str, list[list[int]]]:
     """Return the confusion matrix of every classification target: counts by true class (row) and
     predicted class (column). Targets of -1 are ignored.
 
-    Other whole numbers that a custom task predicts (counts, ids) are no classes: without a matrix
-    are targets with more than MAX_CLASSES of them, or with negative predictions.
+    Other numbers that a custom task predicts (counts, ids) are no classes: without a matrix are targets with more than
+    MAX_CLASSES of them, with negative predictions, with fractions, or in another form than the predictions.
     """
     table = pq.read_table(file)
-    matrices = {}
+    matrices: dict[str, list[list[int]]] = {}
+    room = MAX_COUNTS
     for name in table.column_names:
         target = name.removesuffix(PREDICTED)
         if target == name or target not in table.column_names:
@@ -98,15 +101,29 @@ def confusion_matrices(file: Path) -> dict[str, list[list[int]]]:
         of_target, of_name = _flat(table[target]), _flat(table[name])
         if not pa.types.is_integer(of_name.type):
             continue
-        true, predictions = of_target.to_numpy(), of_name.to_numpy()
-        has_target = true >= 0
-        classes = int(max(true.max(initial=-1), predictions.max(initial=-1))) + 1
-        if not 0 < classes <= MAX_CLASSES or predictions.min(initial=0) < 0:
+        true = _classes(of_target.to_numpy(zero_copy_only=False))
+        if true is None or len(true) != len(of_name):
             continue
+        predictions, has_target = of_name.to_numpy().astype(np.int64), true >= 0
+        classes = int(max(true.max(initial=-1), predictions.max(initial=-1))) + 1
+        if not 0 < classes <= MAX_CLASSES or predictions.min(initial=0) < 0 or classes**2 > room:
+            continue
+        room -= classes**2
         matrix = np.zeros((classes, classes), dtype=np.int64)
         np.add.at(matrix, (true[has_target], predictions[has_target]), 1)
         matrices[target] = matrix.tolist()
     return matrices
+
+
+def _classes(target: NDArray[Any]) -> Int64Array | None:
+    """Return a target of whole numbers, of any type; NaN is no target, -1. None: it has others."""
+    if target.dtype.kind not in "biuf":
+        return None
+    if target.dtype.kind == "f":
+        target = np.where(np.isnan(target), -1, target)
+        if (np.abs(target) > MAX_CLASSES).any() or (target != np.rint(target)).any():
+            return None
+    return target.astype(np.int64)
 
 
 def _flat(column: Any) -> Any:
