@@ -34,7 +34,7 @@ from instar.logs.plot.chart import Chart
 from instar.logs.plot.compose import ChartRequest
 from instar.logs.query.groups import run_labels
 from instar.logs.query.summary import summarize
-from instar.logs.read.record import RunRecord, metric_of, read_record
+from instar.logs.read.record import RunRecord, metrics_of, read_record
 from instar.logs.text.summary import page as summary_lines
 from instar.record.atomic import replace_file
 from instar.record.format import encodable
@@ -129,8 +129,7 @@ def plot_html(records: Sequence[RunRecord], chart: Chart, request: ChartRequest)
         ConfigError: an option is not supported in HTML.
     """
     _check_plot(request)
-    recorded = {metric for record in records for metric in record.metrics}
-    panels = [[metric_of(metric, recorded) for metric in panel] for panel in request.panels]
+    panels = [metrics_of(panel, records) for panel in request.panels]
     titles = [panel.label for panel in chart.panels]
     if request.lr:
         panels, titles = [*panels, ["lr"]], [*titles, "learning rate"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import get_args
 
 import numpy as np
@@ -25,7 +26,7 @@ from instar.logs.plot.transforms import band, smooth, thin
 from instar.logs.query.groups import By, group_indices, notes_on_data
 from instar.logs.query.stages import marks
 from instar.logs.read.columns import Bools, Floats
-from instar.logs.read.record import RunRecord, Series, losses_of_parts, metric_of, unknown_metric
+from instar.logs.read.record import RunRecord, Series, losses_of_parts, metrics_of, unknown_metric
 from instar.record.events import RunStarted
 from instar.record.rundir import RunDir
 
@@ -145,10 +146,9 @@ def _panel(
     *,
     right: bool,
 ) -> Panel:
-    recorded = {metric for group in members for record in group for metric in record.metrics}
     curves = [
         _curve(metric, run, [record for record in group if metric in record], request)
-        for metric in (metric_of(name, recorded) for name in metrics)
+        for metric in metrics_of(metrics, chain.from_iterable(members))
         for run, group in enumerate(members)
         if any(metric in record for record in group)
     ]

@@ -32,7 +32,7 @@ from instar.logs.query.groups import (
     warnings_on_data,
 )
 from instar.logs.read.columns import Floats
-from instar.logs.read.record import RunRecord, losses_of_parts, metric_of, unknown_metric
+from instar.logs.read.record import RunRecord, losses_of_parts, metrics_of, unknown_metric
 from instar.record.events import BeginsAnew, RunStarted, to_words
 from instar.record.rundir import RunDir
 
@@ -126,10 +126,8 @@ def compare_groups(
     Raises:
         ConfigError: no run has such a metric, or nothing has been measured yet.
     """
-    recorded = {metric for record in records for metric in record.metrics}
-    metrics = [metric_of(metric, recorded) for metric in metrics]
+    goal, *metrics = metrics_of((target_metric, *metrics), records)
     patterns = metrics or _default_metrics(records)
-    goal = metric_of(target_metric, recorded)
     by_run = {record.run: record for record in records}
     axes = {place.axis for place in places} or {axis}
     curves = [

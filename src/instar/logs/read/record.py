@@ -216,6 +216,12 @@ def metric_of(name: str, metrics: Container[str]) -> str:
     return name if name in metrics else ALIASES.get(name, name)
 
 
+def metrics_of(names: Iterable[str], records: Iterable[RunRecord]) -> list[str]:
+    """Return the metrics that names mean in records; see `metric_of`."""
+    recorded = {metric for record in records for metric in record.metrics}
+    return [metric_of(name, recorded) for name in names]
+
+
 def unknown_metric(metric: str, metrics: Sequence[str], where: str) -> ConfigError:
     available = ", ".join(metrics) or "none"
     hint = nearest_hint(metric, [*metrics, *ALIASES], f"it has {available}")
