@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from grown_loops import SCHEDULE, fresh, of_trainer
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from instar.config.errors import ConfigError
@@ -95,6 +98,67 @@ def test_a_model_that_did_not_grow_is_refused() -> None:
     resumed.load_state_dict(schedule.state_dict())
     with pytest.raises(GrowthError, match=r"after 2 operations the model had .* parameters"):
         resumed.check(fresh())
+
+
+ROPE = {"name": "extend_context", "value": "x2", "rope": "linear"}
+TWICE = [
+    {**ROPE, "when": {"at_step": 1}},
+    {"name": "widen_mlp", "value": "x2", "when": {"at_step": 3}},
+]
+
+
+def test_operations_that_keep_the_number_of_parameters_are_replayed_and_compared() -> None:
+    schedule, model = GrowthSchedule(TWICE), fresh()
+    states = []
+    for step in range(1, 4):
+        schedule.step(model, step)
+        states.append(json.loads(json.dumps(schedule.state_dict())))
+        if step == 1:
+            ids = torch.arange(20)[None]
+            weights, logits = copy.deepcopy(model.state_dict()), model(input_ids=ids).logits
+    resumed, again = GrowthSchedule(TWICE), fresh()
+    resumed.load_state_dict(states[0])
+    with pytest.raises(
+        GrowthError, match=r"had max_position_embeddings 64, .* has max_position_embeddings 32"
+    ):
+        resumed.check(again)
+    resumed.replay(again)
+    resumed.replay(again)  # it is grown already
+    again.load_state_dict(weights)
+    assert torch.equal(again(input_ids=ids).logits, logits)
+    # the first of two operations is done, so that neither may follow
+    resumed.load_state_dict(states[-1])
+    with pytest.raises(GrowthError, match="models do not shrink"):
+        resumed.replay(again)
+    # a state from before the operation, for the model that has it
+    resumed.load_state_dict({**states[0], "history": [], "sizes": {}})
+    with pytest.raises(GrowthError, match="had max_position_embeddings 32"):
+        resumed.replay(again)
+    assert again.config.max_position_embeddings == 64
+    older = {name: value for name, value in states[-1].items() if name != "sizes"}
+    resumed.load_state_dict(older)
+    whole = fresh()
+    resumed.replay(whole)
+    assert whole.config.to_dict() == model.config.to_dict()
+
+
+def test_a_new_tokenizer_with_as_many_rows_is_replayed(tmp_path: Path) -> None:
+    """Only the rows differ, which adapters of peft leave out of a checkpoint."""
+    for name, tokens in {"old": ["a", "b", "ab"], "new": ["b", "ab", "a"]}.items():
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        (tmp_path / name).mkdir()
+        tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    value = {"tokenizer": str(tmp_path / "new"), "from": str(tmp_path / "old"), "rows": 64}
+    entry = {"name": "resize_vocab", "value": value, "when": {"at_step": 1}}
+    schedule, model = GrowthSchedule([entry]), fresh()
+    schedule.step(model, 1)
+    resumed, again = GrowthSchedule([entry]), fresh()
+    resumed.load_state_dict(schedule.state_dict())
+    resumed.replay(again)
+    there, here = (m.get_input_embeddings().weight for m in (model, again))
+    assert torch.equal(there, here)
+    assert not torch.equal(here, fresh().get_input_embeddings().weight)
 
 
 def test_a_checkpoint_without_growth_is_refused(tmp_path: Path) -> None:

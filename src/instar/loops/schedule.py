@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 HISTORY = "growth.json"
 """Beside the states of `Accelerator.save_state`."""
 
+Sizes = Mapping[str, tuple[Any, Any]]
+"""What operations changed of a shape, by its names: the value in a new run, and the last."""
+
 
 class GrowthSchedule:
     """Grow a model when the triggers of a schedule fire.
@@ -106,6 +109,7 @@ class GrowthSchedule:
         self._shape, self._build = shape, build
         self._losses: tuple[tuple[int, float], ...] = ()
         self._parameters: int | None = None
+        self._sizes: Sizes | None = {}
 
     def step(
         self,
@@ -161,7 +165,9 @@ class GrowthSchedule:
                     change.skipped,
                 )
             else:
+                before = self._values(model)
                 self._swap(growth)
+                self._note_sizes(before, self._values(model))
             self.history = (*self.history, change)
             changes.append(change)
         self._parameters = _count(model)
@@ -169,25 +175,30 @@ class GrowthSchedule:
 
     def replay(self, model: Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -> None:
         """Grow a model built as for a new run by the history, so that the tensors of a checkpoint fit it; and
-        an optimizer."""
-        if self._parameters is not None and self._parameters < _count(model):
+        an optimizer.
+
+        Raises:
+            GrowthError: the model is neither one built as for a new run nor the grown one.
+        """
+        sizes = {**(self._sizes or {})}
+        problem = self._mismatch(model)
+        now = self._values(model) if sizes else {}
+        is_smaller = self._parameters is None or _count(model) <= self._parameters
+        if problem and not (is_smaller and all(now.get(name) == sizes[name][0] for name in sizes)):
             raise GrowthError(
-                f"after {len(self.history)} operations the model had {self._parameters:,} parameters, and this one has "
-                f"{_count(model):,}: models do not shrink; build it as for a new run, then load the state"
+                f"{problem}: models do not shrink; build it as for a new run, then load the state"
             )
-        if self._parameters != _count(model):
+        # operations that change no size, such as resize_vocab to as many rows, do not show in a model
+        if problem or (self._sizes is not None and not sizes):
             for change in effective_changes(self.history):
                 peers = peers_of(model)
                 self._swap(self._prepare(change.operation, model, optimizer, peers, probe=False))
         self.check(model)
 
     def check(self, model: Module) -> None:
-        """Raise GrowthError unless a model has the size that the history led to."""
-        if self._parameters is not None and self._parameters != _count(model):
-            raise GrowthError(
-                f"after {len(self.history)} operations the model had {self._parameters:,} parameters, and this one has "
-                f"{_count(model):,}: build it by from_pretrained(checkpoint), or by replay()"
-            )
+        """Raise GrowthError unless a model has the shape that the history led to."""
+        if problem := self._mismatch(model):
+            raise GrowthError(f"{problem}: build it by from_pretrained(checkpoint), or by replay()")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
@@ -195,12 +206,20 @@ class GrowthSchedule:
             "history": history_to_json(self.history),
             "losses": [list(point) for point in self._losses],
             "parameters": self._parameters,
+            "sizes": None if self._sizes is None else {**self._sizes},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history = history_from_json(state["history"])
         self._losses = tuple((int(step), float(loss)) for step, loss in state["losses"])
         self._parameters = state["parameters"]
+        # that of an older version has none: its operations are compared by the number of parameters
+        sizes = state.get("sizes", None if self.history else {})
+        if sizes is not None:
+            # what this schedule has changed since is as at first in a model of that state
+            earlier = {name: (first, first) for name, (first, _) in (self._sizes or {}).items()}
+            sizes = {**earlier, **{name: (first, last) for name, (first, last) in sizes.items()}}
+        self._sizes = sizes
 
     def _check(self) -> None:
         """Raise GrowthError for what a loop of one's own does itself, and for counts that nobody gave."""
@@ -232,6 +251,33 @@ class GrowthSchedule:
         state = State(initial_settings(self._config), shape, self._config)
         return due(entry, moment, state)
 
+    def _values(self, model: Module) -> dict[str, Any]:
+        """Return the shape of a model as JSON values, and its number of parameters."""
+        shape = (self._shape or subject_of(model).shape).to_dict()
+        return {**json.loads(json.dumps(shape, default=str)), "parameters": _count(model)}
+
+    def _note_sizes(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        if self._sizes is None:
+            return
+        for name in {**before, **after}:
+            first = before.get(name)
+            if first != (last := after.get(name)):
+                self._sizes = {**self._sizes, name: (self._sizes.get(name, (first,))[0], last)}
+
+    def _mismatch(self, model: Module) -> str:
+        """Return how a model differs from that of the history; empty: not at all."""
+        if self._parameters is None:
+            return ""
+        sizes = {name: last for name, (_, last) in (self._sizes or {}).items()}
+        sizes["parameters"] = self._parameters
+        now = self._values(model) if len(sizes) > 1 else {"parameters": _count(model)}
+        if not (odd := [name for name in sizes if now.get(name) != sizes[name]]):
+            return ""
+        then, here = (
+            ", ".join(_worded(name, values.get(name)) for name in odd) for values in (sizes, now)
+        )
+        return f"after {len(self.history)} operations the model had {then}, and this one has {here}"
+
     def _swap(self, growth: PreparedGrowth) -> None:
         growth.swap_in()
         if self._shape is not None:
@@ -258,6 +304,10 @@ class GrowthSchedule:
 
 def _count(model: Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _worded(name: str, value: Any) -> str:
+    return f"{value:,} parameters" if name == "parameters" else f"{name} {value}"
 
 
 def _parts(trigger: Trigger) -> Iterator[Trigger]:
