@@ -14,7 +14,7 @@ from instar.config.origins import in_yaml
 from instar.config.schema import RunConfig
 from instar.config.sections import Operation
 from instar.config.torch_optim.curves import CURVES
-from instar.config.torch_optim.schedulers import CYCLES_MOMENTUM
+from instar.config.torch_optim.schedulers import CYCLES_MOMENTUM, complete_options, with_steps
 from instar.run.start.preflight import preflight
 from instar.schedule.operations import Change, effective, override
 from instar.schedule.settings import initial_settings, learning_rate
@@ -157,3 +157,16 @@ def test_what_a_scheduler_leaves_is_said_before_the_start() -> None:
     assert any("momentum stays" in text for text in prepared.warnings)
     assert any("total_steps (50) ends before the 80 steps" in text for text in prepared.warnings)
     assert prepared.config.learning_rate.lr_decay_iters is None
+
+
+def test_a_halving_cycle_goes_on_for_ever() -> None:
+    options = complete_options(
+        "CyclicLR", {"base_lr": 0.001, "step_size_up": 2, "mode": "triangular2"}, LR
+    )
+    assert CURVES["CyclicLR"](options, 1_000_002) == pytest.approx(options["base_lr"])
+
+
+def test_steps_that_are_left_at_their_default_are_scaled_too() -> None:
+    scaled = with_steps("CyclicLR", {"base_lr": 1e-5}, lambda step: step // 10)
+    assert scaled == {"base_lr": 1e-5, "step_size_up": 200}
+    assert with_steps("PolynomialLR", {}, lambda step: step * 2) == {"total_iters": 10}

@@ -82,7 +82,7 @@ def _cyclic(options: Options, step: int) -> float:
     height = place / rising if place <= rising else (place - 1) / (rising - 1)
     match options["mode"]:
         case "triangular2":
-            height *= 1 / math.pow(2.0, cycle - 1)
+            height = math.ldexp(height, 1 - cycle)
         case "exp_range":
             height *= math.pow(options["gamma"], step)
     base: float = options["base_lr"]

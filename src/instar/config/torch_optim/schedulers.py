@@ -108,16 +108,18 @@ REFUSED: Mapping[str, str] = {
 def with_steps(
     shape: str, options: Mapping[str, Any], scale: Callable[[int], int]
 ) -> dict[str, Any]:
-    """Return options of a scheduler with other numbers of steps."""
+    """Return options of a scheduler with other numbers of steps, also of those that are left at their default."""
 
     def scaled(value: Any) -> Any:
         return [scale(step) for step in value] if isinstance(value, list | tuple) else scale(value)
 
     arguments = SCHEDULERS.get(shape, {})
-    return {
-        name: scaled(value) if arguments[name].counts_steps and value is not None else value
-        for name, value in options.items()
+    counts = {
+        name: scaled(value)
+        for name, argument in arguments.items()
+        if argument.counts_steps and (value := options.get(name, argument.default)) is not None
     }
+    return {**options, **counts}
 
 
 def complete_options(shape: str, options: Mapping[str, Any], peak: float) -> dict[str, Any]:

@@ -224,10 +224,10 @@ def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list
         **{key: value for key, value in counts.items() if value is not None},
         **short_runs.run_values(config, "pilot", folder, case.steps, case.seed),
     }
-    if schedule.options:
-        values["learning_rate.options"] = with_steps(
-            schedule.shape, schedule.options, lambda step: max(1, round(step * share))
-        )
+    if options := with_steps(
+        schedule.shape, schedule.options, lambda step: max(1, round(step * share))
+    ):
+        values["learning_rate.options"] = options
     entries: list[dict[str, Any]] = []
     grown_at = list(case.grown_at)
     stages = measurement.forecast.stages
