@@ -124,3 +124,16 @@ def _refused(message: str, task: str, *keys: str) -> None:
     with pytest.raises(ConfigError) as caught:
         run_trial(prepared, World(0, 0, 1, torch.device("cpu"), "none"))
     assert message in str(caught.value)
+
+
+def test_parameter_groups_of_an_elastic_run_are_updated_by_kernels_that_round_alike() -> None:
+    """Rows that do not fill vector registers would be rounded as a rank's place in the tensor is."""
+    loaded = load_config(None, settings("Grouped"))
+    prepared = preflight(loaded, 1)
+    task = prepared.spec.task(prepared.config)
+    fused = {}
+    for elastic in (False, True):
+        optimizers = task_optimizers(task, task.build(), prepared.config.optimizer, elastic=elastic)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        fused[elastic] = {group["fused"] for group in groups for p in group["params"] if p.ndim < 2}
+    assert fused == {False: {True}, True: {False}}

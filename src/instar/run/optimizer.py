@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, ClassVar
@@ -133,16 +133,29 @@ def build_optimizers(
     shapes = {name: p.ndim - (name in experts) for name, p in parameters.items()}
     by_update: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for group in group_parameters(shapes, config):
-        kernels = {name: _may_fuse(parameters[name], elastic=elastic) for name in group.names}
-        for kernel in sorted({*kernels.values()}, reverse=True):
-            members = [parameters[name] for name in group.names if kernels[name] is kernel]
-            by_update.setdefault((group.update, kernel or group.update not in _FUSED), []).append(
-                {"params": members, "lr_ratio": group.lr_ratio, "weight_decay": group.weight_decay}
-            )
+        members = [parameters[name] for name in group.names]
+        values = {"lr_ratio": group.lr_ratio, "weight_decay": group.weight_decay}
+        for may_fuse, part in _by_kernel({"params": members, **values}, elastic=elastic):
+            kernel = may_fuse or group.update not in _FUSED
+            by_update.setdefault((group.update, kernel), []).append(part)
     return [
         _optimizer(update, groups, config, may_fuse=may_fuse, precision=precision)
         for (update, may_fuse), groups in by_update.items()
     ]
+
+
+def _by_kernel(group: dict[str, Any], *, elastic: bool) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """Yield the parts of a parameter group that the fused kernel may update, and that it may not."""
+    members = group["params"]
+    members = [members] if isinstance(members, Tensor) else [*members]
+    kernels = [
+        # torch also takes pairs of a name and a parameter
+        _may_fuse(member[1] if isinstance(member, tuple) else member, elastic=elastic)
+        for member in members
+    ]
+    for kernel in sorted({*kernels}, reverse=True):
+        pairs = zip(members, kernels, strict=True)
+        yield kernel, {**group, "params": [member for member, may in pairs if may is kernel]}
 
 
 def _may_fuse(parameter: Tensor, *, elastic: bool) -> bool:
@@ -217,9 +230,15 @@ def task_optimizers(
             raise ValueError(
                 "optimizer() returned parameter groups, which optimizer.name muon makes"
             )
-        groups = [{"lr": config.lr, **group} for group in optimizers]
-        dense = all(is_dense(to_local(parameter)) for parameter in parameters.values())
-        optimizers = [_optimizer(config.name, groups, config, may_fuse=dense)]
+        by_kernel: dict[bool, list[dict[str, Any]]] = {}
+        for group in optimizers:
+            for may_fuse, part in _by_kernel({"lr": config.lr, **group}, elastic=elastic):
+                kernel = may_fuse or config.name not in _FUSED
+                by_kernel.setdefault(kernel, []).append(part)
+        optimizers = [
+            _optimizer(config.name, groups, config, may_fuse=may_fuse)
+            for may_fuse, groups in by_kernel.items()
+        ]
     elif not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         raise ValueError(
             "optimizer() must return an optimizer of torch, several, or parameter groups, not "
