@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from grown_loops import SCHEDULE, fit
+import torch
+from grown_loops import SCHEDULE, Language, Texts, fit
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
 
 from instar.growth import GrowthError
 from instar.loops import LightningGrowth
@@ -17,13 +21,51 @@ pytestmark = [
 ]
 
 
-def test_lightning_grows_at_a_validation_loss(tmp_path: Path) -> None:
-    entry = {"name": "insert_layers", "value": 1, "when": {"loss_below": 100.0}}
-    growth = LightningGrowth([entry])
+AT_A_LOSS = [{"name": "insert_layers", "value": 1, "when": {"loss_below": 100.0}}]
+
+
+def test_lightning_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path) -> None:
+    """The checkpoint of the step is of the model that was evaluated, and a run that ends there grows when it goes on."""
+    growth = LightningGrowth(AT_A_LOSS)
     module = fit(tmp_path, growth, limit_val_batches=1, check_val_every_n_epoch=4)
     (change,) = growth.schedule.history
     assert (change.step, change.reason[:4]) == (4, "val ")
     assert len(module.model.model.layers) == 4
+    resumed = LightningGrowth(AT_A_LOSS)
+    fit(tmp_path / "resumed", resumed, start=tmp_path / "step=4.ckpt")
+    assert resumed.schedule.history == growth.schedule.history
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[again := LightningGrowth(AT_A_LOSS)]
+    )
+    trainer.validate(Language(), DataLoader(Texts(2), batch_size=2), verbose=False)
+    assert again.schedule.pending is None
+
+
+def test_growth_waits_for_the_gradients_that_accumulate() -> None:
+    """Validations come after 2 of 4 batches: the gradients of an update are those of a run that does not grow."""
+    norms: list[list[float]] = []
+
+    class Norms(Callback):
+        def on_before_optimizer_step(self, _: Any, module: Any, __: Any) -> None:
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            norms[-1].append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    for when in ({"loss_below": 100.0}, {"at_step": 99}):
+        norms.append([])
+        growth = LightningGrowth([{"name": "widen_mlp", "value": "x2", "when": when}])
+        settings = {"accumulate_grad_batches": 4, "val_check_interval": 2, "limit_val_batches": 1}
+        torch.manual_seed(0)
+        loader = DataLoader(Texts(8))
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            logger=False,
+            callbacks=[growth, Norms()],
+            enable_checkpointing=False,
+            **settings,
+        )
+        trainer.fit(Language(), loader, loader)
+    assert norms[0][0] == norms[1][0]
 
 
 def test_a_module_without_the_model_is_refused(tmp_path: Path) -> None:

@@ -19,16 +19,32 @@ from instar.growth import GrowthError
 from instar.growth.live.grow import LiveGrowth
 from instar.loops import GrowthSchedule, TrainerGrowth, resume_across_growth
 
+AT_A_LOSS = [{"name": "insert_layers", "value": 1, "when": {"loss_below": 100.0}}]
 
-def test_trainer_grows_at_a_validation_loss(tmp_path: Path) -> None:
-    growth = TrainerGrowth(
-        [{"name": "insert_layers", "value": 1, "when": {"loss_below": 100.0}}], seed=3
-    )
+
+def test_trainer_grows_at_a_validation_loss_before_the_next_step(tmp_path: Path) -> None:
+    """The checkpoint of the step is of the model that was evaluated, and a run that ends there grows when it goes on."""
+    growth = TrainerGrowth(AT_A_LOSS, seed=3)
     trainer = of_trainer(fresh(), tmp_path, growth, eval_strategy="steps", eval_steps=4)
     trainer.train()
     (change,) = growth.schedule.history
     assert (change.step, change.reason[:4]) == (4, "val ")
     assert len(trainer.model.model.layers) == 4
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert saved.config.num_hidden_layers == 3
+    resumed = TrainerGrowth(AT_A_LOSS, seed=3)
+    trainer = of_trainer(saved, tmp_path, resumed, eval_strategy="steps", eval_steps=9)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.schedule.history == growth.schedule.history
+
+
+def test_an_evaluation_after_training_does_not_grow_the_model(tmp_path: Path) -> None:
+    growth = TrainerGrowth(AT_A_LOSS)
+    trainer = of_trainer(fresh(), tmp_path, growth)
+    trainer.train()
+    trainer.evaluate()
+    assert growth.schedule.pending is None
+    assert growth.schedule.history == ()
 
 
 def test_the_best_model_at_the_end_is_one_model(tmp_path: Path) -> None:
@@ -88,6 +104,18 @@ def test_what_fails_is_skipped_as_in_a_run(
         GrowthSchedule([entry]).step(fresh(), 1)
     (change,) = GrowthSchedule([{**entry, "on_failure": "skip"}]).step(fresh(), 1)
     assert change.skipped == (str(error) or "MemoryError")
+
+
+def test_a_state_holds_what_was_done_before_an_operation_failed() -> None:
+    entries = [{"name": "widen_mlp", "value": value, "when": {"at_step": 2}} for value in ("x2", 8)]
+    schedule, model = GrowthSchedule(entries), fresh()
+    schedule.step(model, 1, loss=torch.tensor(4.0))
+    with pytest.raises(GrowthError, match="only grows"):
+        schedule.step(model, 2)
+    resumed, again = GrowthSchedule(entries), fresh()
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    resumed.replay(again)
+    again.load_state_dict(model.state_dict())
 
 
 def test_a_model_that_did_not_grow_is_refused() -> None:

@@ -13,11 +13,11 @@ from torch.nn import Module
 from instar.growth.live.build import renew
 from instar.growth.plan import GrowthError
 from instar.loops.schedule import GrowthSchedule
-from instar.schedule.operations import Change
 
 
 class LightningGrowth(Callback):
-    """Grow a model inside a `LightningModule` when the triggers of a schedule fire.
+    """Grow a model inside a `LightningModule` when the triggers of a schedule fire; at a loss before the next step, so
+    that no gradient is lost.
 
     Resuming needs nothing more than ``trainer.fit(module, ckpt_path=...)``: the module is built as for a new run, and
     grown before its tensors are loaded.
@@ -44,6 +44,7 @@ class LightningGrowth(Callback):
         self._model, self._monitor, self._probe = model, monitor, probe
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.schedule.pending = None
         # the module's hook is the only one that comes before its tensors are loaded
         hook: Callable[[Any], None] = pl_module.on_load_checkpoint
 
@@ -66,14 +67,20 @@ class LightningGrowth(Callback):
     ) -> None:
         self._step(trainer, pl_module)
 
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        accumulates = batch_idx % trainer.accumulate_grad_batches
+        if not accumulates and (loss := self.schedule.take_pending()) is not None:
+            self._step(trainer, pl_module, loss)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = trainer.callback_metrics.get(self._monitor)
-        if trainer.sanity_checking or loss is None or not trainer.optimizers:
+        if trainer.sanity_checking or loss is None or trainer.state.fn != "fit":
             return
-        # a metric that is not synchronised differs between processes
-        if self._step(trainer, pl_module, float(trainer.strategy.broadcast(loss))):
-            # Lightning restores the modes of those submodules only that there were before the evaluation
-            self._find_module(pl_module).train()
+        # a metric that is not synchronised differs between processes; a checkpoint that is saved now is labelled with
+        # it, and must be of the model that was evaluated
+        self.schedule.pending = float(trainer.strategy.broadcast(loss))
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedule.state_dict()
@@ -83,7 +90,7 @@ class LightningGrowth(Callback):
 
     def _step(
         self, trainer: Trainer, pl_module: LightningModule, loss: float | None = None
-    ) -> tuple[Change, ...]:
+    ) -> None:
         changes = self.schedule.step(
             self._find_module(pl_module),
             trainer.global_step // max(1, len(trainer.optimizers)),
@@ -94,7 +101,6 @@ class LightningGrowth(Callback):
         )
         if changes and trainer.strategy.model is not None:
             renew(trainer.strategy.model)
-        return changes
 
     def _find_module(self, module: LightningModule) -> Module:
         model = getattr(module, self._model, None)

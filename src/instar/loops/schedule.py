@@ -110,6 +110,8 @@ class GrowthSchedule:
         self._losses: tuple[tuple[int, float], ...] = ()
         self._parameters: int | None = None
         self._sizes: Sizes | None = {}
+        self.pending: float | None = None
+        """Loss of an evaluation of the present model that `step` was not told yet, in loops that evaluate between steps."""
 
     def step(
         self,
@@ -136,7 +138,7 @@ class GrowthSchedule:
         """
         peers = peers_of(model if wrapped is None else wrapped)
         if loss is not None:
-            loss = peers.first(loss)
+            loss = peers.first(float(loss))  # of a tensor too, which no state could hold as JSON
             self._losses = (*self._losses, (step, loss))
         changes: list[Change] = []
         while due_now := next_due(
@@ -168,10 +170,17 @@ class GrowthSchedule:
                 before = self._values(model)
                 self._swap(growth)
                 self._note_sizes(before, self._values(model))
+                self._parameters = _count(model)  # the next operation of this step may fail
             self.history = (*self.history, change)
             changes.append(change)
         self._parameters = _count(model)
+        if changes:
+            self.pending = None
         return tuple(changes)
+
+    def take_pending(self) -> float | None:
+        loss, self.pending = self.pending, None
+        return loss
 
     def replay(self, model: Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -> None:
         """Grow a model built as for a new run by the history, so that the tensors of a checkpoint fit it; and
@@ -206,13 +215,14 @@ class GrowthSchedule:
             "history": history_to_json(self.history),
             "losses": [list(point) for point in self._losses],
             "parameters": self._parameters,
+            "pending": self.pending,
             "sizes": None if self._sizes is None else {**self._sizes},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history = history_from_json(state["history"])
         self._losses = tuple((int(step), float(loss)) for step, loss in state["losses"])
-        self._parameters = state["parameters"]
+        self._parameters, self.pending = state["parameters"], state.get("pending")
         # that of an older version has none: its operations are compared by the number of parameters
         sizes = state.get("sizes", None if self.history else {})
         if sizes is not None:

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerGrowth(TrainerCallback, ExportableState):
-    """Grow the model of a `Trainer` when the triggers of a schedule fire; the loss is `eval_loss`.
+    """Grow the model of a `Trainer` when the triggers of a schedule fire; the loss is `eval_loss`, at which the model
+    grows before the next step.
 
     A checkpoint's `config.json` has the grown config, and `trainer_state.json` the history. To resume::
 
@@ -53,6 +54,7 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         self._arguments, self._probe = {"schedule": source, "seed": seed}, probe
         # the length of the run is known when it begins
         self.schedule = GrowthSchedule(schedule, seed=seed, steps=1)
+        self._trains = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.parallel_mode is ParallelMode.DISTRIBUTED and self._wrapped_model is None:
@@ -60,7 +62,7 @@ class TrainerGrowth(TrainerCallback, ExportableState):
                 "with several processes TrainerGrowth needs what wraps the model: pass "
                 "wrapped=lambda: trainer.model_wrapped"
             )
-        self.schedule.steps = state.max_steps
+        self.schedule.steps, self.schedule.pending, self._trains = state.max_steps, None, True
         saved_state = (state.stateful_callbacks or {}).get(type(self).__name__)
         if state.global_step and saved_state:
             self.growth = saved_state["attributes"]["growth"]
@@ -70,9 +72,17 @@ class TrainerGrowth(TrainerCallback, ExportableState):
         self._step(args, state, kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # the trainer labels a checkpoint of this step with this loss: it must be of the model that was evaluated
         loss = (kwargs.get("metrics") or {}).get("eval_loss")
-        if loss is not None and kwargs.get("optimizer") is not None:
-            self._step(args, state, kwargs, float(loss))
+        if loss is not None and self._trains:
+            self.schedule.pending = float(loss)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (loss := self.schedule.take_pending()) is not None:
+            self._step(args, state, kwargs, loss)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trains = False
 
     def replay(self, model: Module, checkpoint: str | Path) -> None:
         """Grow a model built as for a new run by the history of a checkpoint, which holds only adapters of peft, so that
