@@ -120,7 +120,7 @@ def test_the_config_of_the_best_trial_is_a_file(
     (place / "rates.yaml").write_text(
         "name: rates\nmax_parallel: 1\n"
         "search: {sampler: grid, pruner: none, space: {optimizer.lr: {choices: [1e-3, 0.1]}, w: {choices: [4]}}}\n"
-        "jobs: {train: {run: lines.yaml, set: {train.batch_size: '${w}', optimizer.weight_decay: 0.0}}}\n"
+        "jobs: {train: {run: lines.yaml, set: {train.batch_size: '${w}', name: 'try-${attempt}', optimizer.weight_decay: 0.0}}}\n"
     )
     assert main(["fleet", "up", "rates.yaml"]) == 0
     said = capsys.readouterr().err
@@ -132,6 +132,7 @@ def test_the_config_of_the_best_trial_is_a_file(
     best = load_config("fleets/rates/best.yaml", import_task=False).config
     assert best.optimizer.lr == run.optimizer.lr
     assert (best.train.batch_size, best.optimizer.weight_decay) == (4, 0.0)
+    assert best.name == "try-1"
     assert (best.record.run_dir, best.resume) == (None, "never")
     assert main(["train", "fleets/rates/best.yaml", "--until", "1it"]) == 0
     # somebody's own file stays
@@ -170,6 +171,7 @@ def test_a_matrix_is_the_product_of_its_dimensions(
         ("lines.yaml", ["data.fold"], "--matrix: expects KEY=VALUES, not 'data.fold'; e.g."),
         ("lines.yaml", ["=1"], "expects KEY=VALUES"),
         ("lines.yaml", ["seed=1-1,1"], "a number is given twice"),
+        ("lines.yaml", ["seed=1", "seed=2"], "a key has two lists of values"),
         ("lines.yaml", ["seed=[1, {]"], "--matrix seed="),
         ("fleet.yaml", ["seed=1,2"], "fleet.yaml is a fleet file (it has jobs)"),
         ("none.yaml", ["seed=1,2"], "no such file"),
@@ -189,3 +191,9 @@ def test_what_is_no_matrix_is_refused(
 def test_a_key_that_no_run_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "plan", "lines.yaml", "--matrix", "data.fould=0-2"]) == 2
     assert "data.fould" in capsys.readouterr().err
+
+
+def test_a_key_of_the_matrix_is_not_set_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--matrix", "seed=1-3", "--set", "seed=9"]
+    assert main(["fleet", "plan", "lines.yaml", *words]) == 2
+    assert "'seed' is in matrix and in jobs.train.set" in capsys.readouterr().err

@@ -12,12 +12,15 @@ from fleets import FleetPlace, planned, refused
 
 from instar.config.load import load_config
 from instar.extensions.fleet import doctor
+from instar.extensions.fleet.checks import make_plan
+from instar.extensions.fleet.folder import as_test
 from instar.extensions.fleet.placement import LOCKS_VARIABLE
 from instar.extensions.fleet.plan import (
     ANY_MACHINE,
     Machine,
     argv_of,
     expand,
+    load_fleet,
     sets_of,
     variables_of,
 )
@@ -243,6 +246,14 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
         ("matrix: {seed: [1, 2]}\nrun_name: same\njobs: {j: {command: 'true'}}", "the same run_name"),
         ("run_name: a/b\njobs: {j: {command: 'true'}}", "cannot name a folder"),
         ("matrix: {name: [1]}\njobs: {j: {command: 'true'}}", "a meaning of its own"),
+        ("vars: {gpus: 4}\njobs: {j: {command: 'true ${gpus}'}}", "'gpus' has a meaning of its own"),
+        ("vars: {index: 4}\njobs: {j: {command: 'true ${index}'}}", "'index' has a meaning of its own"),
+        ("matrix: {attempt: [1]}\njobs: {j: {command: 'true'}}", "'attempt' has a meaning of its own"),
+        ("services: {s: {command: x, ports: [a], healthcheck: {http: '/${modle}'}}}", "${modle} in services.s.healthcheck.http"),
+        ("services: {s: {command: x, ports: [a], healthcheck: {probe: completion, model: '${m}'}}}", "unknown variable ${m}"),
+        ("services: {s: {command: x, healthcheck: {command: 'true ${m}'}}}", "unknown variable ${m}"),
+        ("services: {s: {command: x, healthcheck: {command: \"echo '\"}}}", "cannot be split into words"),
+        ("services: {s: {command: x, healthcheck: {command: no-such-probe}}}", "no command 'no-such-probe'"),
         ("matrix: {seed: [1]}\nexclude: [{seed: 1}]\njobs: {j: {command: 'true'}}", "no combination"),
         ("matrix: {seed: [1]}\nexclude: [{sed: 1}]\njobs: {j: {command: 'true'}}", "did you mean 'seed'"),
         ("matrix: {seed: [1]}\ninclude: [{sed: 1}]\njobs: {j: {command: 'true'}}", "not the keys"),
@@ -291,6 +302,57 @@ def test_matrix_keys_are_keys_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path, sweep.replace("log_interval", "log_intrval")
     )
     assert "no such file" in refused(tmp_path, sweep.replace("run: run.yaml", "run: rum.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("varied", "sets", "words"),
+    [
+        ("matrix: {optimizer.lr: [1e-3]}", "{optimizer.lr: 5e-4}", "'optimizer.lr' is in matrix and"),
+        ("include: [{seed: 1}]", "{seed: 2}", "'seed' is in matrix and in jobs.train.set"),
+        ("search: {trials: 2, space: {seed: {low: 1, high: 9}}}", "{seed: 2}", "is in search.space and"),
+        ("matrix: {seed: [1]}", "{record.run_dir: mine}", "'record.run_dir' is set by the fleet"),
+        ("matrix: {resume: [never]}", "{}", "'resume' is set by the fleet"),
+    ],
+)  # fmt: skip
+def test_no_value_of_a_run_replaces_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, varied: str, sets: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    text = f"name: twice\n{varied}\njobs: {{train: {{run: run.yaml, set: {sets}}}}}\n"
+    assert words in refused(tmp_path, text)
+
+
+def test_a_quick_test_ends_before_the_steps_of_the_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    path = tmp_path / "fleet.yaml"
+    path.write_text("name: t\nmatrix: {train.until: [9it]}\njobs: {train: {run: run.yaml}}\n")
+    plan = make_plan(as_test(load_fleet(str(path)), 2), Machine(0, 8, 1 << 40))
+    variables = variables_of(plan.instances[0], ["train.until"])
+    sets = sets_of(plan.spec.jobs["train"], variables)
+    assert load_config("run.yaml", sets, checks=()).config.train.until == ("2it",)
+
+
+def test_what_is_known_at_the_start_may_be_set_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    text = """\
+        name: served
+        services: {server: {command: sleep 9, ports: [http]}}
+        jobs:
+          train:
+            run: run.yaml
+            ports: [own]
+            resources: {gpus: 2}
+            set: {name: "try-${attempt}", data.source: "${gpus}", seed: "${ports.own}", data.seed: "${services.server.ports.http}"}
+        """
+    planned(tmp_path, text)
+    assert "must be" in refused(tmp_path, text.replace('seed: "${ports', 'seed: "-${ports'))
 
 
 def test_a_run_on_several_nodes_is_started_by_torchrun_on_each(

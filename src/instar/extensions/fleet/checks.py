@@ -19,7 +19,8 @@ from instar.config.schema import RunConfig
 from instar.config.suggestions import suggest_key
 from instar.extensions.fleet.engines.nodes import program_path
 from instar.extensions.fleet.plan import (
-    NODE_VARIABLES,
+    MATRIX_KEYS,
+    OWN_KEYS,
     FleetPlan,
     Instance,
     LoadedFleet,
@@ -29,10 +30,11 @@ from instar.extensions.fleet.plan import (
     instances_from,
     resolve_beside,
     sets_of,
+    start_variables,
     variables_in,
     variables_of,
 )
-from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
+from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar, Service
 from instar.extensions.fleet.trials import extremes, run_problems, search_problems
 from instar.record.start_folder import misplacements
 
@@ -92,8 +94,8 @@ def _process_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
         if (process.command is None) == (run is None):
             what = "a command or a run" if isinstance(process, Job) else "a command"
             yield loaded_config.problem(path, f"{dotted_key(path)} needs {what}")
-        elif process.command is not None:
-            yield from _command_problems(loaded_config, (*path, "command"), process)
+        for place, command in _commands(process):
+            yield from _command_problems(loaded_config, (*path, *place), command)
         if process.resources.nodes > 1 and (path[0] == "services" or spec.engine == "local"):
             place, hint = (*path, "resources", "nodes"), "engine: ray or engine: slurm has more"
             message = f"{dotted_key(path)} needs {process.resources.nodes} nodes, and there is one"
@@ -128,9 +130,8 @@ def _process_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
 
 
 def _command_problems(
-    loaded_config: LoadedFleet, path: KeyPath, process: Process
+    loaded_config: LoadedFleet, path: KeyPath, command: str | tuple[str, ...]
 ) -> Iterator[ConfigProblem]:
-    command = process.command
     try:
         words = shlex.split(command) if isinstance(command, str) else command
     except ValueError as error:
@@ -143,20 +144,17 @@ def _command_problems(
 def missing_commands(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
     """Yield the commands of the engine `local` that are not installed here; hosts elsewhere may have
     others."""
+    if loaded_config.spec.engine != "local":
+        return
     for path, process in _processes(loaded_config.spec):
-        with suppress(ValueError, IndexError):  # reported by `_command_problems`
-            command = process.command or ()
-            program = (shlex.split(command) if isinstance(command, str) else command)[0]
-            if (
-                loaded_config.spec.engine == "local"
-                and program
-                and "$" not in program
-                and process.cwd is None
-                and which(program, path=program_path(os.environ)) is None
-            ):
-                message = f"there is no command '{program}'"
-                hint = "install it, or give its path"
-                yield loaded_config.problem((*path, "command"), message, hint)
+        for place, command in _commands(process) if process.cwd is None else ():
+            with suppress(ValueError, IndexError):  # reported by `_command_problems`
+                program = (shlex.split(command) if isinstance(command, str) else command)[0]
+                is_installed = which(program, path=program_path(os.environ)) is not None
+                if program and "$" not in program and not is_installed:
+                    message = f"there is no command '{program}'"
+                    hint = "install it, or give its path"
+                    yield loaded_config.problem((*path, *place), message, hint)
 
 
 def _dependency_problems(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
@@ -199,10 +197,15 @@ def _combinations(loaded_config: LoadedFleet) -> Iterator[ConfigProblem]:
             hint = f"give it {', '.join(sorted(every))}"
             yield loaded_config.problem(("include", number), "not the keys of the others", hint)
     keys_in_use |= {*(spec.search.space if spec.search else ())}
-    for key in keys_in_use & {*_BASE, *_OF_INSTANCE, *spec.vars}:
-        yield loaded_config.problem(
-            (*_varied_in(spec), key), f"'{key}' has a meaning of its own", "rename it"
-        )
+    of_processes = (start_variables(spec, name).keys() for name in spec.processes)
+    reserved = {*_BASE, *_OF_INSTANCE, MATRIX_KEYS}.union(*of_processes)
+    for section, keys, taken in (
+        (("vars",), spec.vars.keys(), reserved),
+        (_varied_in(spec), keys_in_use, reserved | spec.vars.keys()),
+    ):
+        for key in keys & taken:
+            message = f"'{key}' has a meaning of its own"
+            yield loaded_config.problem((*section, key), message, "rename it")
 
 
 def _varied_in(spec: FleetSpec) -> KeyPath:
@@ -231,21 +234,10 @@ def _variable_problems(
     }
     yield from _unknown(loaded_config, ("run_name",), spec.run_name, base)
     yield from _unknown(loaded_config, ("output_dir",), spec.output_dir, base | {"run_name"})
-    servers = {
-        f"services.{name}.{what}"
-        for name, service in spec.services.items()
-        for what in ("gpus", *(f"ports.{port}" for port in service.first_ports))
-    }
     for path, process in _processes(spec):
-        process_names = {"gpus", "attempt", *(f"ports.{port}" for port in process.first_ports)}
-        process_names |= NODE_VARIABLES.keys() if process.resources.nodes > 1 else set()
+        variables = base | {*_OF_INSTANCE} | start_variables(spec, path[1]).keys()
         for place, text in _texts(process):
-            yield from _unknown(
-                loaded_config,
-                (*path, *place),
-                text,
-                base | {*_OF_INSTANCE} | servers | process_names,
-            )
+            yield from _unknown(loaded_config, (*path, *place), text, variables)
 
 
 def _unknown(
@@ -268,13 +260,25 @@ def _unknown(
         yield loaded_config.problem(path, f"{dotted_key(path)}: {error}")
 
 
+def _commands(process: Process) -> Iterator[tuple[KeyPath, str | tuple[str, ...]]]:
+    """Yield the command of a process and that of its health check, by their paths in the process."""
+    if process.command is not None:
+        yield ("command",), process.command
+    if isinstance(process, Service) and process.healthcheck and process.healthcheck.command:
+        yield ("healthcheck", "command"), process.healthcheck.command
+
+
 def _texts(process: Process) -> Iterator[tuple[KeyPath, str]]:
     """Yield the texts in which variables are replaced, by their paths in the process."""
-    command = process.command
-    if isinstance(command, str):
-        yield ("command",), command
-    for number, word in enumerate(command if isinstance(command, tuple) else ()):
-        yield ("command", number), word
+    for path, command in _commands(process):
+        for number, word in enumerate(command if isinstance(command, tuple) else ()):
+            yield (*path, number), word
+        if isinstance(command, str):
+            yield path, command
+    health = process.healthcheck if isinstance(process, Service) else None
+    for key, text in (("http", health.http), ("model", health.model)) if health else ():
+        if text is not None:
+            yield ("healthcheck", key), text
     for key, text in process.env.items():
         yield ("env", key), text
     if process.cwd is not None:
@@ -356,6 +360,7 @@ def _run_problems(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[Confi
         root = plain_root_of(config.task)
         if search is not None:
             yield from run_problems(loaded_config, search, config)
+        yield from _overwritten(loaded_config, name, matrix_keys)
         unknown = [key for key in matrix_keys if key not in schema_keys(root)]
         for key in unknown:
             if key not in used:
@@ -370,7 +375,7 @@ def _run_problems(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[Confi
             if instance.index and pairs <= checked_pairs:
                 continue
             checked_pairs |= pairs
-            variables = variables_of(instance, schema_keys(root))
+            variables = variables_of(instance, schema_keys(root)) | start_variables(spec, name)
             try:
                 load_config(file, sets_of(job, variables), import_task=False)
             except ConfigError as error:
@@ -384,12 +389,29 @@ def _run_problems(loaded_config: LoadedFleet, plan: FleetPlan) -> Iterator[Confi
         yield from reports.values()
 
 
+def _overwritten(
+    loaded_config: LoadedFleet, name: str, varied_keys: Iterable[str]
+) -> Iterator[ConfigProblem]:
+    """Yield the keys of a run of which one value would replace another."""
+    spec, varied_in = loaded_config.spec, _varied_in(loaded_config.spec)
+    sets, path = spec.jobs[name].set, ("jobs", name, "set")
+    for section, keys in ((varied_in, varied_keys), (path, sets)):
+        for key in OWN_KEYS.keys() & keys:
+            message = f"'{key}' is set by the fleet"
+            yield loaded_config.problem((*section, key), message, OWN_KEYS[key])
+    until = f"{spec.vars.get('max_steps')}it"  # a quick test ends earlier than its matrix says
+    for key in sets.keys() & {*varied_keys}:
+        if (key, sets[key]) != ("train.until", until):
+            message = f"'{key}' is in {dotted_key(varied_in)} and in {dotted_key(path)}"
+            yield loaded_config.problem((*path, key), message, "leave it out of one of them")
+
+
 def _has_data(config: RunConfig) -> bool:
     path = getattr(config.data, "path", None)
     return isinstance(path, str) and Path(path).exists()
 
 
-def _processes(spec: FleetSpec) -> Iterator[tuple[KeyPath, Process]]:
+def _processes(spec: FleetSpec) -> Iterator[tuple[tuple[str, str], Process]]:
     for name, service in spec.services.items():
         yield ("services", name), service
     for name, job in spec.jobs.items():

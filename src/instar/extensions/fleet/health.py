@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from instar.config.errors import ConfigError
@@ -34,7 +34,8 @@ class Checker:
         self._env = env
         self._path = None if health.http is None else expand(health.http, variables)
         self._model = health.model and expand(health.model, variables)
-        self._command = None if health.command is None else expand(health.command, variables)
+        words = shlex.split(health.command or "")
+        self._command = [expand(word, variables) for word in words]
         self._client: httpx.AsyncClient | None = None
         if self._path is not None or health.probe:
             self._client = health_client(f"http://127.0.0.1:{port}")
@@ -60,7 +61,7 @@ class Checker:
                     await self._request("GET", self._path)
                 if probe and health.probe == "completion":
                     await self._complete()
-                if self._command is not None:
+                if self._command:
                     await _run(self._command, self._env)
         except TimeoutError:
             raise Unhealthy(f"no answer within {timeout_s:.1f} s") from None
@@ -132,8 +133,7 @@ def health_client(address: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=address, trust_env=False, timeout=None)
 
 
-async def _run(command: str, env: Mapping[str, str]) -> None:
-    words = shlex.split(command)
+async def _run(words: Sequence[str], env: Mapping[str, str]) -> None:
     process = await asyncio.create_subprocess_exec(
         *words,
         env=dict(env),
@@ -147,4 +147,4 @@ async def _run(command: str, env: Mapping[str, str]) -> None:
         process.kill()
         raise
     if status != 0:
-        raise Unhealthy(f"'{command}' ended with {status}")
+        raise Unhealthy(f"'{shlex.join(words)}' ended with {status}")

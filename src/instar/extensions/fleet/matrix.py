@@ -42,6 +42,8 @@ def load_fleet_or_run(
         hint = f"change its own, e.g. --set 'matrix={{seed: [1, 2]}}', or leave {OPTION} out"
         raise _error(f"{file} is a fleet file (it has {keys[0]})", hint)
     matrix = dict(_dimension(text) for text in dimensions)
+    if len(matrix) < len(dimensions):
+        raise _error("a key has two lists of values", "write them into one, e.g. seed=1,2")
     of_fleet = [text for text in overrides if _is_of_fleet(text)]
     values = dict(_value(text) for text in overrides if text not in of_fleet)
     data = {

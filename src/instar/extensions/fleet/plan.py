@@ -28,7 +28,7 @@ from instar.config.fields import choices
 from instar.config.files import HINT, WEB, addresses, message_of
 from instar.config.origins import in_yaml
 from instar.config.suggestions import unknown_key, wrong_value
-from instar.extensions.fleet.spec import MOST_INSTANCES, FleetSpec, Job, Process, Scalar
+from instar.extensions.fleet.spec import MASTER, MOST_INSTANCES, FleetSpec, Job, Process, Scalar
 
 _MOST_COMBINATIONS = 100 * MOST_INSTANCES
 """before `exclude`"""
@@ -43,6 +43,10 @@ NODE_VARIABLES = {
     "master_port": "MASTER_PORT",
 }
 """variables of a job of several nodes, and the environment variables that have the same values"""
+MATRIX_KEYS = "matrix_keys"
+"""the variable with the keys of the matrix that are keys of a run's config"""
+OWN_KEYS = {"record.run_dir": "write output_dir", "resume": "runs resume their folder"}
+"""keys of a run's config that the fleet sets, and what to do instead"""
 _VARIABLE = re.compile(r"\$(?:(\$)|\{([^{}$]*)\}|(\{))")
 
 
@@ -335,7 +339,7 @@ def each_of(value: Any) -> Iterable[Any]:
 def sets_of(job: Job, variables: Mapping[str, Any]) -> list[str]:
     """Return all `--set` texts of a run."""
     return [
-        *(f"{key}={in_yaml(variables[key])}" for key in variables.get("matrix_keys", ())),
+        *(f"{key}={in_yaml(variables[key])}" for key in variables.get(MATRIX_KEYS, ())),
         *overrides_of(job, variables),
         f"record.run_dir={in_yaml(str(variables['output_dir']))}",
         "resume=auto",
@@ -387,4 +391,19 @@ def instances_from(
 def variables_of(instance: Instance, config_keys: Iterable[str]) -> dict[str, Any]:
     """Return an instance's variables, with the matrix keys that are keys of a run's config."""
     keys = set(config_keys)
-    return {**instance.variables, "matrix_keys": [key for key in instance.values if key in keys]}
+    return {**instance.variables, MATRIX_KEYS: [key for key in instance.values if key in keys]}
+
+
+def start_variables(spec: FleetSpec, name: str) -> dict[str, Any]:
+    """Return the variables that a process has when it starts, with the values of a first attempt on an
+    idle machine."""
+    slot = FleetPlan(spec, (), 1).slot(0)
+    gpus = {process: ",".join(map(str, indices)) for process, indices in slot.gpus.items()}
+    variables: dict[str, Any] = {f"ports.{port}": n for port, n in slot.ports[name].items()}
+    for service in spec.services:
+        variables[f"services.{service}.gpus"] = gpus[service]
+        variables |= {f"services.{service}.ports.{p}": n for p, n in slot.ports[service].items()}
+    if (nodes := spec.processes[name].resources.nodes) > 1:
+        values = (nodes, 0, "localhost", variables[f"ports.{MASTER}"])
+        variables |= zip(NODE_VARIABLES, values, strict=True)
+    return {**variables, "gpus": gpus[name], "attempt": 1}

@@ -11,13 +11,17 @@ from instar.config.files import read_regular
 from instar.config.load import load_config
 from instar.config.writers.edit import check_replaceable, edited_config
 from instar.extensions.fleet.folder import FleetFolder
-from instar.extensions.fleet.plan import instances_of, sets_of, variables_of
+from instar.extensions.fleet.plan import (
+    OWN_KEYS,
+    instances_of,
+    sets_of,
+    start_variables,
+    variables_of,
+)
 from instar.extensions.fleet.view.rows import BestTrial
 from instar.record.atomic import replace_file
 
 _AUTHOR = "instar fleet"
-_OF_TRIAL = ("record.run_dir=", "resume=")
-"""settings that only the trial itself has"""
 
 
 def write_best_configs(fleet: FleetFolder, best: BestTrial | None) -> Iterator[Path]:
@@ -37,8 +41,9 @@ def write_best_configs(fleet: FleetFolder, best: BestTrial | None) -> Iterator[P
         check_replaceable(path, _AUTHOR, "--set name=…")
         text = read_regular(fleet.configs[name], follow=True).decode("utf-8-sig")
         task = load_config(fleet.configs[name], checks=(), import_task=False).config.task
-        variables = variables_of(trial, schema_keys(plain_root_of(task)))
-        settings = [t for t in sets_of(job, variables) if not t.startswith(_OF_TRIAL)]
+        keys = schema_keys(plain_root_of(task))
+        variables = variables_of(trial, keys) | start_variables(spec, name)
+        settings = [t for t in sets_of(job, variables) if t.partition("=")[0] not in OWN_KEYS]
         remark = (
             f"{best.text}, of {spec.search.count if spec.search else 1} in the fleet {spec.name}"
         )
