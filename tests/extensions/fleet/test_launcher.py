@@ -8,10 +8,16 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
-from fleets import FleetPlace, phase_of
+from fleets import FleetPlace, phase_of, planned
 from forks import forks
+
+from instar.extensions.fleet import placement
+from instar.extensions.fleet.launcher import Launcher
+from instar.extensions.fleet.placement import Gpu
+from instar.extensions.fleet.state import FleetStatus
 
 SERVICE = """
 services:
@@ -258,6 +264,79 @@ jobs:
     assert launcher.wait(60) == 4
     assert place.status("part")["instances"]["1"]["phase"] == "succeeded"
     launcher.communicate()
+
+
+def test_stopping_takes_no_instance_that_is_not_there_and_a_second_request_leaves_no_server(
+    place: FleetPlace,
+) -> None:
+    """Instance 1 waits; instance 0 takes its time, in which it is asked again."""
+    place.write("""
+name: twice
+matrix: {seed: [0, 1]}
+max_parallel: 1
+services: {server: {command: [sleep, "100"]}}
+jobs:
+  trainer:
+    command: [sh, -c, "trap 'sleep 3; exit 1' TERM; touch begun-${seed}; while :; do sleep 0.1; done"]
+    depends_on: {server: service_started}
+""")
+    launcher = place.start("up", "fleet.yaml")
+    place.wait("twice", lambda _: (place.path / "begun-0").exists())
+    code, output = place.run("stop", "twice", "1", "2")
+    assert code == 2, output
+    assert "twice has no instance '2'" in output
+    assert place.run("stop", "twice", "1")[0] == 0
+    place.wait("twice", lambda each: each["instances"]["1"]["phase"] == "stopped")
+    assert place.run("stop", "twice", "0")[0] == 0
+    place.wait("twice", lambda each: phase_of(each, "trainer") == "stopping")
+    (place.path / "fleets/twice/control/0.stop").touch()
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 4, output
+    assert output.count("stopping twice-0") == 2
+    status = place.status("twice")
+    assert [each["phase"] for each in status["instances"].values()] == ["stopped"] * 2
+    assert phase_of(status, "server") == "exited"
+    assert not (place.path / "begun-1").exists()
+
+
+def test_a_job_that_succeeds_while_its_server_is_lost_has_succeeded(place: FleetPlace) -> None:
+    place.write("""
+name: finishes
+services:
+  server:
+    command: [sleep, "100"]
+    healthcheck: {command: "test ! -e down", interval: 0.2s, retries: 1, start_period: 6s}
+    restart: {policy: on-failure, max: 1, backoff: 0.1s}
+jobs:
+  trainer:
+    command: [sh, -c, "touch down; sleep 2"]
+    depends_on: {server: service_healthy}
+    on_dependency_failure: wait
+""")
+    code, output = place.run("up", "fleet.yaml")
+    assert code == 0, output
+    assert place.status("finishes")["instances"]["0"]["processes"]["server"]["attempt"] == 2
+
+
+def test_a_gpu_whose_process_has_just_ended_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its driver may list the process a moment longer."""
+    monkeypatch.setenv(placement.LOCKS_VARIABLE, str(tmp_path / "locks"))
+    free, busy = Gpu(0, "GPU-a", "GPU-a"), Gpu(0, "GPU-a", "GPU-a", processes=(1234,))
+    looks = iter([free, busy, free])
+    monkeypatch.setattr(placement, "_real_gpus", lambda: (next(looks),))
+    text = """
+name: next
+matrix: {seed: [0, 1]}
+max_parallel: 1
+jobs: {job: {command: ["true"], resources: {gpus: 1}}}
+"""
+    plan, said = planned(tmp_path, text), list[str]()
+    with (tmp_path / "trees").open("w") as trees:
+        launcher = Launcher(plan, tmp_path, trees.fileno(), [free], {}, (), said.append)
+        assert launcher.run(plan.instances, FleetStatus()) == 0
+    assert said == ["waiting: 1 GPUs are needed and 0 are free; GPU 0: used by process 1234"]
 
 
 def test_a_failed_job_is_retried_and_its_end_shown(place: FleetPlace) -> None:

@@ -18,11 +18,13 @@ from instar.extensions.fleet.placement import (
     Gpu,
     Lock,
     Taken,
+    acquire_lease,
     find_gpus,
     lock_gpus,
     lock_port,
     try_lock_resource,
 )
+from instar.extensions.fleet.plan import Slot
 
 GPUS = tuple(Gpu(index, str(index), f"pretended-{index}") for index in range(8))
 
@@ -47,6 +49,16 @@ def test_gpus_that_others_compute_on_are_not_taken() -> None:
     busy = Gpu(0, "0", "busy", processes=(1234,))
     with pytest.raises(Taken, match="GPU 0: used by process 1234"):
         lock_gpus([busy], 1, (), "test")
+
+
+def test_programs_on_gpus_are_looked_for_at_each_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, busy = Gpu(0, "GPU-a", "GPU-a"), Gpu(0, "GPU-a", "GPU-a", processes=(1234,))
+    slot = Slot({"job": (0,)}, {"job": {}})
+    monkeypatch.setattr(placement, "_real_gpus", lambda: (free,))
+    acquire_lease(slot, [busy], "test").close()  # it has ended since the start
+    monkeypatch.setattr(placement, "_real_gpus", lambda: (busy,))
+    with pytest.raises(Taken, match="used by process 1234"):
+        acquire_lease(slot, [free], "test")
 
 
 def test_a_port_is_free_below_the_ephemeral_ones() -> None:

@@ -290,19 +290,20 @@ def stop(name: str, instances: tuple[str, ...]) -> None:
     else:
         check_own(folder)
     indices = _indices(folder)
-    for text in instances:
-        index = text if text.isdecimal() else indices.get(text)
-        if index is None:
+    chosen = [int(text if text.isdecimal() else indices.get(text, -1)) for text in instances]
+    for text, index in zip(instances, chosen, strict=True):
+        if index < 0 or (indices and index >= len(indices)):
             raise ConfigError.of(f"{name} has no instance '{text}'", where=str(folder))
+    for index in chosen:
         if arrays is None:
-            path = folder / CONTROL / f"{int(index)}.stop"
+            path = folder / CONTROL / f"{index}.stop"
             try:
                 put_request(path)
             except OSError as error:
-                text = f"cannot ask: {error.strerror}"
-                raise ConfigError.of(text, where=str(path.parent)) from None
+                message = f"cannot ask: {error.strerror}"
+                raise ConfigError.of(message, where=str(path.parent)) from None
         else:
-            arrays.stop([int(index)], kill=False)
+            arrays.stop([index], kill=False)
 
 
 @click.command("down", cls=StrictCommand)

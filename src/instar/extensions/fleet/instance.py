@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,9 @@ class InstanceRunner:
                 for task in ended_tasks:
                     task.result()
         finally:
-            await _cancel_all(jobs)
-            await _cancel_all(services)
+            for tasks in (jobs, services):
+                with suppress(asyncio.CancelledError):  # it ends already
+                    await _cancel_all(tasks)
 
     def kill(self) -> None:
         """Kill every process at once."""
@@ -286,8 +288,12 @@ class InstanceRunner:
                     return self._end_text(process), what
                 if job.on_dependency_failure != "wait":
                     return f"was stopped: {loss.result()}", loss.result()
-                await self._until(lambda: self._loss_text(job) == "" or self._lost_for_good(job))
-                if self._lost_for_good(job):
+                back = asyncio.create_task(
+                    self._until(lambda: not self._loss_text(job) or self._lost_for_good(job))
+                )
+                await _first(process.exit_future, back)
+                await _cancel_all([back])
+                if self._lost_for_good(job) and not process.exit_future.done():
                     raise InstanceFailed(
                         self._lost_service(job), f"{name} was stopped: {self._loss_text(job)}"
                     )
@@ -373,17 +379,20 @@ class InstanceRunner:
     async def _stop(self, name: str, process: Process, running: RunningProcess) -> None:
         if not running.gone_future.done() and not running.exit_future.done():
             self._write(name, "stopping")
-        await running.stop(process.stop.number, process.stop.grace)
-        end = running.exit_future.result()
-        self.running.pop(name, None)
-        self._write(
-            name,
-            "exited",
-            status=end.status,
-            cpu_s=end.cpu_s,
-            peak_bytes=end.peak_bytes,
-            reason=running.error,
-        )
+        stop = running.stop(process.stop.number, process.stop.grace)
+        try:
+            await _wait_for_all([asyncio.ensure_future(stop)])
+        finally:
+            end = running.exit_future.result()
+            self.running.pop(name, None)
+            self._write(
+                name,
+                "exited",
+                status=end.status,
+                cpu_s=end.cpu_s,
+                peak_bytes=end.peak_bytes,
+                reason=running.error,
+            )
 
     def _on_nodes(self, name: str, process: Process, file: Path) -> list[str]:
         """Return the command that starts a job on each of its nodes."""
@@ -466,4 +475,17 @@ async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until all have ended."""
     for task in tasks:
         task.cancel()
+    await _wait_for_all(tasks)
+
+
+async def _wait_for_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until tasks have ended. A cancellation meanwhile interrupts none of them; it is raised at the end."""
+    is_cancelled = False
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError:
+            is_cancelled = True
     await asyncio.gather(*tasks, return_exceptions=True)
+    if is_cancelled:
+        raise asyncio.CancelledError

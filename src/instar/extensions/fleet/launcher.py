@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import heapq
+import math
 import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,6 +53,8 @@ _TAIL_BYTES = 1 << 14
 _POLL_S = 0.5
 _TURN_POLL_S = 0.2
 _RETRY_S = 1.0
+_FREED_S = 3.0
+"""in which a GPU's driver may still list a process that has ended"""
 _SIGNALLED_S = 0.2
 """how long after a failure a stop signal explains it: SLURM may signal all processes of a host"""
 _LOOK_S = 0.2
@@ -91,6 +95,9 @@ class Launcher:
     requested: str = ""
     """the stop signal"""
     _waits: bool = False
+    _freed_at: float = -math.inf
+    _waiting: list[Instance] = field(default_factory=list)
+    """the next is the last"""
     _running: dict[int, tuple[asyncio.Task[None], InstanceRunner]] = field(default_factory=dict)
 
     def run(self, todo: Sequence[Instance], before: FleetStatus) -> int:
@@ -139,13 +146,13 @@ class Launcher:
         if self.trials is not None:
             control.append(asyncio.create_task(self._prune(self.trials)))
         places = list(range(self.plan.parallel))
-        waiting = list(reversed(todo))
+        self._waiting = list(reversed(todo))
         try:
-            while waiting or self._running:
-                self._begin_waiting(waiting, places)
+            while self._waiting or self._running:
+                self._begin_waiting(places)
                 if self._stopping.is_set() and not self._running:
                     break
-                await self._wait_for_a_change(_RETRY_S if waiting and places else None)
+                await self._wait_for_a_change(_RETRY_S if self._waiting and places else None)
                 for task in control:
                     if task.done():
                         task.result()  # raises
@@ -154,7 +161,7 @@ class Launcher:
         finally:
             for task in control:
                 task.cancel()
-        for instance in waiting:
+        for instance in self._waiting:
             self._conclude(instance, "stopped", "not started")
 
     def _fleet_context(self) -> FleetContext:
@@ -173,12 +180,12 @@ class Launcher:
             self.nodes,
         )
 
-    def _begin_waiting(self, waiting: list[Instance], places: list[int]) -> None:
-        """Start instances from the end of `waiting` while there is room for them."""
-        while waiting and places and not self._stopping.is_set():
-            if not self._begin(waiting[-1], heapq.heappop(places), places):
+    def _begin_waiting(self, places: list[int]) -> None:
+        """Start instances that wait while there is room for them."""
+        while self._waiting and places and not self._stopping.is_set():
+            if not self._begin(self._waiting[-1], heapq.heappop(places), places):
                 break
-            waiting.pop()
+            self._waiting.pop()
 
     async def _wait_for_a_change(self, timeout_s: float | None) -> None:
         """Wait until an instance has ended or all are to stop."""
@@ -197,7 +204,7 @@ class Launcher:
             await asyncio.wait(tasks)
 
     def _begin(self, instance: Instance, place: int, places: list[int]) -> bool:
-        """Start an instance; False if the GPUs it needs are held elsewhere and are waited for."""
+        """Start an instance; False if the GPUs it needs are held or used elsewhere and are waited for."""
         if self.trials is not None and self.trials.is_given_up(instance.index):
             heapq.heappush(places, place)
             self._conclude(instance, "pruned", "")  # the launcher that decided it was killed
@@ -207,7 +214,7 @@ class Launcher:
             lease = acquire_lease(self.plan.slot(place), self.gpus, holder, self.say)
         except Taken as error:
             heapq.heappush(places, place)
-            if self.wait_for_gpus:
+            if self.wait_for_gpus or time.monotonic() < self._freed_at + _FREED_S:
                 if not self._waits:
                     self._waits = True
                     self.say(f"waiting: {error}")
@@ -249,6 +256,7 @@ class Launcher:
                 if runner.given_up and phase != "succeeded":
                     phase, reason, process = "pruned", "", ""
                 lease.close()
+                self._freed_at = time.monotonic()
                 del self._running[instance.index]
                 heapq.heappush(places, place)
                 self._conclude(instance, phase, reason, process)
@@ -316,10 +324,21 @@ class Launcher:
                 refusal = f"cannot be written: {last_refusal}; its lines are held in memory"
                 file = self.folder / part_name(STATE_FILE, self.part)
                 self.say(f"{file} {refusal if last_refusal else 'is written again'}")
-            for index in self._requests() & self._running.keys():
-                task, runner = self._running[index]
-                self.say(f"stopping {runner.instance.run_name}, as requested")
-                task.cancel()
+            for index in self._requests():
+                self._stop_instance(index)
+
+    def _stop_instance(self, index: int) -> None:
+        waiting = [instance for instance in self._waiting if instance.index == index]
+        if index in self._running:
+            task, runner = self._running[index]
+            self.say(f"stopping {runner.instance.run_name}, as requested")
+            task.cancel()
+        elif waiting:
+            self.say(f"{waiting[0].run_name} is not started, as requested")
+            self._waiting.remove(waiting[0])
+            self._conclude(waiting[0], "stopped", "not started")
+        else:
+            self.say(f"instance {index} cannot be stopped: it neither runs nor waits")
 
     def _requests(self) -> set[int]:
         """Take the requests to stop an instance: files INDEX.stop in the folder `control`."""

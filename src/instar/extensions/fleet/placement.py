@@ -16,7 +16,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Gpu:
     memory: int = 0
     """bytes"""
     processes: tuple[int, ...] = ()
-    """pids that compute on it"""
+    """pids that computed on it when it was read"""
 
 
 class Lock:
@@ -232,6 +232,11 @@ def numbers_in(text: str, option: str) -> list[int]:
 
 
 def _real_gpus() -> tuple[Gpu, ...]:
+    """Return what the driver lists; nothing without one.
+
+    Raises:
+        Taken: it does not answer, e.g. because a GPU is lost.
+    """
     try:
         import pynvml
     except ImportError:
@@ -252,6 +257,8 @@ def _real_gpus() -> tuple[Gpu, ...]:
                 pids = tuple(int(process.pid) for process in running)
             gpus.append(Gpu(index, str(uuid), str(uuid), str(name), memory, pids))
         return tuple(gpus)
+    except pynvml.NVMLError as error:
+        raise Taken(f"the driver does not answer: {error}") from None
     finally:
         pynvml.nvmlShutdown()
 
@@ -388,9 +395,12 @@ def acquire_lease(
         say: told of ports that are left out because their locks are unusable.
 
     Raises:
-        Taken: others hold too many of them.
+        Taken: others hold too many of them, or use them now.
     """
     lease = Lease({name: [] for name in slot.gpus}, {name: {} for name in slot.ports}, say)
+    if any(slot.gpus.values()):  # programs outside fleets come and go, and hold no locks
+        processes = {gpu.key: gpu.processes for gpu in _real_gpus()}
+        gpus = [replace(gpu, processes=processes.get(gpu.key, gpu.processes)) for gpu in gpus]
     try:
         for name, gpus_of_process in slot.gpus.items():
             first = [
