@@ -19,6 +19,7 @@ from instar.data.columns import (
     leaves,
     nbytes,
     pick,
+    ragged_names,
     stack,
 )
 
@@ -90,6 +91,16 @@ def test_samples_alike_are_dense_and_others_ragged() -> None:
     assert isinstance(stacked["c"], Ragged)
     assert stacked["c"].flat.tolist() == [1, 2, 3]
     assert stacked["c"].sizes.tolist() == [1, 2]
+
+
+def test_named_columns_are_ragged_and_no_others() -> None:
+    samples = [{"a": [1], "g": {"b": [2, 3]}, "c": 1}, {"a": [4], "g": {"b": [5, 6]}, "c": 2}]
+    stacked = stack(samples, ragged={"g.b", "c"})
+    assert ragged_names(stacked) == {"g.b"}
+    assert flat(stacked) == [[[1], [4]], [[2, 3], [5, 6]], [1, 2]]
+    samples.append({"a": [7, 8], "g": {"b": [9]}, "c": 3})
+    with pytest.raises(ValueError, match=r"sample 6: a has 2 rows, sample 4 has 1; .* pad all"):
+        stack(samples, [4, 5, 6], ragged={"g.b"})
 
 
 def test_leaves_are_named_by_their_paths() -> None:

@@ -11,8 +11,9 @@ from samples import same
 
 from instar.config.errors import ConfigError
 from instar.config.user_code.named import load_named
-from instar.data.columns import Ragged
-from instar.data.user_source import Transformed, sample_generator
+from instar.data.columns import Ragged, ragged_names
+from instar.data.source import InMemorySource
+from instar.data.user_source import Transformed, examples_of, sample_generator
 
 SOURCE = Numbers(40)
 Sample = dict[str, Any]
@@ -34,12 +35,13 @@ def test_what_is_drawn_depends_on_the_sample_alone() -> None:
     source = Transformed(SOURCE, noisy, seed=1)
     together = source.read(np.array([5, 6, 7, 5]), epoch=2)
     alone = source.read(np.array([7]), epoch=2)
-    nodes = together["nodes"]
+    nodes, nodes_alone = together["nodes"], alone["nodes"]
     assert isinstance(nodes, Ragged)
+    assert isinstance(nodes_alone, Ragged)
     assert isinstance(together["noise"], np.ndarray)
     assert isinstance(alone["noise"], np.ndarray)
     assert together["noise"][2] == alone["noise"][0]
-    assert np.array_equal(nodes[2:3].flat, np.asarray(alone["nodes"])[0])
+    assert np.array_equal(nodes[2:3].flat, nodes_alone.flat)
     assert together["noise"][0] == together["noise"][3]
     assert np.array_equal(nodes[0:1].flat, nodes[3:4].flat)
     for other in (
@@ -47,6 +49,24 @@ def test_what_is_drawn_depends_on_the_sample_alone() -> None:
         Transformed(SOURCE, noisy, 2).read(np.array([7]), 2),
     ):
         assert np.asarray(other["noise"])[0] != alone["noise"][0]
+
+
+def test_columns_are_ragged_as_in_the_source_and_where_results_vary() -> None:
+    words = Ragged(np.arange(9), np.array([0, 3, 6, 9]))
+    source = InMemorySource({"words": words, "x": np.zeros((3, 4))})
+
+    def crop(sample: Sample, _: object) -> Sample:
+        return {**sample, "x": sample["x"][: sample["words"][0]], "y": sample["x"], "n": 1}
+
+    for function, ragged in ((crop, {"words", "x"}), (lambda sample, _: sample, {"words"})):
+        for ids in ([0], [1, 1], [2, 0, 1]):
+            transformed = Transformed(source, function, 0)
+            assert ragged_names(transformed.read(np.array(ids))) == ragged
+    alone = Transformed(source, crop, 0, examples=lambda: examples_of(source, np.array([0])))
+    with pytest.raises(
+        ValueError, match="crop made samples that do not fit: sample 1: x has 3 row"
+    ):
+        alone.read(np.array([0, 1]))
 
 
 def test_the_source_is_asked_for_the_same_epoch() -> None:

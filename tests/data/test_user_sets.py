@@ -18,7 +18,7 @@ from torch_geometric.loader import DataLoader as GraphLoader
 
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig
-from instar.data.columns import Ragged
+from instar.data.columns import Ragged, ragged_names
 from instar.data.loader import LocalReader, ReadRequest, StepKey
 from instar.data.text.streams.samples import StreamChanged
 from instar.data.user_sets import SampleSet, StreamedSet, sample_set
@@ -287,6 +287,52 @@ def test_a_stream_that_changes_is_refused() -> None:
     found = stream(lambda: ((X[0], n) for n in passes.pop(0)))
     with pytest.raises(StreamChanged, match="item 2 is not what it was"):
         taken(found, 0, 1)
+
+
+class Words:
+    """Sample i has 3 words, or 5 where i modulo 8 is 4 or more."""
+
+    def __init__(self, n: int, size: int | None = None) -> None:
+        self.n, self.size = n, size
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"words": np.arange(self.size or (3 if i % 8 < 4 else 5)), "y": i}
+
+
+def test_whether_a_column_is_ragged_does_not_depend_on_what_is_read() -> None:
+    for given in (Words(40), [Words(40)[i] for i in range(40)]):
+        source = as_source(given)
+        for ids in ([0], [0, 1], [3, 4]):
+            assert ragged_names(source.read(np.array(ids))) == {"words"}
+    alike = as_source(Words(4, size=3))
+    assert ragged_names(alike.read(np.arange(4))) == frozenset()
+
+
+@pytest.mark.parametrize("train", [Words(40), (lambda: map(Words(40).__getitem__, range(40)))])
+def test_splits_have_the_same_columns_ragged(train: Any) -> None:
+    for first, second in ((train, Words(9, size=3)), (Words(9, size=3), Words(40))):
+        found = split({"train": first, "val": second})
+        of_train, order = found.train(1)
+        if isinstance(found, StreamedSet):
+            order.explore(0, 1)  # type: ignore[attr-defined]
+        for part in (of_train, found.held_out("val")):
+            assert ragged_names(part.read(np.array([0]))) == {"words"}
+
+
+def test_a_sample_of_another_size_than_all_before_is_named() -> None:
+    class Odd(Words):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"words": np.arange(4 if i == 98 else 3), "y": i}
+
+    message = "sample 98: words has 4 rows, sample 97 has 3; .* pad all samples to one size"
+    with pytest.raises(ValueError, match=message):
+        as_source(Odd(200)).read(np.array([97, 98]))
+    found = stream(lambda: lambda: map(Odd(200).__getitem__, range(200)), order="sequential")
+    with pytest.raises(ValueError, match="sample 98: words has 4 rows"):
+        taken(found, 0, 20)
 
 
 def test_an_error_of_the_iterable_says_how_far_it_came() -> None:

@@ -5,7 +5,7 @@ The first axis of a column is the samples. Slices are views. Nothing here import
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -84,15 +84,26 @@ def nbytes(columns: Columns) -> int:
     return sum(column.nbytes for _, column in leaves(columns))
 
 
-def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> dict[str, Column]:
-    """Stack samples into columns: dense if their shapes are equal, otherwise ragged.
+def ragged_names(columns: Columns) -> frozenset[str]:
+    """Return the names of the ragged columns; see `leaves`."""
+    return frozenset(name for name, column in leaves(columns) if isinstance(column, Ragged))
+
+
+def stack(
+    samples: Sequence[Any],
+    numbers: Sequence[int] | None = None,
+    ragged: Collection[str] | None = None,
+) -> dict[str, Column]:
+    """Stack samples into columns.
 
     Args:
         numbers: the numbers of the samples in error messages; default: their positions.
+        ragged: names of the columns that are ragged, see `leaves`; scalars are dense. None: those whose samples
+            have several sizes, which is for all samples of a source at once: some of them may be of one size.
 
     Raises:
         ValueError: a sample, given by its number, has other keys, dtypes or trailing axes than the
-            first, or a value that is not an array of numbers.
+            first, another size where the column is not ragged, or a value that is not an array of numbers.
     """
     if not samples:
         raise ValueError("there are no samples to stack")
@@ -108,7 +119,30 @@ def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> dict[
                 f"the first one {', '.join(map(str, first)) or 'nothing'}"
             )
     columns = {str(name): [sample[name] for sample in samples] for name in first}
-    return {name: _column(name, values, numbers) for name, values in columns.items()}
+    stacked = {name: _column(name, values, numbers) for name, values in columns.items()}
+    if ragged is None:
+        return stacked
+    for name, column in leaves(stacked):
+        if isinstance(column, Ragged) and name not in ragged:
+            odd = int(np.argmax(column.sizes != column.sizes[0]))
+            raise ValueError(
+                f"sample {numbers[odd]}: {name} has {column.sizes[odd]} rows, sample {numbers[0]} has "
+                f"{column.sizes[0]}; those looked at first had one size, so this is no ragged column: pad all "
+                "samples to one size, or begin with one of another size"
+            )
+    return make_ragged(stacked, ragged)
+
+
+def make_ragged(columns: Columns, names: Collection[str], path: str = "") -> dict[str, Column]:
+    """Return columns of which those with these names, see `leaves`, are ragged; scalars stay as they are."""
+    return {
+        name: make_ragged(column, names, f"{path}{name}.")
+        if isinstance(column, Mapping)
+        else as_ragged(column)
+        if f"{path}{name}" in names and not (isinstance(column, np.ndarray) and column.ndim == 1)
+        else column
+        for name, column in columns.items()
+    }
 
 
 def difference(first: Columns, other: Columns) -> str:

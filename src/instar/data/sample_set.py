@@ -24,7 +24,7 @@ from instar.data.source import (
     measure_of,
 )
 from instar.data.split import HELD_OUT, UNUSED, check_division, subset_remark
-from instar.data.user_source import transform_source
+from instar.data.user_source import examples_of, transform_source
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,8 @@ def _to_train_on(
     draws_of: int | None,
 ) -> Source:
     # random numbers depend on a sample's index in the source, not on its position in the split
-    transformed = transform_source(source, data, seed, measure, draws_of)
+    examples = partial(examples_of, source, numbers)
+    transformed = transform_source(source, data, seed, measure, draws_of, examples)
     is_of_draws = draws_of is not None and data.transform is not None
     return _DrawnSubset(transformed, numbers) if is_of_draws else Subset(transformed, numbers)
 

@@ -17,12 +17,12 @@ import xxhash
 
 from instar.config.errors import ConfigError
 from instar.config.schema import SamplesConfig
-from instar.data.columns import Columns, Ragged, difference, stack
+from instar.data.columns import Columns, Ragged, difference, make_ragged, ragged_names, stack
 from instar.data.mixture import Concatenated
 from instar.data.order import Int64Array, Order
 from instar.data.sample_set import SampleSet
 from instar.data.sampling import classes_of, sampling_of
-from instar.data.source import InMemorySource, Source, close
+from instar.data.source import InMemorySource, Source, WrappedSource, close
 from instar.data.split import UNUSED, divide_folds, divide_samples, subset_of
 from instar.data.text.streams.reader import LaneReader
 from instar.data.text.streams.samples import Note, SampleStream, StreamChanged
@@ -78,12 +78,15 @@ def sample_set(
             raise ValueError(f"{text}; return its data set")
     held_out = {name: _part(name, part, fields) for name, part in parts.items()}
     if _is_read_forward(train):
-        return StreamedSet(IterableStream(_passes(make, train), fields), held_out, data)
+        stream = IterableStream(_passes(make, train), fields)
+        held_out, stream.ragged = _alike(held_out, stream.ragged)
+        return StreamedSet(stream, held_out, data)
     sources = {"train": _check_unweighted(_part("train", train, fields), data), **held_out}
     first = {name: source.read(np.zeros(1, np.int64)) for name, source in sources.items()}
     for name, columns in first.items():
         if mismatch := difference(first["train"], columns):
             raise ValueError(f"{name} has {mismatch} as in train")
+    sources, _ = _alike(sources)
     names = [f"the {name} split" for name in sources]
     concatenation = Concatenated([*sources.values()], names)
     ends = dict(zip(sources, concatenation.offsets[1:].tolist(), strict=True))
@@ -91,6 +94,29 @@ def sample_set(
     splits = split_samples(concatenation, data, seed, members)
     sampling = sampling_of(concatenation, splits["train"], data, of_loader)
     return SampleSet(concatenation, splits, data, sampling=sampling)
+
+
+class _RaggedSource(WrappedSource):
+    """A source of which some columns are ragged as in another split, also where its own samples are of one size."""
+
+    def __init__(self, source: Source, names: frozenset[str]) -> None:
+        self.source, self._names = source, names
+
+    def read(self, indices: Int64Array, epoch: int = 0) -> Columns:
+        return make_ragged(self.source.read(indices, epoch), self._names)
+
+
+def _alike(
+    sources: Mapping[str, Source], ragged: frozenset[str] = frozenset()
+) -> tuple[dict[str, Source], frozenset[str]]:
+    """Return the splits with the same columns ragged in all of them, which are in one, and these columns."""
+    of_split = {n: ragged_names(s.read(np.zeros(1, np.int64))) for n, s in sources.items()}
+    ragged = ragged.union(*of_split.values())
+    alike = {
+        name: source if of_split[name] == ragged else _RaggedSource(source, ragged)
+        for name, source in sources.items()
+    }
+    return alike, ragged
 
 
 def _check_unweighted(source: Source, data: SamplesConfig) -> Source:
@@ -201,8 +227,10 @@ class IterableStream(SampleStream):
         if not items:
             raise ValueError("there are no samples")
         first = list(self._convert(items))
-        is_of_graphs = is_graph(items[0])
-        self._of_graph = of_whole_graph([sample for _, sample in first]) if is_of_graphs else None
+        samples = [sample for _, sample in first]
+        self._of_graph = of_whole_graph(samples) if is_graph(items[0]) else None
+        self.ragged = ragged_names(self._stack(first))
+        self._examples = first
         self._first = [self._digest(sample) for sample in first]
         self.fingerprint = xxhash.xxh3_128_hexdigest("\n".join(self._first).encode())
 
@@ -232,10 +260,11 @@ class IterableStream(SampleStream):
         return 1.0
 
     def columns(self, samples: Sequence[Item]) -> Columns:
-        numbers, items = zip(*samples, strict=True)
-        if self._of_graph is not None:
-            return graph_columns(items, self._of_graph, numbers)
-        return stack(items, numbers)
+        return self._stack(samples, self.ragged)
+
+    def examples(self) -> Iterator[tuple[int, Columns]]:
+        """Yield the first samples one by one: their numbers and columns."""
+        return ((item[0], self.columns([item])) for item in self._examples)
 
     def measure(self, lane: int, note: Note) -> int:
         return sum(1 for _ in self.open(lane, START, note))
@@ -252,8 +281,14 @@ class IterableStream(SampleStream):
             error.add_note(f"after {number:,} items of the iterable")
             raise
 
+    def _stack(self, samples: Sequence[Item], ragged: frozenset[str] | None = None) -> Columns:
+        numbers, items = zip(*samples, strict=True)
+        if self._of_graph is not None:
+            return graph_columns(items, self._of_graph, numbers)
+        return stack(items, numbers, ragged)
+
     def _digest(self, sample: Item) -> str:
-        return InMemorySource(self.columns([sample])).fingerprint
+        return InMemorySource(self._stack([sample])).fingerprint
 
 
 class _ItemSource(OpenStreamSource):
@@ -344,7 +379,8 @@ class StreamedSet:
         lanes = LaneReader(self.stream, SeekPoints(None, self.stream.fingerprint, 1))
         samples = LaneSamples(self.stream, lanes, [None], max(_KEPT, 2 * window), window)
         order = LaneOrder([None], seed, window)
-        source = transform_source(_ItemSource(samples, order), self.data, seed)
+        items = _ItemSource(samples, order)
+        source = transform_source(items, self.data, seed, examples=self.stream.examples)
         return source, _OneLane(order)
 
     def held_out(self, split: str) -> Source:

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias, cast
 
@@ -24,6 +25,7 @@ from instar.data.columns import (
     dtype_of,
     leaves,
     native_array,
+    ragged_names,
     stack,
 )
 from instar.data.order import Int64Array, key_bytes
@@ -34,6 +36,9 @@ Sample: TypeAlias = "Mapping[str, Any]"
 """One sample: arrays by name, nested as the columns are."""
 
 SampleFunction: TypeAlias = "Callable[[dict[str, Any], np.random.Generator], Sample]"
+
+Examples: TypeAlias = "Callable[[], Iterable[tuple[int, Columns]]]"
+"""Reads some samples one by one, the same in every process: the number of each, and its columns."""
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -50,6 +55,9 @@ class Transformed(WrappedSource):
 
     The function must be deterministic in the sample and the generator, so that a sample can be read
     again. It gets its own copies of the arrays and may modify them.
+
+    Columns are ragged as in the source, and where the function's results for `examples`, which the first read
+    tries, differ in size.
     """
 
     def __init__(
@@ -59,8 +67,15 @@ class Transformed(WrappedSource):
         seed: int,
         measure: Measure | None = None,
         draws_of: int | None = None,
+        examples: Examples | None = None,
     ) -> None:
+        """
+        Args:
+            examples: default: evenly spaced samples.
+        """
         self.source, self._draws_of = source, draws_of
+        self._examples = examples or partial(examples_of, source, np.arange(len(source)))
+        self._ragged: frozenset[str] | None = None
         self._measure, self._function, self._seed = measure, function, seed
         self._name = getattr(function, "__qualname__", type(function).__qualname__)
 
@@ -84,20 +99,35 @@ class Transformed(WrappedSource):
         """
         numbers = self._samples(indices)
         columns = self.source.read(numbers, epoch)
-        samples = []
-        for row, (index, draw) in enumerate(zip(numbers.tolist(), indices.tolist(), strict=True)):
-            try:
-                generator = sample_generator(self._seed, epoch, draw)
-                samples.append(self._function(_sample(columns, row), generator))
-                if self._measure is not None:
-                    self._measure.check(samples[-1])
-            except Exception as error:
-                error.add_note(f"in {self._name}, of sample {index} in epoch {epoch}")
-                raise
+        rows = enumerate(zip(numbers.tolist(), indices.tolist(), strict=True))
+        samples = [
+            self._apply(_sample(columns, row), number, draw, epoch) for row, (number, draw) in rows
+        ]
         try:
-            return stack(samples, numbers.tolist())
+            if self._ragged is None:  # by the same samples on every rank and in every worker
+                self._ragged = self._varying()
+            return stack(samples, numbers.tolist(), self._ragged | ragged_names(columns))
         except ValueError as error:
             raise ValueError(f"{self._name} made samples that do not fit: {error}") from None
+
+    def _varying(self) -> frozenset[str]:
+        """Return the columns in which the examples' results differ in size."""
+        sizes: dict[str, set[int]] = {}
+        for number, example in self._examples():
+            result = self._apply(_sample(example, 0), number, number, 0)
+            for name, column in leaves(stack([result], [number])):
+                sizes.setdefault(name, set()).add(len(column[0]) if column.ndim > 1 else 0)
+        return frozenset(name for name in sizes if len(sizes[name]) > 1)
+
+    def _apply(self, sample: dict[str, Any], number: int, draw: int, epoch: int) -> Sample:
+        try:
+            result = self._function(sample, sample_generator(self._seed, epoch, draw))
+            if self._measure is not None:
+                self._measure.check(result)
+        except Exception as error:
+            error.add_note(f"in {self._name}, of sample {number} in epoch {epoch}")
+            raise
+        return result
 
     def weights(self, indices: Int64Array) -> float:
         return self.source.weights(self._samples(indices))
@@ -112,17 +142,29 @@ def transform_source(
     seed: int,
     measure: Measure | None = None,
     draws_of: int | None = None,
+    examples: Examples | None = None,
 ) -> Source:
     """Return the source with the user's transform, if there is one, applied to its samples.
 
     Args:
         measure: the weights of what the transform returns; None: they are the source's.
-        draws_of: see `Transformed`.
+        draws_of, examples: see `Transformed`.
     """
     if data.transform is None:
         return source
     function = load_named(data.transform, key="data.transform")
-    return Transformed(source, function, seed, measure, draws_of)
+    return Transformed(source, function, seed, measure, draws_of, examples)
+
+
+def examples_of(source: Source, numbers: Int64Array) -> Iterator[tuple[int, Columns]]:
+    """Read evenly spaced ones of some samples; see `Examples`."""
+    for number in numbers[_spread(numbers.size)].tolist():
+        yield number, source.read(np.array([number]))
+
+
+def _spread(total: int) -> Int64Array:
+    """Return evenly spaced numbers of so many items, the first and the last among them."""
+    return np.unique(np.linspace(0, total - 1, min(total, _LOOKED_AT)).astype(np.int64))
 
 
 class _Words(np.random.bit_generator.ISeedSequence):
@@ -154,8 +196,8 @@ FORMS = (
 MOST_ITEMS = 1 << 20
 """The number of items that an iterable of unknown length may have to be read into memory."""
 _SOURCE = ("read", "weights", "fingerprint", "__len__")
-_FINGERPRINTED = 64
-"""The number of evenly spaced items of a data set that its fingerprint covers."""
+_LOOKED_AT = 64
+"""The number of evenly spaced items of a data set by which its fingerprint and its ragged columns are determined."""
 
 
 def as_source(value: object, fields: Sequence[str] = ()) -> Source:
@@ -238,28 +280,31 @@ def _read(items: Iterable[Any]) -> list[Any]:
 class IndexedSource:
     """A `Source` of the items of a map-style data set, read one by one on demand.
 
-    One thread reads at a time. The fingerprint covers only a few items.
+    One thread reads at a time. The fingerprint covers only a few items; columns are ragged whose sizes differ
+    among these.
     """
 
     def __init__(self, items: Sequence[Any], fields: Sequence[str] = ()) -> None:
         self._items, self._fields = items, tuple(fields)
         self._lock = threading.Lock()
-        total = len(items)
-        spread = np.unique(np.linspace(0, total - 1, min(total, _FINGERPRINTED)).astype(np.int64))
-        identity = f"{type(items).__module__}.{type(items).__qualname__} {total}"
+        self._ragged: frozenset[str] | None = None
+        columns = self.read(_spread(len(items)))
+        self._ragged = ragged_names(columns)
+        identity = f"{type(items).__module__}.{type(items).__qualname__} {len(items)}"
         self.fingerprint = xxhash.xxh3_128_hexdigest(
-            f"{identity} {InMemorySource(self.read(spread)).fingerprint}".encode()
+            f"{identity} {InMemorySource(columns).fingerprint}".encode()
         )
 
     def __len__(self) -> int:
         return len(self._items)
 
     def read(self, indices: Int64Array, epoch: int = 0) -> Columns:  # noqa: ARG002
-        """Read items. Raises ValueError if an item is not numeric or differs from the first."""
+        """Read items. Raises ValueError if an item is not numeric or does not fit the others."""
         numbers = indices.tolist()
         with self._lock:
             items = zip(numbers, self._read(numbers), strict=True)
-            return stack([sample_of(*item, self._fields) for item in items], numbers)
+            samples = [sample_of(*item, self._fields) for item in items]
+            return stack(samples, numbers, self._ragged)
 
     def _read(self, numbers: list[int]) -> Iterator[Any]:
         items: Any = self._items

@@ -312,7 +312,9 @@ class DataSet(ABC):
 
     def _transform(self, source: Source, context: int, seed: int) -> Source:
         targets = TokenTargets(context, self.vocab_size)
-        return self._separate(transform_source(source, self.data, seed, targets), context)
+        # the sizes are those that the targets check, and a stream gives no examples
+        source = transform_source(source, self.data, seed, targets, examples=tuple)
+        return self._separate(source, context)
 
     def _separate(self, source: Source, context: int) -> Source:
         """Return samples of this data set whose documents do not see each other, if `data.document_masks` says so."""
