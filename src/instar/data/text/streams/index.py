@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from instar.config.errors import ConfigError
 from instar.config.language import DataConfig
 from instar.data.text.shards import read_record
-from instar.data.text.streams.items import open_items
+from instar.data.text.streams.items import open_items, version_of
 from instar.data.text.streams.reader import HostedLanes, LaneReader, Lanes
 from instar.data.text.streams.samples import (
     DocumentLane,
@@ -98,7 +98,7 @@ def count_lanes(
         raise no_samples()
     if not data.packing:
         sizes = {f"sizes-{lane}": np.asarray(count) for lane, count in enumerate(counts)}
-        metadata = {"format": LANES_FORMAT, "fingerprint": tokens.fingerprint}
+        metadata = {"format": LANES_FORMAT, "fingerprint": _counted(tokens, data)}
         replace_file(folder / SIZES_FILE, safetensors.numpy.save(sizes, metadata=metadata))
     numbers = [count if isinstance(count, int) else count.size for count in counts]
     _keep(tokens, data, folder, numbers)
@@ -133,7 +133,7 @@ def open_stream(
     sample_bytes = (context + 1) * tokens.dtype.itemsize
     keep = max(2 * window, _KEPT_BYTES // (tokens.lanes * sample_bytes))
     lanes = _lanes(stream, data, folder, max(1, _AHEAD_BYTES // sample_bytes))
-    samples = LaneSamples(stream, lanes, counts, keep, window)
+    samples = LaneSamples(stream, lanes, counts, keep, window, record and folder / LANES_FILE)
     lengths = [samples.length(lane) for lane in range(tokens.lanes)]
     order = LaneOrder(lengths, seed, window)
     if record is not None and use_sizes:
@@ -206,7 +206,7 @@ def _count(
 
 
 def _keep(tokens: TokenLanes, data: DataConfig, folder: Path, counts: Sequence[int]) -> None:
-    record = LanesRecord(LANES_FORMAT, tokens.fingerprint, data.packing, tuple(counts))
+    record = LanesRecord(LANES_FORMAT, _counted(tokens, data), data.packing, tuple(counts))
     content = msgspec.json.format(msgspec.json.encode(record), indent=2)
     replace_file(folder / LANES_FILE, content + b"\n")
 
@@ -223,7 +223,8 @@ def _stored_record(
         record = read_record(file, LanesRecord, "a record of lanes", "delete it")
     except FileNotFoundError:
         return None
-    same = record.fingerprint == tokens.fingerprint and record.packing == data.packing
+    counted = _counted(tokens, data)
+    same = record.fingerprint == counted and record.packing == data.packing
     if not same or record.format != LANES_FORMAT or len(record.counts) != tokens.lanes:
         return None
     if sizes and not record.packing:
@@ -232,8 +233,15 @@ def _stored_record(
                 fingerprint = (reader.metadata() or {}).get("fingerprint")
         except (OSError, safetensors.SafetensorError):
             return None
-        return record if fingerprint == tokens.fingerprint else None
+        return record if fingerprint == counted else None
     return record
+
+
+def _counted(tokens: TokenLanes, data: DataConfig) -> str:
+    """Return the fingerprint of what is counted. Seek points have that of the lanes alone: a resumed run compares the
+    document at its place with what it was, which a new run passes."""
+    version = version_of(data)
+    return f"{tokens.fingerprint}/{version}" if version else tokens.fingerprint
 
 
 def _weights(record: LanesRecord, folder: Path, context: int) -> list[LaneWeights]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -63,6 +64,20 @@ def open_items(data: DataConfig) -> ItemStream:
         return FunctionLane(function, data.source, field, ids=ids)
     name = "/".join(filter(None, (data.source, data.subset, data.source_split)))
     return RowLanes(load_stream(data), name, field, ids=ids, lanes=data.lanes)
+
+
+def version_of(data: DataConfig) -> str:
+    """Return a hash of what tells that items whose origin is the same have changed: the file of the function, or the
+    state that `save_to_disk` writes; "" where there is none."""
+    files = [Path(data.source, *part, "state.json") for part in ((), (data.source_split,))]
+    if data.kind == "python":
+        function = load_named(data.source, key="data.source")
+        try:
+            files = [Path(inspect.getsourcefile(function) or "")]
+        except TypeError:  # no function, but an object that can be called
+            return ""
+    contents = [file.read_bytes() for file in files if file.is_file()]
+    return xxhash.xxh3_128_hexdigest(b"\n".join(contents)) if contents else ""
 
 
 class RowLanes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class LaneSamples:
 
     Args:
         counts: the counts of the lanes, as far as they are known.
+        record: the file of these counts, if they were read from one.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class LaneSamples:
         counts: Sequence[int | None],
         keep: int,
         window: int = 1,
+        record: Path | None = None,
     ) -> None:
-        self.stream = stream
+        self.stream, self._record = stream, record
         self.counts = list(counts)
         self._lanes, self._keep, self._window = lanes, keep, window
         self._caches = [_LaneCache() for _ in self.counts]
@@ -123,9 +126,10 @@ class LaneSamples:
         elif cache.stop > length or chunk.end not in (None, self.counts[lane]):
             end = chunk.end
             what = "goes on" if end is None else f"ended after {self.stream.samples(end):,} samples"
+            way_out = f"; if it was changed on purpose, delete {self._record} and begin a new run"
             raise StreamChanged(
                 f"lane {lane} {what}, when it was read before it had {length:,}; a stream must give "
-                "the same samples every time"
+                f"the same samples every time{way_out if self._record else ''}"
             )
 
 
