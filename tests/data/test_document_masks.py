@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from instar.config.language import DataConfig, MixturePart
 from instar.config.load import load_config
 from instar.config.schema import EvalSet
 from instar.data.columns import Ragged
+from instar.data.loader import LocalReader, ReadRequest, StepKey
 from instar.data.source import IGNORED
 from instar.data.text.dataset import create_dataset_files, open_data, open_sets
 from instar.data.text.targets import documents_between
@@ -97,6 +99,25 @@ def test_columns_of_a_transform_stay(config: DataConfig, monkeypatch: pytest.Mon
     plain = open_data(config, 0).train(CONTEXT, 0)[0].read(np.arange(4))
     assert columns["mark"].tolist() == [[1.0]] * 4
     assert columns["positions"].tolist() == plain["positions"].tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_reads_its_own_samples_once(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    create_dataset_files(config, 0)
+    source, order = open_data(config, 0).train(CONTEXT, 0)
+    read: list[int] = []
+    real = type(source).read
+
+    def counted(self: Any, indices: Any, epoch: int = 0) -> Any:
+        read.extend(indices.tolist())
+        return real(self, indices, epoch)
+
+    monkeypatch.setattr(type(source), "read", counted)
+    key = StepKey(0, 4, 4)
+    LocalReader(source, order, ranks, range(1), "rank 0").read(ReadRequest(1, key, False))
+    assert len(read) == 4 // ranks
 
 
 def test_ids_of_llm_c_begin_with_the_token(config: DataConfig) -> None:

@@ -7,6 +7,7 @@ A step's samples follow from the cursor and the global batch size; each rank tak
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +77,7 @@ class StepBatch:
     epoch_samples: int
     own_weight: float | None = None
     """where samples are measured and other ranks read some: the weight of this rank's part, whose sum over
-    ranks is the step's; `weight` is then what the step would weigh untransformed"""
+    ranks is the step's; `weight` is NaN until then"""
 
 
 class StepKey(NamedTuple):
@@ -252,7 +253,9 @@ class LocalReader:
         block: Block = {}
         row = 0
         for key, plan, step_ids, places_of in zip(keys, plans, steps, places, strict=True):
-            weight, own_weight = self._source.weights(step_ids), None
+            weight, own_weight = math.nan, None
+            if sample_weights is None:  # else the source may read the samples of all ranks for it
+                weight = self._source.weights(step_ids)
             micro_batches = []
             for rank in self._rank_slices:
                 slice_places = places_of[rank]

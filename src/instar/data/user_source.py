@@ -116,7 +116,8 @@ class Transformed(WrappedSource):
         for number, example in self._examples():
             result = self._apply(_sample(example, 0), number, number, 0)
             for name, column in leaves(stack([result], [number])):
-                sizes.setdefault(name, set()).add(len(column[0]) if column.ndim > 1 else 0)
+                assert not isinstance(column, Ragged)  # of one sample
+                sizes.setdefault(name, set()).add(column.shape[1] if column.ndim > 1 else 0)
         return frozenset(name for name in sizes if len(sizes[name]) > 1)
 
     def _apply(self, sample: dict[str, Any], number: int, draw: int, epoch: int) -> Sample:
