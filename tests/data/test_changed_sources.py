@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from instar.config.errors import ConfigError
-from instar.config.language import DataConfig
+from instar.config.language import DataConfig, MixturePart
+from instar.config.schema import EvalSet
 from instar.data.text import verify
-from instar.data.text.dataset import create_dataset_files, missing, open_data
+from instar.data.text.dataset import create_dataset_files, missing, open_data, open_sets
 from instar.data.text.foreign.chat_template import PLAIN
 from instar.data.text.origin import default_path
 from instar.data.text.prepare import prepare_dataset
@@ -117,6 +118,25 @@ def test_they_are_prepared_anew_beside_what_earlier_runs_use(change: Callable[[]
     assert open_data(data.model_copy(update={"path": first}), 1).fingerprint == before.fingerprint
     for config in (data, anew):
         assert missing(config, 1) == []
+
+
+def test_parts_of_mixtures_and_held_out_sets_are_prepared_anew() -> None:
+    mixture = tuple(MixturePart(source=source) for source in ("texts", "held.txt"))
+    sets = [EvalSet(name="extra", source="held.txt")]
+    data = DataConfig(mixture=mixture)
+    create_dataset_files(data, 1, sets=sets)
+    before = open_data(data, 1).fingerprint, open_sets(data, 1, sets)["extra"].path
+    with Path("held.txt").open("a") as file:
+        file.write("one more line\n" * 5)
+    with pytest.raises(ConfigError, match=r"held\.txt have changed") as refused:
+        create_dataset_files(data, 1, sets=sets)
+    assert "set data.if_changed: prepare" in refused.value.problems[0].hint
+    anew = data.model_copy(update={"if_changed": "prepare"})
+    create_dataset_files(anew, 1, sets=sets)
+    after = open_data(data, 1).fingerprint, open_sets(data, 1, sets)["extra"].path
+    assert after[0] != before[0]
+    assert str(after[1]) == f"{before[1]}.2"
+    assert missing(data, 1, sets=sets) == []
 
 
 def test_what_was_prepared_is_kept_on_demand_and_said() -> None:

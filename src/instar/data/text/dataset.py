@@ -23,7 +23,7 @@ from instar.data.text.chat import MARKS, ChatSamples, conversation_sizes
 from instar.data.text.documents import open_rows
 from instar.data.text.files import STDLIB, find_files
 from instar.data.text.foreign.token_files import holds_ids
-from instar.data.text.origin import default_path, first_path, parameters, preparation_files
+from instar.data.text.origin import default_path, parameters, preparation_files
 from instar.data.text.prepare import prepare_dataset, settle_folder
 from instar.data.text.selection import TrainingText, training_text
 from instar.data.text.shards import TokenDataset, open_dataset
@@ -59,7 +59,7 @@ def create_dataset_files(
 
     Raises ConfigError if that fails, or existing files were made with another config.
     """
-    for part in _parts(data, seed):
+    for part in _parts(data):
         folder = prepare_dataset(part, seed, say=say)
         if part.read_from_start:
             _check_stream(part, folder, world_size, say)
@@ -68,7 +68,7 @@ def create_dataset_files(
         with _of_set(number):
             _say_overlap(data, entry, say)
             set_data = _set_data(data, seed, entry)
-            folder = prepare_dataset(set_data, seed, set_data.path, say, held_out=True)
+            folder = prepare_dataset(set_data, seed, say=say, held_out=True)
             verify_changed(folder)
     if data.transform is not None:
         load_named(data.transform, key="data.transform")
@@ -108,7 +108,8 @@ def open_sets(data: DataConfig, seed: int, sets: Sequence[EvalSet]) -> dict[str,
     opened = {}
     for number, entry in enumerate(sets):
         with _of_set(number):
-            opened[entry.name] = open_dataset(_set_data(data, seed, entry).path or "")
+            set_data = _set_data(data, seed, entry)
+            opened[entry.name] = open_dataset(default_path(set_data, seed, held_out=True))
     return opened
 
 
@@ -123,8 +124,7 @@ def _set_data(data: DataConfig, seed: int, entry: EvalSet) -> DataConfig:
         **dict.fromkeys(("bos", "eos", "subset", "val_source", "tokens_field", "max_bytes"), None),
         **{"mixture": (), "source_split": "train", "drop_duplicates": False, "path": None},
     }
-    set_data = data.model_copy(update=fields)
-    return set_data.model_copy(update={"path": f"{first_path(set_data, seed)}-held-out"})
+    return data.model_copy(update=fields)
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def missing(
     Raises ConfigError if a folder holds something else, or there is no source to create it from.
     """
     absent = []
-    for part in _parts(data, seed):
+    for part in _parts(data):
         folder, is_complete = settle_folder(part, seed, say)
         if is_complete:
             continue
@@ -157,9 +157,12 @@ def missing(
             set_data = _set_data(data, seed, entry)
             if entry.source != STDLIB:
                 find_files(entry.source)
-            # without the run's data there is no tokenizer yet
-            if absent or not settle_folder(set_data, seed, say, set_data.path)[1]:
-                absent.append(Path(set_data.path or ""))
+            folder = Path(default_path(set_data, seed, held_out=True))
+            is_complete = False
+            if not absent:  # else there is no tokenizer yet
+                folder, is_complete = settle_folder(set_data, seed, say, held_out=True)
+            if not is_complete:
+                absent.append(folder)
     return absent
 
 
@@ -176,7 +179,7 @@ def open_data(data: DataConfig, seed: int, world_size: int = 1) -> DataSet:
 
 def _opened(data: DataConfig, seed: int, world_size: int) -> DataSet:
     if data.mixture:
-        parts = tuple(_open_tokens(part, seed) for part in _parts(data, seed))
+        parts = tuple(_open_tokens(part, seed) for part in _parts(data))
         return MixtureData(data, seed, parts[0].dataset, parts)
     if data.read_from_start:
         folder = data.path or default_path(data, seed)
@@ -198,7 +201,7 @@ def lost_conversations(data: DataConfig, seed: int, context: int) -> list[str]:
 
 def folders(data: DataConfig, seed: int) -> list[Path]:
     """Return the folders that `create_dataset_files` writes to."""
-    return [Path(part.path or default_path(part, seed)) for part in _parts(data, seed)]
+    return [Path(part.path or default_path(part, seed)) for part in _parts(data)]
 
 
 _LOOKED_AT = 1 << 22
@@ -568,7 +571,7 @@ def _open_tokens(data: DataConfig, seed: int) -> TokenData:
     return TokenData(data, seed, open_shards(data.path or default_path(data, seed)))
 
 
-def _parts(data: DataConfig, seed: int) -> list[DataConfig]:
+def _parts(data: DataConfig) -> list[DataConfig]:
     """Return a config for each source, with its own folder."""
     if not data.mixture:
         return [data]
@@ -581,7 +584,7 @@ def _parts(data: DataConfig, seed: int) -> list[DataConfig]:
             "mixture": (),
         }
         part_data = data.model_copy(update=fields)
-        path = f"{data.path}/{number}" if data.path else first_path(part_data, seed)
+        path = f"{data.path}/{number}" if data.path else None
         parts.append(part_data.model_copy(update={"path": path}))
     return parts
 

@@ -41,18 +41,22 @@ NOTE = "note: "
 """Begins what is said at every start about data that are prepared already."""
 
 
-def default_path(data: DataConfig, seed: int) -> str:
-    """Return the folder of a config without data.path: the last that was prepared; see `next_path`."""
-    first = first_path(data, seed)
+def default_path(data: DataConfig, seed: int, *, held_out: bool = False) -> str:
+    """Return the folder of a config without data.path: the last that was prepared; see `next_path`.
+
+    Args:
+        held_out: the data are a held-out set; see `prepare_dataset`.
+    """
+    first = first_path(data, seed, held_out=held_out)
     return _numbered_path(first, _last_number(first))
 
 
-def next_path(data: DataConfig, seed: int) -> str:
+def next_path(data: DataConfig, seed: int, *, held_out: bool = False) -> str:
     """Return the folder after `default_path`, for sources that have changed: `data/x.2` after `data/x`.
 
-    Runs that began with the folders before still find them.
+    Runs that began with the folders before still find them; those on a mixture only while it is the last.
     """
-    first = first_path(data, seed)
+    first = first_path(data, seed, held_out=held_out)
     return _numbered_path(first, _last_number(first) + 1)
 
 
@@ -67,14 +71,15 @@ def _last_number(first: str) -> int:
     return number
 
 
-def first_path(data: DataConfig, seed: int) -> str:
+def first_path(data: DataConfig, seed: int, *, held_out: bool = False) -> str:
     """Return the folder of the first data set of these `parameters`; its name has a hash of them."""
     stem = Path(data.source).stem or Path(data.source).resolve().name
     names = [_plain(stem) or "text", _tokenizer_name(data.tokenizer)]
     names += [str(data.vocab_size)] * (data.tokenizer == "bpe")
     names += [str(data.max_bytes)] * (data.max_bytes is not None)
     identity = msgspec.json.encode(parameters(data, seed), order="sorted")
-    return f"data/{'-'.join(names)}-{xxhash.xxh3_128_hexdigest(identity)[:8]}"
+    folder = f"data/{'-'.join(names)}-{xxhash.xxh3_128_hexdigest(identity)[:8]}"
+    return f"{folder}-held-out" if held_out else folder
 
 
 def parameters(data: DataConfig, seed: int) -> dict[str, Any]:

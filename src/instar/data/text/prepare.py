@@ -93,7 +93,7 @@ def prepare_dataset(
         ConfigError: bad input, the folder holds something else, or the sources have changed since it was
             prepared and `data.if_changed` refuses that.
     """
-    folder, is_complete = settle_folder(data, seed, say, path)
+    folder, is_complete = settle_folder(data, seed, say, path, held_out=held_out)
     if is_complete:
         return folder
     if data.kind == "chat":
@@ -146,7 +146,12 @@ def _prepare_chat(folder: Path, data: DataConfig, seed: int, say: Say) -> None:
 
 
 def settle_folder(
-    data: DataConfig, seed: int, say: Say, path: str | Path | None = None
+    data: DataConfig,
+    seed: int,
+    say: Say,
+    path: str | Path | None = None,
+    *,
+    held_out: bool = False,
 ) -> tuple[Path, bool]:
     """Return the folder of a config's data set, and whether the complete data set is there.
 
@@ -155,7 +160,7 @@ def settle_folder(
     Raises:
         ConfigError: see `prepare_dataset`.
     """
-    folder = Path(path or data.path or default_path(data, seed))
+    folder = Path(path or data.path or default_path(data, seed, held_out=held_out))
     if not is_made(folder, data, seed):
         return folder, False
     difference = source_changes(folder, data)
@@ -176,7 +181,7 @@ def settle_folder(
     is_named = bool(path or data.path)
     if data.if_changed == "prepare" and not is_named:
         say(f"{text}; it is prepared anew in another folder")
-        return Path(next_path(data, seed)), False
+        return Path(next_path(data, seed, held_out=held_out)), False
     remedy = "name another data.path" if is_named else "set data.if_changed: prepare"
     keeping = "set data.if_changed: keep to use it as it was prepared"
     raise ConfigError.at("data.source", text, f"{remedy} to prepare it anew, or {keeping}")
