@@ -109,5 +109,11 @@ def test_nothing_is_predicted_of_half_a_pilot_or_without_growth() -> None:
     with pytest.raises(ValueError, match="runs of the pilot are missing"):
         predict_saving(structs.replace(pilot, runs=pilot.runs[1:]), spent(200, 100))
     assert pilot_summary(structs.replace(pilot, runs=())) == {}
+    for costs in ((Spent(SMALL, 2e4),), (Spent(FINAL, 2e4),)):
+        runs = [structs.replace(run, spent=costs) for run in pilot.runs if run.case.grown_at]
+        other = structs.replace(pilot, runs=(*pilot.runs[:2], *runs))
+        with pytest.raises(ValueError, match="its run grown-200-at-120-s1 did not grow to"):
+            predict_saving(other, spent(200, 100))
+        assert pilot_summary(other) == {}
     with pytest.raises(ValueError, match="does not grow"):
         predict_saving(pilot, spent(200, 0))

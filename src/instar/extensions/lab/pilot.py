@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from msgspec import structs
 
 from instar.config.errors import ConfigError
@@ -23,19 +27,22 @@ from instar.extensions.lab.pilot_file import (
     PilotRun,
     pilot_path,
     read_pilot,
+    schedule_of,
     settings_of,
     write_json,
 )
 from instar.extensions.lab.saving import ExpectedSaving, pilot_summary, spending
-from instar.extensions.lab.short_runs import MeasuredConfig, ShortRunRequest
+from instar.extensions.lab.short_runs import MeasuredConfig, Say, ShortRunRequest
 from instar.growth.operators import is_growth
 from instar.schedule.branches import BRANCH
-from instar.schedule.forecast import Forecast
+from instar.schedule.forecast import Forecast, Stage
 
 _SMALL = 1.25
 """Steps of the size that the schedule begins with, relative to the longest of the final size."""
 _MOSTLY = 0.6
 """Share of a run that cosine and linear rates are taken to be near their peak."""
+_LEFT_OUT = (BRANCH, "change_eval_interval", "set_eval_interval")
+"""Operations that have no part in a pilot."""
 MUST = 3
 """The runs of a seed without which nothing can be predicted: the first ones."""
 
@@ -60,7 +67,7 @@ def run_pilot(request: ShortRunRequest) -> PilotResult:
 
     Raises:
         ConfigError: the config has no schedule of growth, or is of a kind that pilots do not know;
-            the budget is too small; the file is another pilot's.
+            the budget is too small; the file is another pilot's, or one of other steps or seeds.
         RunFailed, Interrupted: see `launch`; the same call goes on.
     """
     start = time.monotonic()
@@ -69,7 +76,8 @@ def run_pilot(request: ShortRunRequest) -> PilotResult:
     file = request.out or pilot_file(request.config, measurement.config)
     if file.exists():
         plan = read_pilot(file)
-        _check_same(file, plan, measurement)
+        short_runs.check_begun(file, request, plan.horizon, [case.seed for case in plan.cases])
+        _check_same(file, plan, measurement, request.say)
     else:
         plan = _plan(measurement, request)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +118,24 @@ def _check_growth(measurement: MeasuredConfig) -> None:
     if len({stage.architecture for stage in measurement.forecast.stages}) < 2:
         hint = "add an operation such as stack_layers"
         raise short_runs.refusal(measurement.loaded_config, "schedule", "grows no model", hint)
+    for key, _, before, stage in _operations(measurement):
+        if stage.first_step is None and stage.architecture != before.architecture:
+            text, hint = "grows the model after the end of the run", "trigger it earlier"
+            raise short_runs.refusal(measurement.loaded_config, key, text, hint)
+
+
+def _operations(
+    measurement: MeasuredConfig,
+) -> Iterator[tuple[str, ScheduledOperation, Stage, Stage]]:
+    """Yield each operation of the schedule, a repeated one several times, with its key and the stages before and
+    after it."""
+    entries = [
+        (f"schedule[{number}]", entry)
+        for number, entry in enumerate(measurement.config.schedule)
+        for _ in range(entry.repeat)
+    ]
+    for entry, stages in zip(entries, pairwise(measurement.forecast.stages), strict=True):
+        yield *entry, *stages
 
 
 def _plan(measurement: MeasuredConfig, request: ShortRunRequest) -> Pilot:
@@ -154,6 +180,7 @@ def _plan(measurement: MeasuredConfig, request: ShortRunRequest) -> Pilot:
     return Pilot(
         name=config.name,
         settings=settings_of(config),
+        schedule=schedule_of(config),
         growth=tuple(s.operation for s in forecast.stages[1:] if is_growth(s.operation.split()[0])),
         run_steps=measurement.run_steps,
         stable_share=_stable_share(config),
@@ -210,45 +237,69 @@ def _model(measurement: MeasuredConfig, stage: int) -> list[str]:
 def _settings(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> list[str]:
     """Return the settings of a case, beside those of the config."""
     config = measurement.config
-    horizon = max(case_of_plan.steps for case_of_plan in plan.cases if case_of_plan.arm == "final")
-    share = (horizon if case.arm == "small" else case.steps) / plan.run_steps
-    schedule = config.learning_rate
+    share = (plan.horizon if case.arm == "small" else case.steps) / plan.run_steps
+    schedule, longest_warmup = config.learning_rate, plan.horizon // short_runs.WARMUP
     counts: dict[str, int | None] = {
-        "learning_rate.warmup_iters": min(schedule.warmup_iters, horizon // short_runs.WARMUP),
+        "learning_rate.warmup_iters": min(schedule.warmup_iters, longest_warmup),
         "learning_rate.lr_decay_iters": _scaled(schedule.lr_decay_iters, share),
         "learning_rate.decay_every": _scaled(schedule.decay_every, share),
         "eval.eval_interval": max(1, case.steps // plan.evaluations),
     }
-    folder = Path(config.record.out_dir) / f"{config.name}-pilot-{case.name}"
     values: dict[str, Any] = {
         **{key: value for key, value in counts.items() if value is not None},
-        **short_runs.run_values(config, "pilot", folder, case.steps, case.seed),
+        **short_runs.run_values(
+            config, "pilot", _folder(config, plan, case), case.steps, case.seed
+        ),
     }
     if options := with_steps(
         schedule.shape, schedule.options, lambda step: max(1, round(step * share))
     ):
         values["learning_rate.options"] = options
-    entries: list[dict[str, Any]] = []
-    grown_at = list(case.grown_at)
-    stages = measurement.forecast.stages
-    for before, stage, entry in zip(stages, stages[1:], config.schedule, strict=False):
-        options_of_entry = entry.model_dump(
-            exclude={*ScheduledOperation.model_fields} - {"name", "value"}
-        )
-        if entry.name == BRANCH:
-            continue
-        if stage.architecture == before.architecture:
-            step = round((stage.first_step or plan.run_steps) * share)
-        elif grown_at:
-            step = grown_at.pop(0)
-        else:
-            continue
-        entries.append({**options_of_entry, "when": {"at_step": step}})
-    values["schedule"] = entries
+    values["schedule"] = list(_entries(measurement, plan, case, share))
     if case.arm == "small":
         values |= {"learning_rate.shape": "constant", "learning_rate.options": {}}
-    model = _model(measurement, len(stages) - 1) if case.arm == "final" else []
+    last = len(measurement.forecast.stages) - 1
+    model = _model(measurement, last) if case.arm == "final" else []
     return [*model, *short_runs.options(values)]
+
+
+def _folder(config: RunConfig, plan: Pilot, case: PilotCase) -> Path:
+    """Return the folder of a case, whose name no pilot with other settings gives to one."""
+    horizons = [plan.run_steps, plan.horizon]
+    parts = [settings_of(config), config.data_seed, schedule_of(config), horizons]
+    key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:6]
+    return Path(config.record.out_dir) / f"{config.name}-pilot-{key}-{case.name}"
+
+
+def _entries(
+    measurement: MeasuredConfig, plan: Pilot, case: PilotCase, share: float
+) -> Iterator[dict[str, Any]]:
+    """Yield the operations of a case that lasts a share of the run, of which those that grow the model are
+    the case's. A pilot evaluates as often as it needs to, whatever the schedule says of evaluations."""
+    grown_at = iter(case.grown_at)
+    for _, entry, before, stage in _operations(measurement):
+        step: int | None = None
+        if stage.architecture != before.architecture:
+            step = next(grown_at, None)
+        elif stage.first_step is not None and entry.name not in _LEFT_OUT and not stage.skipped:
+            step = round(stage.first_step * share)
+        if step is None:
+            continue
+        options = _shortened(entry.model_extra or {}, share)
+        values = entry.model_dump(include={"name", "value", "allow_inexact"}) | options
+        if entry.name == "set_warmup_iters":
+            values["value"] = min(entry.value, plan.horizon // short_runs.WARMUP)
+        yield {**values, "when": {"at_step": step}}
+
+
+def _shortened(options: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Return the options of an operation, with their numbers of steps in proportion."""
+    shortened = dict(options)
+    if "mask" in options:
+        shortened["mask"] = _scaled(options["mask"], share)
+    if isinstance(lr := options.get("lr"), Mapping):
+        shortened["lr"] = {key: _scaled(steps, share) for key, steps in lr.items()}
+    return shortened
 
 
 def _scaled(iters: int | None, share: float) -> int | None:
@@ -272,9 +323,16 @@ def _run(measurement: MeasuredConfig, plan: Pilot, case: PilotCase) -> PilotRun:
     )
 
 
-def _check_same(file: Path, plan: Pilot, measurement: MeasuredConfig) -> None:
-    """Raise ConfigError if a pilot that is not whole is about another config."""
-    different_keys = plan.differing(measurement.config)
+def _check_same(file: Path, plan: Pilot, measurement: MeasuredConfig, say: Say) -> None:
+    """Raise ConfigError if a pilot that is not whole is about another config; say if a whole one is."""
+    config = measurement.config
+    different_keys = plan.differing(config)
+    if plan.schedule not in (None, schedule_of(config)):
+        different_keys.append("schedule")
+    if plan.run_steps != measurement.run_steps:
+        different_keys.append("train.until")
+    message = f"with other settings of {', '.join(different_keys)}"
     if different_keys and plan.missing:
-        message = f"was begun with other settings of {', '.join(different_keys)}"
-        raise ConfigError.of(message, str(file), "choose another file with -o, or delete this one")
+        raise ConfigError.of(f"was begun {message}", str(file), short_runs.ANOTHER_FILE)
+    if different_keys:
+        say(f"{file} is complete, {message}: nothing is trained")

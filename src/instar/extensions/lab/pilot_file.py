@@ -113,6 +113,8 @@ class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runs: Annotated[tuple[PilotRun, ...], msgspec.Meta(max_length=MOST)] = ()
     found: dict[str, Any] = {}
     """What the runs say, for readers of the file; predictions begin with the runs."""
+    schedule: list[dict[Text, Any]] | None = None
+    """The operations of the config's schedule; None: not known."""
     version: Literal[1] = 1
 
     def differing(self, config: RunConfig) -> list[str]:
@@ -123,6 +125,11 @@ class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for key in {*settings, *self.settings}
             if settings.get(key) != self.settings.get(key)
         )
+
+    @property
+    def horizon(self) -> int:
+        """Steps of the longest run of the final size."""
+        return max((case.steps for case in self.cases if case.arm == "final"), default=1)
 
     @property
     def missing(self) -> tuple[PilotCase, ...]:
@@ -138,6 +145,11 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
         for key, value in values(config).items()
         if key.startswith(_DEPENDS_ON) and key not in _DEPENDS_NOT_ON and not is_launch_only(key)
     }
+
+
+def schedule_of(config: RunConfig) -> list[dict[str, Any]]:
+    """Return the operations of a config's schedule as JSON values, without comments."""
+    return [entry.model_dump(mode="json", exclude={"desc"}) for entry in config.schedule]
 
 
 def read_pilot(path: Path) -> Pilot:

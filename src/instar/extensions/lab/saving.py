@@ -129,7 +129,7 @@ class GrownCase:
 class PilotFindings:
     """What the runs of a pilot say.
 
-    Raises ValueError if runs are missing, or the final size from scratch did not learn.
+    Raises ValueError if runs are missing, or one that grows does not grow to the final size.
     """
 
     def __init__(self, pilot: Pilot) -> None:
@@ -140,6 +140,10 @@ class PilotFindings:
         self._seeds = [runs for runs in by_seed.values() if _is_enough(runs)]
         if not self._seeds:
             raise ValueError("runs of the pilot are missing: the command that began it goes on")
+        for case in self.grown_cases:
+            costs = case.run.spent
+            if costs[-1].flops_per_token != pilot.final.flops_per_token or not before_growth(costs):
+                raise ValueError(f"its run {case.run.case.name} did not grow to the final size")
         self._at = [
             fmean(logs)
             for logs in zip(*(_logs(g.run.spent) for g in self.grown_cases), strict=True)

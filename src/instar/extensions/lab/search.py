@@ -137,11 +137,12 @@ def _read_or_plan(
     """Return the search that was begun, or begin one.
 
     Raises:
-        ConfigError: another search has the files, or the budget is too small.
+        ConfigError: another search has the files, or one of other steps or seeds; or the budget is too small.
     """
     candidates = tuple(_candidates(final))
     if state.exists():
         plan = read_search(state)
+        short_runs.check_begun(state, request, plan.rungs[-1], plan.seeds)
         _check_same(state, plan, candidates, final.config)
         return plan
     if file.exists():
@@ -312,8 +313,8 @@ def _check_same(
     keys = sorted(k for k in {*settings, *plan.settings} if settings.get(k) != plan.settings.get(k))
     if keys or plan.candidates != candidates:
         difference = f"settings of {', '.join(keys)}" if keys else "candidates"
-        hint = "choose another file with -o, or delete this one"
-        raise ConfigError.of(f"was begun with other {difference}", str(file), hint)
+        message = f"was begun with other {difference}"
+        raise ConfigError.of(message, str(file), short_runs.ANOTHER_FILE)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ _FEWEST_EVALUATIONS, _EVALUATIONS = 10, 30
 WARMUP = 4
 """The warm-up takes at most the steps divided by this: in shorter ones deep models fall behind."""
 
+ANOTHER_FILE = "choose another file with -o, or delete this one"
+
 Say = Callable[[str], None]
 
 
@@ -157,6 +159,15 @@ def shape_settings(before: Architecture, after: Architecture) -> dict[str, Any]:
     """Return the keys of `model` with which a config of one shape has another, with their values."""
     old, new = (section_of(shape).model_dump() for shape in (before, after))
     return {f"model.{key}": value for key, value in new.items() if old[key] != value}
+
+
+def check_begun(file: Path, request: ShortRunRequest, steps: int, seeds: Sequence[int]) -> None:
+    """Raise ConfigError if a request asks for other steps or seeds than those with which a file was begun."""
+    is_other_seed = bool(request.seeds) and {*request.seeds} != {*seeds}
+    if is_other_seed or request.steps not in (None, steps):
+        seed_options = " ".join(f"--seed {seed}" for seed in dict.fromkeys(seeds))
+        message = f"was begun with --steps {steps} {seed_options}"
+        raise ConfigError.of(message, str(file), ANOTHER_FILE)
 
 
 def evaluations(steps: int, step_s: float, evaluation_s: float) -> int:
