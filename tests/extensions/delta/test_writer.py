@@ -16,9 +16,10 @@ from torch import Tensor
 
 from instar.checkpoint.manifest import CheckpointError
 from instar.extensions.delta import writer as writing
-from instar.extensions.delta.chain import links, load_state, verify_chain
+from instar.extensions.delta.chain import Link, append, links, load_state, verify_chain
 from instar.extensions.delta.format.folder import missing_steps
 from instar.extensions.delta.format.statistics import statistics
+from instar.extensions.delta.replay import squash_links
 from instar.extensions.delta.writer import COPIES, DeltaWriter
 
 Open = Callable[..., DeltaWriter]
@@ -175,6 +176,30 @@ def test_what_is_written_is_told_with_its_statistics(writer: Open, tmp_path: Pat
     assert [share.overlap for share in found] == [None, 1 / 3, 2 / 4]
     assert all(0 <= one.stall_s <= one.seconds for one in [first, *deltas, anchor])
     assert made.finished_links() == []
+
+
+@pytest.mark.parametrize("last", [2, 3], ids=["the link before", "the new link"])
+def test_a_squash_meanwhile_leaves_out_statistics_and_ends_nothing(
+    writer: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    folder = tmp_path / "deltas"
+
+    def append_and_squash(*arguments: Any, **options: Any) -> Link:
+        link = append(*arguments, **options)
+        if link.number == 3:
+            squash_links(folder, 1, last)
+        return link
+
+    monkeypatch.setattr(writing, "append", append_and_squash)
+    made = writer()
+    for step in range(5):
+        made.save(step, weights(step, step + 1, step % 2))
+    made.flush()
+    told = [made_link.event(step=0) for made_link in made.finished_links()]
+    assert [event.anchor for event in told] == [True, *[False] * 4]
+    assert [event.density is None for event in told[1:]] == [False, False, last == 3, False]
+    assert [event.overlap is None for event in told[1:]] == [True, False, True, last == 3]
+    verify_chain(folder)
 
 
 def test_steps_that_were_never_saved_are_named_by_the_anchor_after_them(

@@ -46,14 +46,14 @@ class Written:
     stall_s: float
     """for which training was blocked"""
     statistics: LinkStatistics | None
-    """None for an anchor"""
+    """None for an anchor, and for a link that another process has squashed or removed at once"""
 
     def event(self, **place: Any) -> Delta:
         """Return the event of the record; `place`: where in the run, see `Placed`."""
         statistics = self.statistics
         return Delta(
             number=self.link.number,
-            anchor=statistics is None,
+            anchor=self.link.kind == "anchor",
             size_bytes=self.link.size_bytes,
             seconds=self.seconds,
             stall_s=self.stall_s,
@@ -119,7 +119,7 @@ class DeltaWriter:
         # only the thread uses these: the weights of the last link, its file if it is no anchor, and
         # the number of links since the last anchor
         self._base: Mapping[str, Tensor] | None = None
-        self._last: LinkFile | None = None
+        self._last: Path | None = None
         self._since_anchor = 0
         self._thread = threading.Thread(target=self._work, daemon=True, name="instar-deltas")
         self._thread.start()
@@ -229,9 +229,11 @@ class DeltaWriter:
         if link.kind == "anchor":
             self._since_anchor = 0
         else:
-            self._last = read_link(link.file, check=False)
+            self._last = link.file
             entries = {name: to_bits(tensor).entry for name, tensor in tensors.items()}
-            statistics = link_statistics(self._last, entries, before)
+            with lock_chain(self.folder):
+                if (now := _own_changes(link.file)) is not None:
+                    statistics = link_statistics(now, entries, before and _own_changes(before))
         self._finished_links.put(Written(link, seconds, copy.stall_s, statistics))
 
     def _last_link(self) -> Link | None:
@@ -244,6 +246,12 @@ class DeltaWriter:
             return None
         self._since_anchor = len(segment_of(chain, chain[-1]).links)
         return chain[-1]
+
+
+def _own_changes(path: Path) -> LinkFile | None:
+    """Return a link; None if another process has put one with the changes of several in its place, or removed it."""
+    link = read_link(path, check=False) if path.is_file() else None
+    return link if link is not None and link.footer.first == link.footer.number else None
 
 
 def _hash(tensors: Mapping[str, Tensor]) -> str:
